@@ -1,0 +1,150 @@
+"""The pipeline on one tensor: widen, direct, decay, look ahead, add. Its only home.
+
+Pure: nothing passed in is written. Executors differ in where they run this function and
+where they put what it returns, never in what it computes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func._types import DecayKind, Leaf, Rates, Rule, Scalar, Scalars
+
+
+def whole_mean(x: Tensor) -> Tensor:
+    """The mean over a leaf that is one whole tensor."""
+    return x.mean()
+
+
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic: float64 where anything is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def leaf_step(
+    rule: Rule[Any, Any, Any],
+    leaf: Leaf,
+    g: Tensor,
+    scalars: Scalars,
+    write: bool,
+    mean: Callable[[Tensor], Tensor],
+) -> Leaf:
+    """One step of one parameter.
+
+    With x = p + comp the parameter as it is meant (comp = 0 where there is none):
+
+        g <- gain * g + l2 * x
+        d, state <- direction(g, state)
+        u <- -(lr * d + decay * x) / max(1, sqrt(mean(spread)))
+        u, state <- after(x, u, state)
+        p <- round(p + (comp + u)),   comp <- what that rounding lost
+
+    Decay is part of the delta: a bfloat16 parameter times 1 - 1e-5 is itself, but its
+    compensation remembers the 1e-5.
+
+    Args:
+        rule: The mathematics.
+        leaf: Parameter, state and compensation, of one shape.
+        g: Gradient, same shape.
+        scalars: Numbers for this step.
+        write: False moves the state alone (accumulating) and leaves p and comp as they
+            are.
+        mean: Takes the mean of an elementwise quantity over the whole parameter.
+    """
+    p, state, comp = leaf
+    wide = compute_dtype(p.dtype, g.dtype, *(s.dtype for s in state))
+    c, r = scalars
+    p32 = _to(p, wide)
+    x = p32 if comp is None else p32 + _to(comp, wide)
+    g = r.gain * _to(g, wide) + r.l2 * x
+    d, new, spread = rule.direction(g, type(state)(*(_to(s, wide) for s in state)), c)
+    if write:
+        u = -(r.lr * d + r.decay * x)
+        if spread is not None:
+            u = u / mean(spread).clamp_min(1.0).sqrt()
+        if rule.after is not None:
+            u, new = rule.after(x, u, new, c)
+        p, comp = _add(p, p32, comp, u)
+    return Leaf(p, type(state)(*(_to(n, s.dtype) for n, s in zip(new, state))), comp)
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # The same object where nothing changes: executors tell untouched state by identity.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _add(
+    p: Tensor, p32: Tensor, comp: Tensor | None, u: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """P + u in p's dtype, with what the rounding lost where it is kept (Kahan 1965)."""
+    if comp is None:
+        return _to(p32 + u, p.dtype), None
+    u = u + _to(comp, u.dtype)
+    new = _round(p32 + u, p.dtype)
+    return _to(new, p.dtype), _to(u - (new - p32), comp.dtype)
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """X at the precision of a narrower dtype, still in its own (Veltkamp 1968).
+
+    Arithmetic, because compilers fold `x.to(bfloat16).to(float32)` into x, and with it
+    the compensation into 0. Its derivative is 1.
+    """
+    scaled = x * (torch.finfo(dtype).eps / torch.finfo(x.dtype).eps + 1.0)
+    return scaled - (scaled - x)
+
+
+def init_leaf(
+    rule: Rule[Any, Any, Any],
+    p: Tensor,
+    kahan_sum: bool | None,
+    state_dtype: torch.dtype | None,
+) -> Leaf:
+    """Fresh state for p.
+
+    Args:
+        rule: The mathematics.
+        p: The parameter.
+        kahan_sum: None compensates float16 and bfloat16 parameters; False none.
+        state_dtype: The moments' dtype; None takes the parameter's.
+    """
+    p = p.detach()
+    low = p.dtype in (torch.float16, torch.bfloat16)
+    comp = torch.zeros_like(p) if low and kahan_sum is not False else None
+    return Leaf(p, rule.init(p, state_dtype or p.dtype), comp)
+
+
+def rates(
+    lr: Scalar,
+    weight_decay: Scalar,
+    kind: DecayKind,
+    max_lr: Scalar | None,
+    maximize: bool,
+) -> Rates:
+    """Every kind of decay as numbers.
+
+    | kind        | the parameter loses, per step                          |
+    |-------------|--------------------------------------------------------|
+    | l2          | nothing by itself: weight_decay * p joins the gradient |
+    | decoupled   | lr * weight_decay * p                                  |
+    | fully       | lr / max_lr * weight_decay * p                         |
+    | proximal    | as the two above, applied implicitly, after the move:  |
+    |             | p <- (p - lr * d) / (1 + share)                        |
+
+    Args:
+        lr: Learning rate of this step.
+        weight_decay: Its coefficient.
+        kind: One of the table's.
+        max_lr: The largest scheduled lr; used by the two fully kinds alone.
+        maximize: Climb instead of descend.
+    """
+    gain = -1.0 if maximize else 1.0
+    if kind == "l2":
+        return Rates(lr, 0.0, weight_decay, gain)
+    share = (lr / max_lr if kind.startswith("fully") else lr) * weight_decay
+    if kind.endswith("proximal"):
+        # (p - lr*d) / (1 + share) = p - (lr*d + share*p) / (1 + share)
+        return Rates(lr / (1.0 + share), share / (1.0 + share), 0.0, gain)
+    return Rates(lr, share, 0.0, gain)

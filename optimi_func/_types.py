@@ -1,0 +1,93 @@
+"""The vocabulary: what a rule, a direction, a leaf and its scalars are.
+
+An optimizer is a value. A `Rule` says how one tensor's gradient becomes a direction; the
+pipeline in `_leaf` turns directions into deltas and adds them; everything else in the
+package decides where and when that happens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+# A number that may be traced, differentiated or vmapped: 0-d where it is a Tensor.
+Scalar: TypeAlias = float | Tensor
+# Anything torch.utils._pytree can flatten.
+PyTree: TypeAlias = Any
+
+H = TypeVar("H")
+S = TypeVar("S")
+C = TypeVar("C")
+
+
+class Direction(NamedTuple):
+    """Where a rule wants to go, before learning rate and decay."""
+
+    d: Tensor  # shape of p; the move is -lr * d
+    state: Any  # the rule's State after this gradient
+    # Elementwise, shape of p: where given, the whole move of the tensor is divided by
+    # max(1, sqrt(mean(spread))). The mean is the pipeline's to take, because only it
+    # knows whether the tensor is whole, a shard, or one of many in a bucket.
+    spread: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Rule(Generic[H, S, C]):
+    """One optimizer's mathematics, a value compared by identity.
+
+    Attributes:
+        name: The name by which errors, kernels and graphs call it.
+        state: The State, a NamedTuple of tensors shaped like the parameter.
+        init: `(p, dtype) -> State`: fresh tensors, none aliasing another; moments in
+            `dtype`, whatever must not lose bits in a dtype of its own choosing.
+        coeffs: `(hyper, t) -> Coeffs`: all the scalar work of step t (1-based), for `t`
+            an int (host, double precision) or a tensor (traced, float64 where the
+            device has it). A Python bool among the results is static.
+        direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
+        after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
+            the parameter x (lookahead and its kin).
+        per_tensor: Whether `direction` gives a spread, whose mean needs a whole tensor.
+    """
+
+    name: str
+    state: type[S]
+    init: Callable[[Tensor, torch.dtype], S]
+    coeffs: Callable[[H, Scalar], C]
+    direction: Callable[[Tensor, S, C], Direction]
+    after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
+    per_tensor: bool = False
+
+
+class Rates(NamedTuple):
+    """What turns a direction into a delta: u = -(lr * d(gain * g + l2 * p) + decay * p).
+
+    Every kind of decay, maximize and gradient scaling are values of these four numbers,
+    so that none of them is another graph.
+    """
+
+    lr: Scalar
+    decay: Scalar  # share of p to lose in this step: already multiplied by lr or not
+    l2: Scalar  # share of p to add to g
+    gain: Scalar  # factor on g: -1 to maximize
+
+
+class Scalars(NamedTuple):
+    """All the numbers of one step of one leaf."""
+
+    coeffs: Any  # the rule's Coeffs
+    rates: Rates
+
+
+DecayKind: TypeAlias = Literal[
+    "l2", "decoupled", "fully", "proximal", "fully proximal"
+]
+
+
+class Leaf(NamedTuple):
+    """One parameter and everything that moves with it."""
+
+    p: Tensor
+    state: Any  # the rule's State: a NamedTuple of tensors
+    comp: Tensor | None  # Kahan compensation: what rounding took from p so far

@@ -1,0 +1,80 @@
+"""The same steps through compiled kernels: `adamw_step` pure, `adamw_step_` in place.
+
+One graph a (rule, dtypes), whatever the shapes, the number of tensors and the schedule do.
+These run under no_grad and return detached tensors; to differentiate a step, compile your
+own function over the pure one in `optimi_func`. States come from the `*_init` there.
+"""
+
+import torch
+
+from optimi_func import functional as _f
+from optimi_func._types import Leaf, PyTree
+from optimi_func.compiled.batching import Job, update
+from optimi_func.compiled.kernel import Numbers
+from optimi_func.functional import FunctionalOptimizer, TreeState
+
+
+def step(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> tuple[PyTree, TreeState]:
+    """The step through compiled kernels, into new tensors."""
+    return _step(optimizer, params, grads, state, in_place=False)
+
+
+def step_(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> tuple[PyTree, TreeState]:
+    """The step through compiled kernels, written into params and state."""
+    return _step(optimizer, params, grads, state, in_place=True)
+
+
+@torch.no_grad()
+def _step(
+    optimizer: FunctionalOptimizer,
+    params: PyTree,
+    grads: PyTree,
+    state: TreeState,
+    in_place: bool,
+) -> tuple[PyTree, TreeState]:
+    leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
+    _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
+    # A host step count gives host coefficients; a device's is never waited for.
+    on_host = state.step.device.type == "cpu"
+    t = state.step.item() + 1.0 if on_host else state.step.double() + 1.0
+    scalars = optimizer.scalars(leaves, state.step, t)
+    numbers = {id(s): Numbers(s) for s in scalars}
+    jobs: dict[int, Job] = {}
+    for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
+        if g is not None:
+            into = leaf if in_place else _fresh(leaf)
+            jobs[i] = Job(leaf, g, numbers[id(scalars[i])], into)
+    update(optimizer.rule, jobs.values(), write=True, compile=True)
+    if in_place:
+        state.step.add_(1.0)
+        return params, state
+    return leaves.rebuild({i: job.into for i, job in jobs.items()})
+
+
+def _fresh(leaf: Leaf) -> Leaf:
+    comp = None if leaf.comp is None else torch.empty_like(leaf.comp)
+    fields = (torch.empty_like(s) for s in leaf.state)
+    p = torch.empty_like(leaf.p, requires_grad=False)
+    return Leaf(p, type(leaf.state)(*fields), comp)
+
+
+sgd_step = _f.stepper(_f.sgd, step, "sgd_step")
+sgd_step_ = _f.stepper(_f.sgd, step_, "sgd_step_")
+adam_step = _f.stepper(_f.adam, step, "adam_step")
+adam_step_ = _f.stepper(_f.adam, step_, "adam_step_")
+adamw_step = _f.stepper(_f.adamw, step, "adamw_step")
+adamw_step_ = _f.stepper(_f.adamw, step_, "adamw_step_")
+stableadamw_step = _f.stepper(_f.stableadamw, step, "stableadamw_step")
+stableadamw_step_ = _f.stepper(_f.stableadamw, step_, "stableadamw_step_")
+radam_step = _f.stepper(_f.radam, step, "radam_step")
+radam_step_ = _f.stepper(_f.radam, step_, "radam_step_")
+ranger_step = _f.stepper(_f.ranger, step, "ranger_step")
+ranger_step_ = _f.stepper(_f.ranger, step_, "ranger_step_")
+adan_step = _f.stepper(_f.adan, step, "adan_step")
+adan_step_ = _f.stepper(_f.adan, step_, "adan_step_")
+lion_step = _f.stepper(_f.lion, step, "lion_step")
+lion_step_ = _f.stepper(_f.lion, step_, "lion_step_")

@@ -1,0 +1,158 @@
+"""One compiled kernel a (rule, static choices, dtypes): the leaf pipeline on flat tensors.
+
+A kernel takes 1-D tensors of any length from 2 up, and all scalars as one small tensor:
+neither a shape nor a number is part of its graph. What else torch.compile guards on, and
+so may cost another graph: the number of threads, deterministic mode, the default dtype and
+torch function modes such as a default device. Grad mode, inference mode and autocast are
+fixed on entry.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
+from optimi_func._types import Leaf, Rule, Scalars
+
+# Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
+_COMPILE_LENGTH = 1 << 20
+
+
+class Numbers:
+    """The scalars of one step, packed once a dtype and device for every kernel call."""
+
+    def __init__(self, scalars: Scalars) -> None:
+        self.scalars = scalars
+        leaves, self.spec = pytree.tree_flatten(scalars)
+        # A bool is a static choice, part of the kernel; the rest is data.
+        self.statics = tuple(x if isinstance(x, bool) else None for x in leaves)
+        self._values = [x for x in leaves if not isinstance(x, bool)]
+        self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def packed(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """All values as one 1-D tensor, each rounded once."""
+        key = (dtype, device)
+        if key not in self._packed:
+            self._packed[key] = self._pack(dtype, device)
+        return self._packed[key]
+
+    def _pack(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not any(isinstance(x, Tensor) for x in self._values):
+            values = torch.tensor(self._values, dtype=dtype, device="cpu")
+            return values.to(device, non_blocking=True)
+        values = [
+            x.detach().to(device, dtype)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=dtype, device=device)
+            for x in self._values
+        ]
+        return torch.stack(values)
+
+
+class Key(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rule: Rule[Any, Any, Any]
+    statics: tuple[bool | None, ...]
+    write: bool  # False: the state alone moves
+    in_place: bool  # results onto the inputs, or onto tensors passed beside them
+    dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
+    device: torch.device
+
+    @property
+    def compensated(self) -> bool:
+        """Whether the last of the tensors is a Kahan compensation."""
+        return len(self.dtypes) > 2 + len(self.rule.state._fields)
+
+    @property
+    def name(self) -> str:
+        """For profiles and logs."""
+        kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
+        flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
+        chosen = [str(s) for s in self.statics if s is not None]
+        return "_".join([self.rule.name, *kinds, *flags, *chosen])
+
+
+Kernel = Callable[..., None]
+
+
+@functools.cache
+def kernel(key: Key, spec: pytree.TreeSpec) -> Kernel:
+    """The compiled kernel of a key: `run(values, p, g, *state, *comp, *targets)`.
+
+    Compiled here and now, on tensors of its own, so that a compiler that fails has not
+    touched anybody's parameters.
+    """
+    body = _own_code(_body(key, spec), key.name)
+    compiled = torch.compile(body, fullgraph=True, dynamic=True)
+    with ambient(key.device):
+        tensors = [
+            torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes
+        ]
+        targets = [] if key.in_place else [x.clone() for x in _targets(key, tensors)]
+        numbers = sum(s is None for s in key.statics)
+        dtype = compute_dtype(*key.dtypes)
+        values = torch.ones(numbers, dtype=dtype, device=key.device)
+        compiled(values, *tensors, *targets)
+    return compiled
+
+
+def _body(key: Key, spec: pytree.TreeSpec) -> Kernel:
+    rule, statics, write, in_place = key.rule, key.statics, key.write, key.in_place
+    fields, compensated = len(rule.state._fields), key.compensated
+
+    def run(values: Tensor, *tensors: Tensor) -> None:
+        numbers = iter(values.unbind())
+        scalars = pytree.tree_unflatten(
+            [next(numbers) if s is None else s for s in statics], spec
+        )
+        p, g, *state = tensors[: 2 + fields]
+        comp = tensors[2 + fields] if compensated else None
+        leaf = Leaf(p, rule.state(*state), comp)
+        new = leaf_step(rule, leaf, g, scalars, write, whole_mean)
+        targets = flat_leaf(leaf) if in_place else tensors[2 + fields + compensated :]
+        for target, result in zip(targets, flat_leaf(new)):
+            if result is not target:
+                target.copy_(result)
+
+    return run
+
+
+def _targets(key: Key, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[0], *tensors[2:]]
+
+
+def flat_leaf(leaf: Leaf) -> list[Tensor]:
+    """P, state, comp: the tensors that a step writes."""
+    tensors = [leaf.p, *leaf.state]
+    if leaf.comp is not None:
+        tensors.append(leaf.comp)
+    return tensors
+
+
+def _own_code(fn: Kernel, name: str) -> Kernel:
+    # Dynamo counts recompilations per code object; closures of one body would share it.
+    assert isinstance(fn, types.FunctionType)
+    code = fn.__code__.replace(co_name=name)
+    return types.FunctionType(
+        code, fn.__globals__, name, fn.__defaults__, fn.__closure__
+    )
+
+
+@contextmanager
+def ambient(device: torch.device) -> Iterator[None]:
+    """Fix the ambient state that kernels guard on, and that no update should feel."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in {device.type, "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

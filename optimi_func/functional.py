@@ -1,0 +1,1082 @@
+"""Optimizers as pure functions over pytrees: (params, grads, state) -> (params, state).
+
+For each rule there are three names. `adamw(lr=...)` binds every number and gives a
+`FunctionalOptimizer`; `adamw_init(params)` makes a state; `adamw_step(params, grads, state,
+lr=...)` makes a step. Nothing passed in is ever written, what comes out shares no memory
+with what went in, and everything composes with torch.compile, vmap, grad and jvp.
+
+A parameter tree is anything torch.utils._pytree flattens into floating tensors. A gradient
+tree has its structure; a None in it leaves that parameter and its state alone. Numbers are
+floats or 0-d tensors, or callables of the 0-based step (a 0-d tensor in, a number out); lr
+and weight_decay may also be prefixes of the parameter tree, a number a subtree.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import (
+    compute_dtype,
+    init_leaf,
+    leaf_step,
+    rates,
+    whole_mean,
+)
+from optimi_func._types import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars
+from optimi_func.rules import adam as _adam
+from optimi_func.rules import adan as _adan
+from optimi_func.rules import lion as _lion
+from optimi_func.rules import radam as _radam
+from optimi_func.rules import ranger as _ranger
+from optimi_func.rules import sgd as _sgd
+from optimi_func.rules import stableadamw as _stableadamw
+
+P = ParamSpec("P")
+# A number, or a schedule: 0-based step in, number out.
+Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
+
+
+class LeafState:
+    """The state of one parameter: the rule's tensors and, where kept, `kahan_comp`.
+
+    A registered pytree node. Fields read as attributes: `state.leaves["w"].exp_avg`.
+    """
+
+    __slots__ = ("kahan_comp", "rule_state")
+
+    def __init__(self, rule_state: Any, kahan_comp: Tensor | None) -> None:
+        self.rule_state = rule_state
+        self.kahan_comp = kahan_comp
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in LeafState.__slots__:
+            raise AttributeError(name)
+        return getattr(self.rule_state, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LeafState, (self.rule_state, self.kahan_comp)
+
+    def __repr__(self) -> str:
+        return f"LeafState({self.rule_state!r}, kahan_comp={self.kahan_comp!r})"
+
+
+def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], Any]:
+    tensors = list(leaf.rule_state)
+    if leaf.kahan_comp is not None:
+        tensors.append(leaf.kahan_comp)
+    # An absent compensation is absent: vmap, grad and jvp refuse None.
+    return tensors, (type(leaf.rule_state), leaf.kahan_comp is not None)
+
+
+def _flatten_leaf_with_keys(leaf: LeafState) -> tuple[list[Any], Any]:
+    tensors, (kind, compensated) = _flatten_leaf(leaf)
+    names = [*kind._fields, "kahan_comp"]
+    keyed = [(pytree.GetAttrKey(n), t) for n, t in zip(names, tensors)]
+    return keyed, (kind, compensated)
+
+
+def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
+    kind, compensated = context
+    tensors = list(tensors)
+    comp = tensors.pop() if compensated else None
+    return LeafState(kind(*tensors), comp)
+
+
+pytree.register_pytree_node(
+    LeafState,
+    _flatten_leaf,
+    _unflatten_leaf,
+    serialized_type_name="optimi_func.functional.LeafState",
+    flatten_with_keys_fn=_flatten_leaf_with_keys,
+)
+
+
+class TreeState(NamedTuple):
+    """The state of a parameter tree."""
+
+    step: Tensor  # 0-d float32 on the parameters' device: steps taken so far
+    leaves: PyTree  # the parameters' structure, a LeafState in each place
+
+
+@dataclass(frozen=True)
+class FunctionalOptimizer:
+    """An update rule with every number bound: the form to pass around.
+
+    Made by `adamw(lr=...)` and its siblings.
+    """
+
+    rule: Rule[Any, Any, Any]
+    hyper: Any  # the rule's Hyper
+    lr: Any  # Number, or a prefix of the parameter tree
+    weight_decay: Any  # likewise
+    decay: DecayKind
+    max_lr: Scalar | None
+    maximize: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what no step could use, before any step."""
+        for lr in pytree.tree_leaves(self.lr):
+            _check("learning rate", "lr", lr)
+        for i, beta in enumerate(getattr(self.hyper, "betas", ())):
+            _check(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
+        for name, label in _LABELS.items():
+            if hasattr(self.hyper, name):
+                _check(label, name, getattr(self.hyper, name), *_BOUNDS.get(name, ()))
+        for decay in pytree.tree_leaves(self.weight_decay):
+            _check("weight decay", "weight_decay", decay)
+        if self.max_lr is not None:
+            _check("maximum learning rate", "max_lr", self.max_lr)
+        if self.decay.startswith("fully"):
+            self._check_max_lr()
+
+    def _check_max_lr(self) -> None:
+        # lr / max_lr must mean something at every step to come.
+        if self.max_lr is not None:
+            if not isinstance(self.max_lr, Tensor) and self.max_lr <= 0:
+                raise ValueError(
+                    f"Invalid maximum learning rate: max_lr={self.max_lr}: "
+                    "decouple_lr=True divides by it, it must be positive"
+                )
+            return
+        for lr in pytree.tree_leaves(self.lr):
+            if isinstance(lr, Tensor) or callable(lr) or lr == 0:
+                raise ValueError(
+                    f"Invalid maximum learning rate: max_lr=None with lr={lr}: "
+                    "decouple_lr=True needs max_lr, the largest learning rate that "
+                    "will be scheduled, unless lr is a positive float"
+                )
+
+    def advice(self) -> list[str]:
+        """What is allowed, but probably not meant, as warning texts."""
+        found: list[str] = []
+        eps = getattr(self.hyper, "eps", 0.0)
+        if isinstance(eps, float) and eps >= 1e-3:
+            found.append(
+                f"eps={eps} is unusually large. torch.optim's positional order is "
+                "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."
+            )
+        if self.max_lr is not None and not self.decay.startswith("fully"):
+            found.append(f"max_lr={self.max_lr} has no effect without decouple_lr=True.")
+        return found + decay_advice([(self.decay, self.weight_decay)])
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> TreeState:
+        """Fresh state for `params`.
+
+        Args:
+            params: Parameter tree.
+            kahan_sum: None compensates float16 and bfloat16 parameters; False none.
+            state_dtype: The moments' dtype; None takes each parameter's. A second
+                moment is never float16.
+        """
+        warn(self.advice())
+        return init_tree(self.rule, params, kahan_sum, state_dtype)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: TreeState
+    ) -> tuple[PyTree, TreeState]:
+        """One update.
+
+        Args:
+            params: Parameter tree.
+            grads: Its gradients; None leaves a parameter and its state alone.
+            state: From `init` or the step before.
+
+        Returns:
+            New parameters and new state; where a gradient is None, the same objects.
+        """
+        leaves = Leaves.check(self.rule, params, grads, state)
+        if not torch.compiler.is_compiling():
+            warn(self.advice() + leaves.stuck_moments(self.hyper))
+        step = state.step.detach()
+        scalars = self.scalars(leaves, step, step.to(_scalar_dtype(step.device)) + 1.0)
+        stepped: dict[int, Leaf] = {}
+        for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
+            if g is not None:
+                now = _cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
+                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_mean)
+        return leaves.rebuild(stepped)
+
+    def scalars(self, leaves: "Leaves", step: Tensor, t: Scalar) -> list[Scalars]:
+        """The numbers of each leaf; one object where leaves share them.
+
+        Args:
+            leaves: The checked trees.
+            step: Steps taken before this one, for schedules.
+            t: step + 1, on the host or traced: decides where coefficients are computed.
+        """
+        hyper = pytree.tree_map(lambda x: _resolve(x, step), self.hyper)
+        coeffs = self.rule.coeffs(hyper, t)
+        max_lr = None if self.max_lr is None else _resolve(self.max_lr, step)
+        shared: dict[tuple[int, int], Scalars] = {}
+        lrs = _broadcast("lr", self.lr, leaves)
+        decays = _broadcast("weight_decay", self.weight_decay, leaves)
+        for pair in zip(lrs, decays):
+            key = (id(pair[0]), id(pair[1]))
+            if key not in shared:
+                lr, decay = (_resolve(x, step) for x in pair)
+                top = lr if max_lr is None else max_lr
+                r = rates(lr, decay, self.decay, top, self.maximize)
+                shared[key] = Scalars(coeffs, r)
+        return [shared[id(lr), id(decay)] for lr, decay in zip(lrs, decays)]
+
+
+def decay_advice(groups: list[tuple[DecayKind, Any]]) -> list[str]:
+    """One warning for all groups whose fully decoupled decay looks like a decoupled."""
+    high = [
+        wd
+        for kind, tree in groups
+        if kind.startswith("fully")
+        for wd in pytree.tree_leaves(tree)
+        if isinstance(wd, float | int) and wd >= 1e-3
+    ]
+    if not high:
+        return []
+    return [
+        f"weight_decay={max(high)} is potentially high for decouple_lr=True: fully "
+        "decoupled weight decay is not multiplied by the learning rate, so a "
+        "weight_decay of 1e-5 to 1e-4 is usual."
+    ]
+
+
+class Leaves(NamedTuple):
+    """A checked (params, grads, state), flat."""
+
+    paths: list[str]
+    spec: pytree.TreeSpec
+    leaves: list[Leaf]
+    grads: list[Tensor | None]
+    state: TreeState
+    states: list[LeafState]
+
+    @staticmethod
+    def check(
+        rule: Rule[Any, Any, Any], params: PyTree, grads: PyTree, state: TreeState
+    ) -> "Leaves":
+        """Flatten the three trees, refusing whatever a step could not use."""
+        paths, tensors, spec = _flatten_params(params)
+        if not isinstance(state, TreeState):
+            raise TypeError(
+                f"state={type(state).__name__} is not a TreeState: make one with "
+                f"{rule.name}'s init"
+            )
+        flat_grads = _match("grads", grads, spec, params)
+        states = _match("state", state.leaves, spec, params)
+        for path, p, g, s in zip(paths, tensors, flat_grads, states):
+            check_grad(path, p, g)
+            _check_state(rule, path, p, s)
+        leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
+        return Leaves(paths, spec, leaves, flat_grads, state, states)
+
+    def rebuild(self, stepped: dict[int, Leaf]) -> tuple[PyTree, TreeState]:
+        """Trees again, with the leaves that moved."""
+        params = [leaf.p for leaf in self.leaves]
+        states = list(self.states)
+        for i, (p, rule_state, comp) in stepped.items():
+            params[i], states[i] = p, LeafState(rule_state, comp)
+        step = self.state.step + 1.0
+        return (
+            pytree.tree_unflatten(params, self.spec),
+            TreeState(step, pytree.tree_unflatten(states, self.spec)),
+        )
+
+    def stuck_moments(self, hyper: Any) -> list[str]:
+        """Warnings for moments too coarse for their beta."""
+        dtypes = {s.dtype for leaf in self.leaves for s in leaf.state}
+        return stuck_moments(getattr(hyper, "betas", ()), dtypes)
+
+
+def stuck_moments(betas: Any, dtypes: set[torch.dtype]) -> list[str]:
+    """Warnings for bfloat16 moments whose steps round to nothing.
+
+    A bfloat16 number has 8 bits: where 1 - beta < 2^-8, beta * v + (1 - beta) * g^2
+    rounds back to v unless g^2 is far from it.
+    """
+    if torch.bfloat16 not in dtypes:
+        return []
+    return [
+        f"betas[{i}]={beta} with bfloat16 state: 1 - beta is below 2^-8, so the moment "
+        "hardly moves. Pass state_dtype=torch.float32, or a beta of at most 0.996."
+        for i, beta in enumerate(betas)
+        if isinstance(beta, float) and 1.0 - beta < 2.0**-8
+    ]
+
+
+def init_tree(
+    rule: Rule[Any, Any, Any],
+    params: PyTree,
+    kahan_sum: bool | None,
+    state_dtype: torch.dtype | None,
+) -> TreeState:
+    """Fresh state for a parameter tree."""
+    check_state_dtype(state_dtype)
+    _, tensors, spec = _flatten_params(params)
+    states: list[LeafState] = []
+    for p in tensors:
+        leaf = init_leaf(rule, p, kahan_sum, state_dtype)
+        states.append(LeafState(leaf.state, leaf.comp))
+    step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    return TreeState(step, pytree.tree_unflatten(states, spec))
+
+
+def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
+    """The dtype of one leaf's arithmetic and scalars."""
+    return compute_dtype(leaf.p.dtype, g.dtype, *(s.dtype for s in leaf.state))
+
+
+def check_param(path: str, p: Any) -> None:
+    """Refuse what is not a dense real floating tensor."""
+    if not isinstance(p, Tensor):
+        raise TypeError(f"params{path}={p!r} is not a tensor")
+    if p.is_complex():
+        raise TypeError(
+            f"params{path} has dtype {p.dtype}: optimize torch.view_as_real of it"
+        )
+    if not p.is_floating_point():
+        raise TypeError(f"params{path} has dtype {p.dtype}: allowed are floating ones")
+    if p.layout != torch.strided:
+        raise TypeError(f"params{path} has layout {p.layout}: allowed is strided")
+
+
+def check_grad(path: str, p: Tensor, g: Any) -> None:
+    """Refuse a gradient that does not fit its parameter."""
+    if g is None:
+        return
+    if not isinstance(g, Tensor):
+        raise TypeError(f"grads{path}={g!r} is neither a tensor nor None")
+    if g.layout != torch.strided:
+        raise TypeError(f"grads{path} has layout {g.layout}: allowed is strided")
+    if not g.is_floating_point():
+        raise TypeError(f"grads{path} has dtype {g.dtype}: allowed are floating ones")
+    if torch.finfo(g.dtype).bits < torch.finfo(p.dtype).bits:
+        raise TypeError(
+            f"grads{path} has dtype {g.dtype}, narrower than its parameter's {p.dtype}: "
+            "allowed are that or wider"
+        )
+    if g.shape != p.shape:
+        raise ValueError(
+            f"grads{path} has shape {tuple(g.shape)}, its parameter {tuple(p.shape)}"
+        )
+    if g.device != p.device:
+        raise ValueError(f"grads{path} is on {g.device}, its parameter on {p.device}")
+
+
+def check_state_dtype(dtype: Any) -> None:
+    """Refuse a state dtype that no moment could use."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(
+            f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch "
+            "dtypes and None"
+        )
+    if torch.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"Invalid state_dtype: state_dtype={dtype}: allowed are dtypes of 16 bits "
+            "or more"
+        )
+
+
+def _check_state(rule: Rule[Any, Any, Any], path: str, p: Tensor, s: Any) -> None:
+    if not isinstance(s, LeafState):
+        raise TypeError(f"state.leaves{path}={s!r} is not a LeafState")
+    if not isinstance(s.rule_state, rule.state):
+        raise ValueError(
+            f"state.leaves{path} holds {type(s.rule_state)._fields}, but "
+            f"{rule.name} needs {rule.state._fields}: make it with its own init and the "
+            "same options"
+        )
+    for name, x in zip(rule.state._fields, s.rule_state):
+        if x.shape != p.shape or x.device != p.device:
+            raise ValueError(
+                f"state.leaves{path}.{name} has shape {tuple(x.shape)} on {x.device}, "
+                f"its parameter {tuple(p.shape)} on {p.device}"
+            )
+
+
+def _flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
+    tensors, spec = pytree.tree_flatten(params)
+    if not tensors:
+        raise ValueError(f"params={params!r} holds no tensor")
+    paths = _paths(params, len(tensors))
+    for path, p in zip(paths, tensors):
+        check_param(path, p)
+    return paths, tensors, spec
+
+
+def _paths(params: PyTree, count: int) -> list[str]:
+    if torch.compiler.is_compiling():
+        # Dynamo cannot trace key paths; the message then counts leaves.
+        return [f"<leaf {i}>" for i in range(count)]
+    keyed, _ = pytree.tree_flatten_with_path(params)
+    return [pytree.keystr(path) for path, _ in keyed]
+
+
+def _match(
+    name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree
+) -> list[Any]:
+    """Flatten `tree` as far as `spec` goes, or name the first leaf that differs."""
+    try:
+        return spec.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} and params differ in structure{_difference(tree, params)}"
+        ) from error
+
+
+def _difference(tree: PyTree, params: PyTree) -> str:
+    def stop(x: Any) -> bool:
+        return isinstance(x, LeafState)
+
+    ours = [pytree.keystr(k) for k, _ in pytree.tree_flatten_with_path(params)[0]]
+    keyed = pytree.tree_flatten_with_path(tree, is_leaf=stop)[0]
+    theirs = [pytree.keystr(k) for k, _ in keyed]
+    for path in ours:
+        if path not in theirs:
+            return f": params{path} has no counterpart"
+    for path in theirs:
+        if path not in ours:
+            return f": {path} is not in params"
+    return ": the containers are of different types"
+
+
+def _broadcast(name: str, prefix: Any, leaves: Leaves) -> list[Any]:
+    """A number a leaf from one number, or from a prefix of the parameter tree."""
+    numbers, spec = pytree.tree_flatten(prefix)
+    if spec.is_leaf():
+        return [prefix] * len(leaves.leaves)
+    places = pytree.tree_unflatten(range(len(leaves.leaves)), leaves.spec)
+    spread: list[Any] = [None] * len(leaves.leaves)
+    for number, place in zip(numbers, _match(name, places, spec, prefix)):
+        for i in pytree.tree_leaves(place):
+            spread[i] = number
+    return spread
+
+
+def _resolve(number: Any, step: Tensor) -> Scalar:
+    """A number now: schedules called, tensors checked and widened."""
+    if callable(number):
+        number = number(step)
+    if not isinstance(number, Tensor):
+        return number
+    if number.dim() != 0:
+        raise ValueError(
+            f"a hyperparameter of shape {tuple(number.shape)} reached the step, which "
+            "takes numbers and 0-d tensors. Under vmap, keyword arguments are not "
+            "batched: pass it positionally, as in vmap(lambda p, g, s, lr: "
+            "adamw_step(p, g, s, lr=lr))"
+        )
+    return number.to(_scalar_dtype(number.device))
+
+
+def _scalar_dtype(device: torch.device) -> torch.dtype:
+    """Float64, in which 1 - beta**t keeps its digits, or what the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
+    """Round every tensor among the scalars once, to where and what the leaf is."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device, dtype), tree)
+
+
+_LABELS = {
+    "eps": "epsilon",
+    "momentum": "momentum",
+    "dampening": "dampening",
+    "k": "lookahead period",
+    "alpha": "lookahead alpha",
+}
+_BOUNDS: dict[str, tuple[Any, ...]] = {
+    "momentum": (1.0,),
+    "k": (None, 1.0),
+    "alpha": (None, 0.0, 1.0),
+}
+
+
+def _check(
+    label: str,
+    name: str,
+    value: Any,
+    below: float | None = None,
+    least: float = 0.0,
+    most: float | None = None,
+) -> None:
+    """Refuse a host number out of its range; tensors are the caller's word."""
+    if isinstance(value, Tensor) or callable(value):
+        return
+    if isinstance(value, str) or not isinstance(value, float | int):
+        raise TypeError(
+            f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
+            "schedules"
+        )
+    allowed = f"at least {least}"
+    fits = value >= least
+    if below is not None:
+        allowed += f" and below {below}"
+        fits = fits and value < below
+    if most is not None:
+        allowed += f" and at most {most}"
+        fits = fits and value <= most
+    if not fits:
+        raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
+
+
+def warn(texts: list[str]) -> None:
+    """Give each text as a UserWarning of the caller's caller."""
+    for text in texts:
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _kind(decouple_wd: bool, decouple_lr: bool) -> DecayKind:
+    return "fully" if decouple_lr else "decoupled" if decouple_wd else "l2"
+
+
+def sgd(
+    *,
+    lr: Number,
+    momentum: Number = 0.0,
+    weight_decay: Number = 0.0,
+    dampening: bool | float = False,
+    decouple_wd: bool = False,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    torch_init: bool = False,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """SGD: step against the gradient, or against a decaying sum of gradients.
+
+        b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
+
+    Nesterov steps along g + momentum * b in place of b; momentum = 0 along g.
+
+    Args:
+        lr: Learning rate.
+        momentum: In [0, 1). Where not the number 0 the state has a `momentum_buffer`.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        dampening: True makes b a moving average (dampening = momentum). A number is
+            torch's dampening, with torch's start: the first b is the whole gradient.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        torch_init: With dampening=True, start b as the first gradient too.
+        nesterov: Look ahead (Sutskever et al. 2013); needs momentum and no dampening.
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range, or nesterov without momentum or with
+            dampening.
+
+    References:
+        Sutskever, Martens, Dahl & Hinton, "On the importance of initialization and
+        momentum in deep learning", ICML 2013.
+
+    >>> opt = sgd(lr=0.1)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.8000)
+    """
+    moving = isinstance(momentum, Tensor) or callable(momentum) or momentum != 0
+    ema = dampening is True
+    factor = 0.0 if isinstance(dampening, bool) else dampening
+    if nesterov and (not moving or dampening):
+        raise ValueError(
+            f"Invalid nesterov: nesterov=True with momentum={momentum} and "
+            f"dampening={dampening}: allowed with a momentum and no dampening"
+        )
+    rule = _sgd.plain
+    if moving:
+        rule = _sgd.nesterov if nesterov else _sgd.momentum
+    first_whole = torch_init if ema else factor != 0
+    return FunctionalOptimizer(
+        rule,
+        _sgd.Hyper(momentum, factor, ema, first_whole),
+        *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
+    )
+
+
+def adam(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    weight_decay: Number = 0.0,
+    eps: Number = 1e-6,
+    decouple_wd: bool = False,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """Adam: step along the mean gradient, measured in its own root mean square.
+
+        m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
+        p <- p - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Args:
+        lr: Learning rate.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        amsgrad: Divide by the largest v so far (arXiv:1904.09237).
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Kingma & Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980.
+
+    >>> opt = adam(lr=0.1)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.9000)
+    """
+    return FunctionalOptimizer(
+        _adam.amsgrad if amsgrad else _adam.adam,
+        _adam.Hyper(betas, eps),
+        *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
+    )
+
+
+def adamw(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    weight_decay: Number = 1e-2,
+    eps: Number = 1e-6,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """AdamW: Adam whose weights decay by themselves, not through the moments.
+
+        p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
+
+    with Adam's bias corrected m and v.
+
+    Args:
+        lr: Learning rate.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        amsgrad: Divide by the largest v so far (arXiv:1904.09237).
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+
+    >>> opt = adamw(lr=0.1, weight_decay=0.5)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.8500)
+    """
+    return FunctionalOptimizer(
+        _adam.amsgrad if amsgrad else _adam.adam,
+        _adam.Hyper(betas, eps),
+        *(lr, weight_decay, _kind(True, decouple_lr), max_lr, maximize),
+    )
+
+
+def stableadamw(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    weight_decay: Number = 1e-2,
+    eps: Number = 1e-6,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """StableAdamW: AdamW that slows down where the gradient outgrows its moment.
+
+        RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
+        p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
+
+    A replacement for gradient clipping that costs no hyperparameter.
+
+    Args:
+        lr: Learning rate.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr / max(1, RMS), or
+            (decouple_lr) by that over max_lr.
+        eps: Added to the root, after the bias correction; its square bounds vhat.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Wortsman et al., "Stable and low-precision training for large-scale
+        vision-language models", arXiv:2304.13013.
+
+    >>> opt = stableadamw(lr=0.1, weight_decay=0.0)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.9000)
+    """
+    return FunctionalOptimizer(
+        _stableadamw.stableadamw,
+        _adam.Hyper(betas, eps),
+        *(lr, weight_decay, _kind(True, decouple_lr), max_lr, maximize),
+    )
+
+
+def radam(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    weight_decay: Number = 0.0,
+    eps: Number = 1e-6,
+    decouple_wd: bool = False,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """RAdam: Adam that trusts v only once enough gradients stand behind it.
+
+        p <- p - lr * r_t * mhat / (sqrt(vhat) + eps)    once rho_t > 5
+        p <- p - lr * mhat                               before that
+
+    which replaces the warmup that Adam needs.
+
+    Args:
+        lr: Learning rate.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond",
+        arXiv:1908.03265.
+
+    >>> opt = radam(lr=0.1)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.8000)
+    """
+    return FunctionalOptimizer(
+        _radam.radam,
+        _adam.Hyper(betas, eps),
+        *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
+    )
+
+
+def ranger(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    weight_decay: Number = 0.0,
+    eps: Number = 1e-6,
+    k: Number = 6,
+    alpha: Number = 0.5,
+    decouple_wd: bool = True,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
+
+        slow <- slow + alpha * (p - slow),   p <- slow      every k-th step
+
+    Args:
+        lr: Learning rate.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr, or (decouple_wd=False) added to the gradient times p.
+        eps: Added to the root, after the bias correction.
+        k: Steps between lookahead syncs, at least 1.
+        alpha: How far the slow weights move at a sync, in [0, 1].
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Zhang, Lucas, Hinton & Ba, "Lookahead Optimizer: k steps forward, 1 step back",
+        arXiv:1907.08610, around RAdam, arXiv:1908.03265.
+
+    >>> opt = ranger(lr=0.1, k=1)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.9000)
+    """
+    return FunctionalOptimizer(
+        _ranger.ranger,
+        _ranger.Hyper(betas, eps, k, alpha),
+        *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
+    )
+
+
+def adan(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number, Number] = (0.98, 0.92, 0.99),
+    weight_decay: Number = 2e-2,
+    eps: Number = 1e-6,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    adam_wd: bool = False,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """Adan: Adam with a look ahead along the change of the gradient.
+
+        m <- b1 * m + (1 - b1) * g,   w <- b2 * w + (1 - b2) * (g - g_prev)
+        n <- b3 * n + (1 - b3) * (g + b2 * (g - g_prev))^2
+        p <- (p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)) / (1 + lr * weight_decay)
+
+    Args:
+        lr: Learning rate.
+        betas: b1, b2 and b3, each in [0, 1): how much a step keeps (1 - the paper's).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        adam_wd: Subtract decay as AdamW does, in place of Adan's division.
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing
+        Deep Models", arXiv:2208.06677.
+
+    >>> opt = adan(lr=0.1, weight_decay=1.0)
+    >>> p = torch.tensor(1.2)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(1.0000)
+    """
+    kind: DecayKind = "fully" if decouple_lr else "decoupled"
+    if not adam_wd:
+        kind = "fully proximal" if decouple_lr else "proximal"
+    return FunctionalOptimizer(
+        _adan.adan,
+        _adan.Hyper(betas, eps),
+        *(lr, weight_decay, kind, max_lr, maximize),
+    )
+
+
+def lion(
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    weight_decay: Number = 0.0,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    maximize: bool = False,
+) -> FunctionalOptimizer:
+    """Lion: step by the sign of an interpolation between momentum and gradient.
+
+        p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
+        m <- b2 * m + (1 - b2) * g
+
+    One moment in place of Adam's two. Wants a lr 3 to 10 times smaller than AdamW's and
+    a weight decay as much larger.
+
+    Args:
+        lr: Learning rate.
+        betas: b1 (in the step) and b2 (in m), each in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        decouple_lr: Fully decouple decay from lr.
+        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        maximize: Climb instead of descend.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    References:
+        Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
+
+    >>> opt = lion(lr=0.1)
+    >>> p = torch.tensor(1.0)
+    >>> p, state = opt.step(p, torch.tensor(2.0), opt.init(p))
+    >>> p
+    tensor(0.9000)
+    """
+    return FunctionalOptimizer(
+        _lion.lion,
+        _lion.Hyper(betas),
+        *(lr, weight_decay, _kind(True, decouple_lr), max_lr, maximize),
+    )
+
+
+TreeStep: TypeAlias = Callable[
+    Concatenate[PyTree, PyTree, TreeState, P], tuple[PyTree, TreeState]
+]
+
+
+def stepper(
+    factory: Callable[P, FunctionalOptimizer],
+    run: Callable[
+        [FunctionalOptimizer, PyTree, PyTree, TreeState], tuple[PyTree, TreeState]
+    ],
+    name: str,
+) -> TreeStep[P]:
+    """`factory(...)` and its step as one function, with the factory's keywords.
+
+    The only place that forwards **kwargs: their types are the factory's, checked.
+    """
+
+    def step(
+        params: PyTree,
+        grads: PyTree,
+        state: TreeState,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[PyTree, TreeState]:
+        return run(factory(*args, **kwargs), params, grads, state)
+
+    # A code object of its own: torch.compile counts recompilations per code object.
+    step.__code__ = step.__code__.replace(co_name=name)
+    keywords = inspect.signature(factory)
+    own = list(inspect.signature(step).parameters.values())[:3]
+    step.__signature__ = keywords.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[*own, *keywords.parameters.values()],
+        return_annotation=tuple[PyTree, TreeState],
+    )
+    step.__name__ = step.__qualname__ = name
+    step.__doc__ = f"{run.__doc__}\n\n    {factory.__doc__}"
+    return step
+
+
+def pure_step(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> tuple[PyTree, TreeState]:
+    """The step as the bare pipeline: traceable by every transformation of torch."""
+    return optimizer.step(params, grads, state)
+
+
+class TreeInit(Protocol):
+    """`(params, *, kahan_sum, state_dtype) -> TreeState`."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> TreeState:
+        """Fresh state, as `FunctionalOptimizer.init`."""
+        ...
+
+
+def _initializer(name: str, rule: Rule[Any, Any, Any]) -> TreeInit:
+    def init(
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> TreeState:
+        return init_tree(rule, params, kahan_sum, state_dtype)
+
+    init.__name__ = init.__qualname__ = f"{name}_init"
+    init.__doc__ = f"Fresh {name} state for params: see `FunctionalOptimizer.init`."
+    return init
+
+
+def sgd_init(
+    params: PyTree,
+    *,
+    momentum: Number = 0.0,
+    kahan_sum: bool | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> TreeState:
+    """Fresh SGD state: with a `momentum_buffer` unless momentum is the number 0.
+
+    Args:
+        params: Parameter tree.
+        momentum: As the steps will have it.
+        kahan_sum: None compensates float16 and bfloat16 parameters; False none.
+        state_dtype: The buffer's dtype; None takes each parameter's.
+
+    >>> sgd_init(torch.zeros(2), momentum=0.9).leaves.momentum_buffer
+    tensor([0., 0.])
+    """
+    return init_tree(
+        sgd(lr=0.0, momentum=momentum).rule, params, kahan_sum, state_dtype
+    )
+
+
+def adam_init(
+    params: PyTree,
+    *,
+    amsgrad: bool = False,
+    kahan_sum: bool | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> TreeState:
+    """Fresh Adam or AdamW state.
+
+    Args:
+        params: Parameter tree.
+        amsgrad: Keep the largest second moment too.
+        kahan_sum: None compensates float16 and bfloat16 parameters; False none.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
+    tensor([0., 0.])
+    """
+    return init_tree(
+        adam(lr=0.0, amsgrad=amsgrad).rule, params, kahan_sum, state_dtype
+    )
+
+
+adamw_init = adam_init
+stableadamw_init = _initializer("stableadamw", _stableadamw.stableadamw)
+radam_init = _initializer("radam", _radam.radam)
+ranger_init = _initializer("ranger", _ranger.ranger)
+adan_init = _initializer("adan", _adan.adan)
+lion_init = _initializer("lion", _lion.lion)
+
+sgd_step = stepper(sgd, pure_step, "sgd_step")
+adam_step = stepper(adam, pure_step, "adam_step")
+adamw_step = stepper(adamw, pure_step, "adamw_step")
+stableadamw_step = stepper(stableadamw, pure_step, "stableadamw_step")
+radam_step = stepper(radam, pure_step, "radam_step")
+ranger_step = stepper(ranger, pure_step, "ranger_step")
+adan_step = stepper(adan, pure_step, "adan_step")
+lion_step = stepper(lion, pure_step, "lion_step")

@@ -1,0 +1,1 @@
+"""The mathematics, one file an optimizer: tensors and scalars, nothing else."""

@@ -1,0 +1,45 @@
+"""Scalar calculus that reads the same for Python numbers and traced tensors."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from optimi_func._types import Scalar
+
+
+def power(base: Scalar, t: Scalar) -> Scalar:
+    """base**t with a finite derivative at base = 0, where autograd's own has 0 * inf."""
+    if not isinstance(base, Tensor):
+        return base**t
+    exponent = t.detach() if isinstance(t, Tensor) else t
+    # t >= 1, so 0**t is 0; the derivative there is 1 at t = 1 and 0 after.
+    safe = torch.where(base == 0, 1.0, base)
+    return torch.where(base == 0, base * (exponent == 1), safe**exponent)
+
+
+def choose(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
+    """The scalar `yes` where the condition holds, else `no`."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def sqrt(x: Scalar) -> Scalar:
+    """Square root of a scalar."""
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def root(v: Tensor) -> Tensor:
+    """Elementwise sqrt(v) whose derivative is finite where v = 0."""
+    return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()
+
+
+def moment(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros to hold a first moment of p's gradients."""
+    return torch.zeros_like(p, dtype=dtype)
+
+
+def second_moment(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros to hold a mean of squares; never float16, where 1e-4 squared is 0."""
+    return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)

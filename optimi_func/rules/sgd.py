@@ -1,0 +1,85 @@
+"""SGD: step against the gradient, or against a decaying sum of gradients (momentum).
+
+Polyak 1964; Sutskever, Martens, Dahl & Hinton 2013 (momentum and Nesterov in the form
+used here). With mu = momentum and tau = dampening:
+
+    b <- mu * b + (1 - tau) * g
+    d  = b                (or g + mu * b: Nesterov)
+
+With `ema`, tau = mu: b is a mean of gradients and not a sum of them. With
+`first_whole`, the buffer starts as the whole first gradient, undampened.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._types import Direction, Rule, Scalar
+from optimi_func.rules._common import choose, moment
+
+
+class Hyper(NamedTuple):
+    momentum: Scalar
+    dampening: Scalar
+    ema: bool  # dampening is the momentum itself
+    first_whole: bool
+
+
+class NoState(NamedTuple):
+    pass
+
+
+class State(NamedTuple):
+    momentum_buffer: Tensor  # b
+
+
+class NoCoeffs(NamedTuple):
+    pass
+
+
+class Coeffs(NamedTuple):
+    keep: Scalar  # mu
+    fresh: Scalar  # 1 - tau
+    ahead: Scalar  # mu, as Nesterov looks ahead with it
+
+
+def init_plain(p: Tensor, dtype: torch.dtype) -> NoState:
+    del p, dtype
+    return NoState()
+
+
+def coeffs_plain(h: Hyper, t: Scalar) -> NoCoeffs:
+    del h, t
+    return NoCoeffs()
+
+
+def direction_plain(g: Tensor, s: NoState, c: NoCoeffs) -> Direction:
+    del c
+    return Direction(g, s)
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    return State(moment(p, dtype))
+
+
+def coeffs(h: Hyper, t: Scalar) -> Coeffs:
+    fresh = 1.0 - (h.momentum if h.ema else h.dampening)
+    if h.first_whole:
+        fresh = choose(t == 1, 1.0, fresh)
+    return Coeffs(h.momentum, fresh, h.momentum)
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b = c.keep * s.momentum_buffer + c.fresh * g
+    return Direction(b, State(b))
+
+
+def direction_nesterov(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b = c.keep * s.momentum_buffer + c.fresh * g
+    return Direction(g + c.ahead * b, State(b))
+
+
+plain = Rule("sgd", NoState, init_plain, coeffs_plain, direction_plain)
+momentum = Rule("sgd_momentum", State, init, coeffs, direction)
+nesterov = Rule("sgd_nesterov", State, init, coeffs, direction_nesterov)

@@ -1,0 +1,47 @@
+"""Optimizers as pure functions, compiled per dtype, with drop-in classes.
+
+`AdamW(model.parameters(), lr=1e-3)` is a torch.optim.Optimizer; `adamw_step(params, grads,
+state, lr=1e-3)` is the same update as a pure function over pytrees; `optimi_func.compiled`
+runs it through one kernel a dtype.
+"""
+
+from optimi_func import compiled as compiled
+from optimi_func.functional import FunctionalOptimizer as FunctionalOptimizer
+from optimi_func.functional import LeafState as LeafState
+from optimi_func.functional import TreeState as TreeState
+from optimi_func.functional import adam as adam
+from optimi_func.functional import adam_init as adam_init
+from optimi_func.functional import adam_step as adam_step
+from optimi_func.functional import adamw as adamw
+from optimi_func.functional import adamw_init as adamw_init
+from optimi_func.functional import adamw_step as adamw_step
+from optimi_func.functional import adan as adan
+from optimi_func.functional import adan_init as adan_init
+from optimi_func.functional import adan_step as adan_step
+from optimi_func.functional import lion as lion
+from optimi_func.functional import lion_init as lion_init
+from optimi_func.functional import lion_step as lion_step
+from optimi_func.functional import radam as radam
+from optimi_func.functional import radam_init as radam_init
+from optimi_func.functional import radam_step as radam_step
+from optimi_func.functional import ranger as ranger
+from optimi_func.functional import ranger_init as ranger_init
+from optimi_func.functional import ranger_step as ranger_step
+from optimi_func.functional import sgd as sgd
+from optimi_func.functional import sgd_init as sgd_init
+from optimi_func.functional import sgd_step as sgd_step
+from optimi_func.functional import stableadamw as stableadamw
+from optimi_func.functional import stableadamw_init as stableadamw_init
+from optimi_func.functional import stableadamw_step as stableadamw_step
+from optimi_func.optimizers import Adam as Adam
+from optimi_func.optimizers import AdamW as AdamW
+from optimi_func.optimizers import Adan as Adan
+from optimi_func.optimizers import Lion as Lion
+from optimi_func.optimizers import RAdam as RAdam
+from optimi_func.optimizers import Ranger as Ranger
+from optimi_func.optimizers import SGD as SGD
+from optimi_func.optimizers import StableAdamW as StableAdamW
+from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
+from optimi_func.utils import to_low_precision as to_low_precision
+
+__version__ = "0.1.0"

@@ -9,7 +9,7 @@ import torch
 
 from optimi_func import functional as _f
 from optimi_func._types import Leaf, PyTree
-from optimi_func.compiled.batching import Job, update
+from optimi_func.compiled.batching import Job, plan_compiled, run_launches
 from optimi_func.compiled.kernel import Numbers
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
@@ -48,7 +48,8 @@ def _step(
         if g is not None:
             into = leaf if in_place else _fresh(leaf)
             jobs[i] = Job(leaf, g, numbers[id(scalars[i])], into)
-    update(optimizer.rule, jobs.values(), write=True, compile=True)
+    launches = plan_compiled(optimizer.rule, jobs.values(), write=True)
+    run_launches(optimizer.rule, launches, write=True)
     if in_place:
         state.step.add_(1.0)
         return params, state

@@ -5,7 +5,7 @@ in place. Small ones, and those whose memory order is not shared by gradient and
 concatenated, updated by one call of the same kernel and copied back.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule
-from optimi_func.compiled.kernel import Key, Kernel, Numbers, ambient, flat_leaf, kernel
+from optimi_func.compiled.kernel import (
+    Key,
+    Kernel,
+    Numbers,
+    ambient,
+    flat_leaf,
+    job_key,
+    kernel,
+)
 
 # Below this many elements a kernel call costs more than copying there and back.
 SMALL = 1 << 13
@@ -30,64 +38,68 @@ class Job(NamedTuple):
     into: Leaf
 
 
-class _Launch(NamedTuple):
-    run: Kernel | None  # None: too short for a kernel, run the pipeline as it is
+class Launch(NamedTuple):
+    """Jobs that share one call, and the call."""
+
+    run: Kernel | None  # None: the pipeline as it is, op by op
     values: Tensor | None
     jobs: list[Job]
     gathered: bool
 
 
-def update(
-    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool, compile: bool
-) -> None:
-    """Run every job. Nothing is written before all kernels are there.
+def plan_eager(jobs: Iterable[Job]) -> list[Launch]:
+    """The pipeline op by op, a leaf at a time."""
+    return [Launch(None, None, [job], False) for job in jobs]
+
+
+def plan_compiled(
+    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
+) -> list[Launch]:
+    """Launches through kernels, all of them compiled by the time this returns.
 
     Args:
         rule: The mathematics.
         jobs: What to update.
         write: False moves the state alone.
-        compile: Through kernels, or the pipeline op by op.
 
     Raises:
-        Exception: Whatever the compiler raised, before the first write.
+        Exception: Whatever the compiler raised. Nothing has been written.
     """
-    jobs = [job for job in jobs if job.leaf.p.numel() > 0]
-    if not jobs:
-        return
-    with ambient(jobs[0].leaf.p.device):
-        launches = _plan(rule, jobs, write) if compile else [_eager(jobs)]
-        for launch in launches:
-            _run(rule, launch, write)
-
-
-def _eager(jobs: list[Job]) -> _Launch:
-    return _Launch(None, None, jobs, False)
-
-
-def _plan(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[_Launch]:
-    launches: list[_Launch] = []
+    launches: list[Launch] = []
     gathered: dict[tuple[Key, int, bool], list[Job]] = {}
     for job in jobs:
         count = job.leaf.p.numel()
+        if count == 0:
+            continue
         in_place = job.into is job.leaf
         if (count >= SMALL or (rule.per_tensor and count > 1)) and _agree(job):
-            launches.append(_launch(_key(rule, job, write, in_place), [job], False))
+            launches.append(_launch(job_key(rule, job.leaf, job.g, job.numbers, write, in_place), [job], False))
             continue
-        key = _key(rule, job, write, True)
         alone = count >= CHUNK or rule.per_tensor
+        key = job_key(rule, job.leaf, job.g, job.numbers, write, True)
         place = (key, id(job) if alone else id(job.numbers), in_place)
         gathered.setdefault(place, []).append(job)
     for (key, _, _), bucket in gathered.items():
-        launches.extend(_launch(key, chunk, True) for chunk in _chunks(bucket))
+        launches.extend(_launch(key, chunk, True) for chunk in chunks(bucket, CHUNK))
     return launches
 
 
-def _chunks(jobs: list[Job]) -> Iterable[list[Job]]:
+def run_launches(
+    rule: Rule[Any, Any, Any], launches: Iterable[Launch], write: bool
+) -> None:
+    """Write every job's result."""
+    for launch in launches:
+        with ambient(launch.jobs[0].leaf.p.device):
+            _run(rule, launch, write)
+
+
+def chunks(jobs: list[Job], size: int) -> Iterator[list[Job]]:
+    """Runs of jobs of at most `size` elements together, or of one larger job."""
     chunk: list[Job] = []
     total = 0
     for job in jobs:
         count = job.leaf.p.numel()
-        if chunk and total + count > CHUNK:
+        if chunk and total + count > size:
             yield chunk
             chunk, total = [], 0
         chunk.append(job)
@@ -95,27 +107,16 @@ def _chunks(jobs: list[Job]) -> Iterable[list[Job]]:
     yield chunk
 
 
-def _key(
-    rule: Rule[Any, Any, Any], job: Job, write: bool, in_place: bool
-) -> Key:
-    leaf = job.leaf
-    dtypes = [leaf.p.dtype, job.g.dtype, *(s.dtype for s in leaf.state)]
-    if leaf.comp is not None:
-        dtypes.append(leaf.comp.dtype)
-    statics = job.numbers.statics
-    return Key(rule, statics, write, in_place, tuple(dtypes), leaf.p.device)
-
-
-def _launch(key: Key, jobs: list[Job], gathered: bool) -> _Launch:
+def _launch(key: Key, jobs: list[Job], gathered: bool) -> Launch:
     if sum(job.leaf.p.numel() for job in jobs) < 2:
         # Length 1 would specialise the graph.
-        return _eager(jobs)
+        return Launch(None, None, jobs, False)
     numbers = jobs[0].numbers
     values = numbers.packed(compute_dtype(*key.dtypes), key.device)
-    return _Launch(kernel(key, numbers.spec), values, jobs, gathered)
+    return Launch(kernel(key, numbers.spec), values, jobs, gathered)
 
 
-def _run(rule: Rule[Any, Any, Any], launch: _Launch, write: bool) -> None:
+def _run(rule: Rule[Any, Any, Any], launch: Launch, write: bool) -> None:
     if launch.run is None or launch.values is None:
         for job in launch.jobs:
             scalars = job.numbers.scalars

@@ -35,6 +35,10 @@ class Numbers:
         self._values = [x for x in leaves if not isinstance(x, bool)]
         self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
+    def host_values(self) -> list[float]:
+        """The values as host numbers."""
+        return [x.item() if isinstance(x, Tensor) else x for x in self._values]
+
     def packed(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """All values as one 1-D tensor, each rounded once."""
         key = (dtype, device)
@@ -77,6 +81,22 @@ class Key(NamedTuple):
         flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
         chosen = [str(s) for s in self.statics if s is not None]
         return "_".join([self.rule.name, *kinds, *flags, *chosen])
+
+
+def job_key(
+    rule: Rule[Any, Any, Any],
+    leaf: Leaf,
+    g: Tensor,
+    numbers: Numbers,
+    write: bool,
+    in_place: bool,
+) -> Key:
+    """The kernel that one leaf needs."""
+    dtypes = [leaf.p.dtype, g.dtype, *(s.dtype for s in leaf.state)]
+    if leaf.comp is not None:
+        dtypes.append(leaf.comp.dtype)
+    statics = numbers.statics
+    return Key(rule, statics, write, in_place, tuple(dtypes), leaf.p.device)
 
 
 Kernel = Callable[..., None]

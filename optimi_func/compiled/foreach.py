@@ -1,0 +1,168 @@
+"""The same rule through torch._foreach_*: many tensors an op, and no compiler.
+
+The leaf pipeline is traced once; each of its operations then runs on lists of tensors, in
+place where the operand is a temporary that nothing else needs. No formula stands here.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
+from optimi_func._types import Leaf, Rule, Scalars
+from optimi_func.compiled.batching import Job, chunks, foreach_copy_
+from optimi_func.compiled.kernel import Key, flat_leaf, job_key
+
+aten = torch.ops.aten
+# What flows through the trace: one tensor a leaf, or one host number for all.
+Value: TypeAlias = list[Tensor] | float
+
+# Elements that are updated together: bounds the temporaries.
+CHUNK = 1 << 22
+
+_BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
+    aten.add.Tensor: ("add", operator.add),
+    aten.sub.Tensor: ("sub", operator.sub),
+    aten.mul.Tensor: ("mul", operator.mul),
+    aten.div.Tensor: ("div", operator.truediv),
+    aten.maximum.default: ("maximum", max),
+    aten.clamp_min.Tensor: ("clamp_min", max),
+    aten.clamp_min.default: ("clamp_min", max),
+}
+_UNARY: dict[Any, str] = {
+    aten.neg.default: "neg",
+    aten.sign.default: "sign",
+    aten.sqrt.default: "sqrt",
+}
+
+
+@functools.cache
+def trace(key: Key, spec: pytree.TreeSpec) -> fx.Graph:
+    """The pipeline's operations: placeholders are the numbers, p, g, state and comp."""
+    fields = len(key.rule.state._fields)
+
+    def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
+        values = iter(numbers)
+        scalars: Scalars = pytree.tree_unflatten(
+            [next(values) if s is None else s for s in key.statics], spec
+        )
+        p, g, *state = tensors[: 2 + fields]
+        comp = tensors[-1] if key.compensated else None
+        leaf = Leaf(p, key.rule.state(*state), comp)
+        new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)
+        return flat_leaf(new)
+
+    wide = compute_dtype(*key.dtypes)
+    numbers = [torch.ones((), dtype=wide) for s in key.statics if s is None]
+    tensors = [torch.ones(2, dtype=d) for d in key.dtypes]
+    with torch.no_grad():
+        graph = make_fx(run)(numbers, *tensors).graph
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _check(node)
+    return graph
+
+
+def _check(node: fx.Node) -> None:
+    known = {*_BINARY, *_UNARY, aten._to_copy.default, aten.mean.default}
+    if node.target not in known:
+        raise NotImplementedError(f"{node.target} has no foreach counterpart here")
+
+
+def plan_foreach(
+    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
+) -> list[tuple[fx.Graph, list[Job]]]:
+    """Chunks of jobs that share dtypes and numbers, each with its trace."""
+    groups: dict[tuple[Key, int], list[Job]] = {}
+    for job in jobs:
+        if job.leaf.p.numel() > 0:
+            key = job_key(rule, job.leaf, job.g, job.numbers, write, True)
+            groups.setdefault((key, id(job.numbers)), []).append(job)
+    plans: list[tuple[fx.Graph, list[Job]]] = []
+    for (key, _), members in groups.items():
+        graph = trace(key, members[0].numbers.spec)
+        plans += [(graph, chunk) for chunk in chunks(members, CHUNK)]
+    return plans
+
+
+def run_foreach(graph: fx.Graph, jobs: list[Job]) -> None:
+    """Run the trace on the jobs' tensors and write the results onto them."""
+    numbers = jobs[0].numbers.host_values()
+    leaves = [flat_leaf(job.leaf) for job in jobs]
+    p, *state = (list(role) for role in zip(*leaves))
+    inputs: list[Value] = [*numbers, p, [job.g for job in jobs], *state]
+    results = _interpret(graph, inputs)
+    for target, result in zip([p, *state], results):
+        if result is not target:
+            assert isinstance(result, list)
+            foreach_copy_(target, result)
+
+
+def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:
+    env: dict[fx.Node, Value] = {}
+    owned: set[fx.Node] = set()  # temporaries, free to be overwritten
+    pending = iter(inputs)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = {n: max((order[u] for u in n.users), default=-1) for n in graph.nodes}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(pending)
+        elif node.op == "output":
+            return [env[n] for n in node.args[0]]
+        else:
+            spare = {
+                n
+                for n in node.all_input_nodes
+                if n in owned and last[n] == order[node]
+            }
+            env[node] = _call(node, env, spare)
+            owned.add(node)
+            for n in node.all_input_nodes:
+                if last[n] == order[node]:
+                    del env[n]
+    raise AssertionError("a graph without output")
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Value], spare: set[fx.Node]) -> Value:
+    args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+    if node.target is aten._to_copy.default:
+        dtype = node.kwargs["dtype"]
+        (xs,) = args
+        if not isinstance(xs, list):
+            return xs
+        casted = [torch.empty_like(x, dtype=dtype) for x in xs]
+        foreach_copy_(casted, xs)
+        return casted
+    if node.target is aten.mean.default:
+        return [x.mean() for x in args[0]]
+    if node.target in _UNARY:
+        return _apply(_UNARY[node.target], args[0], node.args[0] in spare)
+    name, scalar = _BINARY[node.target]
+    left, right = args
+    if isinstance(left, list):
+        return _apply(name, left, node.args[0] in spare, right)
+    if not isinstance(right, list):
+        return scalar(left, right)
+    # A number on the left: commute, or turn the right side around first.
+    if name in ("sub", "div"):
+        turn, name = {"sub": ("neg", "add"), "div": ("reciprocal", "mul")}[name]
+        right = _apply(turn, right, node.args[1] in spare)
+        return _apply(name, right, True, left)
+    return _apply(name, right, node.args[1] in spare, left)
+
+
+def _apply(name: str, xs: list[Tensor], spare: bool, *others: Any) -> list[Tensor]:
+    # A mean is 0-d: results of another shape than xs cannot land in it.
+    if others and isinstance(others[0], list):
+        spare = spare and xs[0].dim() >= others[0][0].dim()
+    if not spare:
+        return list(getattr(torch, f"_foreach_{name}")(xs, *others))
+    getattr(torch, f"_foreach_{name}_")(xs, *others)
+    return xs

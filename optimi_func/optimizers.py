@@ -1,0 +1,1097 @@
+"""The rules as torch.optim.Optimizer classes: param groups, schedulers, checkpoints.
+
+A class adds nothing to the mathematics. Its groups hold plain numbers under torch's names,
+read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tensors and,
+where kept, `kahan_comp`.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from optimi_func import functional as _f
+from optimi_func._leaf import init_leaf, rates
+from optimi_func._types import Leaf, Rule, Scalars
+from optimi_func.compiled.batching import (
+    Job,
+    Launch,
+    plan_compiled,
+    plan_eager,
+    run_launches,
+)
+from optimi_func.compiled.foreach import plan_foreach, run_foreach
+from optimi_func.compiled.kernel import Numbers
+from optimi_func.functional import FunctionalOptimizer
+
+Params: TypeAlias = (
+    Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+)
+Closure: TypeAlias = Callable[[], Any]
+
+
+class BaseOptimizer(Optimizer):
+    """What all classes share: `step` over groups, state, loading, argument checks.
+
+    A subclass names its functional factory; whatever that takes by keyword is read from
+    the param group.
+    """
+
+    factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    keywords: ClassVar[tuple[str, ...]]
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        self.optimizer_accumulation = False
+        self._uncompilable: set[str] = set()
+        self._constructed = False
+        super().__init__(cast(Any, params), defaults)
+        self._constructed = True
+        self._advise(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; numbers left out take the constructor's.
+
+        Raises:
+            TypeError: A parameter that is not a dense real floating tensor.
+            ValueError: A number out of its range; nothing is added then.
+        """
+        count = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[count])
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        if self._constructed:
+            self._advise(self.param_groups[count:])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        names = group.get("param_names") or range(len(group["params"]))
+        for name, p in zip(names, group["params"]):
+            _f.check_param(f"[{name!r}]", p)
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1:
+                raise ValueError(
+                    f"Invalid learning rate: lr={lr}: allowed is a number or a tensor "
+                    "of one element"
+                )
+            if not group["capturable"] and not lr >= 0.0:
+                raise ValueError(f"Invalid learning rate: lr={lr}")
+        if group["decouple_lr"] and group["max_lr"] is None:
+            # The max_lr of every step to come, resolved before a schedule lowers lr.
+            group["max_lr"] = float(lr)
+            if group["max_lr"] == 0.0:
+                group["max_lr"] = None
+        elif isinstance(group["max_lr"], Tensor):
+            group["max_lr"] = float(group["max_lr"])
+        _f.check_state_dtype(group["state_dtype"])
+        self._bind(group, self._host)
+        self._check_modes(group)
+
+    def _check_modes(self, group: dict[str, Any]) -> None:
+        if group["compile"] is False and group["triton"]:
+            raise ValueError(
+                "triton=True asks for the compiled step and compile=False for the eager "
+                "one: choose one"
+            )
+        if group["foreach"] and (group["compile"] or group["triton"]):
+            raise ValueError(
+                "foreach=True and compile=True (or triton=True) are two ways to run the "
+                "step: choose one"
+            )
+        if group["foreach"] and group["capturable"]:
+            raise ValueError(
+                "foreach=True computes coefficients on the host: use it with "
+                "capturable=False"
+            )
+
+    def _advise(self, groups: list[dict[str, Any]]) -> None:
+        """Warn, once for all groups, of what is allowed but hardly meant."""
+        found: list[str] = []
+        kinds: list[tuple[Any, Any]] = []
+        for group in groups:
+            bound = self._bind(group, self._host)
+            kinds.append((bound.decay, bound.weight_decay))
+            decay = _f.decay_advice(kinds[-1:])
+            found += [text for text in bound.advice() if text not in decay]
+            dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
+            found += _f.stuck_moments(getattr(bound.hyper, "betas", ()), dtypes)
+        for text in dict.fromkeys([*found, *_f.decay_advice(kinds)]):
+            warnings.warn(text, UserWarning, stacklevel=4)
+
+    def _bind(
+        self, group: dict[str, Any], number: Callable[[Any], Any]
+    ) -> FunctionalOptimizer:
+        """The group's numbers as they are now, bound to the rule."""
+        chosen = {name: _numbers(group[name], number) for name in self.keywords}
+        return type(self).factory(**chosen)
+
+    @staticmethod
+    def _host(x: Any) -> Any:
+        return x.item() if isinstance(x, Tensor) else x
+
+    @staticmethod
+    def _device(x: Any) -> Any:
+        return x.reshape(()).double() if isinstance(x, Tensor) else x
+
+    @torch.compiler.disable
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Closure | None = None, param: Tensor | None = None
+    ) -> Any:
+        """Update every parameter that has a gradient, or one.
+
+        Args:
+            closure: Reevaluates the model and returns the loss; run once, with grad.
+            param: The one parameter to update, for an optimizer made with
+                `gradient_release=True`. Not together with closure.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ValueError, TypeError: A gradient that does not fit its parameter, closure
+                with param, or a param without gradient release; before any write.
+        """
+        if param is not None:
+            if closure is not None:
+                raise ValueError("step takes a closure or a param, not both")
+            self._step_one(param)
+            return None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step(
+                [
+                    (group, [p for p in group["params"] if p.grad is not None])
+                    for group in self.param_groups
+                ],
+                write=True,
+            )
+        return loss
+
+    def _step_one(self, param: Tensor) -> None:
+        if not self.defaults["gradient_release"]:
+            raise ValueError(
+                "step(param=...) is for an optimizer made with gradient_release=True"
+            )
+        if param.grad is None:
+            raise ValueError("step(param=...): the parameter has no gradient")
+        with torch.no_grad():
+            group = self.group_of(param)
+            self._step([(group, [param])], write=not self.optimizer_accumulation)
+
+    def group_of(self, param: Tensor) -> dict[str, Any]:
+        """The group that holds a parameter now.
+
+        Raises:
+            ValueError: No group does.
+        """
+        for group in self.param_groups:
+            if any(param is p for p in group["params"]):
+                return group
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is in none of the groups"
+        )
+
+    def _step(
+        self, work: list[tuple[dict[str, Any], list[Tensor]]], write: bool
+    ) -> None:
+        """Check everything, compile everything, and only then write."""
+        for group, params in work:
+            names = group.get("param_names") or [""] * len(group["params"])
+            for name, p in zip(names, params):
+                _f.check_param(f"[{name!r}]", p)
+                _f.check_grad(f"[{name!r}]", p, p.grad)
+        runs = [self._plan(group, params, write) for group, params in work if params]
+        for run in runs:
+            run()
+        for _, params in work:
+            for p in params:
+                self.state[p]["step"].add_(1.0)
+
+    def _plan(
+        self, group: dict[str, Any], params: list[Tensor], write: bool
+    ) -> Callable[[], None]:
+        """Everything about a group's update but the writing."""
+        capturable = group["capturable"]
+        bound = self._bind(group, self._device if capturable else self._host)
+        top = bound.lr if bound.max_lr is None else bound.max_lr
+        r = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
+        shared: dict[Any, Numbers] = {}
+        jobs: list[Job] = []
+        for p in params:
+            state = self._ready(group, bound.rule, p)
+            step = state["step"]
+            # Leaves of one age share their coefficients: on the host a number tells.
+            t = step.double() + 1.0 if capturable else step.item() + 1.0
+            if t not in shared:
+                shared[t] = Numbers(Scalars(bound.rule.coeffs(bound.hyper, t), r))
+            fields = (state[name] for name in bound.rule.state._fields)
+            leaf = Leaf(p, bound.rule.state(*fields), state.get("kahan_comp"))
+            jobs.append(Job(leaf, cast(Tensor, p.grad), shared[t], leaf))
+        return self._executor(group, bound.rule, jobs, write)
+
+    def _ready(
+        self, group: dict[str, Any], rule: Rule[Any, Any, Any], p: Tensor
+    ) -> dict[str, Any]:
+        """state[p], complete: a parameter's first gradient, or momentum's, makes it."""
+        state = self.state[p]
+        missing = [name for name in rule.state._fields if name not in state]
+        if state and not missing:
+            return state
+        fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
+        if "step" not in state or missing:
+            device = p.device if group["capturable"] else "cpu"
+            # Also where momentum appears in mid-run: its buffer starts its own count.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        fields = fresh.state._asdict()
+        state.update({name: fields[name] for name in missing})
+        if fresh.comp is not None and "kahan_comp" not in state:
+            state["kahan_comp"] = fresh.comp
+        return state
+
+    def _executor(
+        self,
+        group: dict[str, Any],
+        rule: Rule[Any, Any, Any],
+        jobs: list[Job],
+        write: bool,
+    ) -> Callable[[], None]:
+        """The jobs bound to whatever runs this group's steps, compiled if need be."""
+        if group["foreach"]:
+            plans = plan_foreach(rule, jobs, write)
+            return lambda: [run_foreach(*plan) for plan in plans] and None
+        if group["compile"] is False:
+            launches = plan_eager(jobs)
+        elif group["compile"] or group["triton"]:
+            launches = plan_compiled(rule, jobs, write)
+        else:
+            launches = self._plan_if_possible(rule, jobs, write)
+        return lambda: run_launches(rule, launches, write)
+
+    def _plan_if_possible(
+        self, rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
+    ) -> list[Launch]:
+        device = jobs[0].leaf.p.device.type
+        if device not in self._uncompilable:
+            try:
+                return plan_compiled(rule, jobs, write)
+            except Exception as error:
+                self._uncompilable.add(device)
+                reason = (str(error).strip().splitlines() or [""])[0]
+                warnings.warn(
+                    f"the optimizer step could not be compiled for {device} and runs "
+                    f"eagerly, several times slower ({type(error).__name__}: {reason}). "
+                    "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
+                    "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
+                    UserWarning,
+                    stacklevel=6,
+                )
+        return plan_eager(jobs)
+
+    def zero_grad(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, set_to_none: bool = True, param: Tensor | None = None
+    ) -> None:
+        """Reset the gradients of all parameters, or of one.
+
+        Args:
+            set_to_none: Free them, in place of filling them with zeros.
+            param: The one parameter, as its hook calls this under gradient release.
+        """
+        if param is None:
+            super().zero_grad(set_to_none=set_to_none)
+        elif set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad = torch.zeros_like(param.grad)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, with every dtype as it was saved.
+
+        torch casts floating state to the parameter's dtype, which rounds float32
+        moments of bfloat16 parameters. Tensors are copied: the state shares no memory
+        with `state_dict`. Groups that lack one of our options keep ours.
+
+        Raises:
+            ValueError: Groups, or a tensor's shape, that do not fit; nothing is loaded.
+        """
+        seen: list[dict[str, Any]] = []
+        # Registered last, it sees what the user's own hooks made of the state.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, sd: seen.append(self._completed(sd)) or seen[-1]
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved_ids = [i for group in seen[-1]["param_groups"] for i in group["params"]]
+        for i, p in zip(saved_ids, params):
+            saved = seen[-1]["state"].get(i)
+            if saved:
+                group = self.group_of(p)
+                self.state[p] = {k: _own(k, v, p, group) for k, v in saved.items()}
+
+    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state to load, checked, its groups filled up with our options."""
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} param groups, the optimizer "
+                f"{len(self.param_groups)}"
+            )
+        filled: list[dict[str, Any]] = []
+        for mine, saved in zip(self.param_groups, groups):
+            if len(mine["params"]) != len(saved["params"]):
+                raise ValueError(
+                    f"a param group of {len(saved['params'])} parameters does not fit "
+                    f"one of {len(mine['params'])}"
+                )
+            for i, p in zip(saved["params"], mine["params"]):
+                _check_saved(i, p, state_dict["state"].get(i, {}))
+            options = {k: v for k, v in mine.items() if k != "params"}
+            filled.append({**options, **saved})
+        return {**state_dict, "param_groups": filled}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Every field survives pickle and deepcopy; hooks do not."""
+        state = super().__getstate__()
+        for name in ("optimizer_accumulation", "_uncompilable", "_constructed"):
+            state[name] = copy.copy(getattr(self, name))
+        return state
+
+
+def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
+    return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
+
+
+def _check_saved(index: Any, p: Tensor, saved: dict[str, Any]) -> None:
+    for name, x in saved.items():
+        if name != "step" and isinstance(x, Tensor) and x.shape != p.shape:
+            raise ValueError(
+                f"state[{index}][{name!r}] has shape {tuple(x.shape)}, its parameter "
+                f"{tuple(p.shape)}"
+            )
+
+
+def _own(name: str, value: Any, p: Tensor, group: dict[str, Any]) -> Any:
+    """A saved tensor in memory of its own, in p's layout, on its device."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if name == "step":
+        device = p.device if group["capturable"] else "cpu"
+        return value.detach().to(device, torch.float32, copy=True)
+    return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+class SGD(BaseOptimizer):
+    """SGD: step against the gradient, or against a decaying sum of gradients.
+
+        b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        momentum: Share of b kept, in [0, 1); 0 needs no buffer and may become more in
+            mid-run.
+        weight_decay: Decay coefficient, added to the gradient times p; multiplied by lr
+            (decouple_wd) or lr / max_lr (decouple_lr) and subtracted from p.
+        dampening: True makes b a moving average of gradients; a number is torch's
+            dampening.
+        decouple_wd: Decoupled weight decay in place of L2.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        torch_init: With dampening=True, start b as the first gradient.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+        nesterov: Step along g + momentum * b.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Sutskever et al., ICML 2013.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = SGD([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = staticmethod(_f.sgd)
+    keywords = tuple(inspect.signature(_f.sgd).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        dampening: bool | float = False,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        torch_init: bool = False,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        nesterov: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            dampening=dampening,
+            decouple_wd=decouple_wd,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            torch_init=torch_init,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            nesterov=nesterov,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class Adam(BaseOptimizer):
+    """Adam: step along the mean gradient, measured in its own root mean square.
+
+        p <- p - lr * mhat / (sqrt(vhat) + eps)
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Shares of m and v kept at each step, in [0, 1).
+        weight_decay: Decay coefficient, added to the gradient times p; multiplied by lr
+            (decouple_wd) or lr / max_lr (decouple_lr) and subtracted from p.
+        eps: Added to the root, after the bias correction.
+        decouple_wd: Decoupled weight decay in place of L2.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+        amsgrad: Divide by the largest v so far (arXiv:1904.09237).
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Kingma & Ba, arXiv:1412.6980.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Adam([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = staticmethod(_f.adam)
+    keywords = tuple(inspect.signature(_f.adam).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        amsgrad: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            decouple_wd=decouple_wd,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            amsgrad=amsgrad,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class AdamW(BaseOptimizer):
+    """AdamW: Adam whose weights decay by themselves, not through the moments.
+
+        p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Shares of m and v kept at each step, in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr /
+            max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+        amsgrad: Divide by the largest v so far (arXiv:1904.09237).
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Loshchilov & Hutter, arXiv:1711.05101.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.5, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.8500, 0.8500])
+    """
+
+    factory = staticmethod(_f.adamw)
+    keywords = tuple(inspect.signature(_f.adamw).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        amsgrad: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            amsgrad=amsgrad,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class StableAdamW(BaseOptimizer):
+    """StableAdamW: AdamW that slows down where the gradient outgrows its moment.
+
+        p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Shares of m and v kept at each step, in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr / max(1, RMS), or
+            (decouple_lr) by that over max_lr.
+        eps: Added to the root, after the bias correction; its square bounds vhat in
+            RMS.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Wortsman et al., arXiv:2304.13013.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.8500, 0.8500])
+    """
+
+    factory = staticmethod(_f.stableadamw)
+    keywords = tuple(inspect.signature(_f.stableadamw).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class RAdam(BaseOptimizer):
+    """RAdam: Adam that trusts v only once enough gradients stand behind it.
+
+        p <- p - lr * r_t * mhat / (sqrt(vhat) + eps)   once rho_t > 5, before that lr * mhat
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Shares of m and v kept at each step, in [0, 1).
+        weight_decay: Decay coefficient, added to the gradient times p; multiplied by lr
+            (decouple_wd) or lr / max_lr (decouple_lr) and subtracted from p.
+        eps: Added to the root, after the bias correction.
+        decouple_wd: Decoupled weight decay in place of L2.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Liu et al., arXiv:1908.03265.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = RAdam([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = staticmethod(_f.radam)
+    keywords = tuple(inspect.signature(_f.radam).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            decouple_wd=decouple_wd,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class Ranger(BaseOptimizer):
+    """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
+
+        slow <- slow + alpha * (p - slow),   p <- slow   every k-th step of RAdam
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Shares of m and v kept at each step, in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr (decouple_wd) or lr / max_lr
+            (decouple_lr) and subtracted from p; else added to the gradient times p.
+        eps: Added to the root, after the bias correction.
+        k: Steps between lookahead syncs.
+        alpha: How far the slow weights move at a sync, in [0, 1].
+        decouple_wd: Decoupled weight decay in place of L2.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Zhang et al., arXiv:1907.08610; Liu et al., arXiv:1908.03265.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Ranger([w], lr=0.1, k=1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9500, 0.9500])
+    """
+
+    factory = staticmethod(_f.ranger)
+    keywords = tuple(inspect.signature(_f.ranger).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        k: int = 6,
+        alpha: float = 0.5,
+        decouple_wd: bool = True,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            k=k,
+            alpha=alpha,
+            decouple_wd=decouple_wd,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class Adan(BaseOptimizer):
+    """Adan: Adam with a look ahead along the change of the gradient.
+
+        p <- (p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)) / (1 + lr * weight_decay)
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Shares of m, w and n kept at each step, in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr /
+            max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        adam_wd: Subtract decay as AdamW does, in place of Adan's division.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Xie et al., arXiv:2208.06677.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Adan([w], lr=0.1, weight_decay=0.0, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = staticmethod(_f.adan)
+    keywords = tuple(inspect.signature(_f.adan).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
+        weight_decay: float = 2e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        adam_wd: bool = False,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            eps=eps,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            adam_wd=adam_wd,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)
+
+
+class Lion(BaseOptimizer):
+    """Lion: step by the sign of an interpolation between momentum and gradient.
+
+        p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Share of m in the step, and share of m kept, in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr /
+            max_lr.
+        decouple_lr: Fully decouple weight decay from lr.
+        max_lr: The largest lr that will be scheduled, where lr is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
+
+    References:
+        Chen et al., arXiv:2302.06675.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Lion([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = staticmethod(_f.lion)
+    keywords = tuple(inspect.signature(_f.lion).parameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            decouple_lr=decouple_lr,
+            max_lr=max_lr,
+            kahan_sum=kahan_sum,
+            foreach=foreach,
+            triton=triton,
+            gradient_release=gradient_release,
+            compile=compile,
+            maximize=maximize,
+            capturable=capturable,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, defaults)

@@ -1,0 +1,127 @@
+"""Param groups without decay for what should not decay, and models in low precision."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def param_groups_weight_decay(
+    model: nn.Module,
+    weight_decay: float = 1e-2,
+    additional_layers: Iterable[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Two param groups: biases, norms and other vectors without decay, the rest with.
+
+    Args:
+        model: Its trainable parameters are grouped; frozen ones are left out.
+        weight_decay: Decay coefficient of the second group; the optimizer decides what
+            it is multiplied by.
+        additional_layers: Substrings of parameter names that get no decay either.
+
+    Returns:
+        The group without decay, then the group with it.
+
+    Raises:
+        ValueError: A negative weight_decay.
+        TypeError: additional_layers is one string, whose letters would all match.
+
+    >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
+    >>> [(len(g["params"]), g["weight_decay"]) for g in groups]
+    [(1, 0.0), (1, 0.1)]
+    """
+    if not weight_decay >= 0.0:
+        raise ValueError(
+            f"Invalid weight decay: weight_decay={weight_decay}: allowed is at least 0"
+        )
+    if isinstance(additional_layers, str):
+        raise TypeError(
+            f"additional_layers={additional_layers!r} is one string: pass a list of them"
+        )
+    excluded = list(additional_layers or ())
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
+        (no_decay if exempt else decay).append(p)
+    return [
+        {"params": no_decay, "weight_decay": 0.0},
+        {"params": decay, "weight_decay": weight_decay},
+    ]
+
+
+Modules = type[nn.Module] | Iterable[type[nn.Module]]
+Buffers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+
+
+def to_low_precision(
+    model: nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    fp32_modules: Modules | None = nn.Embedding,
+    fp32_buffers: Buffers | None = ("rope", "rotary"),
+) -> nn.Module:
+    """Cast a model to low precision but for what needs float32.
+
+    Args:
+        model: Cast in place.
+        dtype: What everything else becomes.
+        device: Where to move it, if anywhere.
+        fp32_modules: Module types whose parameters and buffers stay in float32.
+        fp32_buffers: Module types, or words in a module's or buffer's qualified name
+            (case does not matter), whose buffers stay in float32.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: fp32_modules or fp32_buffers of another kind, or a dtype that is not
+            floating.
+
+    >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+    >>> [p.dtype for p in to_low_precision(model).parameters()]
+    [torch.float32, torch.bfloat16, torch.bfloat16]
+    """
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype}: allowed are floating dtypes")
+    kept = _listed("fp32_modules", fp32_modules, strings=False)
+    buffers = _listed("fp32_buffers", fp32_buffers, strings=True)
+    words = [x.lower() for x in buffers if isinstance(x, str)]
+    kept_types = tuple(x for x in kept if not isinstance(x, str))
+    buffer_types = tuple(x for x in buffers if not isinstance(x, str))
+    for path, module in model.named_modules():
+        whole = isinstance(module, kept_types)
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
+            full = f"{path}.{name}".lower()
+            wide = whole
+            if not isinstance(tensor, nn.Parameter):
+                wide |= isinstance(module, buffer_types) or any(w in full for w in words)
+            target = torch.float32 if wide else dtype
+            if not tensor.is_floating_point():
+                target = tensor.dtype
+            # As nn.Module.to does: the parameter object, and so ties and optimizers,
+            # stay.
+            tensor.data = tensor.data.to(device, target)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device, target)
+    return model
+
+
+def _listed(
+    name: str, given: Buffers | None, strings: bool
+) -> list[str | type[nn.Module]]:
+    if given is None:
+        return []
+    items = [given] if isinstance(given, str | type) else list(given)
+    for item in items:
+        module = isinstance(item, type) and issubclass(item, nn.Module)
+        if not module and not (strings and isinstance(item, str)):
+            kinds = "strings and nn.Module types" if strings else "nn.Module types"
+            raise TypeError(f"{name} holds {item!r}: allowed are {kinds}")
+    return items

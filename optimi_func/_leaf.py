@@ -92,8 +92,16 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     Arithmetic, because compilers fold `x.to(bfloat16).to(float32)` into x, and with it
     the compensation into 0. Its derivative is 1.
     """
-    scaled = x * (torch.finfo(dtype).eps / torch.finfo(x.dtype).eps + 1.0)
-    return scaled - (scaled - x)
+    bits = torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
+    # Down by as much first: the largest finite numbers would overflow.
+    x = x * (0.5 / bits)
+    scaled = x * (bits + 1.0)
+    return (scaled - (scaled - x)) * (2.0 * bits)
+
+
+def is_low(p: Tensor) -> bool:
+    """Whether p is of a dtype that compensated summation is for."""
+    return p.dtype in (torch.float16, torch.bfloat16)
 
 
 def init_leaf(
@@ -111,8 +119,7 @@ def init_leaf(
         state_dtype: The moments' dtype; None takes the parameter's.
     """
     p = p.detach()
-    low = p.dtype in (torch.float16, torch.bfloat16)
-    comp = torch.zeros_like(p) if low and kahan_sum is not False else None
+    comp = torch.zeros_like(p) if is_low(p) and kahan_sum is not False else None
     return Leaf(p, rule.init(p, state_dtype or p.dtype), comp)
 
 

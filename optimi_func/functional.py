@@ -12,10 +12,12 @@ and weight_decay may also be prefixes of the parameter tree, a number a subtree.
 """
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias
+from numbers import Real
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._leaf import (
     compute_dtype,
     init_leaf,
+    is_low,
     leaf_step,
     rates,
     whole_mean,
@@ -36,8 +39,10 @@ from optimi_func.rules import radam as _radam
 from optimi_func.rules import ranger as _ranger
 from optimi_func.rules import sgd as _sgd
 from optimi_func.rules import stableadamw as _stableadamw
+from optimi_func.rules._common import scalar_dtype
 
 P = ParamSpec("P")
+IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
 # A number, or a schedule: 0-based step in, number out.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 
@@ -123,13 +128,21 @@ class FunctionalOptimizer:
         """Refuse what no step could use, before any step."""
         for lr in pytree.tree_leaves(self.lr):
             _check("learning rate", "lr", lr)
+        if hasattr(self.hyper, "betas"):
+            _check_betas(self.hyper)
         for i, beta in enumerate(getattr(self.hyper, "betas", ())):
             _check(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
         for name, label in _LABELS.items():
-            if hasattr(self.hyper, name):
-                _check(label, name, getattr(self.hyper, name), *_BOUNDS.get(name, ()))
+            value = getattr(self.hyper, name, None)
+            if value is not None and not (name == "dampening" and isinstance(value, bool)):
+                _check(label, name, value, *_BOUNDS.get(name, ()))
         for decay in pytree.tree_leaves(self.weight_decay):
             _check("weight decay", "weight_decay", decay)
+        if callable(self.max_lr):
+            raise TypeError(
+                f"Invalid maximum learning rate: max_lr={self.max_lr!r}: allowed are "
+                "numbers and 0-d tensors"
+            )
         if self.max_lr is not None:
             _check("maximum learning rate", "max_lr", self.max_lr)
         if self.decay.startswith("fully"):
@@ -156,13 +169,15 @@ class FunctionalOptimizer:
         """What is allowed, but probably not meant, as warning texts."""
         found: list[str] = []
         eps = getattr(self.hyper, "eps", 0.0)
-        if isinstance(eps, float) and eps >= 1e-3:
+        if isinstance(eps, Real) and eps >= 1e-3:
             found.append(
                 f"eps={eps} is unusually large. torch.optim's positional order is "
                 "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."
             )
         if self.max_lr is not None and not self.decay.startswith("fully"):
             found.append(f"max_lr={self.max_lr} has no effect without decouple_lr=True.")
+        if isinstance(self.hyper, _sgd.Hyper):
+            found += _sgd_advice(self.rule, self.hyper)
         return found + decay_advice([(self.decay, self.weight_decay)])
 
     def init(
@@ -200,7 +215,7 @@ class FunctionalOptimizer:
         if not torch.compiler.is_compiling():
             warn(self.advice() + leaves.stuck_moments(self.hyper))
         step = state.step.detach()
-        scalars = self.scalars(leaves, step, step.to(_scalar_dtype(step.device)) + 1.0)
+        scalars = self.scalars(leaves, step, step.to(scalar_dtype(step.device)) + 1.0)
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
@@ -216,20 +231,27 @@ class FunctionalOptimizer:
             step: Steps taken before this one, for schedules.
             t: step + 1, on the host or traced: decides where coefficients are computed.
         """
+        step = step.clone()  # a schedule may write to what it is given
         hyper = pytree.tree_map(lambda x: _resolve(x, step), self.hyper)
         coeffs = self.rule.coeffs(hyper, t)
         max_lr = None if self.max_lr is None else _resolve(self.max_lr, step)
+        lrs, lr_at = _broadcast("lr", self.lr, leaves)
+        decays, decay_at = _broadcast("weight_decay", self.weight_decay, leaves)
         shared: dict[tuple[int, int], Scalars] = {}
-        lrs = _broadcast("lr", self.lr, leaves)
-        decays = _broadcast("weight_decay", self.weight_decay, leaves)
-        for pair in zip(lrs, decays):
-            key = (id(pair[0]), id(pair[1]))
-            if key not in shared:
-                lr, decay = (_resolve(x, step) for x in pair)
-                top = lr if max_lr is None else max_lr
-                r = rates(lr, decay, self.decay, top, self.maximize)
-                shared[key] = Scalars(coeffs, r)
-        return [shared[id(lr), id(decay)] for lr, decay in zip(lrs, decays)]
+        for i, j in dict.fromkeys(zip(lr_at, decay_at)):
+            lr, decay = _resolve(lrs[i], step), _resolve(decays[j], step)
+            top = lr if max_lr is None else max_lr
+            r = rates(lr, decay, self.decay, top, self.maximize)
+            shared[i, j] = Scalars(coeffs, r)
+        return [shared[pair] for pair in zip(lr_at, decay_at)]
+
+
+def _sgd_advice(rule: Rule[Any, Any, Any], hyper: _sgd.Hyper) -> list[str]:
+    if rule is _sgd.plain and hyper.dampening is not False and hyper.dampening != 0:
+        return [f"dampening={hyper.dampening} has no effect without momentum."]
+    if hyper.torch_init and hyper.dampening is not True:
+        return ["torch_init=True has no effect without dampening=True."]
+    return []
 
 
 def decay_advice(groups: list[tuple[DecayKind, Any]]) -> list[str]:
@@ -323,6 +345,8 @@ def init_tree(
     check_state_dtype(state_dtype)
     _, tensors, spec = _flatten_params(params)
     states: list[LeafState] = []
+    if kahan_sum and not any(is_low(p) for p in tensors):
+        warn([IDLE_KAHAN])
     for p in tensors:
         leaf = init_leaf(rule, p, kahan_sum, state_dtype)
         states.append(LeafState(leaf.state, leaf.comp))
@@ -345,6 +369,10 @@ def check_param(path: str, p: Any) -> None:
         )
     if not p.is_floating_point():
         raise TypeError(f"params{path} has dtype {p.dtype}: allowed are floating ones")
+    if torch.finfo(p.dtype).bits < 16:
+        raise TypeError(
+            f"params{path} has dtype {p.dtype}: allowed are those of 16 bits or more"
+        )
     if p.layout != torch.strided:
         raise TypeError(f"params{path} has layout {p.layout}: allowed is strided")
 
@@ -397,7 +425,7 @@ def _check_state(rule: Rule[Any, Any, Any], path: str, p: Tensor, s: Any) -> Non
             f"{rule.name} needs {rule.state._fields}: make it with its own init and the "
             "same options"
         )
-    for name, x in zip(rule.state._fields, s.rule_state):
+    for name, x in zip((*rule.state._fields, "kahan_comp"), pytree.tree_leaves(s)):
         if x.shape != p.shape or x.device != p.device:
             raise ValueError(
                 f"state.leaves{path}.{name} has shape {tuple(x.shape)} on {x.device}, "
@@ -415,12 +443,15 @@ def _flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.Tre
     return paths, tensors, spec
 
 
-def _paths(params: PyTree, count: int) -> list[str]:
-    if torch.compiler.is_compiling():
-        # Dynamo cannot trace key paths; the message then counts leaves.
-        return [f"<leaf {i}>" for i in range(count)]
-    keyed, _ = pytree.tree_flatten_with_path(params)
-    return [pytree.keystr(path) for path, _ in keyed]
+def _paths(tree: PyTree, count: int, stop: Any = None) -> list[str]:
+    if not torch.compiler.is_compiling():
+        try:
+            keyed, _ = pytree.tree_flatten_with_path(tree, is_leaf=stop)
+            return [pytree.keystr(path) for path, _ in keyed]
+        except ValueError:
+            pass  # a node registered without names for its children
+    # Nor can Dynamo trace key paths; the message then counts leaves.
+    return [f"<leaf {i}>" for i in range(count)]
 
 
 def _match(
@@ -439,29 +470,36 @@ def _difference(tree: PyTree, params: PyTree) -> str:
     def stop(x: Any) -> bool:
         return isinstance(x, LeafState)
 
-    ours = [pytree.keystr(k) for k, _ in pytree.tree_flatten_with_path(params)[0]]
-    keyed = pytree.tree_flatten_with_path(tree, is_leaf=stop)[0]
-    theirs = [pytree.keystr(k) for k, _ in keyed]
+    ours = _paths(params, len(pytree.tree_leaves(params)))
+    theirs = _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
     for path in ours:
-        if path not in theirs:
+        # A prefix covers what lies below it.
+        if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
     for path in theirs:
-        if path not in ours:
+        if not any(known.startswith(path) for known in ours):
             return f": {path} is not in params"
     return ": the containers are of different types"
 
 
-def _broadcast(name: str, prefix: Any, leaves: Leaves) -> list[Any]:
-    """A number a leaf from one number, or from a prefix of the parameter tree."""
+def _broadcast(name: str, prefix: Any, leaves: Leaves) -> tuple[list[Any], list[int]]:
+    """The numbers of a prefix of the parameter tree, and which of them each leaf has."""
+    count = len(leaves.leaves)
     numbers, spec = pytree.tree_flatten(prefix)
-    if spec.is_leaf():
-        return [prefix] * len(leaves.leaves)
-    places = pytree.tree_unflatten(range(len(leaves.leaves)), leaves.spec)
-    spread: list[Any] = [None] * len(leaves.leaves)
-    for number, place in zip(numbers, _match(name, places, spec, prefix)):
-        for i in pytree.tree_leaves(place):
-            spread[i] = number
-    return spread
+    if callable(prefix) or spec.is_leaf():
+        return [prefix], [0] * count
+    places = pytree.tree_unflatten(range(count), leaves.spec)
+    try:
+        subtrees = spec.flatten_up_to(places)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} is no prefix of params{_difference(prefix, places)}"
+        ) from error
+    at = [0] * count
+    for i, subtree in enumerate(subtrees):
+        for place in pytree.tree_leaves(subtree):
+            at[place] = i
+    return numbers, at
 
 
 def _resolve(number: Any, step: Tensor) -> Scalar:
@@ -477,12 +515,7 @@ def _resolve(number: Any, step: Tensor) -> Scalar:
             "batched: pass it positionally, as in vmap(lambda p, g, s, lr: "
             "adamw_step(p, g, s, lr=lr))"
         )
-    return number.to(_scalar_dtype(number.device))
-
-
-def _scalar_dtype(device: torch.device) -> torch.dtype:
-    """Float64, in which 1 - beta**t keeps its digits, or what the device has."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return number.to(scalar_dtype(number.device))
 
 
 def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
@@ -504,6 +537,15 @@ _BOUNDS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _check_betas(hyper: Any) -> None:
+    """Refuse betas of another number than the rule's."""
+    count = len(get_args(type(hyper).__annotations__["betas"]))
+    if not isinstance(hyper.betas, tuple | list) or len(hyper.betas) != count:
+        raise ValueError(
+            f"Invalid betas: betas={hyper.betas!r}: allowed are {count} numbers"
+        )
+
+
 def _check(
     label: str,
     name: str,
@@ -515,13 +557,14 @@ def _check(
     """Refuse a host number out of its range; tensors are the caller's word."""
     if isinstance(value, Tensor) or callable(value):
         return
-    if isinstance(value, str) or not isinstance(value, float | int):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
             "schedules"
         )
-    allowed = f"at least {least}"
-    fits = value >= least
+    value = float(value)
+    allowed = f"finite, at least {least}"
+    fits = math.isfinite(value) and value >= least
     if below is not None:
         allowed += f" and below {below}"
         fits = fits and value < below
@@ -590,9 +633,8 @@ def sgd(
     tensor(0.8000)
     """
     moving = isinstance(momentum, Tensor) or callable(momentum) or momentum != 0
-    ema = dampening is True
-    factor = 0.0 if isinstance(dampening, bool) else dampening
-    if nesterov and (not moving or dampening):
+    damped = isinstance(dampening, Tensor) or callable(dampening) or dampening != 0
+    if nesterov and (not moving or damped):
         raise ValueError(
             f"Invalid nesterov: nesterov=True with momentum={momentum} and "
             f"dampening={dampening}: allowed with a momentum and no dampening"
@@ -600,10 +642,9 @@ def sgd(
     rule = _sgd.plain
     if moving:
         rule = _sgd.nesterov if nesterov else _sgd.momentum
-    first_whole = torch_init if ema else factor != 0
     return FunctionalOptimizer(
         rule,
-        _sgd.Hyper(momentum, factor, ema, first_whole),
+        _sgd.Hyper(momentum, dampening, torch_init),
         *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
     )
 

@@ -9,6 +9,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
@@ -16,17 +17,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from optimi_func import functional as _f
-from optimi_func._leaf import init_leaf, rates
+from optimi_func._leaf import init_leaf, is_low, rates
 from optimi_func._types import Leaf, Rule, Scalars
 from optimi_func.compiled.batching import (
-    Job,
     Launch,
     plan_compiled,
     plan_eager,
     run_launches,
 )
-from optimi_func.compiled.foreach import plan_foreach, run_foreach
-from optimi_func.compiled.kernel import Numbers
+from optimi_func.compiled.foreach import plan_foreach
+from optimi_func.compiled.jobs import Job
+from optimi_func.compiled.kernel import DispatchModeError, Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer
 
 Params: TypeAlias = (
@@ -75,14 +76,18 @@ class BaseOptimizer(Optimizer):
         for name, p in zip(names, group["params"]):
             _f.check_param(f"[{name!r}]", p)
         lr = group["lr"]
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise ValueError(
-                    f"Invalid learning rate: lr={lr}: allowed is a number or a tensor "
-                    "of one element"
+        for name in self.keywords:
+            numbers = group[name] if name == "betas" else (group[name],)
+            if not isinstance(numbers, tuple | list) or not all(map(_is_host, numbers)):
+                raise TypeError(
+                    f"Invalid {name}: {name}={group[name]!r}: allowed are numbers and "
+                    "tensors of one element"
                 )
-            if not group["capturable"] and not lr >= 0.0:
-                raise ValueError(f"Invalid learning rate: lr={lr}")
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(
+                f"Invalid learning rate: lr={lr}: allowed is a number or a tensor of "
+                "one element"
+            )
         if group["decouple_lr"] and group["max_lr"] is None:
             # The max_lr of every step to come, resolved before a schedule lowers lr.
             group["max_lr"] = float(lr)
@@ -95,6 +100,12 @@ class BaseOptimizer(Optimizer):
         self._check_modes(group)
 
     def _check_modes(self, group: dict[str, Any]) -> None:
+        for name in ("compile", "foreach", "triton", "kahan_sum"):
+            if group[name] not in (None, True, False):
+                raise TypeError(
+                    f"Invalid {name}: {name}={group[name]!r}: allowed are None, True "
+                    "and False"
+                )
         if group["compile"] is False and group["triton"]:
             raise ValueError(
                 "triton=True asks for the compiled step and compile=False for the eager "
@@ -105,6 +116,14 @@ class BaseOptimizer(Optimizer):
                 "foreach=True and compile=True (or triton=True) are two ways to run the "
                 "step: choose one"
             )
+        if group["foreach"] and group["gradient_release"]:
+            warnings.warn(
+                "foreach=True updates many tensors at once, gradient_release=True one "
+                "at a time: foreach is disabled",
+                UserWarning,
+                stacklevel=5,
+            )
+            group["foreach"] = False
         if group["foreach"] and group["capturable"]:
             raise ValueError(
                 "foreach=True computes coefficients on the host: use it with "
@@ -121,6 +140,8 @@ class BaseOptimizer(Optimizer):
             decay = _f.decay_advice(kinds[-1:])
             found += [text for text in bound.advice() if text not in decay]
             dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
+            if group["kahan_sum"] and not any(map(is_low, group["params"])):
+                found.append(_f.IDLE_KAHAN)
             found += _f.stuck_moments(getattr(bound.hyper, "betas", ()), dtypes)
         for text in dict.fromkeys([*found, *_f.decay_advice(kinds)]):
             warnings.warn(text, UserWarning, stacklevel=4)
@@ -167,7 +188,8 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        params = [p for group in self.param_groups for p in group["params"]]
+        with ambient(params[0].device if params else torch.device("cpu")):
             self._step(
                 [
                     (group, [p for p in group["params"] if p.grad is not None])
@@ -184,7 +206,7 @@ class BaseOptimizer(Optimizer):
             )
         if param.grad is None:
             raise ValueError("step(param=...): the parameter has no gradient")
-        with torch.no_grad():
+        with ambient(param.device):
             group = self.group_of(param)
             self._step([(group, [param])], write=not self.optimizer_accumulation)
 
@@ -206,20 +228,27 @@ class BaseOptimizer(Optimizer):
     ) -> None:
         """Check everything, compile everything, and only then write."""
         for group, params in work:
-            names = group.get("param_names") or [""] * len(group["params"])
-            for name, p in zip(names, params):
-                _f.check_param(f"[{name!r}]", p)
-                _f.check_grad(f"[{name!r}]", p, p.grad)
-        runs = [self._plan(group, params, write) for group, params in work if params]
-        for run in runs:
-            run()
+            for p in params:
+                if p.grad is not None:
+                    _check_leaf(group, p, self.state.get(p, {}))
+        work = [(group, params) for group, params in work if params]
+        # What a first gradient makes joins the optimizer once nothing can fail.
+        made: dict[Tensor, dict[str, Any]] = {}
+        plans = [self._plan(group, params, write, made) for group, params in work]
+        self.state.update(made)
+        for launches, (_, params) in zip(plans, work):
+            run_launches(launches, params[0].device)
         for _, params in work:
             for p in params:
                 self.state[p]["step"].add_(1.0)
 
     def _plan(
-        self, group: dict[str, Any], params: list[Tensor], write: bool
-    ) -> Callable[[], None]:
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        write: bool,
+        made: dict[Tensor, dict[str, Any]],
+    ) -> list[Launch]:
         """Everything about a group's update but the writing."""
         capturable = group["capturable"]
         bound = self._bind(group, self._device if capturable else self._host)
@@ -228,7 +257,8 @@ class BaseOptimizer(Optimizer):
         shared: dict[Any, Numbers] = {}
         jobs: list[Job] = []
         for p in params:
-            state = self._ready(group, bound.rule, p)
+            state = self._complete(group, bound.rule, p)
+            made[p] = state
             step = state["step"]
             # Leaves of one age share their coefficients: on the host a number tells.
             t = step.double() + 1.0 if capturable else step.item() + 1.0
@@ -237,45 +267,46 @@ class BaseOptimizer(Optimizer):
             fields = (state[name] for name in bound.rule.state._fields)
             leaf = Leaf(p, bound.rule.state(*fields), state.get("kahan_comp"))
             jobs.append(Job(leaf, cast(Tensor, p.grad), shared[t], leaf))
-        return self._executor(group, bound.rule, jobs, write)
+        return self._launches(group, bound.rule, jobs, write)
 
-    def _ready(
+    def _complete(
         self, group: dict[str, Any], rule: Rule[Any, Any, Any], p: Tensor
     ) -> dict[str, Any]:
-        """state[p], complete: a parameter's first gradient, or momentum's, makes it."""
-        state = self.state[p]
-        missing = [name for name in rule.state._fields if name not in state]
-        if state and not missing:
+        """state[p] with everything that the rule and the group ask of it now."""
+        state = self.state.get(p, {})
+        names = rule.state._fields
+        missing = [name for name in names if name not in state]
+        compensated = is_low(p) and group["kahan_sum"] is not False
+        if "step" in state and not missing and ("kahan_comp" in state) == compensated:
             return state
+        state = dict(state)
         fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
-        if "step" not in state or missing:
+        if "step" not in state or (missing and len(missing) == len(names)):
+            # Also where momentum appears in mid-run: its buffer has a first step too.
             device = p.device if group["capturable"] else "cpu"
-            # Also where momentum appears in mid-run: its buffer starts its own count.
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        fields = fresh.state._asdict()
-        state.update({name: fields[name] for name in missing})
-        if fresh.comp is not None and "kahan_comp" not in state:
+        state.update({name: getattr(fresh.state, name) for name in missing})
+        if not compensated:
+            state.pop("kahan_comp", None)
+        elif "kahan_comp" not in state:
             state["kahan_comp"] = fresh.comp
         return state
 
-    def _executor(
+    def _launches(
         self,
         group: dict[str, Any],
         rule: Rule[Any, Any, Any],
         jobs: list[Job],
         write: bool,
-    ) -> Callable[[], None]:
+    ) -> list[Launch]:
         """The jobs bound to whatever runs this group's steps, compiled if need be."""
         if group["foreach"]:
-            plans = plan_foreach(rule, jobs, write)
-            return lambda: [run_foreach(*plan) for plan in plans] and None
+            return plan_foreach(rule, jobs, write)
         if group["compile"] is False:
-            launches = plan_eager(jobs)
-        elif group["compile"] or group["triton"]:
-            launches = plan_compiled(rule, jobs, write)
-        else:
-            launches = self._plan_if_possible(rule, jobs, write)
-        return lambda: run_launches(rule, launches, write)
+            return plan_eager(rule, jobs, write)
+        if group["compile"] or group["triton"]:
+            return plan_compiled(rule, jobs, write)
+        return self._plan_if_possible(rule, jobs, write)
 
     def _plan_if_possible(
         self, rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
@@ -284,6 +315,8 @@ class BaseOptimizer(Optimizer):
         if device not in self._uncompilable:
             try:
                 return plan_compiled(rule, jobs, write)
+            except DispatchModeError:
+                pass  # What watches single operations gets single operations.
             except Exception as error:
                 self._uncompilable.add(device)
                 reason = (str(error).strip().splitlines() or [""])[0]
@@ -295,7 +328,7 @@ class BaseOptimizer(Optimizer):
                     UserWarning,
                     stacklevel=6,
                 )
-        return plan_eager(jobs)
+        return plan_eager(rule, jobs, write)
 
     def zero_grad(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, set_to_none: bool = True, param: Tensor | None = None
@@ -321,24 +354,33 @@ class BaseOptimizer(Optimizer):
         with `state_dict`. Groups that lack one of our options keep ours.
 
         Raises:
-            ValueError: Groups, or a tensor's shape, that do not fit; nothing is loaded.
+            ValueError: Groups, numbers, fields or shapes that do not fit; nothing is
+                loaded then.
         """
         seen: list[dict[str, Any]] = []
-        # Registered last, it sees what the user's own hooks made of the state.
-        handle = self.register_load_state_dict_pre_hook(
-            lambda _, sd: seen.append(self._completed(sd)) or seen[-1]
-        )
+
+        def complete(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            seen.append(self._completed(given))
+            return seen[-1]
+
+        def restore(_: Optimizer) -> None:
+            saved = seen[-1]
+            for group, theirs in zip(self.param_groups, saved["param_groups"]):
+                for i, p in zip(theirs["params"], group["params"]):
+                    if saved["state"].get(i):
+                        items = saved["state"][i].items()
+                        self.state[p] = {k: _own(k, v, p, group) for k, v in items}
+
+        # After the user's own pre-hooks, and before the user's own post-hooks.
+        handles = [
+            self.register_load_state_dict_pre_hook(complete),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        params = [p for group in self.param_groups for p in group["params"]]
-        saved_ids = [i for group in seen[-1]["param_groups"] for i in group["params"]]
-        for i, p in zip(saved_ids, params):
-            saved = seen[-1]["state"].get(i)
-            if saved:
-                group = self.group_of(p)
-                self.state[p] = {k: _own(k, v, p, group) for k, v in saved.items()}
+            for handle in handles:
+                handle.remove()
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state to load, checked, its groups filled up with our options."""
@@ -349,37 +391,86 @@ class BaseOptimizer(Optimizer):
                 f"{len(self.param_groups)}"
             )
         filled: list[dict[str, Any]] = []
+        state: dict[Any, Any] = dict(state_dict["state"])
         for mine, saved in zip(self.param_groups, groups):
             if len(mine["params"]) != len(saved["params"]):
                 raise ValueError(
                     f"a param group of {len(saved['params'])} parameters does not fit "
                     f"one of {len(mine['params'])}"
                 )
-            for i, p in zip(saved["params"], mine["params"]):
-                _check_saved(i, p, state_dict["state"].get(i, {}))
             options = {k: v for k, v in mine.items() if k != "params"}
             filled.append({**options, **saved})
-        return {**state_dict, "param_groups": filled}
+            rule = self._bind(filled[-1], self._host).rule
+            for i, p in zip(saved["params"], mine["params"]):
+                if i in state:
+                    entry = {k: v for k, v in state[i].items() if v is not None}
+                    state[i] = _check_saved(rule, i, p, entry)
+        return {**state_dict, "state": state, "param_groups": filled}
 
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""
-        state = super().__getstate__()
-        for name in ("optimizer_accumulation", "_uncompilable", "_constructed"):
-            state[name] = copy.copy(getattr(self, name))
-        return state
+        # A scheduler replaces `step` by a bound wrapper of its own.
+        kept = {k: v for k, v in self.__dict__.items() if not _is_torchs_own(k)}
+        return {**kept, **super().__getstate__()}
+
+
+def _is_torchs_own(field: str) -> bool:
+    return field.startswith("_optimizer_") or field in (
+        "step",
+        "_zero_grad_profile_name",
+        "_opt_called",
+    )
+
+
+def _is_host(x: Any) -> bool:
+    return x is None or isinstance(x, Real | Tensor)
 
 
 def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
 
 
-def _check_saved(index: Any, p: Tensor, saved: dict[str, Any]) -> None:
-    for name, x in saved.items():
-        if name != "step" and isinstance(x, Tensor) and x.shape != p.shape:
+def _check_leaf(group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
+    """Refuse what a step could not use, naming the parameter."""
+    names = group.get("param_names")
+    index = next(i for i, q in enumerate(group["params"]) if q is p)
+    path = f"[{names[index] if names else index!r}]"
+    _f.check_param(path, p)
+    _f.check_grad(path, p, p.grad)
+    for name, x in state.items():
+        if name != "step" and (x.shape != p.shape or x.device != p.device):
             raise ValueError(
-                f"state[{index}][{name!r}] has shape {tuple(x.shape)}, its parameter "
-                f"{tuple(p.shape)}"
+                f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
+                f"parameter {tuple(p.shape)} on {p.device}"
             )
+
+
+def _check_saved(
+    rule: Rule[Any, Any, Any], index: Any, p: Tensor, saved: dict[str, Any]
+) -> dict[str, Any]:
+    """The saved state of a parameter, if it is one that the rule can go on from."""
+    for name, x in saved.items():
+        shape = () if name == "step" else p.shape
+        if not isinstance(x, Tensor) or x.shape != shape:
+            found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+            raise ValueError(
+                f"state[{index}][{name!r}] is {found}, allowed is a tensor of shape "
+                f"{tuple(shape)}"
+            )
+    fields = set(rule.state._fields)
+    here = fields & set(saved)
+    if saved and (here != fields or not ({"step"} <= set(saved) or fields <= _UNCOUNTED)):
+        raise ValueError(
+            f"state[{index}] holds {sorted(saved)}: {rule.name} needs "
+            f"{sorted(fields | {'step'})}, or nothing"
+        )
+    if saved and "step" not in saved:
+        saved["step"] = torch.ones(())  # torch's SGD counts no steps; it has begun
+    return saved
+
+
+# What needs no step count once it has begun.
+_UNCOUNTED = {"momentum_buffer"}
 
 
 def _own(name: str, value: Any, p: Tensor, group: dict[str, Any]) -> Any:

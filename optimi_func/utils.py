@@ -70,7 +70,8 @@ def to_low_precision(
         model: Cast in place.
         dtype: What everything else becomes.
         device: Where to move it, if anywhere.
-        fp32_modules: Module types whose parameters and buffers stay in float32.
+        fp32_modules: Module types whose parameters and buffers stay in float32, also
+            where another module shares them (a head tied to an embedding).
         fp32_buffers: Module types, or words in a module's or buffer's qualified name
             (case does not matter), whose buffers stay in float32.
 
@@ -85,31 +86,36 @@ def to_low_precision(
     >>> [p.dtype for p in to_low_precision(model).parameters()]
     [torch.float32, torch.bfloat16, torch.bfloat16]
     """
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype={dtype}: allowed are floating dtypes")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype!r}: allowed are floating torch dtypes")
     kept = _listed("fp32_modules", fp32_modules, strings=False)
     buffers = _listed("fp32_buffers", fp32_buffers, strings=True)
     words = [x.lower() for x in buffers if isinstance(x, str)]
     kept_types = tuple(x for x in kept if not isinstance(x, str))
     buffer_types = tuple(x for x in buffers if not isinstance(x, str))
-    for path, module in model.named_modules():
-        whole = isinstance(module, kept_types)
+    tensors: dict[int, torch.Tensor] = {}
+    wide: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in [
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
         ]:
+            tensors[id(tensor)] = tensor
             full = f"{path}.{name}".lower()
-            wide = whole
-            if not isinstance(tensor, nn.Parameter):
-                wide |= isinstance(module, buffer_types) or any(w in full for w in words)
-            target = torch.float32 if wide else dtype
-            if not tensor.is_floating_point():
-                target = tensor.dtype
-            # As nn.Module.to does: the parameter object, and so ties and optimizers,
-            # stay.
-            tensor.data = tensor.data.to(device, target)
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.to(device, target)
+            buffer = not isinstance(tensor, nn.Parameter)
+            named = buffer and any(word in full for word in words)
+            if named or isinstance(module, kept_types):
+                wide.add(id(tensor))
+            if buffer and isinstance(module, buffer_types):
+                wide.add(id(tensor))
+    for key, tensor in tensors.items():
+        target = torch.float32 if key in wide else dtype
+        if not tensor.is_floating_point():
+            target = tensor.dtype
+        # As nn.Module.to does: the parameter object, and so ties and optimizers, stay.
+        tensor.data = tensor.data.to(device, target)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(device, target)
     return model
 
 
@@ -118,7 +124,7 @@ def _listed(
 ) -> list[str | type[nn.Module]]:
     if given is None:
         return []
-    items = [given] if isinstance(given, str | type) else list(given)
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for item in items:
         module = isinstance(item, type) and issubclass(item, nn.Module)
         if not module and not (strings and isinstance(item, str)):

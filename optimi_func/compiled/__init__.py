@@ -5,12 +5,15 @@ These run under no_grad and return detached tensors; to differentiate a step, co
 own function over the pure one in `optimi_func`. States come from the `*_init` there.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from optimi_func import functional as _f
 from optimi_func._types import Leaf, PyTree
-from optimi_func.compiled.batching import Job, plan_compiled, run_launches
-from optimi_func.compiled.kernel import Numbers
+from optimi_func.compiled.batching import plan_compiled, run_launches
+from optimi_func.compiled.jobs import Job
+from optimi_func.compiled.kernel import Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 
@@ -18,42 +21,46 @@ def step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
     """The step through compiled kernels, into new tensors."""
-    return _step(optimizer, params, grads, state, in_place=False)
+    leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
+    with ambient(state.step.device):
+        jobs = _jobs(optimizer, leaves, _fresh)
+        _run(optimizer, leaves, list(jobs.values()))
+        return leaves.rebuild({i: job.into for i, job in jobs.items()})
 
 
 def step_(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
     """The step through compiled kernels, written into params and state."""
-    return _step(optimizer, params, grads, state, in_place=True)
-
-
-@torch.no_grad()
-def _step(
-    optimizer: FunctionalOptimizer,
-    params: PyTree,
-    grads: PyTree,
-    state: TreeState,
-    in_place: bool,
-) -> tuple[PyTree, TreeState]:
     leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
-    _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
-    # A host step count gives host coefficients; a device's is never waited for.
-    on_host = state.step.device.type == "cpu"
-    t = state.step.item() + 1.0 if on_host else state.step.double() + 1.0
-    scalars = optimizer.scalars(leaves, state.step, t)
-    numbers = {id(s): Numbers(s) for s in scalars}
-    jobs: dict[int, Job] = {}
-    for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
-        if g is not None:
-            into = leaf if in_place else _fresh(leaf)
-            jobs[i] = Job(leaf, g, numbers[id(scalars[i])], into)
-    launches = plan_compiled(optimizer.rule, jobs.values(), write=True)
-    run_launches(optimizer.rule, launches, write=True)
-    if in_place:
+    with ambient(state.step.device):
+        jobs = _jobs(optimizer, leaves, lambda leaf: leaf)
+        _run(optimizer, leaves, list(jobs.values()))
         state.step.add_(1.0)
-        return params, state
-    return leaves.rebuild({i: job.into for i, job in jobs.items()})
+    return params, state
+
+
+def _jobs(
+    optimizer: FunctionalOptimizer, leaves: _f.Leaves, into: Callable[[Leaf], Leaf]
+) -> dict[int, Job]:
+    step = leaves.state.step
+    # A host step count gives host coefficients; a device's is never waited for.
+    t = step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
+    scalars = optimizer.scalars(leaves, step, t)
+    numbers = {id(s): Numbers(s) for s in scalars}
+    return {
+        i: Job(leaf, g, numbers[id(s)], into(leaf))
+        for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars))
+        if g is not None
+    }
+
+
+def _run(
+    optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]
+) -> None:
+    _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
+    launches = plan_compiled(optimizer.rule, jobs, write=True)
+    run_launches(launches, leaves.state.step.device)
 
 
 def _fresh(leaf: Leaf) -> Leaf:

@@ -5,18 +5,20 @@ in place. Small ones, and those whose memory order is not shared by gradient and
 concatenated, updated by one call of the same kernel and copied back.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._types import Leaf, Rule
+from optimi_func._types import Rule
+from optimi_func.compiled.foreach import plan_foreach
+from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
 from optimi_func.compiled.kernel import (
     Key,
     Kernel,
-    Numbers,
     ambient,
     flat_leaf,
     job_key,
@@ -29,27 +31,15 @@ SMALL = 1 << 13
 CHUNK = 1 << 20
 
 
-class Job(NamedTuple):
-    """One leaf to update: read from `leaf`, write to `into` (itself, if in place)."""
-
-    leaf: Leaf
-    g: Tensor
-    numbers: Numbers
-    into: Leaf
+# One call that updates some jobs, with everything it needs; nothing happens before it.
+Launch: TypeAlias = Callable[[], None]
 
 
-class Launch(NamedTuple):
-    """Jobs that share one call, and the call."""
-
-    run: Kernel | None  # None: the pipeline as it is, op by op
-    values: Tensor | None
-    jobs: list[Job]
-    gathered: bool
-
-
-def plan_eager(jobs: Iterable[Job]) -> list[Launch]:
+def plan_eager(
+    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
+) -> list[Launch]:
     """The pipeline op by op, a leaf at a time."""
-    return [Launch(None, None, [job], False) for job in jobs]
+    return [partial(_run_eager, rule, job, write) for job in jobs]
 
 
 def plan_compiled(
@@ -66,75 +56,68 @@ def plan_compiled(
         Exception: Whatever the compiler raised. Nothing has been written.
     """
     launches: list[Launch] = []
-    gathered: dict[tuple[Key, int, bool], list[Job]] = {}
+    small: list[Job] = []
     for job in jobs:
         count = job.leaf.p.numel()
-        if count == 0:
-            continue
-        in_place = job.into is job.leaf
-        if (count >= SMALL or (rule.per_tensor and count > 1)) and _agree(job):
-            launches.append(_launch(job_key(rule, job.leaf, job.g, job.numbers, write, in_place), [job], False))
-            continue
-        alone = count >= CHUNK or rule.per_tensor
-        key = job_key(rule, job.leaf, job.g, job.numbers, write, True)
-        place = (key, id(job) if alone else id(job.numbers), in_place)
-        gathered.setdefault(place, []).append(job)
-    for (key, _, _), bucket in gathered.items():
-        launches.extend(_launch(key, chunk, True) for chunk in chunks(bucket, CHUNK))
+        if count < SMALL:
+            small += [job] if count else []
+        elif _agree(job):
+            key = _key(rule, job, write, job.into is job.leaf)
+            values = job.numbers.packed(compute_dtype(*key.dtypes), key.device)
+            run = kernel(key, job.numbers.spec)
+            launches.append(partial(_run_direct, run, values, job))
+        else:
+            launches += _plan_gathered(rule, [job], write)
+    if rule.per_tensor:
+        # Each needs a mean of its own, which a concatenation does not have.
+        return launches + plan_foreach(rule, small, write)
+    return launches + _plan_gathered(rule, small, write)
+
+
+def _plan_gathered(
+    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
+) -> list[Launch]:
+    launches: list[Launch] = []
+    buckets: dict[tuple[Key, int], list[Job]] = {}
+    for job in jobs:
+        key = _key(rule, job, write, True)
+        buckets.setdefault((key, id(job.numbers)), []).append(job)
+    for (key, _), bucket in buckets.items():
+        for chunk in chunks(bucket, CHUNK):
+            if sum(job.leaf.p.numel() for job in chunk) < 2:
+                # Length 1 would specialise the graph.
+                launches += plan_eager(rule, chunk, write)
+                continue
+            numbers = chunk[0].numbers
+            values = numbers.packed(compute_dtype(*key.dtypes), key.device)
+            run = kernel(key, numbers.spec)
+            launches.append(partial(_run_gathered, run, values, chunk, write))
     return launches
 
 
-def run_launches(
-    rule: Rule[Any, Any, Any], launches: Iterable[Launch], write: bool
-) -> None:
+def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
     """Write every job's result."""
-    for launch in launches:
-        with ambient(launch.jobs[0].leaf.p.device):
-            _run(rule, launch, write)
+    with ambient(device):
+        for launch in launches:
+            launch()
 
 
-def chunks(jobs: list[Job], size: int) -> Iterator[list[Job]]:
-    """Runs of jobs of at most `size` elements together, or of one larger job."""
-    chunk: list[Job] = []
-    total = 0
-    for job in jobs:
-        count = job.leaf.p.numel()
-        if chunk and total + count > size:
-            yield chunk
-            chunk, total = [], 0
-        chunk.append(job)
-        total += count
-    yield chunk
+def _key(rule: Rule[Any, Any, Any], job: Job, write: bool, in_place: bool) -> Key:
+    return job_key(rule, job.leaf, job.g, job.numbers, write, in_place)
 
 
-def _launch(key: Key, jobs: list[Job], gathered: bool) -> Launch:
-    if sum(job.leaf.p.numel() for job in jobs) < 2:
-        # Length 1 would specialise the graph.
-        return Launch(None, None, jobs, False)
-    numbers = jobs[0].numbers
-    values = numbers.packed(compute_dtype(*key.dtypes), key.device)
-    return Launch(kernel(key, numbers.spec), values, jobs, gathered)
-
-
-def _run(rule: Rule[Any, Any, Any], launch: Launch, write: bool) -> None:
-    if launch.run is None or launch.values is None:
-        for job in launch.jobs:
-            scalars = job.numbers.scalars
-            new = leaf_step(rule, job.leaf, job.g, scalars, write, whole_mean)
-            for target, result in zip(flat_leaf(job.into), flat_leaf(new)):
-                if result is not target:
-                    target.copy_(result)
-    elif launch.gathered:
-        _run_gathered(launch.run, launch.values, launch.jobs, write)
-    else:
-        (job,) = launch.jobs
-        _run_direct(launch.run, launch.values, job)
+def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
+    scalars = job.numbers.scalars
+    new = leaf_step(rule, job.leaf, job.g, scalars, write, whole_mean)
+    for target, result in zip(flat_leaf(job.into), flat_leaf(new)):
+        if result is not target:
+            target.copy_(result)
 
 
 def _run_direct(run: Kernel, values: Tensor, job: Job) -> None:
     p, *state = flat_leaf(job.leaf)
     targets = [] if job.into is job.leaf else flat_leaf(job.into)
-    run(values, *(_alias(x) for x in (p, job.g, *state, *targets)))
+    run(values, *(_alias(x) for x in (p, job.g.resolve_neg(), *state, *targets)))
     # The kernel wrote through aliases, which autograd does not see: a backward that
     # saved one of these must still raise.
     written = targets or [p, *state]
@@ -156,15 +139,9 @@ def _run_gathered(run: Kernel, values: Tensor, jobs: list[Job], write: bool) -> 
             foreach_copy_(list(role), pieces)
 
 
-def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source onto its target."""
-    torch._foreach_copy_(targets, sources)
-
-
 def _alias(x: Tensor) -> Tensor:
     # Not a view: guards look at a view's base, and would make a graph for each rank.
-    if x.dim() == 1 and x.is_contiguous() and x._base is None and not x.requires_grad:
-        return x
+    # Always an object of its own: guards tell when two arguments are one.
     alias = torch.empty(0, dtype=x.dtype, device=x.device)
     return alias.set_(x.untyped_storage(), x.storage_offset(), (x.numel(),), (1,))
 

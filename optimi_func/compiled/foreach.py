@@ -7,6 +7,7 @@ place where the operand is a temporary that nothing else needs. No formula stand
 import functools
 import operator
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule, Scalars
-from optimi_func.compiled.batching import Job, chunks, foreach_copy_
+from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
 from optimi_func.compiled.kernel import Key, flat_leaf, job_key
 
 aten = torch.ops.aten
@@ -78,30 +79,29 @@ def _check(node: fx.Node) -> None:
 
 def plan_foreach(
     rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
-) -> list[tuple[fx.Graph, list[Job]]]:
-    """Chunks of jobs that share dtypes and numbers, each with its trace."""
+) -> list[Callable[[], None]]:
+    """Launches of jobs that share dtypes and numbers, a chunk each."""
     groups: dict[tuple[Key, int], list[Job]] = {}
     for job in jobs:
         if job.leaf.p.numel() > 0:
             key = job_key(rule, job.leaf, job.g, job.numbers, write, True)
             groups.setdefault((key, id(job.numbers)), []).append(job)
-    plans: list[tuple[fx.Graph, list[Job]]] = []
+    launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
         graph = trace(key, members[0].numbers.spec)
-        plans += [(graph, chunk) for chunk in chunks(members, CHUNK)]
-    return plans
+        launches += [partial(_run, graph, c) for c in chunks(members, CHUNK)]
+    return launches
 
 
-def run_foreach(graph: fx.Graph, jobs: list[Job]) -> None:
-    """Run the trace on the jobs' tensors and write the results onto them."""
+def _run(graph: fx.Graph, jobs: list[Job]) -> None:
+    """Run the trace on the jobs' tensors and write the results onto their targets."""
     numbers = jobs[0].numbers.host_values()
-    leaves = [flat_leaf(job.leaf) for job in jobs]
-    p, *state = (list(role) for role in zip(*leaves))
+    p, *state = (list(role) for role in zip(*(flat_leaf(job.leaf) for job in jobs)))
     inputs: list[Value] = [*numbers, p, [job.g for job in jobs], *state]
-    results = _interpret(graph, inputs)
-    for target, result in zip([p, *state], results):
-        if result is not target:
-            assert isinstance(result, list)
+    targets = (list(role) for role in zip(*(flat_leaf(job.into) for job in jobs)))
+    for target, result in zip(targets, _interpret(graph, inputs)):
+        assert isinstance(result, list)
+        if any(x is not y for x, y in zip(target, result)):
             foreach_copy_(target, result)
 
 

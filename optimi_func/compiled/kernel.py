@@ -8,6 +8,8 @@ fixed on entry.
 """
 
 import functools
+import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule, Scalars
@@ -102,32 +105,75 @@ def job_key(
 Kernel = Callable[..., None]
 
 
-@functools.cache
 def kernel(key: Key, spec: pytree.TreeSpec) -> Kernel:
     """The compiled kernel of a key: `run(values, p, g, *state, *comp, *targets)`.
 
     Compiled here and now, on tensors of its own, so that a compiler that fails has not
     touched anybody's parameters.
+
+    Raises:
+        RuntimeError: torch.compile is switched off, or a TorchDispatchMode is active,
+            which sees operations and not kernels.
+        Exception: Whatever the compiler raised.
     """
-    body = _own_code(_body(key, spec), key.name)
-    compiled = torch.compile(body, fullgraph=True, dynamic=True)
+    if is_in_torch_dispatch_mode():
+        raise DispatchModeError(
+            "a TorchDispatchMode is active, which compiled steps cannot run under: "
+            "leave it for the step, or pass compile=False"
+        )
+    with _lock:
+        return _compile(key, spec)
+
+
+class DispatchModeError(RuntimeError):
+    """Not now, rather than not at all."""
+
+
+# Compiled by one thread, found by the others.
+_lock = threading.RLock()
+# Every combination of what `ambient` cannot fix is a graph; torch stops at 8 and raises.
+_RECOMPILE_LIMIT = 64
+
+
+@functools.cache
+def _compile(key: Key, spec: pytree.TreeSpec) -> Kernel:
+    ran_eagerly: list[bool] = []
+    body = _own_code(_body(key, spec, ran_eagerly), key.name)
+    compiled = _torch_compile(body)
     with ambient(key.device):
         tensors = [
             torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes
         ]
-        targets = [] if key.in_place else [x.clone() for x in _targets(key, tensors)]
+        targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
         numbers = sum(s is None for s in key.statics)
         dtype = compute_dtype(*key.dtypes)
         values = torch.ones(numbers, dtype=dtype, device=key.device)
         compiled(values, *tensors, *targets)
+    if ran_eagerly:
+        raise RuntimeError(
+            "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE "
+            "or torch.compiler.set_stance)"
+        )
     return compiled
 
 
-def _body(key: Key, spec: pytree.TreeSpec) -> Kernel:
+def _torch_compile(body: Kernel) -> Kernel:
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(
+            body, fullgraph=True, dynamic=True, recompile_limit=_RECOMPILE_LIMIT
+        )
+    # Before torch 2.13 the limit is looked up at each call.
+    patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
+    return patch(torch.compile(body, fullgraph=True, dynamic=True))
+
+
+def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Kernel:
     rule, statics, write, in_place = key.rule, key.statics, key.write, key.in_place
     fields, compensated = len(rule.state._fields), key.compensated
 
     def run(values: Tensor, *tensors: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            ran_eagerly.append(True)
         numbers = iter(values.unbind())
         scalars = pytree.tree_unflatten(
             [next(numbers) if s is None else s for s in statics], spec
@@ -142,10 +188,6 @@ def _body(key: Key, spec: pytree.TreeSpec) -> Kernel:
                 target.copy_(result)
 
     return run
-
-
-def _targets(key: Key, tensors: list[Tensor]) -> list[Tensor]:
-    return [tensors[0], *tensors[2:]]
 
 
 def flat_leaf(leaf: Leaf) -> list[Tensor]:

@@ -18,11 +18,20 @@ def power(base: Scalar, t: Scalar) -> Scalar:
     return torch.where(base == 0, base * (exponent == 1), safe**exponent)
 
 
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """Float64, in which 1 - beta**t keeps its digits, or what the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def choose(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
     """The scalar `yes` where the condition holds, else `no`."""
-    if isinstance(condition, Tensor):
-        return torch.where(condition, yes, no)
-    return yes if condition else no
+    if not isinstance(condition, Tensor):
+        return yes if condition else no
+    wide = scalar_dtype(condition.device)
+    # Of two numbers, torch.where would make a float32.
+    if not isinstance(yes, Tensor):
+        yes = torch.full((), yes, dtype=wide, device=condition.device)
+    return torch.where(condition, yes.to(wide), no)
 
 
 def sqrt(x: Scalar) -> Scalar:

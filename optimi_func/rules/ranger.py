@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optimi_func._types import Direction, Rule, Scalar
 from optimi_func.rules import adam, radam
-from optimi_func.rules._common import choose
+from optimi_func.rules._common import choose, scalar_dtype
 
 
 class Hyper(NamedTuple):
@@ -43,7 +43,7 @@ def init(p: Tensor, dtype: torch.dtype) -> State:
 
 def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     due = t % h.k == 0
-    sync = due.double() if isinstance(due, Tensor) else bool(due)
+    sync = due.to(scalar_dtype(due.device)) if isinstance(due, Tensor) else bool(due)
     inner = radam.coeffs(adam.Hyper(h.betas, h.eps), t)
     return Coeffs(inner, sync, choose(due, h.alpha, 0.0))
 

@@ -6,8 +6,8 @@ used here). With mu = momentum and tau = dampening:
     b <- mu * b + (1 - tau) * g
     d  = b                (or g + mu * b: Nesterov)
 
-With `ema`, tau = mu: b is a mean of gradients and not a sum of them. With
-`first_whole`, the buffer starts as the whole first gradient, undampened.
+With dampening = True, tau = mu: b is a mean of gradients and not a sum of them. A
+number starts b as torch does, with the whole first gradient, and so does torch_init.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,8 @@ from optimi_func.rules._common import choose, moment
 
 class Hyper(NamedTuple):
     momentum: Scalar
-    dampening: Scalar
-    ema: bool  # dampening is the momentum itself
-    first_whole: bool
+    dampening: bool | Scalar  # True: the momentum itself
+    torch_init: bool
 
 
 class NoState(NamedTuple):
@@ -64,8 +63,9 @@ def init(p: Tensor, dtype: torch.dtype) -> State:
 
 
 def coeffs(h: Hyper, t: Scalar) -> Coeffs:
-    fresh = 1.0 - (h.momentum if h.ema else h.dampening)
-    if h.first_whole:
+    tau = {True: h.momentum, False: 0.0}[h.dampening] if isinstance(h.dampening, bool) else h.dampening
+    fresh = 1.0 - tau
+    if h.torch_init or not isinstance(h.dampening, bool):
         fresh = choose(t == 1, 1.0, fresh)
     return Coeffs(h.momentum, fresh, h.momentum)
 

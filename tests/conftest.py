@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+import pytest
+import torch
+
+
+# Two, as the smallest machine that runs this has; more would only wait for each other.
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def graphs():
+    """Counts the graphs that Dynamo made since the test began."""
+    counters = torch._dynamo.utils.counters
+    before = counters["stats"]["unique_graphs"]
+    return lambda: counters["stats"]["unique_graphs"] - before

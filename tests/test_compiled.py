@@ -1,0 +1,216 @@
+"""What compiling promises, counted: graphs, kernels, allocations, autograd's notice."""
+
+import threading
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import optimi_func
+from optimi_func import compiled
+from optimi_func.compiled.kernel import Numbers, job_key, kernel
+from optimi_func._leaf import init_leaf
+from optimi_func._types import Rates, Scalars
+
+SHAPES = [
+    *[(1,), (), (2,), (3,), (5, 1), (7, 11), (64,), (100, 3), (0,), (8193,)],
+    *[(91, 97), (4, 4, 4), (128, 128), (1, 20000), (3, 3, 64, 64), (9000, 1)],
+    *[(2, 2, 2, 2, 2), (17, 1, 19), (33333,), (2048, 33)],
+]
+
+
+def fresh(name: str, **options):
+    """A rule of its own, so that another test's kernels do not count."""
+    import dataclasses
+
+    optimizer = getattr(optimi_func, name)(**options)
+    return dataclasses.replace(optimizer, rule=dataclasses.replace(optimizer.rule))
+
+
+@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
+def test_one_graph_for_all_shapes_and_schedules(name: str, graphs) -> None:
+    """Thirty steps, twenty shapes, the smallest first, and everything changing."""
+    import dataclasses
+
+    base = fresh(name, lr=0.1)
+    states = {}
+    for i in range(30):
+        shapes = SHAPES[: i + 1]
+        for j, shape in enumerate(shapes):
+            p = torch.ones(shape)
+            state = states.get(j) or base.init(p)
+            hyper = base.hyper._replace(betas=(0.9 - i / 100, 0.99 - i / 1000))
+            optimizer = dataclasses.replace(
+                base, lr=0.1 / (i + 1), weight_decay=0.01 * i, hyper=hyper
+            )
+            _, states[j] = compiled.step_(optimizer, p, torch.ones(shape), state)
+    assert graphs() == 1
+
+
+def test_one_graph_for_any_number_of_tensors_and_any_ambient_state(graphs) -> None:
+    optimizer = fresh("sgd", lr=0.1, momentum=0.9)
+    for count in (1, 3, 50):
+        params = [torch.ones(9000 + i) for i in range(count)]
+        grads = [torch.ones_like(p) for p in params]
+        state = optimizer.init(params)
+        compiled.step_(optimizer, params, grads, state)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            compiled.step_(optimizer, params, grads, state)
+        with torch.enable_grad():
+            compiled.step_(optimizer, params, grads, state)
+        with torch.inference_mode():
+            compiled.step_(optimizer, params, grads, state)
+    assert graphs() == 1
+
+
+def test_rangers_lookahead_costs_a_second_graph_and_no_more(graphs) -> None:
+    optimizer = fresh("ranger", lr=0.1, k=3)
+    p = torch.ones(9000)
+    state = optimizer.init(p)
+    for _ in range(9):
+        slow = state.leaves.slow_param
+        version = slow._version
+        compiled.step_(optimizer, p, torch.ones_like(p), state)
+        del version
+    assert graphs() == 2
+
+
+def code_of(name: str, dtype: torch.dtype) -> str:
+    """The generated code of a leaf kernel, compiled as the package compiles it."""
+    optimizer = fresh(name, lr=0.1)
+    p = torch.ones(4, dtype=dtype)
+    leaf = init_leaf(optimizer.rule, p, None, None)
+    coeffs = optimizer.rule.coeffs(optimizer.hyper, 1)
+    numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
+    key = job_key(optimizer.rule, leaf, p, numbers, True, True)
+    _, code = run_and_get_code(lambda: kernel(key, numbers.spec))
+    assert len(code) == 1
+    return code[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_one_parallel_kernel_without_allocations(dtype: torch.dtype) -> None:
+    code = code_of("adamw", dtype)
+    assert code.count("async_compile.cpp_pybinding(") == 1
+    assert code.count("#pragma omp for") == 1
+    assert "empty_strided_cpu(" not in code
+    assert "extern_kernels." not in code
+
+
+def test_a_reduction_is_one_parallel_kernel() -> None:
+    code = code_of("stableadamw", torch.float32)
+    assert code.count("async_compile.cpp_pybinding(") == 1
+    assert "extern_kernels." not in code
+
+
+def test_autograd_sees_the_step() -> None:
+    """A saved tensor that the compiled step changed must not be used in silence."""
+    for shape in ((3,), (9000,)):
+        w = torch.nn.Parameter(torch.ones(shape))
+        optimizer = optimi_func.SGD([w], lr=0.1, compile=True)
+        loss = (w * w).sum()
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_state_changes_are_seen_too() -> None:
+    w = torch.nn.Parameter(torch.ones(9000))
+    optimizer = optimi_func.SGD([w], lr=0.1, momentum=0.9, compile=True)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    buffer = optimizer.state[w]["momentum_buffer"]
+    before = buffer._version
+    optimizer.step()
+    assert buffer._version > before
+
+
+def test_pure_compiled_step_is_pure() -> None:
+    params = {"big": torch.ones(9000), "small": torch.ones(3), "one": torch.ones(())}
+    grads = {k: torch.ones_like(v) for k, v in params.items()}
+    state = optimi_func.adamw_init(params)
+    inputs = torch.utils._pytree.tree_leaves((params, grads, state))
+    copies = [x.clone() for x in inputs]
+    new = compiled.adamw_step(params, grads, state, lr=0.1)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, copies))
+    outputs = torch.utils._pytree.tree_leaves(new)
+    memory = [x.untyped_storage().data_ptr() for x in [*inputs, *outputs]]
+    assert len(set(memory)) == len(memory)
+    assert not any(x.requires_grad for x in outputs)
+
+
+def test_in_place_step_returns_what_it_was_given() -> None:
+    params = {"a": torch.ones(3), "b": torch.ones(3)}
+    grads = {"a": torch.ones(3), "b": None}
+    state = optimi_func.adamw_init(params)
+    new, after = compiled.adamw_step_(params, grads, state, lr=0.1)
+    assert new is params
+    assert after is state
+    assert state.step == 1
+    assert params["b"].tolist() == [1, 1, 1]
+    assert (params["a"] < 1).all()
+
+
+def test_names_match_the_pure_api() -> None:
+    pure = {n for n in dir(optimi_func) if n.endswith("_step")}
+    assert pure == {n for n in dir(compiled) if n.endswith("_step") and n[0] != "_"}
+    assert pure == {n[:-1] for n in dir(compiled) if n.endswith("_step_")}
+    for name in pure:
+        for step in (getattr(compiled, name), getattr(compiled, f"{name}_")):
+            import inspect
+
+            assert inspect.signature(step) == inspect.signature(getattr(optimi_func, name))
+
+
+def test_nothing_is_written_when_the_compiler_fails(monkeypatch) -> None:
+    optimizer = fresh("adamw", lr=0.1)
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
+
+    def broken(*tensors):
+        raise RuntimeError("no compiler today")
+
+    p = torch.ones(9000)
+    state = optimizer.init(p)
+    with pytest.raises(RuntimeError, match="no compiler today"):
+        compiled.step_(optimizer, p, torch.ones_like(p), state)
+    assert (p == 1).all()
+    assert state.step == 0
+
+
+def test_threads_share_kernels() -> None:
+    def work(out: list) -> None:
+        w = torch.nn.Parameter(torch.ones(9000))
+        optimizer = optimi_func.AdamW([w], lr=0.1, compile=True)
+        for _ in range(5):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+        out.append(w.detach())
+
+    results: list = []
+    threads = [threading.Thread(target=work, args=(results,)) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 2
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ["adamw", "stableadamw", "ranger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_equals_cpu(name: str, dtype: torch.dtype) -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        params = [torch.randn(s).to(device, dtype) for s in ((300, 40), (7,), ())]
+        grads = [torch.randn(p.shape).to(device, dtype) for p in params]
+        optimizer = getattr(optimi_func, name)(lr=0.1)
+        state = optimizer.init(params)
+        for _ in range(7):
+            compiled.step_(optimizer, params, grads, state)
+        ends.append([p.double().cpu() for p in params])
+    for x, y in zip(*ends):
+        torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

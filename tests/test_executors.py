@@ -1,0 +1,233 @@
+"""One definition, every executor: the same movement from each.
+
+`make test` compiles the rows marked below (a kernel costs seconds); `make soak` all.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import CASES, Case, assert_moved_alike
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func import compiled
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr="
+)
+
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    # A moment that differs in float32's last bit may round to its bfloat16 neighbour.
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
+QUICK = {
+    "adamw": (torch.float32, torch.bfloat16, torch.float64),
+    "stableadamw": (torch.float32, torch.bfloat16),
+    "ranger": (torch.float32,),
+    "sgd-momentum=0.9": (torch.float32, torch.float16),
+    "adam-amsgrad=True": (torch.float32,),
+    "adan": (torch.float32,),
+    "lion": (torch.bfloat16,),
+    "radam": (torch.float32,),
+}
+ROWS = [
+    pytest.param(
+        case,
+        dtype,
+        id=f"{case.id}-{str(dtype)[6:]}",
+        marks=() if dtype in QUICK.get(case.id, ()) else pytest.mark.soak,
+    )
+    for case in CASES
+    for dtype in TOLERANCE
+]
+SHAPES = [(), (1,), (0, 3), (7,), (3, 5), (2, 3, 4, 5), (130, 70)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of some shape lies in memory."""
+
+    shape: tuple[int, ...]
+    order: str
+
+    def fill(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A leaf tensor of these values in this layout."""
+        x = values.to(dtype)
+        if self.order == "transposed" and x.dim() >= 2:
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.order == "channels_last" and x.dim() == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+        if self.order == "strided" and x.dim() >= 1:
+            return torch.stack([x, x], dim=-1)[..., 0]
+        if self.order == "offset":
+            return torch.cat([torch.zeros(3, dtype=dtype), x.reshape(-1)])[3:].view(x.shape)
+        return x.clone(memory_format=torch.contiguous_format)
+
+
+ORDERS = ["contiguous", "transposed", "channels_last", "strided", "offset"]
+layouts = st.builds(Layout, st.sampled_from(SHAPES), st.sampled_from(ORDERS))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Parameters, and gradients of a few steps, in drawn layouts."""
+
+    layouts: list[tuple[Layout, str]]  # the parameter's, and the gradient's order
+    lrs: list[float]
+
+    def params(self, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        return [
+            lay.fill(0.1 * torch.rand(lay.shape, generator=generator), dtype)
+            for lay, _ in self.layouts
+        ]
+
+    def grads(self, step: int, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(100 + step)
+        made = []
+        for lay, order in self.layouts:
+            g = torch.randn(lay.shape, generator=generator)
+            if order == "expanded" and lay.shape:
+                made.append(g.flatten()[:1].sum().to(dtype).expand(lay.shape))
+            else:
+                made.append(Layout(lay.shape, order).fill(g, dtype))
+        return made
+
+
+problems = st.builds(
+    Problem,
+    st.lists(
+        st.tuples(layouts, st.sampled_from([*ORDERS, "expanded"])), min_size=1, max_size=5
+    ),
+    st.lists(st.floats(1e-3, 1e-1), min_size=7, max_size=7),
+)
+MIXED = Problem(
+    [
+        (Layout((), "contiguous"), "contiguous"),
+        (Layout((1,), "contiguous"), "contiguous"),
+        (Layout((0, 3), "contiguous"), "contiguous"),
+        (Layout((7,), "strided"), "contiguous"),
+        (Layout((2, 3, 4, 5), "channels_last"), "contiguous"),
+        (Layout((130, 70), "transposed"), "transposed"),
+        (Layout((130, 70), "transposed"), "expanded"),
+        (Layout((130, 70), "contiguous"), "strided"),
+        (Layout((130, 70), "offset"), "contiguous"),
+    ],
+    [0.01, 0.02, 0.03, 0.03, 0.02, 0.01, 0.005],
+)
+
+
+def run_tree(case: Case, problem: Problem, dtype: torch.dtype, step) -> list[Tensor]:
+    """Through one of the three functional steps."""
+    params = problem.params(dtype)
+    state = case.functional().init(params)
+    for i, lr in enumerate(problem.lrs):
+        params, state = step(case.functional(lr), params, problem.grads(i, dtype), state)
+    leaves = state.leaves
+    return [whole(p, leaf.kahan_comp) for p, leaf in zip(params, leaves)]
+
+
+def run_class(case: Case, problem: Problem, dtype: torch.dtype, **how) -> list[Tensor]:
+    """Through the class."""
+    params = [torch.nn.Parameter(p) for p in problem.params(dtype)]
+    optimizer = case.cls(params, lr=0.1, **case.options, **how)
+    for i, lr in enumerate(problem.lrs):
+        for p, g in zip(params, problem.grads(i, dtype)):
+            p.grad = g
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+    return [whole(p, optimizer.state[p].get("kahan_comp")) for p in params]
+
+
+def whole(p: Tensor, comp: Tensor | None) -> Tensor:
+    p = p.detach().double()
+    return p if comp is None else p + comp.double()
+
+
+def check(case: Case, problem: Problem, dtype: torch.dtype, compile: bool) -> None:
+    pure = type(case.functional()).step
+    want = run_tree(case, problem, dtype, pure)
+    others = {
+        "class eager": run_class(case, problem, dtype, compile=False),
+        "class foreach": run_class(case, problem, dtype, foreach=True),
+        "class capturable": run_class(case, problem, dtype, compile=False, capturable=True),
+    }
+    if compile:
+        others |= {
+            "compiled pure": run_tree(case, problem, dtype, compiled.step),
+            "compiled in place": run_tree(case, problem, dtype, compiled.step_),
+            "class compiled": run_class(case, problem, dtype, compile=True),
+        }
+    start, *ends = (
+        torch.cat([x.double().reshape(-1) for x in tensors])
+        for tensors in (problem.params(dtype), want, *others.values())
+    )
+    if not start.numel():
+        return
+    for name, got in zip(others, ends[1:]):
+        try:
+            assert_moved_alike(start, got, ends[0], TOLERANCE[dtype])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@pytest.mark.parametrize(("case", "dtype"), ROWS)
+def test_every_executor_moves_alike(case: Case, dtype: torch.dtype) -> None:
+    check(case, MIXED, dtype, compile=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_every_eager_executor_moves_alike(case: Case) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        check(case, MIXED, dtype, compile=False)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(problem=problems)
+@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
+def test_any_layout_any_schedule(name: str, problem: Problem) -> None:
+    check(Case(name), problem, torch.float32, compile=True)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+    eps=st.floats(0, 1e-4),
+    weight_decay=st.floats(0, 0.5),
+    problem=problems,
+)
+def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None:
+    case = Case("adamw", {"betas": betas, "eps": eps, "weight_decay": weight_decay})
+    check(case, problem, torch.float32, compile=True)
+
+
+def test_foreach_names_an_operation_it_does_not_know() -> None:
+    from optimi_func._types import Direction, Rates, Rule, Scalars
+    from optimi_func.compiled.foreach import trace
+    from optimi_func.compiled.kernel import Numbers, job_key
+    from optimi_func._types import Leaf
+    from optimi_func.rules import sgd
+
+    odd = Rule(
+        "odd",
+        sgd.NoState,
+        sgd.init_plain,
+        sgd.coeffs_plain,
+        lambda g, s, c: Direction(torch.erfinv(g), s),
+    )
+    numbers = Numbers(Scalars(sgd.NoCoeffs(), Rates(0.1, 0.0, 0.0, 1.0)))
+    leaf = Leaf(torch.ones(2), sgd.NoState(), None)
+    key = job_key(odd, leaf, leaf.p, numbers, True, True)
+    with pytest.raises(NotImplementedError, match="erfinv"):
+        trace(key, numbers.spec)

@@ -1,0 +1,585 @@
+"""The contract of torch.optim.Optimizer, as schedulers and training loops use it."""
+
+import copy
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import CLASSES, NAMES, assert_moved_alike
+from torch.optim import lr_scheduler
+
+import optimi_func
+from optimi_func import SGD, Adam, AdamW, RAdam, Ranger
+
+CLS = list(CLASSES.values())
+EAGER = {"compile": False}
+
+
+def params(*shapes, dtype=torch.float32) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in shapes or [(3, 2), (2,)]]
+
+
+def fill(ps, seed=0) -> None:
+    torch.manual_seed(seed)
+    for p in ps:
+        p.grad = torch.randn(p.shape).to(p.dtype)
+
+
+def train(optimizer, ps, steps=5, start=0) -> None:
+    for i in range(start, start + steps):
+        fill(ps, i)
+        optimizer.step()
+
+
+SIGNATURES = {
+    "Adam": "params lr betas weight_decay eps decouple_wd TAIL",
+    "RAdam": "params lr betas weight_decay eps decouple_wd TAIL",
+    "AdamW": "params lr betas weight_decay eps TAIL",
+    "StableAdamW": "params lr betas weight_decay eps TAIL",
+    "Adan": "params lr betas weight_decay eps decouple_lr max_lr adam_wd REST",
+    "Lion": "params lr betas weight_decay TAIL",
+    "Ranger": "params lr betas weight_decay eps k alpha decouple_wd TAIL",
+    "SGD": "params lr momentum weight_decay dampening decouple_wd decouple_lr max_lr"
+    " torch_init REST",
+}
+REST = "kahan_sum foreach triton gradient_release"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_optimis(name: str) -> None:
+    text = SIGNATURES[name].replace("TAIL", f"decouple_lr max_lr {REST}")
+    signature = inspect.signature(getattr(optimi_func, name))
+    positional = [
+        n for n, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY
+    ]
+    assert positional == text.replace("REST", REST).split()
+    defaults = {n: p.default for n, p in signature.parameters.items()}
+    expected = {"betas": (0.9, 0.99), "weight_decay": 0, "eps": 1e-6, "k": 6, "alpha": 0.5}
+    expected |= {"decouple_wd": name == "Ranger", "kahan_sum": None, "triton": None}
+    if name in ("AdamW", "StableAdamW"):
+        expected["weight_decay"] = 1e-2
+    if name == "Adan":
+        expected |= {"betas": (0.98, 0.92, 0.99), "weight_decay": 2e-2}
+    for key, value in expected.items():
+        if key in defaults:
+            assert defaults[key] == value, key
+
+
+@pytest.mark.parametrize("cls", CLS)
+def test_state_layout(cls) -> None:
+    ps = params(dtype=torch.bfloat16)
+    optimizer = cls(ps, lr=0.1, **EAGER)
+    assert not optimizer.state
+    train(optimizer, ps, 3)
+    for p in ps:
+        state = optimizer.state[p]
+        assert state["step"].dtype == torch.float32
+        assert state["step"].shape == ()
+        assert state["step"] == 3
+        rule = cls.factory(lr=0.1).rule
+        assert list(state) == ["step", *rule.state._fields, "kahan_comp"]
+
+
+@pytest.mark.parametrize("cls", CLS)
+def test_save_and_load_in_the_middle(cls) -> None:
+    for dtype, more in (
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"state_dtype": torch.float32}),
+    ):
+        ps = params(dtype=dtype)
+        optimizer = cls(ps, lr=0.1, **EAGER, **more)
+        train(optimizer, ps, 5)
+        file = io.BytesIO()
+        torch.save(([p.detach() for p in ps], optimizer.state_dict()), file)
+        train(optimizer, ps, 5, start=5)
+        file.seek(0)
+        values, state = torch.load(file, weights_only=True)
+        qs = [torch.nn.Parameter(v) for v in values]
+        resumed = cls(qs, lr=0.5, **EAGER, **more)
+        resumed.load_state_dict(state)
+        train(resumed, qs, 5, start=5)
+        for p, q in zip(ps, qs):
+            assert torch.equal(p, q)
+            for name, x in optimizer.state[p].items():
+                assert x.dtype == resumed.state[q][name].dtype
+                assert torch.equal(x, resumed.state[q][name])
+
+
+def test_loaded_state_shares_no_memory() -> None:
+    ps = params()
+    one = AdamW(ps, lr=0.1, **EAGER)
+    train(one, ps)
+    qs = params()
+    two = AdamW(qs, lr=0.1, **EAGER)
+    two.load_state_dict(one.state_dict())
+    before = one.state[ps[0]]["exp_avg"].clone()
+    train(two, qs)
+    assert torch.equal(one.state[ps[0]]["exp_avg"], before)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("cls", CLS)
+def test_copies_go_on(cls, copier) -> None:
+    ps = params()
+    optimizer = cls(ps, lr=0.1, **EAGER)
+    optimizer.optimizer_accumulation = True
+    optimizer.mine = "kept"
+    lr_scheduler.LambdaLR(optimizer, lambda i: 1.0)
+    train(optimizer, ps)
+    twin = copier(optimizer)
+    assert twin.optimizer_accumulation is True
+    assert twin.mine == "kept"
+    qs = twin.param_groups[0]["params"]
+    train(optimizer, ps, start=5)
+    train(twin, qs, start=5)
+    assert all(torch.equal(p, q) for p, q in zip(ps, qs))
+
+
+def test_loads_torchs_adamw_and_sgd() -> None:
+    for theirs, ours, options in (
+        (torch.optim.AdamW, AdamW, {"betas": (0.9, 0.99), "eps": 1e-6}),
+        (torch.optim.SGD, SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, SGD, {"momentum": 0.9, "dampening": 0.5}),
+    ):
+        ps = params(dtype=torch.float64)
+        optimizer = theirs(ps, lr=0.1, **options)
+        train(optimizer, ps)
+        qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+        mine = ours(qs, lr=0.3, **options, **EAGER)
+        mine.load_state_dict(optimizer.state_dict())
+        assert mine.param_groups[0]["lr"] == 0.1
+        start = [q.detach().clone() for q in qs]
+        train(optimizer, ps, start=5)
+        train(mine, qs, start=5)
+        for p, q, s in zip(ps, qs, start):
+            assert_moved_alike(s, q.detach(), p.detach(), 1e-12)
+
+
+def test_a_foreign_state_changes_nothing() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.1, **EAGER)
+    train(optimizer, ps)
+    before = copy.deepcopy(optimizer.state_dict())
+    good = copy.deepcopy(before)
+
+    def broken(change):
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    cases = [
+        (lambda s: s["state"][0].pop("exp_avg"), r"state\[0\] holds"),
+        (lambda s: s["state"][1].pop("step"), r"state\[1\] holds"),
+        (lambda s: s["state"][0].update(exp_avg=torch.ones(9)), r"\['exp_avg'\] is \(9,\)"),
+        (lambda s: s["param_groups"].clear(), "0 param groups"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "1 parameters does not fit"),
+        (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate"),
+    ]
+    for change, text in cases:
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(broken(change))
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for i, entry in before["state"].items():
+            assert all(torch.equal(x, after["state"][i][k]) for k, x in entry.items())
+
+
+SCHEDULERS = [
+    lambda o: lr_scheduler.LambdaLR(o, lambda i: 0.9**i),
+    lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=20),
+    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.ExponentialLR(o, 0.9)],
+        [5],
+    ),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), torch.tensor([0.1])], ids=str)
+def test_schedulers_drive_us_as_they_drive_torch(make, lr) -> None:
+    pair = []
+    options = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    for cls, more in ((torch.optim.AdamW, {}), (AdamW, EAGER)):
+        ps = params(dtype=torch.float64)
+        own = lr.clone() if torch.is_tensor(lr) and lr.dim() == 0 else float(lr)
+        if cls is AdamW:
+            own = lr.clone() if torch.is_tensor(lr) else lr
+        optimizer = cls(ps, lr=own, **options, **more)
+        scheduler = make(optimizer)
+        for i in range(15):
+            fill(ps, i)
+            optimizer.step()
+            scheduler.step()
+        group = optimizer.param_groups[0]
+        pair.append((float(group["lr"]), group["betas"], ps))
+    assert pair[0][0] == pytest.approx(pair[1][0], rel=1e-6)
+    assert pair[0][1] == pytest.approx(pair[1][1])
+    for p, q, s in zip(pair[0][2], pair[1][2], params(dtype=torch.float64)):
+        tolerance = 1e-12 if lr == 0.1 and not torch.is_tensor(lr) else 1e-6
+        assert_moved_alike(s.detach(), q.detach(), p.detach(), tolerance)
+
+
+def test_one_cycle_says_what_the_largest_lr_is() -> None:
+    (p,) = params((3,))
+    with pytest.warns(UserWarning, match="decouple_lr"):
+        optimizer = AdamW([p], lr=0.1, decouple_lr=True, weight_decay=0.1, **EAGER)
+    assert optimizer.param_groups[0]["max_lr"] == 0.1
+    lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    assert optimizer.param_groups[0]["max_lr"] == 0.5
+    start = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    share = optimizer.param_groups[0]["lr"] / 0.5 * 0.1
+    torch.testing.assert_close(p.detach(), start * (1 - share))
+
+
+def test_max_lr_is_resolved_per_group() -> None:
+    p, q = params()
+    groups = [{"params": [p]}, {"params": [q], "lr": torch.tensor(0.2)}]
+    optimizer = AdamW(groups, lr=0.1, weight_decay=1e-5, decouple_lr=True, **EAGER)
+    assert [g["max_lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.2])
+    with pytest.raises(ValueError, match="max_lr=None with lr=0"):
+        AdamW([p], lr=0.0, weight_decay=1e-5, decouple_lr=True, **EAGER)
+
+
+def test_one_warning_names_decay_and_decouple_lr(recwarn) -> None:
+    p, q = params()
+    groups = [{"params": [p]}, {"params": [q], "weight_decay": 0.5}]
+    AdamW(groups, lr=0.1, decouple_lr=True, **EAGER)
+    (warning,) = recwarn.list
+    assert "weight_decay=0.5" in str(warning.message)
+    assert "decouple_lr=True" in str(warning.message)
+
+
+ADVICE = [
+    (AdamW, {"eps": 1e-2}, "eps=0.01"),
+    (AdamW, {"eps": 1}, "eps=1 "),
+    (AdamW, {"max_lr": 1.0}, "max_lr=1.0 has no effect"),
+    (AdamW, {"kahan_sum": True}, "kahan_sum=True has no effect"),
+    (SGD, {"dampening": True}, "dampening=True has no effect"),
+    (SGD, {"momentum": 0.9, "torch_init": True}, "torch_init=True has no effect"),
+    (AdamW, {"foreach": True, "gradient_release": True}, "foreach is disabled"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "text"), ADVICE, ids=str)
+def test_options_without_effect_warn(cls, options, text: str) -> None:
+    with pytest.warns(UserWarning, match=text):
+        cls(params(), lr=0.1, **options)
+
+
+def test_coarse_moments_warn() -> None:
+    ps = params(dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"betas\[1\]=0.999.*state_dtype=torch.float32"):
+        AdamW(ps, lr=0.1, betas=(0.9, 0.999), **EAGER)
+    AdamW(ps, lr=0.1, betas=(0.9, 0.999), state_dtype=torch.float32, **EAGER)
+
+
+BAD = [
+    ({"lr": -0.1}, ValueError, "Invalid learning rate: lr=-0.1"),
+    ({"lr": torch.tensor([0.1, 0.2])}, ValueError, "Invalid learning rate: lr=tensor"),
+    ({"lr": torch.tensor(-0.1)}, ValueError, "Invalid learning rate: lr=-0.1"),
+    ({"lr": {"a": 0.1}}, TypeError, "Invalid lr: lr={'a': 0.1}"),
+    ({"lr": lambda s: 0.1}, TypeError, "Invalid lr: lr=<function"),
+    ({"lr": 0.1, "betas": (1.0, 0.9)}, ValueError, r"Invalid beta1 parameter: betas\[0\]"),
+    ({"lr": 0.1, "betas": (0.9,)}, ValueError, r"betas=\(0.9,\): allowed are 2"),
+    ({"lr": 0.1, "eps": -1.0}, ValueError, "Invalid epsilon: eps=-1.0"),
+    ({"lr": 0.1, "weight_decay": -1.0}, ValueError, "Invalid weight decay: weight_decay=-1"),
+    ({"lr": 0.1, "state_dtype": torch.int8}, TypeError, "Invalid state_dtype"),
+    ({"lr": 0.1, "compile": "max"}, TypeError, "Invalid compile: compile='max'"),
+    ({"lr": 0.1, "foreach": True, "compile": True}, ValueError, "choose one"),
+    ({"lr": 0.1, "triton": True, "compile": False}, ValueError, "choose one"),
+    ({"lr": 0.1, "foreach": True, "capturable": True}, ValueError, "capturable=False"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=str)
+def test_bad_arguments(options, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        AdamW(params(), **options)
+
+
+def test_bad_parameters() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AdamW([], lr=0.1)
+    for dtype, text in (
+        (torch.complex64, "view_as_real"),
+        (torch.float8_e5m2, "16 bits or more"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            AdamW([torch.nn.Parameter(torch.ones(2).to(dtype))], lr=0.1)
+    with pytest.raises(TypeError, match="int64"):
+        AdamW([torch.zeros(2, dtype=torch.int64)], lr=0.1)
+
+
+def test_a_bad_group_is_not_added() -> None:
+    ps = params((2,), (3,))
+    optimizer = AdamW(ps[:1], lr=0.1, **EAGER)
+    with pytest.raises(ValueError, match="Invalid learning rate: lr=-1"):
+        optimizer.add_param_group({"params": ps[1:], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": ps[1:], "lr": 0.5})
+    train(optimizer, ps, 1)
+    assert optimizer.state[ps[1]]["step"] == 1
+
+
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"compile": True}], ids=str)
+def test_nothing_is_half_updated(how) -> None:
+    ps = params((9000,), (3,), (4,))
+    groups = [{"params": ps[:2]}, {"params": [("last", ps[2])][0][1:]}]
+    optimizer = AdamW(groups, lr=0.1, **how)
+    train(optimizer, ps[:2], 1)
+    fill(ps)
+    ps[2].grad = torch.ones(4).to_sparse()
+    before = [p.detach().clone() for p in ps]
+    kept = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(TypeError, match=r"grads\[0\] has layout torch.sparse_coo"):
+        optimizer.step()
+    ps[2].grad = torch.ones(4)
+    optimizer.param_groups[1]["lr"] = -1.0
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.1
+    ps[1].data = torch.ones(5)
+    ps[1].grad = torch.ones(5)
+    with pytest.raises(ValueError, match=r"state\[1\]\['exp_avg'\] has shape \(3,\)"):
+        optimizer.step()
+    assert torch.equal(ps[0], before[0])
+    assert torch.equal(ps[2], before[2])
+    after = optimizer.state_dict()["state"]
+    assert after.keys() == kept.keys()
+    for i, entry in kept.items():
+        assert all(torch.equal(x, after[i][k]) for k, x in entry.items())
+
+
+def test_named_parameters_are_named_in_errors() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = AdamW(model.named_parameters(), lr=0.1, **EAGER)
+    model.bias.grad = torch.ones(2).to_sparse()
+    with pytest.raises(TypeError, match=r"grads\['bias'\] has layout"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_gradients_are_read_only() -> None:
+    for cls in CLS:
+        ps = params()
+        optimizer = cls(ps, lr=0.1, weight_decay=0.1, maximize=True, **EAGER)
+        fill(ps)
+        before = [p.grad.clone() for p in ps]
+        optimizer.step()
+        assert all(torch.equal(p.grad, b) for p, b in zip(ps, before))
+
+
+def test_closures_hooks_and_zero_grad() -> None:
+    (w,) = params((3,))
+    optimizer = SGD([w], lr=0.1, **EAGER)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *a: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *a: calls.append("post"))
+
+    def closure():
+        assert torch.is_grad_enabled()
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = w.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == ["pre", "closure", "post"]
+    assert loss > w.square().sum()
+    optimizer.zero_grad(set_to_none=False)
+    assert (w.grad == 0).all()
+    optimizer.zero_grad(param=w)
+    assert w.grad is None
+    assert optimizer.step() is None
+
+
+def test_late_and_frozen_parameters() -> None:
+    ps = params((3,), (4,))
+    optimizer = AdamW(ps, lr=0.1, **EAGER)
+    ps[1].requires_grad_(False)
+    train(optimizer, ps[:1], 3)
+    assert ps[1] not in optimizer.state
+    ps[1].requires_grad_(True)
+    train(optimizer, ps, 1)
+    assert optimizer.state[ps[0]]["step"] == 4
+    assert optimizer.state[ps[1]]["step"] == 1
+    # A late parameter's first step is a first step: bias corrected as one.
+    want = params((3,), (4,))[1]
+    alone = AdamW([want], lr=0.1, **EAGER)
+    torch.manual_seed(0)
+    torch.randn(3)
+    want.grad = torch.randn(4)
+    alone.step()
+    assert torch.equal(want, ps[1])
+
+
+def test_momentum_may_appear_in_mid_run() -> None:
+    pair = []
+    for cls, more in ((torch.optim.SGD, {}), (SGD, EAGER)):
+        ps = params(dtype=torch.float64)
+        optimizer = cls(ps, lr=0.1, dampening=0.5, momentum=0.0, **more) if not more else None
+        if more:
+            with pytest.warns(UserWarning, match="dampening=0.5 has no effect"):
+                optimizer = cls(ps, lr=0.1, dampening=0.5, momentum=0.0, **more)
+        for start, momentum in ((0, 0.0), (3, 0.9), (6, 0.0), (9, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            train(optimizer, ps, 3, start)
+        pair.append(ps)
+    for s, p, q in zip(params(dtype=torch.float64), *pair):
+        assert_moved_alike(s.detach(), q.detach(), p.detach(), 1e-12)
+
+
+def test_amsgrad_may_appear_in_mid_run() -> None:
+    ps = params((3,))
+    optimizer = Adam(ps, lr=0.1, **EAGER)
+    train(optimizer, ps, 5)
+    optimizer.param_groups[0]["amsgrad"] = True
+    train(optimizer, ps, 1)
+    assert optimizer.state[ps[0]]["step"] == 6
+
+
+def test_casting_the_model_in_mid_run() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters(), lr=1e-4, weight_decay=1.0, **EAGER)
+    fill(model.parameters())
+    optimizer.step()
+    model.to(torch.bfloat16)
+    fill(model.parameters())
+    optimizer.step()
+    assert "kahan_comp" in optimizer.state[model.weight]
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
+    optimizer.param_groups[0]["kahan_sum"] = False
+    fill(model.parameters())
+    optimizer.step()
+    assert "kahan_comp" not in optimizer.state[model.weight]
+
+
+def test_capturable_keeps_its_count_on_the_device() -> None:
+    ps = params(dtype=torch.float64)
+    qs = params(dtype=torch.float64)
+    host = RAdam(ps, lr=0.1, **EAGER)
+    device = RAdam(qs, lr=torch.tensor(0.1, dtype=torch.float64), capturable=True, **EAGER)
+    train(host, ps, 10)
+    train(device, qs, 10)
+    assert device.state[qs[0]]["step"].device == qs[0].device
+    for s, p, q in zip(params(dtype=torch.float64), ps, qs):
+        assert_moved_alike(s.detach(), q.detach(), p.detach(), 1e-12)
+
+
+def test_ranger_leaves_slow_weights_alone_between_syncs() -> None:
+    ps = params((3,))
+    optimizer = Ranger(ps, lr=0.1, k=3, **EAGER)
+    versions = []
+    for i in range(6):
+        train(optimizer, ps, 1, i)
+        versions.append(optimizer.state[ps[0]]["slow_param"]._version)
+    first = versions[0]
+    assert [v - first for v in versions] == [0, 0, 1, 1, 1, 2]
+
+
+def test_step_param_is_for_gradient_release() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.1, gradient_release=True, **EAGER)
+    fill(ps)
+    before = ps[1].detach().clone()
+    optimizer.step(param=ps[0])
+    assert torch.equal(ps[1], before)
+    assert optimizer.state[ps[0]]["step"] == 1
+    start = ps[0].detach().clone()
+    optimizer.optimizer_accumulation = True
+    moment = optimizer.state[ps[0]]["exp_avg"].clone()
+    optimizer.step(param=ps[0])
+    assert torch.equal(ps[0], start)
+    assert not torch.equal(optimizer.state[ps[0]]["exp_avg"], moment)
+    with pytest.raises(ValueError, match="not both"):
+        optimizer.step(lambda: 0.0, param=ps[0])
+    with pytest.raises(ValueError, match="gradient_release=True"):
+        AdamW(params(), lr=0.1).step(param=ps[0])
+    with pytest.raises(ValueError, match="in none of the groups"):
+        fill(other := params((3,)))
+        optimizer.step(param=other[0])
+
+
+def test_first_step_in_inference_mode_leaves_ordinary_state() -> None:
+    for how in (EAGER, {"foreach": True}, {"compile": True}):
+        ps = params((3,), (9000,))
+        optimizer = AdamW(ps, lr=0.1, **how)
+        fill(ps)
+        with torch.inference_mode():
+            optimizer.step()
+        train(optimizer, ps, 1)
+        assert not optimizer.state[ps[0]]["exp_avg"].is_inference()
+
+
+def test_under_a_dispatch_mode_the_step_is_eager_and_no_kernel_is_harmed() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ps = params((9000,))
+    optimizer = SGD(ps, lr=0.1)
+    train(optimizer, ps, 1)
+    with FlopCounterMode(display=False):
+        train(optimizer, ps, 1)
+        with pytest.raises(RuntimeError, match="TorchDispatchMode"):
+            SGD(ps, lr=0.1, compile=True).step()
+    train(optimizer, ps, 1)
+    assert optimizer.state[ps[0]]["step"] == 3
+
+
+NO_COMPILER = """
+import warnings, torch
+from optimi_func import SGD, AdamW
+w = torch.nn.Parameter(torch.ones(9000)); w.grad = torch.ones_like(w)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    optimizer = SGD([w], lr=0.1)
+    optimizer.step(); optimizer.step()
+texts = [str(c.message) for c in caught if "could not be compiled" in str(c.message)]
+assert len(texts) == 1 and "compile=False" in texts[0], texts
+assert abs(w[0].item() - 0.8) < 1e-6
+before = w.detach().clone()
+try:
+    SGD([w], lr=0.1, compile=True).step()
+except Exception:
+    pass
+else:
+    raise SystemExit("compile=True did not raise")
+assert torch.equal(w, before)
+"""
+
+
+@pytest.mark.parametrize("setting", [{"CXX": "/nonexistent"}, {"TORCHDYNAMO_DISABLE": "1"}])
+def test_without_a_toolchain(setting, tmp_path) -> None:
+    import os
+
+    environment = os.environ | setting | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_empty_groups_are_allowed() -> None:
+    (p,) = params((3,))
+    optimizer = AdamW([{"params": []}, {"params": [p]}], lr=0.1, **EAGER)
+    train(optimizer, [p], 1)
+    AdamW([{"params": []}], lr=0.1, **EAGER).step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repr_and_defaults(name: str) -> None:
+    optimizer = CLASSES[name](params(), lr=0.1)
+    assert "lr: 0.1" in repr(optimizer)
+    assert isinstance(optimizer.defaults["lr"], float)

@@ -1,0 +1,390 @@
+"""The pure API: trees, purity, transformations, numbers of every kind, bad input."""
+
+import copy
+import pickle
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import CASES, NAMES, Case, assert_moved_alike, problem
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func import adamw, adamw_init, adamw_step
+
+Pair = namedtuple("Pair", "w b")
+
+
+@dataclass
+class Net:
+    w: torch.Tensor
+    b: torch.Tensor
+
+
+pytree.register_dataclass(Net)
+
+
+def step_of(name: str):
+    return getattr(optimi_func, f"{name}_step")
+
+
+def init_of(name: str):
+    return getattr(optimi_func, f"{name}_init")
+
+
+W, B = torch.randn(3, 2), torch.randn(2)
+TREES = {
+    "tensor": W,
+    "dict": {"w": W, "b": B},
+    "nested": {"layer": {"w": W, "b": [B, (W, B)]}},
+    "list": [W, B],
+    "tuple": (W, B),
+    "namedtuple": Pair(W, B),
+    "dataclass": Net(W, B),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_trees(name: str, tree) -> None:
+    grads = pytree.tree_map(torch.ones_like, tree)
+    state = init_of(name)(tree)
+    params, state = step_of(name)(tree, grads, state, lr=0.1)
+    assert type(params) is type(tree)
+    assert pytree.tree_structure(params) == pytree.tree_structure(tree)
+    for before, after in zip(pytree.tree_leaves(tree), pytree.tree_leaves(params)):
+        assert (before != after).all()
+    assert state.step == 1
+    again, state = step_of(name)(params, grads, state, lr=0.1)
+    assert state.step == 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
+def test_pure(case: Case) -> None:
+    """Inputs unchanged, outputs in memory of their own, dtypes a fixed point."""
+    for dtype in (torch.float32, torch.bfloat16):
+        params = {"a": torch.randn(5, dtype=dtype), "b": torch.randn((), dtype=dtype)}
+        grads = pytree.tree_map(torch.randn_like, params)
+        optimizer = case.functional()
+        state = optimizer.init(params)
+        for _ in range(7):
+            inputs = pytree.tree_leaves((params, grads, state))
+            copies = [x.clone() for x in inputs]
+            new = optimizer.step(params, grads, state)
+            assert all(torch.equal(x, y) for x, y in zip(inputs, copies))
+            old_memory = {x.untyped_storage().data_ptr() for x in inputs}
+            new_memory = [x.untyped_storage().data_ptr() for x in pytree.tree_leaves(new)]
+            assert not old_memory & set(new_memory)
+            assert len(set(new_memory)) == len(new_memory)
+            for x, y in zip(pytree.tree_leaves((params, state)), pytree.tree_leaves(new)):
+                assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            params, state = new
+
+
+def test_none_gradients_give_the_same_objects_back() -> None:
+    params = {"a": torch.ones(2), "b": torch.ones(3)}
+    state = adamw_init(params)
+    new, after = adamw_step(params, {"a": None, "b": torch.ones(3)}, state, lr=0.1)
+    assert new["a"] is params["a"]
+    assert after.leaves["a"] is state.leaves["a"]
+    assert new["b"] is not params["b"]
+
+
+def test_dict_order_does_not_matter() -> None:
+    params = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    grads = {"b": torch.ones(3), "a": 2 * torch.ones(2)}
+    new, _ = optimi_func.sgd_step(params, grads, optimi_func.sgd_init(params), lr=1.0)
+    assert new["a"].tolist() == [-2, -2]
+
+
+def test_no_leaf_is_none_or_a_number() -> None:
+    for name in NAMES:
+        for dtype in (torch.float32, torch.bfloat16):
+            state = init_of(name)({"a": torch.ones(2, dtype=dtype)})
+            assert all(torch.is_tensor(x) for x in pytree.tree_leaves(state))
+
+
+def test_states_copy_and_pickle() -> None:
+    state = adamw_init({"w": torch.ones(2, dtype=torch.bfloat16)})
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert pytree.tree_structure(twin) == pytree.tree_structure(state)
+        assert twin.leaves["w"].exp_avg.dtype == torch.bfloat16
+    assert "kahan_comp" in repr(state)
+    keyed, _ = pytree.tree_flatten_with_path(state)
+    assert ".leaves['w'].exp_avg_sq" in [pytree.keystr(k) for k, _ in keyed]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_members_have_their_own_numbers(name: str) -> None:
+    """Also their own step counts; each equals the member trained alone."""
+    members = 3
+    params = {"w": torch.randn(members, 4, dtype=torch.float64)}
+    state = vmap(init_of(name))(params)
+    state = state._replace(step=torch.tensor([0.0, 3.0, 7.0]))
+    grads = {"w": torch.randn(members, 4, dtype=torch.float64)}
+    lrs = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    decays = torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)
+
+    def member(p, g, s, lr, wd):
+        return step_of(name)(p, g, s, lr=lr, weight_decay=wd)
+
+    got, after = vmap(member)(params, grads, state, lrs, decays)
+    assert after.step.tolist() == [1.0, 4.0, 8.0]
+    for i in range(members):
+        p, g, s = pytree.tree_map(lambda x, i=i: x[i], (params, grads, state))
+        want, _ = member(p, g, s, lrs[i], decays[i])
+        assert_moved_alike(p["w"], got["w"][i], want["w"], 1e-12)
+
+
+def test_vmapped_keywords_are_refused() -> None:
+    params = torch.randn(3, 4)
+    state = vmap(adamw_init)(params)
+    with pytest.raises(ValueError, match=r"shape \(3,\).*positionally"):
+        vmap(lambda p, g, s: adamw_step(p, g, s, lr=torch.ones(3)))(params, params, state)
+
+
+def test_vmapped_betas() -> None:
+    params = torch.randn(3, 4)
+    b1 = torch.tensor([0.5, 0.8, 0.9])
+
+    def member(p, b1):
+        return adamw_step(p, p, adamw_init(p), lr=0.1, betas=(b1, 0.99))[0]
+
+    assert vmap(member)(params, b1).shape == (3, 4)
+
+
+def unrolled(name: str, zeros: bool):
+    """Loss after three steps as a function of the numbers."""
+
+    def loss(lr, betas, eps, p, state):
+        for i in range(3):
+            g = torch.zeros_like(p) if zeros else torch.cos((i + 1.0) * p)
+            more = {} if name == "sgd" else {"betas": betas}
+            if name not in ("sgd", "lion"):
+                more["eps"] = eps
+            p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
+        return (p * p).sum()
+
+    return loss
+
+
+def numbers(name: str, b: float = 0.9):
+    double = torch.float64
+    betas = tuple(torch.tensor(b, dtype=double) for _ in range(3 if name == "adan" else 2))
+    return torch.tensor(0.1, dtype=double), betas, torch.tensor(1e-3, dtype=double)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("b", [0.0, 0.9])
+@pytest.mark.parametrize("zeros", [False, True], ids=["gradients", "zeros"])
+def test_gradients_through_steps_are_finite(name: str, b: float, zeros: bool) -> None:
+    """Reverse and forward, with respect to everything, also where v = 0 or beta = 0."""
+    p = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+    state = init_of(name)(p)
+    loss = unrolled(name, zeros)
+    args = (*numbers(name, b), p, state)
+    reverse = grad(loss, argnums=(0, 1, 2, 3, 4))(*args)
+    assert all(x.isfinite().all() for x in pytree.tree_leaves(reverse))
+    tangents = pytree.tree_map(torch.ones_like, args[:4])
+    tangents = (*tangents, pytree.tree_map(torch.zeros_like, state))
+    _, forward = jvp(loss, args, tangents)
+    summed = sum(x.sum() for x in pytree.tree_leaves(reverse[:4]))
+    assert forward.item() == pytest.approx(summed.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hypergradient_equals_finite_differences(name: str) -> None:
+    p = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+    lr, betas, eps = numbers(name)
+    loss = unrolled(name, False)
+    ours = grad(loss)(lr, betas, eps, p, init_of(name)(p))
+    h = 1e-6
+    ends = [loss(lr + s * h, betas, eps, p, init_of(name)(p)) for s in (1, -1)]
+    assert ours.item() == pytest.approx(((ends[0] - ends[1]) / (2 * h)).item(), rel=1e-5)
+
+
+def test_a_training_step_composes_with_torch_func() -> None:
+    model = torch.nn.Linear(3, 1)
+    params = dict(model.named_parameters())
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+
+    def loss(p):
+        return (functional_call(model, p, x) - y).square().mean()
+
+    state = adamw_init(params)
+    new, state = adamw_step(params, grad(loss)(params), state, lr=0.1)
+    assert loss(new) < loss(params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traces_into_one_graph(name: str, graphs) -> None:
+    """Under a user's fullgraph compile; a tensor lr and the step never retrace."""
+    case = Case(name)
+    step = torch.compile(
+        lambda p, g, s, lr: step_of(name)(p, g, s, lr=lr),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    p, grads = problem((4,), steps=5)
+    q, state = {"w": p}, init_of(name)({"w": p})
+    for i, g in enumerate(grads):
+        q, state = step(q, {"w": g}, state, torch.tensor(0.02 / (i + 1)))
+    assert graphs() == 1
+    lrs = [torch.tensor(0.02 / (i + 1)).item() for i in range(5)]
+    assert_moved_alike(p, q["w"], case.reference(p, grads, lrs)[-1], 1e-12)
+
+
+def test_schedules_are_called_with_the_step_before() -> None:
+    seen = []
+
+    def lr(step):
+        seen.append(step.item())
+        assert step.dim() == 0
+        return 0.1 / (step + 1)
+
+    optimizer = adamw(lr=lr, betas=(lambda s: 0.9 - 0.1 * s, 0.99), weight_decay=0.0)
+    p = torch.ones(2, dtype=torch.float64)
+    q, state = p, optimizer.init(p)
+    grads = [torch.full_like(p, x) for x in (1.0, -2.0, 3.0)]
+    for g in grads:
+        q, state = optimizer.step(q, g, state)
+    assert sorted(set(seen)) == [0, 1, 2]
+    import reference
+
+    want = reference.adamw(
+        p,
+        grads,
+        lr=[0.1, 0.05, 0.1 / 3],
+        betas=[(0.9, 0.99), (0.8, 0.99), (0.7, 0.99)],
+        weight_decay=0.0,
+    )[-1]
+    # The schedule computed in float32, as the step it is given.
+    assert_moved_alike(p, q, want, 1e-6)
+
+
+def test_numbers_may_be_prefixes_of_the_parameter_tree() -> None:
+    params = {"a": {"w": torch.ones(2), "b": torch.ones(2)}, "c": torch.ones(2)}
+    grads = pytree.tree_map(torch.ones_like, params)
+    optimizer = optimi_func.sgd(
+        lr={"a": 0.1, "c": torch.tensor(0.5)},
+        weight_decay={"a": {"w": 1.0, "b": 0.0}, "c": 0.0},
+    )
+    new, _ = optimizer.step(params, grads, optimizer.init(params))
+    flat = [x[0].item() for x in (new["a"]["w"], new["a"]["b"], new["c"])]
+    assert flat == pytest.approx([0.8, 0.9, 0.5])
+    with pytest.raises(ValueError, match=r"lr is no prefix of params.*\['c'\] has no counterpart"):
+        optimi_func.sgd(lr={"a": 0.1, "d": 0.2}).step(params, grads, optimizer.init(params))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3)], ids=str)
+def test_odd_shapes(name: str, shape) -> None:
+    p = torch.ones(shape)
+    new, _ = step_of(name)(p, torch.ones(shape), init_of(name)(p), lr=0.1)
+    assert new.shape == p.shape
+    assert new.isfinite().all()
+
+
+def test_zero_eps_and_zero_gradient_stay_finite() -> None:
+    for name in NAMES:
+        if name in ("sgd", "lion"):
+            continue
+        p = torch.ones(3)
+        new, _ = step_of(name)(p, torch.zeros(3), init_of(name)(p), lr=0.1, eps=0.0)
+        assert new.isfinite().all()
+
+
+BAD_NUMBERS = [
+    ({"lr": -1.0}, "Invalid learning rate: lr=-1.0"),
+    ({"lr": float("nan")}, "Invalid learning rate: lr=nan"),
+    ({"lr": 0.1, "betas": (1.0, 0.9)}, r"Invalid beta1 parameter: betas\[0\]=1.0"),
+    ({"lr": 0.1, "betas": (0.9, -0.1)}, r"Invalid beta2 parameter: betas\[1\]=-0.1"),
+    ({"lr": 0.1, "eps": -1.0}, "Invalid epsilon: eps=-1.0"),
+    ({"lr": 0.1, "weight_decay": -1.0}, "Invalid weight decay: weight_decay=-1.0"),
+    ({"lr": 0.1, "max_lr": -1.0}, "Invalid maximum learning rate: max_lr=-1.0"),
+    ({"lr": 0.0, "decouple_lr": True}, "Invalid maximum learning rate: max_lr=None"),
+    ({"lr": lambda s: 0.1, "decouple_lr": True}, "Invalid maximum learning rate"),
+    ({"lr": torch.tensor(0.1), "decouple_lr": True}, "Invalid maximum learning rate"),
+    ({"lr": 0.1, "decouple_lr": True, "max_lr": 0.0}, "it must be positive"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD_NUMBERS, ids=str)
+def test_bad_numbers(options, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        adamw(**options)
+
+
+def test_more_bad_numbers() -> None:
+    with pytest.raises(ValueError, match=r"betas\[2\]=1.5"):
+        optimi_func.adan(lr=0.1, betas=(0.9, 0.9, 1.5))
+    with pytest.raises(ValueError, match="Invalid momentum: momentum=1.0"):
+        optimi_func.sgd(lr=0.1, momentum=1.0)
+    with pytest.raises(ValueError, match="Invalid lookahead period: k=0"):
+        optimi_func.ranger(lr=0.1, k=0)
+    with pytest.raises(ValueError, match="Invalid lookahead alpha: alpha=2"):
+        optimi_func.ranger(lr=0.1, alpha=2)
+    with pytest.raises(ValueError, match="nesterov=True with momentum=0"):
+        optimi_func.sgd(lr=0.1, nesterov=True)
+    with pytest.raises(ValueError, match="dampening=0.5"):
+        optimi_func.sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True)
+    with pytest.raises(TypeError, match="Invalid learning rate: lr='0.1'"):
+        adamw(lr="0.1")
+    with pytest.raises(TypeError, match="state_dtype=torch.int32"):
+        adamw_init(torch.ones(2), state_dtype=torch.int32)
+
+
+P = {"w": torch.ones(2), "b": torch.ones(3)}
+G = pytree.tree_map(torch.ones_like, P)
+BAD_TREES = [
+    (P, {"w": G["w"]}, ValueError, r"grads and params.*\['b'\] has no counterpart"),
+    (P, {**G, "x": G["w"]}, ValueError, r"\['x'\] is not in params"),
+    (P, {**G, "b": torch.ones(4)}, ValueError, r"grads\['b'\] has shape \(4,\)"),
+    (P, {**G, "b": torch.ones(3, dtype=torch.int64)}, TypeError, r"grads\['b'\].*int64"),
+    (P, {**G, "b": G["b"].half()}, TypeError, r"grads\['b'\].*narrower"),
+    (P, {**G, "b": G["b"].to_sparse()}, TypeError, r"grads\['b'\].*sparse"),
+    (P, {**G, "b": 1.0}, TypeError, r"grads\['b'\]=1.0"),
+    (P, {**G, "b": G["b"].to("meta")}, ValueError, r"grads\['b'\] is on meta"),
+]
+
+
+@pytest.mark.parametrize(("params", "grads", "error", "text"), BAD_TREES, ids=str)
+def test_bad_trees(params, grads, error, text: str) -> None:
+    state = adamw_init(params)
+    with pytest.raises(error, match=text):
+        adamw_step(params, grads, state, lr=0.1)
+
+
+def test_bad_params_and_states() -> None:
+    with pytest.raises(ValueError, match="holds no tensor"):
+        adamw_init({})
+    with pytest.raises(TypeError, match=r"\['w'\] has dtype torch.int64"):
+        adamw_init({"w": torch.ones(2, dtype=torch.int64)})
+    with pytest.raises(TypeError, match="view_as_real"):
+        adamw_init(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="is not a tensor"):
+        adamw_init({"w": 1.0})
+    with pytest.raises(TypeError, match="state=dict is not a TreeState"):
+        adamw_step(P, G, {}, lr=0.1)
+    with pytest.raises(ValueError, match=r"\['w'\] holds .*exp_avg.* but lion needs"):
+        optimi_func.lion_step(P, G, adamw_init(P), lr=0.1)
+    with pytest.raises(ValueError, match="make it with its own init"):
+        optimi_func.sgd_step(P, G, optimi_func.sgd_init(P), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\)"):
+        small = {"w": torch.ones(3), "b": torch.ones(3)}
+        adamw_step(P, G, adamw_init(small), lr=0.1)
+
+
+def test_advice() -> None:
+    with pytest.warns(UserWarning, match="eps=0.01 is unusually large"):
+        adamw(lr=0.1, eps=1e-2).init(P)
+    with pytest.warns(UserWarning, match="max_lr=1.0 has no effect"):
+        adamw(lr=0.1, max_lr=1.0).init(P)
+    with pytest.warns(UserWarning, match="weight_decay=0.1 is potentially high.*decouple_lr"):
+        adamw(lr=0.1, weight_decay=0.1, decouple_lr=True).init(P)
+    low = torch.ones(2, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"betas\[1\]=0.999 with bfloat16"):
+        adamw_step(low, low, adamw_init(low), lr=0.1, betas=(0.9, 0.999))

@@ -1,0 +1,150 @@
+"""The mathematics: against the papers' loops, against torch.optim, option by option."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from cases import (
+    CASES,
+    DECAYS,
+    DEFAULTS,
+    LR,
+    OPTIONS,
+    Case,
+    assert_moved_alike,
+    problem,
+    schedule,
+)
+
+import optimi_func
+
+RULES = Path(inspect.getfile(optimi_func)).parent / "rules"
+
+
+def run(case: Case, p, grads, lrs=None):
+    """The path of the pure step."""
+    state = case.functional().init(p)
+    path = []
+    for i, g in enumerate(grads):
+        optimizer = case.functional(LR if lrs is None else lrs[i])
+        p, state = optimizer.step(p, g, state)
+        path.append(p)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
+@pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_equals_the_paper(case: Case, scheduled: bool) -> None:
+    p, grads = problem()
+    lrs = schedule() if scheduled else None
+    ours = run(case, p, grads, lrs)
+    theirs = case.reference(p, grads, LR if lrs is None else lrs)
+    for got, want in zip(ours, theirs):
+        assert_moved_alike(p, got, want, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
+@pytest.mark.parametrize("case", [*DECAYS, *OPTIONS], ids=lambda c: c.id)
+def test_every_option_changes_the_answer(case: Case) -> None:
+    p, grads = problem()
+    for name in case.options:
+        # These carry the options that qualify them, and have rows of their own.
+        without = {k: v for k, v in case.options.items() if k != name}
+        if name in ("momentum", "decouple_lr", "dampening") and len(without) > 0:
+            continue
+        paths = [run(c, p, grads, schedule()) for c in (case, Case(case.name, without))]
+        changed, plain = (torch.stack(path) for path in paths)
+        assert (changed - plain).abs().max() > 1e-6, name
+
+
+def test_float_dampening_starts_as_torch_does() -> None:
+    # In the table `dampening=0.4` is compared with the reference; this is the twin.
+    p, grads = problem(steps=5)
+    twin = torch.nn.Parameter(p.clone())
+    torch_sgd = torch.optim.SGD([twin], lr=LR, momentum=0.9, dampening=0.4)
+    for g in grads:
+        twin.grad = g.clone()
+        torch_sgd.step()
+    ours = run(Case("sgd", {"momentum": 0.9, "dampening": 0.4}), p, grads)
+    assert_moved_alike(p, ours[-1], twin.detach(), 1e-12)
+
+
+TWINS = [
+    (torch.optim.SGD, "SGD", {}),
+    (torch.optim.SGD, "SGD", {"momentum": 0.9}),
+    (torch.optim.SGD, "SGD", {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.SGD, "SGD", {"momentum": 0.9, "dampening": 0.3, "maximize": True}),
+    (torch.optim.Adam, "Adam", {"weight_decay": 0.1, "betas": (0.9, 0.999)}),
+    (torch.optim.Adam, "Adam", {"amsgrad": True, "betas": (0.5, 0.9)}),
+    (torch.optim.AdamW, "AdamW", {"weight_decay": 0.1, "eps": 1e-8}),
+    (torch.optim.AdamW, "AdamW", {"amsgrad": True, "maximize": True}),
+    # torch's RAdam adds eps to the root of the uncorrected v.
+    (torch.optim.RAdam, "RAdam", {"eps": 0.0, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "options"), TWINS, ids=str)
+def test_equals_torch(theirs, ours: str, options) -> None:
+    p, grads = problem()
+    shared = {"lr": LR, **options}
+    if ours != "SGD":
+        shared = {"betas": (0.9, 0.99), "eps": 1e-6, **shared}
+    pair = []
+    for make, more in ((theirs, {}), (getattr(optimi_func, ours), {"compile": False})):
+        q = torch.nn.Parameter(p.clone())
+        optimizer = make([q], **shared, **more)
+        for g in grads:
+            q.grad = g.clone()
+            optimizer.step()
+        pair.append(q.detach())
+    assert_moved_alike(p, pair[1], pair[0], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["adam", "lion", "adan", "stableadamw", "ranger"])
+def test_betas_may_change_as_torch_has_them(name: str) -> None:
+    import reference
+
+    p, grads = problem()
+    betas = [(0.9 - 0.005 * i, 0.99 - 0.001 * i) for i in range(60)]
+    if name == "adan":
+        betas = [(*b, 0.98) for b in betas]
+    theirs = getattr(reference, name)(p, grads, lr=LR, betas=betas)
+    q, state = p, getattr(optimi_func, f"{name}_init")(p)
+    step = getattr(optimi_func, f"{name}_step")
+    for g, b, want in zip(grads, betas, theirs):
+        q, state = step(q, g, state, lr=LR, betas=b)
+        assert_moved_alike(p, q, want, 1e-12)
+
+
+@pytest.mark.parametrize("path", sorted(RULES.glob("[a-z]*.py")), ids=lambda p: p.stem)
+def test_rule_files_are_mathematics(path: Path) -> None:
+    """Short, pure, and without a word of what the pipeline does."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    documentation = sum(
+        node.value.end_lineno - node.value.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    lines = [line for line in source.splitlines() if line.strip()]
+    code = [line for line in lines if not line.strip().startswith("#")]
+    assert len(code) - documentation <= 75
+    for word in ("weight_decay", "kahan", "compile", "group", "grad is None"):
+        assert word not in source.lower()
+    calls = [n.func.attr for n in ast.walk(tree)
+             if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    assert not [name for name in calls if name.endswith("_")]
+
+
+@pytest.mark.parametrize("case", DEFAULTS, ids=lambda c: c.id)
+def test_init_makes_tensors_of_its_own(case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        p = torch.ones(3, dtype=dtype)
+        leaf = case.functional().init(p).leaves
+        tensors = [p, *leaf.rule_state, leaf.kahan_comp]
+        pointers = [x.data_ptr() for x in tensors if x is not None]
+        assert len(set(pointers)) == len(pointers)

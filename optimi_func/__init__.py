@@ -33,13 +33,13 @@ from optimi_func.functional import sgd_step as sgd_step
 from optimi_func.functional import stableadamw as stableadamw
 from optimi_func.functional import stableadamw_init as stableadamw_init
 from optimi_func.functional import stableadamw_step as stableadamw_step
+from optimi_func.optimizers import SGD as SGD
 from optimi_func.optimizers import Adam as Adam
 from optimi_func.optimizers import AdamW as AdamW
 from optimi_func.optimizers import Adan as Adan
 from optimi_func.optimizers import Lion as Lion
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
-from optimi_func.optimizers import SGD as SGD
 from optimi_func.optimizers import StableAdamW as StableAdamW
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision

@@ -150,7 +150,10 @@ def rates(
     gain = -1.0 if maximize else 1.0
     if kind == "l2":
         return Rates(lr, 0.0, weight_decay, gain)
-    share = (lr / max_lr if kind.startswith("fully") else lr) * weight_decay
+    scheduled = lr
+    if kind.startswith("fully") and max_lr is not None:
+        scheduled = lr / max_lr
+    share = scheduled * weight_decay
     if kind.endswith("proximal"):
         # (p - lr*d) / (1 + share) = p - (lr*d + share*p) / (1 + share)
         return Rates(lr / (1.0 + share), share / (1.0 + share), 0.0, gain)

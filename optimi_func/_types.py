@@ -80,9 +80,7 @@ class Scalars(NamedTuple):
     rates: Rates
 
 
-DecayKind: TypeAlias = Literal[
-    "l2", "decoupled", "fully", "proximal", "fully proximal"
-]
+DecayKind: TypeAlias = Literal["l2", "decoupled", "fully", "proximal", "fully proximal"]
 
 
 class Leaf(NamedTuple):

@@ -17,7 +17,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, get_args
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    get_args,
+)
 
 import torch
 from torch import Tensor
@@ -42,6 +51,7 @@ from optimi_func.rules import stableadamw as _stableadamw
 from optimi_func.rules._common import scalar_dtype
 
 P = ParamSpec("P")
+H = TypeVar("H")
 IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
 # A number, or a schedule: 0-based step in, number out.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
@@ -169,7 +179,7 @@ class FunctionalOptimizer:
         """What is allowed, but probably not meant, as warning texts."""
         found: list[str] = []
         eps = getattr(self.hyper, "eps", 0.0)
-        if isinstance(eps, Real) and eps >= 1e-3:
+        if isinstance(eps, float | int) and eps >= 1e-3:
             found.append(
                 f"eps={eps} is unusually large. torch.optim's positional order is "
                 "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."
@@ -454,9 +464,7 @@ def _paths(tree: PyTree, count: int, stop: Any = None) -> list[str]:
     return [f"<leaf {i}>" for i in range(count)]
 
 
-def _match(
-    name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree
-) -> list[Any]:
+def _match(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
     """Flatten `tree` as far as `spec` goes, or name the first leaf that differs."""
     try:
         return spec.flatten_up_to(tree)
@@ -562,15 +570,15 @@ def _check(
             f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
             "schedules"
         )
-    value = float(value)
+    number = float(value)
     allowed = f"finite, at least {least}"
-    fits = math.isfinite(value) and value >= least
+    fits = math.isfinite(number) and number >= least
     if below is not None:
         allowed += f" and below {below}"
-        fits = fits and value < below
+        fits = fits and number < below
     if most is not None:
         allowed += f" and at most {most}"
-        fits = fits and value <= most
+        fits = fits and number <= most
     if not fits:
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
 
@@ -579,6 +587,11 @@ def warn(texts: list[str]) -> None:
     """Give each text as a UserWarning of the caller's caller."""
     for text in texts:
         warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _held(kind: Callable[..., H], *numbers: Any) -> H:
+    """A Hyper that may hold schedules: `FunctionalOptimizer.scalars` resolves them."""
+    return kind(*numbers)
 
 
 def _kind(decouple_wd: bool, decouple_lr: bool) -> DecayKind:
@@ -644,7 +657,7 @@ def sgd(
         rule = _sgd.nesterov if nesterov else _sgd.momentum
     return FunctionalOptimizer(
         rule,
-        _sgd.Hyper(momentum, dampening, torch_init),
+        _held(_sgd.Hyper, momentum, dampening, torch_init),
         *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
     )
 
@@ -692,7 +705,7 @@ def adam(
     """
     return FunctionalOptimizer(
         _adam.amsgrad if amsgrad else _adam.adam,
-        _adam.Hyper(betas, eps),
+        _held(_adam.Hyper, betas, eps),
         *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
     )
 
@@ -739,7 +752,7 @@ def adamw(
     """
     return FunctionalOptimizer(
         _adam.amsgrad if amsgrad else _adam.adam,
-        _adam.Hyper(betas, eps),
+        _held(_adam.Hyper, betas, eps),
         *(lr, weight_decay, _kind(True, decouple_lr), max_lr, maximize),
     )
 
@@ -786,7 +799,7 @@ def stableadamw(
     """
     return FunctionalOptimizer(
         _stableadamw.stableadamw,
-        _adam.Hyper(betas, eps),
+        _held(_adam.Hyper, betas, eps),
         *(lr, weight_decay, _kind(True, decouple_lr), max_lr, maximize),
     )
 
@@ -835,7 +848,7 @@ def radam(
     """
     return FunctionalOptimizer(
         _radam.radam,
-        _adam.Hyper(betas, eps),
+        _held(_adam.Hyper, betas, eps),
         *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
     )
 
@@ -885,7 +898,7 @@ def ranger(
     """
     return FunctionalOptimizer(
         _ranger.ranger,
-        _ranger.Hyper(betas, eps, k, alpha),
+        _held(_ranger.Hyper, betas, eps, k, alpha),
         *(lr, weight_decay, _kind(decouple_wd, decouple_lr), max_lr, maximize),
     )
 
@@ -936,7 +949,7 @@ def adan(
         kind = "fully proximal" if decouple_lr else "proximal"
     return FunctionalOptimizer(
         _adan.adan,
-        _adan.Hyper(betas, eps),
+        _held(_adan.Hyper, betas, eps),
         *(lr, weight_decay, kind, max_lr, maximize),
     )
 
@@ -981,7 +994,7 @@ def lion(
     """
     return FunctionalOptimizer(
         _lion.lion,
-        _lion.Hyper(betas),
+        _held(_lion.Hyper, betas),
         *(lr, weight_decay, _kind(True, decouple_lr), max_lr, maximize),
     )
 
@@ -1078,9 +1091,7 @@ def sgd_init(
     >>> sgd_init(torch.zeros(2), momentum=0.9).leaves.momentum_buffer
     tensor([0., 0.])
     """
-    return init_tree(
-        sgd(lr=0.0, momentum=momentum).rule, params, kahan_sum, state_dtype
-    )
+    return init_tree(sgd(lr=0.0, momentum=momentum).rule, params, kahan_sum, state_dtype)
 
 
 def adam_init(
@@ -1101,9 +1112,7 @@ def adam_init(
     >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
     tensor([0., 0.])
     """
-    return init_tree(
-        adam(lr=0.0, amsgrad=amsgrad).rule, params, kahan_sum, state_dtype
-    )
+    return init_tree(adam(lr=0.0, amsgrad=amsgrad).rule, params, kahan_sum, state_dtype)
 
 
 adamw_init = adam_init

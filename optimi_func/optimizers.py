@@ -223,15 +223,14 @@ class BaseOptimizer(Optimizer):
             f"a parameter of shape {tuple(param.shape)} is in none of the groups"
         )
 
-    def _step(
-        self, work: list[tuple[dict[str, Any], list[Tensor]]], write: bool
-    ) -> None:
+    def _step(self, work: list[tuple[dict[str, Any], list[Tensor]]], write: bool) -> None:
         """Check everything, compile everything, and only then write."""
-        for group, params in work:
-            for p in params:
-                if p.grad is not None:
-                    _check_leaf(group, p, self.state.get(p, {}))
         work = [(group, params) for group, params in work if params]
+        for group, params in work:
+            names = group.get("param_names") or range(len(group["params"]))
+            named = dict(zip(map(id, group["params"]), names))
+            for p in params:
+                _check_leaf(f"[{named[id(p)]!r}]", p, self.state.get(p, {}))
         # What a first gradient makes joins the optimizer once nothing can fail.
         made: dict[Tensor, dict[str, Any]] = {}
         plans = [self._plan(group, params, write, made) for group, params in work]
@@ -430,11 +429,8 @@ def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
 
 
-def _check_leaf(group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
+def _check_leaf(path: str, p: Tensor, state: dict[str, Any]) -> None:
     """Refuse what a step could not use, naming the parameter."""
-    names = group.get("param_names")
-    index = next(i for i, q in enumerate(group["params"]) if q is p)
-    path = f"[{names[index] if names else index!r}]"
     _f.check_param(path, p)
     _f.check_grad(path, p, p.grad)
     for name, x in state.items():
@@ -843,7 +839,7 @@ class StableAdamW(BaseOptimizer):
 class RAdam(BaseOptimizer):
     """RAdam: Adam that trusts v only once enough gradients stand behind it.
 
-        p <- p - lr * r_t * mhat / (sqrt(vhat) + eps)   once rho_t > 5, before that lr * mhat
+        p <- p - lr * r_t * mhat / (sqrt(vhat) + eps)  once rho_t > 5, before: lr * mhat
 
     Args:
         params: Parameters, named parameters, or param groups.

@@ -119,12 +119,14 @@ def to_low_precision(
     return model
 
 
-def _listed(
-    name: str, given: Buffers | None, strings: bool
-) -> list[str | type[nn.Module]]:
+def _listed(name: str, given: Buffers | None, strings: bool) -> list[str | type[nn.Module]]:
     if given is None:
         return []
-    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    items = (
+        list(given)
+        if isinstance(given, Iterable) and not isinstance(given, str)
+        else [given]
+    )
     for item in items:
         module = isinstance(item, type) and issubclass(item, nn.Module)
         if not module and not (strings and isinstance(item, str)):

@@ -128,8 +128,7 @@ def problem(
     p = 1.0 + 0.5 * torch.randn(shape, dtype=torch.float64)
     drift = torch.randn(shape, dtype=torch.float64)
     grads = [
-        (drift + torch.randn(shape, dtype=torch.float64)) * 0.97**i
-        for i in range(steps)
+        (drift + torch.randn(shape, dtype=torch.float64)) * 0.97**i for i in range(steps)
     ]
     grads[3] = torch.zeros_like(p)
     return p, grads

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-
 # Two, as the smallest machine that runs this has; more would only wait for each other.
 torch.set_num_threads(2)
 

@@ -8,9 +8,9 @@ from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import compiled
-from optimi_func.compiled.kernel import Numbers, job_key, kernel
 from optimi_func._leaf import init_leaf
 from optimi_func._types import Rates, Scalars
+from optimi_func.compiled.kernel import Numbers, job_key, kernel
 
 SHAPES = [
     *[(1,), (), (2,), (3,), (5, 1), (7, 11), (64,), (100, 3), (0,), (8193,)],
@@ -213,4 +213,6 @@ def test_cuda_equals_cpu(name: str, dtype: torch.dtype) -> None:
             compiled.step_(optimizer, params, grads, state)
         ends.append([p.double().cpu() for p in params])
     for x, y in zip(*ends):
-        torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+        torch.testing.assert_close(
+            x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5
+        )

@@ -11,7 +11,6 @@ from cases import CASES, Case, assert_moved_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from optimi_func import compiled
 
@@ -103,7 +102,9 @@ class Problem:
 problems = st.builds(
     Problem,
     st.lists(
-        st.tuples(layouts, st.sampled_from([*ORDERS, "expanded"])), min_size=1, max_size=5
+        st.tuples(layouts, st.sampled_from([*ORDERS, "expanded"])),
+        min_size=1,
+        max_size=5,
     ),
     st.lists(st.floats(1e-3, 1e-1), min_size=7, max_size=7),
 )
@@ -213,10 +214,9 @@ def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None
 
 
 def test_foreach_names_an_operation_it_does_not_know() -> None:
-    from optimi_func._types import Direction, Rates, Rule, Scalars
+    from optimi_func._types import Direction, Leaf, Rates, Rule, Scalars
     from optimi_func.compiled.foreach import trace
     from optimi_func.compiled.kernel import Numbers, job_key
-    from optimi_func._types import Leaf
     from optimi_func.rules import sgd
 
     odd = Rule(

@@ -59,7 +59,13 @@ def test_signatures_are_optimis(name: str) -> None:
     ]
     assert positional == text.replace("REST", REST).split()
     defaults = {n: p.default for n, p in signature.parameters.items()}
-    expected = {"betas": (0.9, 0.99), "weight_decay": 0, "eps": 1e-6, "k": 6, "alpha": 0.5}
+    expected = {
+        "betas": (0.9, 0.99),
+        "weight_decay": 0,
+        "eps": 1e-6,
+        "k": 6,
+        "alpha": 0.5,
+    }
     expected |= {"decouple_wd": name == "Ranger", "kahan_sum": None, "triton": None}
     if name in ("AdamW", "StableAdamW"):
         expected["weight_decay"] = 1e-2
@@ -176,7 +182,10 @@ def test_a_foreign_state_changes_nothing() -> None:
     cases = [
         (lambda s: s["state"][0].pop("exp_avg"), r"state\[0\] holds"),
         (lambda s: s["state"][1].pop("step"), r"state\[1\] holds"),
-        (lambda s: s["state"][0].update(exp_avg=torch.ones(9)), r"\['exp_avg'\] is \(9,\)"),
+        (
+            lambda s: s["state"][0].update(exp_avg=torch.ones(9)),
+            r"\['exp_avg'\] is \(9,\)",
+        ),
         (lambda s: s["param_groups"].clear(), "0 param groups"),
         (lambda s: s["param_groups"][0]["params"].pop(), "1 parameters does not fit"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate"),
@@ -290,10 +299,18 @@ BAD = [
     ({"lr": torch.tensor(-0.1)}, ValueError, "Invalid learning rate: lr=-0.1"),
     ({"lr": {"a": 0.1}}, TypeError, "Invalid lr: lr={'a': 0.1}"),
     ({"lr": lambda s: 0.1}, TypeError, "Invalid lr: lr=<function"),
-    ({"lr": 0.1, "betas": (1.0, 0.9)}, ValueError, r"Invalid beta1 parameter: betas\[0\]"),
+    (
+        {"lr": 0.1, "betas": (1.0, 0.9)},
+        ValueError,
+        r"Invalid beta1 parameter: betas\[0\]",
+    ),
     ({"lr": 0.1, "betas": (0.9,)}, ValueError, r"betas=\(0.9,\): allowed are 2"),
     ({"lr": 0.1, "eps": -1.0}, ValueError, "Invalid epsilon: eps=-1.0"),
-    ({"lr": 0.1, "weight_decay": -1.0}, ValueError, "Invalid weight decay: weight_decay=-1"),
+    (
+        {"lr": 0.1, "weight_decay": -1.0},
+        ValueError,
+        "Invalid weight decay: weight_decay=-1",
+    ),
     ({"lr": 0.1, "state_dtype": torch.int8}, TypeError, "Invalid state_dtype"),
     ({"lr": 0.1, "compile": "max"}, TypeError, "Invalid compile: compile='max'"),
     ({"lr": 0.1, "foreach": True, "compile": True}, ValueError, "choose one"),
@@ -430,7 +447,9 @@ def test_momentum_may_appear_in_mid_run() -> None:
     pair = []
     for cls, more in ((torch.optim.SGD, {}), (SGD, EAGER)):
         ps = params(dtype=torch.float64)
-        optimizer = cls(ps, lr=0.1, dampening=0.5, momentum=0.0, **more) if not more else None
+        optimizer = (
+            cls(ps, lr=0.1, dampening=0.5, momentum=0.0, **more) if not more else None
+        )
         if more:
             with pytest.warns(UserWarning, match="dampening=0.5 has no effect"):
                 optimizer = cls(ps, lr=0.1, dampening=0.5, momentum=0.0, **more)
@@ -566,7 +585,10 @@ def test_without_a_toolchain(setting, tmp_path) -> None:
 
     environment = os.environ | setting | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", NO_COMPILER], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", NO_COMPILER],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 

@@ -57,7 +57,7 @@ def test_trees(name: str, tree) -> None:
     for before, after in zip(pytree.tree_leaves(tree), pytree.tree_leaves(params)):
         assert (before != after).all()
     assert state.step == 1
-    again, state = step_of(name)(params, grads, state, lr=0.1)
+    _, state = step_of(name)(params, grads, state, lr=0.1)
     assert state.step == 2
 
 
@@ -275,7 +275,9 @@ def test_numbers_may_be_prefixes_of_the_parameter_tree() -> None:
     new, _ = optimizer.step(params, grads, optimizer.init(params))
     flat = [x[0].item() for x in (new["a"]["w"], new["a"]["b"], new["c"])]
     assert flat == pytest.approx([0.8, 0.9, 0.5])
-    with pytest.raises(ValueError, match=r"lr is no prefix of params.*\['c'\] has no counterpart"):
+    with pytest.raises(
+        ValueError, match=r"lr is no prefix of params.*\['c'\] has no counterpart"
+    ):
         optimi_func.sgd(lr={"a": 0.1, "d": 0.2}).step(params, grads, optimizer.init(params))
 
 
@@ -321,19 +323,19 @@ def test_bad_numbers(options, text: str) -> None:
 def test_more_bad_numbers() -> None:
     with pytest.raises(ValueError, match=r"betas\[2\]=1.5"):
         optimi_func.adan(lr=0.1, betas=(0.9, 0.9, 1.5))
-    with pytest.raises(ValueError, match="Invalid momentum: momentum=1.0"):
+    with pytest.raises(ValueError, match=r"Invalid momentum: momentum=1.0"):
         optimi_func.sgd(lr=0.1, momentum=1.0)
-    with pytest.raises(ValueError, match="Invalid lookahead period: k=0"):
+    with pytest.raises(ValueError, match=r"Invalid lookahead period: k=0"):
         optimi_func.ranger(lr=0.1, k=0)
-    with pytest.raises(ValueError, match="Invalid lookahead alpha: alpha=2"):
+    with pytest.raises(ValueError, match=r"Invalid lookahead alpha: alpha=2"):
         optimi_func.ranger(lr=0.1, alpha=2)
     with pytest.raises(ValueError, match="nesterov=True with momentum=0"):
         optimi_func.sgd(lr=0.1, nesterov=True)
-    with pytest.raises(ValueError, match="dampening=0.5"):
+    with pytest.raises(ValueError, match=r"dampening=0.5"):
         optimi_func.sgd(lr=0.1, momentum=0.9, dampening=0.5, nesterov=True)
-    with pytest.raises(TypeError, match="Invalid learning rate: lr='0.1'"):
+    with pytest.raises(TypeError, match=r"Invalid learning rate: lr='0.1'"):
         adamw(lr="0.1")
-    with pytest.raises(TypeError, match="state_dtype=torch.int32"):
+    with pytest.raises(TypeError, match=r"state_dtype=torch\.int32"):
         adamw_init(torch.ones(2), state_dtype=torch.int32)
 
 
@@ -343,7 +345,12 @@ BAD_TREES = [
     (P, {"w": G["w"]}, ValueError, r"grads and params.*\['b'\] has no counterpart"),
     (P, {**G, "x": G["w"]}, ValueError, r"\['x'\] is not in params"),
     (P, {**G, "b": torch.ones(4)}, ValueError, r"grads\['b'\] has shape \(4,\)"),
-    (P, {**G, "b": torch.ones(3, dtype=torch.int64)}, TypeError, r"grads\['b'\].*int64"),
+    (
+        P,
+        {**G, "b": torch.ones(3, dtype=torch.int64)},
+        TypeError,
+        r"grads\['b'\].*int64",
+    ),
     (P, {**G, "b": G["b"].half()}, TypeError, r"grads\['b'\].*narrower"),
     (P, {**G, "b": G["b"].to_sparse()}, TypeError, r"grads\['b'\].*sparse"),
     (P, {**G, "b": 1.0}, TypeError, r"grads\['b'\]=1.0"),
@@ -379,11 +386,13 @@ def test_bad_params_and_states() -> None:
 
 
 def test_advice() -> None:
-    with pytest.warns(UserWarning, match="eps=0.01 is unusually large"):
+    with pytest.warns(UserWarning, match=r"eps=0.01 is unusually large"):
         adamw(lr=0.1, eps=1e-2).init(P)
-    with pytest.warns(UserWarning, match="max_lr=1.0 has no effect"):
+    with pytest.warns(UserWarning, match=r"max_lr=1.0 has no effect"):
         adamw(lr=0.1, max_lr=1.0).init(P)
-    with pytest.warns(UserWarning, match="weight_decay=0.1 is potentially high.*decouple_lr"):
+    with pytest.warns(
+        UserWarning, match=r"weight_decay=0.1 is potentially high.*decouple_lr"
+    ):
         adamw(lr=0.1, weight_decay=0.1, decouple_lr=True).init(P)
     low = torch.ones(2, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"betas\[1\]=0.999 with bfloat16"):

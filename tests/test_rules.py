@@ -135,8 +135,11 @@ def test_rule_files_are_mathematics(path: Path) -> None:
     assert len(code) - documentation <= 75
     for word in ("weight_decay", "kahan", "compile", "group", "grad is None"):
         assert word not in source.lower()
-    calls = [n.func.attr for n in ast.walk(tree)
-             if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    calls = [
+        n.func.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+    ]
     assert not [name for name in calls if name.endswith("_")]
 
 

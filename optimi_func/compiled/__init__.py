@@ -55,9 +55,7 @@ def _jobs(
     }
 
 
-def _run(
-    optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]
-) -> None:
+def _run(optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]) -> None:
     _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
     launches = plan_compiled(optimizer.rule, jobs, write=True)
     run_launches(launches, leaves.state.step.device)

@@ -15,10 +15,10 @@ from torch import Tensor
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Rule
 from optimi_func.compiled.foreach import plan_foreach
-from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
+from optimi_func.compiled.jobs import Job, chunks, flatten, foreach_copy_, unflatten
 from optimi_func.compiled.kernel import (
-    Key,
     Kernel,
+    Key,
     ambient,
     flat_leaf,
     job_key,
@@ -35,9 +35,7 @@ CHUNK = 1 << 20
 Launch: TypeAlias = Callable[[], None]
 
 
-def plan_eager(
-    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
-) -> list[Launch]:
+def plan_eager(rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool) -> list[Launch]:
     """The pipeline op by op, a leaf at a time."""
     return [partial(_run_eager, rule, job, write) for job in jobs]
 
@@ -74,9 +72,7 @@ def plan_compiled(
     return launches + _plan_gathered(rule, small, write)
 
 
-def _plan_gathered(
-    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
-) -> list[Launch]:
+def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     launches: list[Launch] = []
     buckets: dict[tuple[Key, int], list[Job]] = {}
     for job in jobs:
@@ -125,18 +121,14 @@ def _run_direct(run: Kernel, values: Tensor, job: Job) -> None:
 
 
 def _run_gathered(run: Kernel, values: Tensor, jobs: list[Job], write: bool) -> None:
-    leaves = [flat_leaf(job.leaf) for job in jobs]
-    p, *state = ([x.reshape(-1) for x in role] for role in zip(*leaves))
-    g = [job.g.reshape(-1) for job in jobs]
-    scratch = [torch.cat(role) for role in (p, g, *state)]
+    p, *state = (list(role) for role in zip(*(flat_leaf(job.leaf) for job in jobs)))
+    scratch = [flatten(role) for role in (p, [job.g for job in jobs], *state)]
     run(values, *scratch)
-    sizes = [job.leaf.p.numel() for job in jobs]
     fields = len(jobs[0].leaf.state)
     targets = zip(*(flat_leaf(job.into) for job in jobs))
     for i, (role, flat) in enumerate(zip(targets, [scratch[0], *scratch[2:]])):
         if write or 0 < i <= fields:
-            pieces = [x.view(t.shape) for x, t in zip(flat.split(sizes), role)]
-            foreach_copy_(list(role), pieces)
+            foreach_copy_(list(role), unflatten(flat, p))
 
 
 def _alias(x: Tensor) -> Tensor:

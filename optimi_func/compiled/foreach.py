@@ -115,12 +115,11 @@ def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:
         if node.op == "placeholder":
             env[node] = next(pending)
         elif node.op == "output":
-            return [env[n] for n in node.args[0]]
+            results: Any = node.args[0]
+            return [env[n] for n in results]
         else:
             spare = {
-                n
-                for n in node.all_input_nodes
-                if n in owned and last[n] == order[node]
+                n for n in node.all_input_nodes if n in owned and last[n] == order[node]
             }
             env[node] = _call(node, env, spare)
             owned.add(node)
@@ -131,9 +130,9 @@ def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Value], spare: set[fx.Node]) -> Value:
-    args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+    args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
     if node.target is aten._to_copy.default:
-        dtype = node.kwargs["dtype"]
+        dtype: Any = node.kwargs["dtype"]
         (xs,) = args
         if not isinstance(xs, list):
             return xs

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -158,13 +158,13 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Kernel:
 
 
 def _torch_compile(body: Kernel) -> Kernel:
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(
-            body, fullgraph=True, dynamic=True, recompile_limit=_RECOMPILE_LIMIT
-        )
+    compiler: Any = torch.compile
+    if "recompile_limit" in inspect.signature(compiler).parameters:
+        limit = _RECOMPILE_LIMIT
+        return compiler(body, fullgraph=True, dynamic=True, recompile_limit=limit)
     # Before torch 2.13 the limit is looked up at each call.
     patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
-    return patch(torch.compile(body, fullgraph=True, dynamic=True))
+    return patch(compiler(body, fullgraph=True, dynamic=True))
 
 
 def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Kernel:
@@ -202,13 +202,11 @@ def _own_code(fn: Kernel, name: str) -> Kernel:
     # Dynamo counts recompilations per code object; closures of one body would share it.
     assert isinstance(fn, types.FunctionType)
     code = fn.__code__.replace(co_name=name)
-    return types.FunctionType(
-        code, fn.__globals__, name, fn.__defaults__, fn.__closure__
-    )
+    return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
 
 
 @contextmanager
-def ambient(device: torch.device) -> Iterator[None]:
+def ambient(device: torch.device) -> Generator[None]:
     """Fix the ambient state that kernels guard on, and that no update should feel."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():

@@ -31,9 +31,7 @@ def coeffs(h: adam.Hyper, t: Scalar) -> Coeffs:
     # Kept off the branch not taken, where r is undefined and its derivative not finite.
     x, x_inf = choose(enough, rho, 6.0), choose(enough, rho_inf, 6.0)
     r = sqrt((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x))
-    return Coeffs(
-        adam.coeffs(h, t), choose(enough, r, 0.0), choose(enough, 0.0, 1.0)
-    )
+    return Coeffs(adam.coeffs(h, t), choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
 
 
 def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:

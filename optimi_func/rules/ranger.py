@@ -38,7 +38,8 @@ class Coeffs(NamedTuple):
 
 def init(p: Tensor, dtype: torch.dtype) -> State:
     wide = torch.promote_types(p.dtype, torch.float32)
-    return State(*adam.init(p, dtype), p.to(wide, copy=True))
+    m, v = adam.init(p, dtype)
+    return State(m, v, p.to(wide, copy=True))
 
 
 def coeffs(h: Hyper, t: Scalar) -> Coeffs:
@@ -50,7 +51,7 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     d, new, _ = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
-    return Direction(d, State(*new, s.slow_param))
+    return Direction(d, State(new.exp_avg, new.exp_avg_sq, s.slow_param))
 
 
 def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:

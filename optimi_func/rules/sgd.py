@@ -63,7 +63,11 @@ def init(p: Tensor, dtype: torch.dtype) -> State:
 
 
 def coeffs(h: Hyper, t: Scalar) -> Coeffs:
-    tau = {True: h.momentum, False: 0.0}[h.dampening] if isinstance(h.dampening, bool) else h.dampening
+    tau = (
+        {True: h.momentum, False: 0.0}[h.dampening]
+        if isinstance(h.dampening, bool)
+        else h.dampening
+    )
     fresh = 1.0 - tau
     if h.torch_init or not isinstance(h.dampening, bool):
         fresh = choose(t == 1, 1.0, fresh)

@@ -1,8 +1,8 @@
 """StableAdamW: Adam that slows down where the gradient outgrows its second moment.
 
-Wortsman et al. 2023, arXiv:2304.13013, with AdaFactor's update clipping (Shazeer & Stern
-2018, arXiv:1804.04235). Moments and d are Adam's; the whole move of the tensor is divided
-by max(1, RMS):
+Wortsman et al. 2023, arXiv:2304.13013, with AdaFactor's update clipping (Shazeer &
+Stern 2018, arXiv:1804.04235). Moments and d are Adam's; the whole move of the tensor is
+divided by max(1, RMS):
 
     RMS^2 = mean(g^2 / max(v / (1 - b2^t), eps^2))
 """

@@ -1,0 +1,51 @@
+# Every target prepares .venv by itself: a fresh clone needs Python and make alone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Newer than what it was installed from exactly when .venv is up to date.
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help train test soak lint format clean
+
+help:
+	@echo "make train   train a small GPT three ways and compare the optimizers (minutes)"
+	@echo "make test    run the tests"
+	@echo "make soak    run the tests that take minutes"
+	@echo "make lint    check format, style and types"
+	@echo "make format  format and apply the safe fixes"
+	@echo "make clean   remove .venv, caches and outputs"
+	@echo "Pick the interpreter with PYTHON=...; it has to be 3.11 or newer."
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "error: $(PYTHON) not found; name one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $$($(PYTHON) --version 2>&1) is too old: optimi_func needs" \
+		"Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[test,lint,examples]' -c constraints.txt
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,136 @@
+"""The public surface: names, documentation, README, and which way imports point."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CLASSES, NAMES
+
+import optimi_func
+from optimi_func import functional
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "optimi_func"
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_public_names() -> None:
+    public = {n for n in dir(optimi_func) if not n.startswith("_")}
+    modules = {"compiled", "functional", "optimizers", "rules", "utils"}
+    functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
+    types = {"FunctionalOptimizer", "LeafState", "TreeState"}
+    utilities = {"param_groups_weight_decay", "to_low_precision"}
+    classes = {c.__name__ for c in CLASSES.values()}
+    # `import optimi_func.x` may bind submodules beside them.
+    assert public - modules == functions | types | utilities | classes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documentation(name: str) -> None:
+    """Intuition, arguments, errors, citation, doctest: for function and class."""
+    for thing in (getattr(functional, name), CLASSES[name]):
+        text = inspect.getdoc(thing)
+        for part in ("Args:", "Raises:", "References:", ">>> ", "lr:"):
+            assert part in text, part
+        assert re.search(r"arXiv:\d{4}\.\d{5}|ICML 2013", text)
+        documented = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
+        assert set(inspect.signature(thing).parameters) <= documented
+    step = getattr(functional, f"{name}_step")
+    keywords = list(inspect.signature(getattr(functional, name)).parameters)
+    assert list(inspect.signature(step).parameters)[:3] == ["params", "grads", "state"]
+    assert list(inspect.signature(step).parameters)[3:] == keywords
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_are_the_same_at_every_door(name: str) -> None:
+    pure = inspect.signature(getattr(functional, name)).parameters
+    cls = inspect.signature(CLASSES[name]).parameters
+    assert set(pure) <= set(cls)
+    for key, parameter in pure.items():
+        assert parameter.default == cls[key].default, key
+
+
+@pytest.mark.parametrize("source", BLOCKS, ids=range(len(BLOCKS)))
+@pytest.mark.filterwarnings("default")
+def test_readme(source: str, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_readme_names_every_optimizer_and_command() -> None:
+    for cls in CLASSES.values():
+        assert f"`{cls.__name__}`" in README
+    for command in re.findall(
+        r"^(\w+):.*\$\(STAMP\)", (ROOT / "Makefile").read_text(), re.M
+    ):
+        assert f"make {command}" in README
+
+
+LAYERS = [
+    {"_types"},
+    {"_leaf", "rules"},
+    {"functional"},
+    {"compiled"},
+    {"optimizers"},
+    {"utils", "__init__"},
+]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_one_way(path: Path) -> None:
+    def layer(module: str) -> int:
+        return next(i for i, names in enumerate(LAYERS) if module in names)
+
+    here = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("optimi_func"):
+            parts = node.module.split(".")[1:] or [node.names[0].name]
+            if parts[0] != here:
+                assert layer(parts[0]) < layer(here), f"{here} imports {parts[0]}"
+
+
+PRIVATE = re.compile(r"torch\._(?!_version__)(\w+)")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_private_torch_stays_in_its_corner(path: Path) -> None:
+    if path.parent.name != "compiled":
+        assert not PRIVATE.findall(path.read_text())
+
+
+def test_private_torch_is_there() -> None:
+    """What compiled/ uses of torch's private names: a torch without them fails here."""
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    assert is_in_torch_dispatch_mode() is False
+    targets, sources = [torch.zeros(2)], [torch.ones(2)]
+    torch._foreach_copy_(targets, sources)
+    assert targets[0].tolist() == [1, 1]
+    parts = [torch.ones(2, 3).t(), torch.zeros(()), torch.ones(0)]
+    flat = torch._utils._flatten_dense_tensors(parts)
+    assert flat.tolist() == [1, 1, 1, 1, 1, 1, 0]
+    views = torch._utils._unflatten_dense_tensors(flat, parts)
+    assert [v.shape for v in views] == [p.shape for p in parts]
+    assert callable(torch._dynamo.config.patch)
+    from optimi_func.compiled import foreach
+
+    names = [name for name, _ in foreach._BINARY.values()] + list(foreach._UNARY.values())
+    for name in [*names, "reciprocal"]:
+        assert hasattr(torch, f"_foreach_{name}"), name
+        assert hasattr(torch, f"_foreach_{name}_"), name
+
+
+def test_the_package_depends_on_torch_alone() -> None:
+    import sys
+
+    allowed = {*sys.stdlib_module_names, "torch", "optimi_func"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            assert {name.split(".")[0] for name in names} <= allowed

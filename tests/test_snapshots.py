@@ -1,0 +1,614 @@
+"""What must not change unseen: each rule's operations, error texts, state layouts.
+
+After a change that is meant, run with EXPECTTEST_ACCEPT=1 and review the diff.
+"""
+
+import torch
+from expecttest import TestCase
+from torch import fx
+
+import optimi_func
+from optimi_func._leaf import init_leaf
+from optimi_func._types import Rates, Scalars
+from optimi_func.compiled.foreach import trace
+from optimi_func.compiled.kernel import Numbers, job_key
+
+
+def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **options) -> str:
+    """The traced pipeline, an operation a line, under the names of its inputs."""
+    optimizer = getattr(optimi_func, name)(lr=0.1, **options)
+    rule = optimizer.rule
+    p = torch.ones(2, dtype=dtype)
+    leaf = init_leaf(rule, p, None, None)
+    coeffs = rule.coeffs(optimizer.hyper, t)
+    numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
+    graph = trace(job_key(rule, leaf, p, numbers, True, True), numbers.spec)
+    names = iter(
+        [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
+    )
+    called: dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            called[node] = next(names)
+            continue
+        arguments = [called.get(a, a) for a in node.args]
+        if node.op == "output":
+            results = ", ".join(called[a] for a in node.args[0])
+            lines.append(f"return {results}")
+            continue
+        called[node] = f"%{len(lines)}"
+        op = str(node.target).removeprefix("aten.").partition(".")[0]
+        to = [str(v) for k, v in node.kwargs.items() if k == "dtype"]
+        text = ", ".join([*map(str, arguments), *to])
+        lines.append(f"{called[node]} = {op}({text})")
+    return "\n".join(lines)
+
+
+def scalar_names(coeffs) -> list[str]:
+    found = []
+    for name, value in coeffs._asdict().items():
+        if hasattr(value, "_fields"):
+            found += scalar_names(value)
+        elif not isinstance(value, bool):
+            found.append(name)
+    return found
+
+
+class Operations(TestCase):
+    def test_sgd(self) -> None:
+        self.assertExpectedInline(
+            operations("sgd"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(lr, %2)
+%4 = mul(decay, p)
+%5 = add(%3, %4)
+%6 = neg(%5)
+%7 = add(p, %6)
+return %7""",
+        )
+
+    def test_sgd_momentum(self) -> None:
+        self.assertExpectedInline(
+            operations("sgd", momentum=0.9),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep, momentum_buffer)
+%4 = mul(fresh, %2)
+%5 = add(%3, %4)
+%6 = mul(lr, %5)
+%7 = mul(decay, p)
+%8 = add(%6, %7)
+%9 = neg(%8)
+%10 = add(p, %9)
+return %10, %5""",
+        )
+
+    def test_sgd_nesterov(self) -> None:
+        found = operations("sgd", momentum=0.9, nesterov=True)
+        self.assertExpectedInline(
+            found,
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep, momentum_buffer)
+%4 = mul(fresh, %2)
+%5 = add(%3, %4)
+%6 = mul(ahead, %5)
+%7 = add(%2, %6)
+%8 = mul(lr, %7)
+%9 = mul(decay, p)
+%10 = add(%8, %9)
+%11 = neg(%10)
+%12 = add(p, %11)
+return %12, %5""",
+        )
+
+    def test_adam(self) -> None:
+        self.assertExpectedInline(
+            operations("adam"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep1, exp_avg)
+%4 = mul(fresh1, %2)
+%5 = add(%3, %4)
+%6 = mul(keep2, exp_avg_sq)
+%7 = mul(%2, %2)
+%8 = mul(fresh2, %7)
+%9 = add(%6, %8)
+%10 = mul(unbias1, %5)
+%11 = clamp_min(%9, 1.1754943508222875e-38)
+%12 = sqrt(%11)
+%13 = mul(unbias2, %12)
+%14 = add(%13, eps)
+%15 = div(%10, %14)
+%16 = mul(lr, %15)
+%17 = mul(decay, p)
+%18 = add(%16, %17)
+%19 = neg(%18)
+%20 = add(p, %19)
+return %20, %5, %9""",
+        )
+
+    def test_adam_amsgrad(self) -> None:
+        self.assertExpectedInline(
+            operations("adam", amsgrad=True),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep1, exp_avg)
+%4 = mul(fresh1, %2)
+%5 = add(%3, %4)
+%6 = mul(keep2, exp_avg_sq)
+%7 = mul(%2, %2)
+%8 = mul(fresh2, %7)
+%9 = add(%6, %8)
+%10 = maximum(max_exp_avg_sq, %9)
+%11 = mul(unbias1, %5)
+%12 = clamp_min(%10, 1.1754943508222875e-38)
+%13 = sqrt(%12)
+%14 = mul(unbias2, %13)
+%15 = add(%14, eps)
+%16 = div(%11, %15)
+%17 = mul(lr, %16)
+%18 = mul(decay, p)
+%19 = add(%17, %18)
+%20 = neg(%19)
+%21 = add(p, %20)
+return %21, %5, %9, %10""",
+        )
+
+    def test_adamw_in_bfloat16_with_kahan(self) -> None:
+        found = operations("adamw", torch.bfloat16)
+        self.assertExpectedInline(
+            found,
+            """\
+%0 = _to_copy(p, torch.float32)
+%1 = _to_copy(comp, torch.float32)
+%2 = add(%0, %1)
+%3 = _to_copy(g, torch.float32)
+%4 = mul(gain, %3)
+%5 = mul(l2, %2)
+%6 = add(%4, %5)
+%7 = _to_copy(exp_avg, torch.float32)
+%8 = _to_copy(exp_avg_sq, torch.float32)
+%9 = mul(keep1, %7)
+%10 = mul(fresh1, %6)
+%11 = add(%9, %10)
+%12 = mul(keep2, %8)
+%13 = mul(%6, %6)
+%14 = mul(fresh2, %13)
+%15 = add(%12, %14)
+%16 = mul(unbias1, %11)
+%17 = clamp_min(%15, 1.1754943508222875e-38)
+%18 = sqrt(%17)
+%19 = mul(unbias2, %18)
+%20 = add(%19, eps)
+%21 = div(%16, %20)
+%22 = mul(lr, %21)
+%23 = mul(decay, %2)
+%24 = add(%22, %23)
+%25 = neg(%24)
+%26 = _to_copy(comp, torch.float32)
+%27 = add(%25, %26)
+%28 = add(%0, %27)
+%29 = mul(%28, 7.62939453125e-06)
+%30 = mul(%29, 65537.0)
+%31 = sub(%30, %29)
+%32 = sub(%30, %31)
+%33 = mul(%32, 131072.0)
+%34 = _to_copy(%33, torch.bfloat16)
+%35 = sub(%33, %0)
+%36 = sub(%27, %35)
+%37 = _to_copy(%36, torch.bfloat16)
+%38 = _to_copy(%11, torch.bfloat16)
+%39 = _to_copy(%15, torch.bfloat16)
+return %34, %38, %39, %37""",
+        )
+
+    def test_stableadamw(self) -> None:
+        self.assertExpectedInline(
+            operations("stableadamw"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep1, exp_avg)
+%4 = mul(fresh1, %2)
+%5 = add(%3, %4)
+%6 = mul(keep2, exp_avg_sq)
+%7 = mul(%2, %2)
+%8 = mul(fresh2, %7)
+%9 = add(%6, %8)
+%10 = clamp_min(%9, 1.1754943508222875e-38)
+%11 = sqrt(%10)
+%12 = mul(unbias2, %11)
+%13 = clamp_min(%12, eps)
+%14 = div(%2, %13)
+%15 = mul(unbias1, %5)
+%16 = add(%12, eps)
+%17 = div(%15, %16)
+%18 = mul(%14, %14)
+%19 = mul(lr, %17)
+%20 = mul(decay, p)
+%21 = add(%19, %20)
+%22 = neg(%21)
+%23 = mean(%18)
+%24 = clamp_min(%23, 1.0)
+%25 = sqrt(%24)
+%26 = div(%22, %25)
+%27 = add(p, %26)
+return %27, %5, %9""",
+        )
+
+    def test_radam(self) -> None:
+        self.assertExpectedInline(
+            operations("radam"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep1, exp_avg)
+%4 = mul(fresh1, %2)
+%5 = add(%3, %4)
+%6 = mul(keep2, exp_avg_sq)
+%7 = mul(%2, %2)
+%8 = mul(fresh2, %7)
+%9 = add(%6, %8)
+%10 = mul(unbias1, %5)
+%11 = clamp_min(%9, 1.1754943508222875e-38)
+%12 = sqrt(%11)
+%13 = mul(unbias2, %12)
+%14 = add(%13, eps)
+%15 = div(adaptive, %14)
+%16 = add(%15, plain)
+%17 = mul(%10, %16)
+%18 = mul(lr, %17)
+%19 = mul(decay, p)
+%20 = add(%18, %19)
+%21 = neg(%20)
+%22 = add(p, %21)
+return %22, %5, %9""",
+        )
+
+    def test_ranger_at_a_sync(self) -> None:
+        self.assertExpectedInline(
+            operations("ranger"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep1, exp_avg)
+%4 = mul(fresh1, %2)
+%5 = add(%3, %4)
+%6 = mul(keep2, exp_avg_sq)
+%7 = mul(%2, %2)
+%8 = mul(fresh2, %7)
+%9 = add(%6, %8)
+%10 = mul(unbias1, %5)
+%11 = clamp_min(%9, 1.1754943508222875e-38)
+%12 = sqrt(%11)
+%13 = mul(unbias2, %12)
+%14 = add(%13, eps)
+%15 = div(adaptive, %14)
+%16 = add(%15, plain)
+%17 = mul(%10, %16)
+%18 = mul(lr, %17)
+%19 = mul(decay, p)
+%20 = add(%18, %19)
+%21 = neg(%20)
+%22 = add(p, %21)
+%23 = sub(%22, slow_param)
+%24 = mul(pull, %23)
+%25 = add(slow_param, %24)
+%26 = sub(%25, p)
+%27 = sub(%26, %21)
+%28 = mul(%27, True)
+%29 = add(%21, %28)
+%30 = add(p, %29)
+return %30, %5, %9, %25""",
+        )
+
+    def test_ranger_between_syncs(self) -> None:
+        self.assertExpectedInline(
+            operations("ranger", t=5),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(keep1, exp_avg)
+%4 = mul(fresh1, %2)
+%5 = add(%3, %4)
+%6 = mul(keep2, exp_avg_sq)
+%7 = mul(%2, %2)
+%8 = mul(fresh2, %7)
+%9 = add(%6, %8)
+%10 = mul(unbias1, %5)
+%11 = clamp_min(%9, 1.1754943508222875e-38)
+%12 = sqrt(%11)
+%13 = mul(unbias2, %12)
+%14 = add(%13, eps)
+%15 = div(adaptive, %14)
+%16 = add(%15, plain)
+%17 = mul(%10, %16)
+%18 = mul(lr, %17)
+%19 = mul(decay, p)
+%20 = add(%18, %19)
+%21 = neg(%20)
+%22 = add(p, %21)
+return %22, %5, %9, slow_param""",
+        )
+
+    def test_adan(self) -> None:
+        self.assertExpectedInline(
+            operations("adan"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = sub(%2, prev_grad)
+%4 = mul(seen, %3)
+%5 = mul(keep1, exp_avg)
+%6 = mul(fresh1, %2)
+%7 = add(%5, %6)
+%8 = mul(keep2, exp_avg_diff)
+%9 = mul(fresh2, %4)
+%10 = add(%8, %9)
+%11 = mul(ahead, %4)
+%12 = add(%2, %11)
+%13 = mul(keep3, exp_avg_sq)
+%14 = mul(%12, %12)
+%15 = mul(fresh3, %14)
+%16 = add(%13, %15)
+%17 = mul(unbias1, %7)
+%18 = mul(ahead, unbias2)
+%19 = mul(%18, %10)
+%20 = add(%17, %19)
+%21 = clamp_min(%16, 1.1754943508222875e-38)
+%22 = sqrt(%21)
+%23 = mul(unbias3, %22)
+%24 = add(%23, eps)
+%25 = div(%20, %24)
+%26 = mul(lr, %25)
+%27 = mul(decay, p)
+%28 = add(%26, %27)
+%29 = neg(%28)
+%30 = add(p, %29)
+return %30, %7, %10, %16, %2""",
+        )
+
+    def test_lion(self) -> None:
+        self.assertExpectedInline(
+            operations("lion"),
+            """\
+%0 = mul(gain, g)
+%1 = mul(l2, p)
+%2 = add(%0, %1)
+%3 = mul(hold, exp_avg)
+%4 = mul(lean, %2)
+%5 = add(%3, %4)
+%6 = sign(%5)
+%7 = mul(keep, exp_avg)
+%8 = mul(fresh, %2)
+%9 = add(%7, %8)
+%10 = mul(lr, %6)
+%11 = mul(decay, p)
+%12 = add(%10, %11)
+%13 = neg(%12)
+%14 = add(p, %13)
+return %14, %9""",
+        )
+
+
+def layout(name: str, dtype: torch.dtype, **options) -> str:
+    """A state_dict with its tensors as dtype and shape."""
+    w = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    cls = {c.lower(): c for c in dir(optimi_func) if c[0].isupper()}[name]
+    optimizer = getattr(optimi_func, cls)([("w", w)], lr=0.1, compile=False, **options)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    lines = [f"{k}: {v!r}" for k, v in saved["param_groups"][0].items()]
+    for index, entry in saved["state"].items():
+        for k, x in entry.items():
+            lines.append(f"state[{index}].{k}: {str(x.dtype)[6:]} {tuple(x.shape)}")
+    return "\n".join(lines)
+
+
+class Layouts(TestCase):
+    def test_adamw(self) -> None:
+        self.assertExpectedInline(
+            layout("adamw", torch.bfloat16),
+            """\
+param_names: ['w']
+lr: 0.1
+betas: (0.9, 0.99)
+weight_decay: 0.01
+eps: 1e-06
+decouple_lr: False
+max_lr: None
+kahan_sum: None
+foreach: None
+triton: None
+gradient_release: False
+amsgrad: False
+compile: False
+maximize: False
+capturable: False
+state_dtype: None
+params: [0]
+state[0].step: float32 ()
+state[0].exp_avg: bfloat16 (2, 3)
+state[0].exp_avg_sq: bfloat16 (2, 3)
+state[0].kahan_comp: bfloat16 (2, 3)""",
+        )
+
+    def test_sgd(self) -> None:
+        found = layout("sgd", torch.float32, momentum=0.9)
+        self.assertExpectedInline(
+            found,
+            """\
+param_names: ['w']
+lr: 0.1
+momentum: 0.9
+weight_decay: 0.0
+dampening: False
+decouple_wd: False
+decouple_lr: False
+max_lr: None
+torch_init: False
+kahan_sum: None
+foreach: None
+triton: None
+gradient_release: False
+nesterov: False
+compile: False
+maximize: False
+capturable: False
+state_dtype: None
+params: [0]
+state[0].step: float32 ()
+state[0].momentum_buffer: float32 (2, 3)""",
+        )
+
+    def test_ranger(self) -> None:
+        found = layout("ranger", torch.bfloat16, state_dtype=torch.float32)
+        self.assertExpectedInline(
+            found,
+            """\
+param_names: ['w']
+lr: 0.1
+betas: (0.9, 0.99)
+weight_decay: 0.0
+eps: 1e-06
+k: 6
+alpha: 0.5
+decouple_wd: True
+decouple_lr: False
+max_lr: None
+kahan_sum: None
+foreach: None
+triton: None
+gradient_release: False
+compile: False
+maximize: False
+capturable: False
+state_dtype: torch.float32
+params: [0]
+state[0].step: float32 ()
+state[0].exp_avg: float32 (2, 3)
+state[0].exp_avg_sq: float32 (2, 3)
+state[0].slow_param: float32 (2, 3)
+state[0].kahan_comp: bfloat16 (2, 3)""",
+        )
+
+    def test_adan(self) -> None:
+        self.assertExpectedInline(
+            layout("adan", torch.float16),
+            """\
+param_names: ['w']
+lr: 0.1
+betas: (0.98, 0.92, 0.99)
+weight_decay: 0.02
+eps: 1e-06
+decouple_lr: False
+max_lr: None
+adam_wd: False
+kahan_sum: None
+foreach: None
+triton: None
+gradient_release: False
+compile: False
+maximize: False
+capturable: False
+state_dtype: None
+params: [0]
+state[0].step: float32 ()
+state[0].exp_avg: float16 (2, 3)
+state[0].exp_avg_diff: float16 (2, 3)
+state[0].exp_avg_sq: float32 (2, 3)
+state[0].prev_grad: float16 (2, 3)
+state[0].kahan_comp: float16 (2, 3)""",
+        )
+
+
+def message(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+class Messages(TestCase):
+    def test_numbers(self) -> None:
+        w = torch.ones(2, requires_grad=True)
+        calls = [
+            lambda: optimi_func.AdamW([w], lr=-1.0),
+            lambda: optimi_func.AdamW([w], lr=float("nan")),
+            lambda: optimi_func.AdamW([w], lr="0.1"),
+            lambda: optimi_func.AdamW([w], lr=0.1, betas=(1.0, 0.9)),
+            lambda: optimi_func.AdamW([w], lr=0.1, eps=-1.0),
+            lambda: optimi_func.AdamW([w], lr=0.1, weight_decay=-1.0),
+            lambda: optimi_func.AdamW([w], lr=0.1, max_lr=-1.0),
+            lambda: optimi_func.AdamW([w], lr=0.0, decouple_lr=True),
+            lambda: optimi_func.SGD([w], lr=0.1, momentum=1.0),
+            lambda: optimi_func.SGD([w], lr=0.1, nesterov=True),
+            lambda: optimi_func.Ranger([w], lr=0.1, k=0),
+        ]
+        self.assertExpectedInline(
+            "\n".join(map(message, calls)),
+            """\
+ValueError: Invalid learning rate: lr=-1.0: allowed is finite, at least 0.0
+ValueError: Invalid learning rate: lr=nan: allowed is finite, at least 0.0
+TypeError: Invalid lr: lr='0.1': allowed are numbers and tensors of one element
+ValueError: Invalid beta1 parameter: betas[0]=1.0: allowed is finite, at least 0.0 and below 1.0
+ValueError: Invalid epsilon: eps=-1.0: allowed is finite, at least 0.0
+ValueError: Invalid weight decay: weight_decay=-1.0: allowed is finite, at least 0.0
+ValueError: Invalid maximum learning rate: max_lr=-1.0: allowed is finite, at least 0.0
+ValueError: Invalid maximum learning rate: max_lr=None with lr=0.0: decouple_lr=True needs max_lr, the largest learning rate that will be scheduled, unless lr is a positive float
+ValueError: Invalid momentum: momentum=1.0: allowed is finite, at least 0.0 and below 1.0
+ValueError: Invalid nesterov: nesterov=True with momentum=0.0 and dampening=False: allowed with a momentum and no dampening
+ValueError: Invalid lookahead period: k=0: allowed is finite, at least 1.0""",
+        )
+
+    def test_trees(self) -> None:
+        params = {"w": torch.ones(2), "b": torch.ones(3)}
+        state = optimi_func.adamw_init(params)
+        ones = {k: torch.ones_like(v) for k, v in params.items()}
+        bad = [
+            {"w": ones["w"]},
+            {**ones, "b": torch.ones(4)},
+            {**ones, "b": ones["b"].half()},
+            {**ones, "b": ones["b"].long()},
+            {**ones, "b": ones["b"].to_sparse()},
+        ]
+        calls = [lambda g=g: optimi_func.adamw_step(params, g, state, lr=0.1) for g in bad]
+        calls += [
+            lambda: optimi_func.lion_step(params, ones, state, lr=0.1),
+            lambda: optimi_func.adamw_step(params, ones, state, lr=torch.ones(3)),
+            lambda: optimi_func.adamw_init({"w": torch.ones(2, dtype=torch.int64)}),
+            lambda: optimi_func.adamw_init(torch.ones(2, dtype=torch.complex64)),
+        ]
+        self.assertExpectedInline(
+            "\n".join(map(message, calls)),
+            """\
+ValueError: grads and params differ in structure: params['b'] has no counterpart
+ValueError: grads['b'] has shape (4,), its parameter (3,)
+TypeError: grads['b'] has dtype torch.float16, narrower than its parameter's torch.float32: allowed are that or wider
+TypeError: grads['b'] has dtype torch.int64: allowed are floating ones
+TypeError: grads['b'] has layout torch.sparse_coo: allowed is strided
+ValueError: state.leaves['w'] holds ('exp_avg', 'exp_avg_sq'), but lion needs ('exp_avg',): make it with its own init and the same options
+ValueError: a hyperparameter of shape (3,) reached the step, which takes numbers and 0-d tensors. Under vmap, keyword arguments are not batched: pass it positionally, as in vmap(lambda p, g, s, lr: adamw_step(p, g, s, lr=lr))
+TypeError: params['w'] has dtype torch.int64: allowed are floating ones
+TypeError: params has dtype torch.complex64: optimize torch.view_as_real of it""",
+        )

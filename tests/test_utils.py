@@ -1,0 +1,91 @@
+"""Param groups without decay, and models in low precision."""
+
+import pytest
+import torch
+from torch import nn
+
+from optimi_func import AdamW, param_groups_weight_decay, to_low_precision
+
+
+def test_groups() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4))
+    model[0].weight.requires_grad_(False)
+    none, some = param_groups_weight_decay(model, 0.1)
+    assert none["weight_decay"] == 0.0
+    assert some["weight_decay"] == 0.1
+    assert [tuple(p.shape) for p in none["params"]] == [(4,), (4,), (4,)]
+    assert [tuple(p.shape) for p in some["params"]] == [(5, 4)]
+    none, some = param_groups_weight_decay(model, 0.1, additional_layers=["2."])
+    assert len(none["params"]) == 4
+    assert not some["params"]
+    AdamW(param_groups_weight_decay(model), lr=0.1)
+    with pytest.raises(ValueError, match="weight_decay=-1"):
+        param_groups_weight_decay(model, -1)
+    with pytest.raises(TypeError, match="additional_layers='head'"):
+        param_groups_weight_decay(model, 0.1, "head")
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs", torch.ones(2))
+        self.register_buffer("index", torch.arange(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.rope = Rotary()
+        self.other = Rotary()
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {k: v.dtype for k, v in model.state_dict().items()}
+
+
+def test_low_precision() -> None:
+    f32, bf16 = torch.float32, torch.bfloat16
+    model = Model()
+    values = model.embedding.weight.detach().clone()
+    weight = model.embedding.weight
+    assert to_low_precision(model) is model
+    found = dtypes(model)
+    assert found["embedding.weight"] == f32
+    # Tied to an embedding, whichever is found first.
+    assert model.head.weight is model.embedding.weight is weight
+    assert torch.equal(weight, values)
+    assert found["norm.weight"] == found["norm.running_mean"] == bf16
+    assert found["norm.num_batches_tracked"] == torch.int64
+    assert found["rope.freqs"] == f32
+    assert found["rope.index"] == torch.int64
+    assert found["other.freqs"] == bf16
+
+
+def test_low_precision_options() -> None:
+    f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+    # One string is one word, not its letters: "o" is in "norm" and "other".
+    found = dtypes(to_low_precision(Model(), fp32_buffers="rope"))
+    assert (found["rope.freqs"], found["other.freqs"]) == (f32, bf16)
+    assert found["norm.running_mean"] == bf16
+    found = dtypes(to_low_precision(Model(), fp32_buffers=Rotary))
+    assert found["rope.freqs"] == found["other.freqs"] == f32
+    found = dtypes(to_low_precision(Model(), fp32_buffers=None, fp32_modules=None))
+    assert found["rope.freqs"] == found["embedding.weight"] == bf16
+    found = dtypes(to_low_precision(Model(), f16, fp32_modules=[nn.BatchNorm1d]))
+    assert found["norm.weight"] == found["norm.running_mean"] == f32
+    assert found["embedding.weight"] == f16
+
+
+def test_low_precision_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="fp32_modules holds 'x'"):
+        to_low_precision(Model(), fp32_modules="x")
+    with pytest.raises(TypeError, match="fp32_modules holds 5"):
+        to_low_precision(Model(), fp32_modules=5)
+    with pytest.raises(TypeError, match="fp32_buffers holds"):
+        to_low_precision(Model(), fp32_buffers=[torch.ones(1)])
+    with pytest.raises(TypeError, match="dtype='bfloat16'"):
+        to_low_precision(Model(), "bfloat16")

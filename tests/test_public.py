@@ -76,7 +76,8 @@ LAYERS = [
     {"functional"},
     {"compiled"},
     {"optimizers"},
-    {"utils", "__init__"},
+    {"utils"},
+    {"__init__"},
 ]
 
 

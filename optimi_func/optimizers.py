@@ -26,7 +26,7 @@ from optimi_func.compiled.batching import (
     run_launches,
 )
 from optimi_func.compiled.foreach import plan_foreach
-from optimi_func.compiled.jobs import Job
+from optimi_func.compiled.jobs import Bundle, Job, foreach_add_
 from optimi_func.compiled.kernel import DispatchModeError, Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer
 
@@ -50,6 +50,7 @@ class BaseOptimizer(Optimizer):
         self.optimizer_accumulation = False
         self._uncompilable: set[str] = set()
         self._constructed = False
+        self._known: dict[Tensor, _Known] = {}
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._advise(self.param_groups)
@@ -226,70 +227,73 @@ class BaseOptimizer(Optimizer):
     def _step(self, work: list[tuple[dict[str, Any], list[Tensor]]], write: bool) -> None:
         """Check everything, compile everything, and only then write."""
         work = [(group, params) for group, params in work if params]
-        for group, params in work:
-            names = group.get("param_names") or range(len(group["params"]))
-            named = dict(zip(map(id, group["params"]), names))
-            for p in params:
-                _check_leaf(f"[{named[id(p)]!r}]", p, self.state.get(p, {}))
         # What a first gradient makes joins the optimizer once nothing can fail.
-        made: dict[Tensor, dict[str, Any]] = {}
+        made: dict[Tensor, _Known] = {}
         plans = [self._plan(group, params, write, made) for group, params in work]
-        self.state.update(made)
+        for p, known in made.items():
+            self.state[p] = known.state
+        self._known.update(made)
         for launches, (_, params) in zip(plans, work):
             run_launches(launches, params[0].device)
-        for _, params in work:
-            for p in params:
-                self.state[p]["step"].add_(1.0)
+        foreach_add_([self._known[p].step for _, params in work for p in params], 1.0)
 
     def _plan(
         self,
         group: dict[str, Any],
         params: list[Tensor],
         write: bool,
-        made: dict[Tensor, dict[str, Any]],
+        made: dict[Tensor, "_Known"],
     ) -> list[Launch]:
         """Everything about a group's update but the writing."""
         capturable = group["capturable"]
         bound = self._bind(group, self._device if capturable else self._host)
         top = bound.lr if bound.max_lr is None else bound.max_lr
         r = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
+        asked = (bound.rule, group["kahan_sum"], capturable)
         shared: dict[Any, Numbers] = {}
         jobs: list[Job] = []
         for p in params:
-            state = self._complete(group, bound.rule, p)
-            made[p] = state
-            step = state["step"]
+            g = cast(Tensor, p.grad)
+            known = self._known.get(p)
+            if known is None or not known.holds(self.state.get(p), asked, p):
+                known = made[p] = self._look_at(group, asked, p)
+            if not _fits(p, g):
+                _f.check_grad(_path(group, p), p, g)
             # Leaves of one age share their coefficients: on the host a number tells.
+            step = known.step
             t = step.double() + 1.0 if capturable else step.item() + 1.0
-            if t not in shared:
-                shared[t] = Numbers(Scalars(bound.rule.coeffs(bound.hyper, t), r))
-            fields = (state[name] for name in bound.rule.state._fields)
-            leaf = Leaf(p, bound.rule.state(*fields), state.get("kahan_comp"))
-            jobs.append(Job(leaf, cast(Tensor, p.grad), shared[t], leaf))
+            numbers = shared.get(t)
+            if numbers is None:
+                numbers = Numbers(Scalars(bound.rule.coeffs(bound.hyper, t), r))
+                shared[t] = numbers
+            jobs.append(Job(known.bundle, g, numbers, known.bundle))
         return self._launches(group, bound.rule, jobs, write)
 
-    def _complete(
-        self, group: dict[str, Any], rule: Rule[Any, Any, Any], p: Tensor
-    ) -> dict[str, Any]:
-        """state[p] with everything that the rule and the group ask of it now."""
+    def _look_at(
+        self, group: dict[str, Any], asked: tuple[Any, ...], p: Tensor
+    ) -> "_Known":
+        """A parameter's state as its group asks for it now, checked and completed."""
+        rule, _, _ = asked
         state = self.state.get(p, {})
+        path = _path(group, p)
+        _f.check_param(path, p)
+        _check_state(path, p, state)
         names = rule.state._fields
         missing = [name for name in names if name not in state]
         compensated = is_low(p) and group["kahan_sum"] is not False
-        if "step" in state and not missing and ("kahan_comp" in state) == compensated:
-            return state
-        state = dict(state)
-        fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
-        if "step" not in state or (missing and len(missing) == len(names)):
-            # Also where momentum appears in mid-run: its buffer has a first step too.
-            device = p.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state.update({name: getattr(fresh.state, name) for name in missing})
-        if not compensated:
-            state.pop("kahan_comp", None)
-        elif "kahan_comp" not in state:
-            state["kahan_comp"] = fresh.comp
-        return state
+        if "step" not in state or missing or ("kahan_comp" in state) != compensated:
+            state = dict(state)
+            fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
+            if "step" not in state or (missing and len(missing) == len(names)):
+                # Also where momentum appears in mid-run: its buffer has a first step.
+                device = p.device if group["capturable"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state.update({name: getattr(fresh.state, name) for name in missing})
+            if not compensated:
+                state.pop("kahan_comp", None)
+            elif "kahan_comp" not in state:
+                state["kahan_comp"] = fresh.comp
+        return _Known(asked, p, state)
 
     def _launches(
         self,
@@ -310,7 +314,7 @@ class BaseOptimizer(Optimizer):
     def _plan_if_possible(
         self, rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
     ) -> list[Launch]:
-        device = jobs[0].leaf.p.device.type
+        device = jobs[0].g.device.type
         if device not in self._uncompilable:
             try:
                 return plan_compiled(rule, jobs, write)
@@ -409,15 +413,21 @@ class BaseOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""
         # A scheduler replaces `step` by a bound wrapper of its own.
-        kept = {k: v for k, v in self.__dict__.items() if not _is_torchs_own(k)}
+        kept = {k: v for k, v in self.__dict__.items() if not _is_not_ours_to_keep(k)}
         return {**kept, **super().__getstate__()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; what is cached is found out anew."""
+        self._known = {}
+        super().__setstate__(state)
 
-def _is_torchs_own(field: str) -> bool:
+
+def _is_not_ours_to_keep(field: str) -> bool:
     return field.startswith("_optimizer_") or field in (
         "step",
         "_zero_grad_profile_name",
         "_opt_called",
+        "_known",
     )
 
 
@@ -429,10 +439,55 @@ def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
 
 
-def _check_leaf(path: str, p: Tensor, state: dict[str, Any]) -> None:
-    """Refuse what a step could not use, naming the parameter."""
-    _f.check_param(path, p)
-    _f.check_grad(path, p, p.grad)
+class _Known:
+    """What was found out about a parameter, and whether it still is so.
+
+    A cache: `state[p]` is the truth, and whoever loads, copies, casts, moves or edits
+    it is noticed at the next step.
+    """
+
+    __slots__ = ("asked", "bundle", "names", "state", "step")
+
+    def __init__(self, asked: tuple[Any, ...], p: Tensor, state: dict[str, Any]) -> None:
+        rule, _, _ = self.asked = asked
+        self.state = state
+        self.step: Tensor = state["step"]
+        fields = rule.state(*(state[name] for name in rule.state._fields))
+        leaf = Leaf(p, fields, state.get("kahan_comp"))
+        self.names = [*rule.state._fields, *([] if leaf.comp is None else ["kahan_comp"])]
+        self.bundle = Bundle(leaf)
+
+    def holds(
+        self, state: dict[str, Any] | None, asked: tuple[Any, ...], p: Tensor
+    ) -> bool:
+        return (
+            state is self.state
+            and state.get("step") is self.step
+            and asked == self.asked
+            and self.bundle.holds(p, [state.get(name) for name in self.names])
+        )
+
+
+def _fits(p: Tensor, g: Tensor | None) -> bool:
+    """The usual case, told cheaply; anything else is looked at closely."""
+    return (
+        g is not None
+        and g.dtype == p.dtype
+        and g.shape == p.shape
+        and g.device == p.device
+        and g.layout == torch.strided
+    )
+
+
+def _path(group: dict[str, Any], p: Tensor) -> str:
+    """How errors call a parameter: by its name, or its place in the group."""
+    index = next(i for i, q in enumerate(group["params"]) if q is p)
+    names = group.get("param_names")
+    return f"[{(names[index] if names else index)!r}]"
+
+
+def _check_state(path: str, p: Tensor, state: dict[str, Any]) -> None:
+    """Refuse a state that no longer fits its parameter."""
     for name, x in state.items():
         if name != "step" and (x.shape != p.shape or x.device != p.device):
             raise ValueError(

@@ -216,3 +216,77 @@ def test_cuda_equals_cpu(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("part", ["generated", "arguments"])
+def test_without_inductors_private_parts_torch_compile_does_the_same(part, monkeypatch):
+    """The fallback of compiled/direct.py, and that it is not what runs here."""
+    from optimi_func.compiled import direct
+
+    def run() -> tuple[torch.Tensor, str]:
+        optimizer = fresh("sgd", lr=0.1, momentum=0.9)
+        params = [torch.ones(90, 100), torch.ones(3), torch.ones(9000)]
+        state = optimizer.init(params)
+        for i in range(3):
+            grads = [torch.full_like(p, i + 1.0) for p in params]
+            compiled.step_(optimizer, params, grads, state)
+        ways = [c.__self__.__class__.__name__ for c in made]
+        return torch.cat([p.flatten() for p in params]), ways[-1]
+
+    made: list = []
+    original = direct.compile_flat
+    monkeypatch.setattr(
+        "optimi_func.compiled.kernel.compile_flat",
+        lambda *a: made.append(original(*a)) or made[-1],
+    )
+    fast, way = run()
+    assert way == "_Direct"
+    if part == "generated":
+        monkeypatch.setattr(direct, "generated_code", lambda compiled: None)
+    else:
+        monkeypatch.setattr(direct._Record, "order", lambda self, example: None)
+    slow, way = run()
+    assert way == "_Public"
+    assert torch.equal(fast, slow)
+
+
+def test_another_number_of_threads_is_another_graph_and_no_more(graphs) -> None:
+    optimizer = fresh("sgd", lr=0.1)
+    before = torch.get_num_threads()
+    p = torch.ones(9000)
+    state = optimizer.init(p)
+    try:
+        for threads in (1, 2, 3, 1, 2, 3):
+            torch.set_num_threads(threads)
+            compiled.step_(optimizer, p, torch.ones_like(p), state)
+    finally:
+        torch.set_num_threads(before)
+    assert graphs() == 3
+
+
+def test_ambient_state_costs_no_graph(graphs) -> None:
+    optimizer = fresh("lion", lr=0.1)
+    params = [torch.ones(9000), torch.ones(3)]
+    grads = [torch.ones_like(p) for p in params]
+    state = optimizer.init(params)
+    compiled.step_(optimizer, params, grads, state)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.device("cpu"):
+            compiled.step_(optimizer, params, grads, state)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    # One tensor may be another's gradient, and a parameter need not require grad.
+    compiled.step_(optimizer, params, params, state)
+    assert graphs() == 1
+
+
+def test_a_negated_view_is_negated() -> None:
+    optimizer = optimi_func.sgd(lr=1.0)
+    for n in (3, 9000):
+        p = torch.zeros(n)
+        g = torch._neg_view(torch.ones(n))
+        compiled.step_(optimizer, p, g, optimizer.init(p))
+        assert (p == 1).all()

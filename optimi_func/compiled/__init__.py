@@ -12,7 +12,7 @@ import torch
 from optimi_func import functional as _f
 from optimi_func._types import Leaf, PyTree
 from optimi_func.compiled.batching import plan_compiled, run_launches
-from optimi_func.compiled.jobs import Job
+from optimi_func.compiled.jobs import Bundle, Job
 from optimi_func.compiled.kernel import Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
@@ -25,7 +25,7 @@ def step(
     with ambient(state.step.device):
         jobs = _jobs(optimizer, leaves, _fresh)
         _run(optimizer, leaves, list(jobs.values()))
-        return leaves.rebuild({i: job.into for i, job in jobs.items()})
+        return leaves.rebuild({i: job.into.leaf for i, job in jobs.items()})
 
 
 def step_(
@@ -34,25 +34,28 @@ def step_(
     """The step through compiled kernels, written into params and state."""
     leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
     with ambient(state.step.device):
-        jobs = _jobs(optimizer, leaves, lambda leaf: leaf)
+        jobs = _jobs(optimizer, leaves, lambda source: source)
         _run(optimizer, leaves, list(jobs.values()))
         state.step.add_(1.0)
     return params, state
 
 
 def _jobs(
-    optimizer: FunctionalOptimizer, leaves: _f.Leaves, into: Callable[[Leaf], Leaf]
+    optimizer: FunctionalOptimizer,
+    leaves: _f.Leaves,
+    into: Callable[[Bundle], Bundle],
 ) -> dict[int, Job]:
     step = leaves.state.step
     # A host step count gives host coefficients; a device's is never waited for.
     t = step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
     scalars = optimizer.scalars(leaves, step, t)
     numbers = {id(s): Numbers(s) for s in scalars}
-    return {
-        i: Job(leaf, g, numbers[id(s)], into(leaf))
-        for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars))
-        if g is not None
-    }
+    jobs: dict[int, Job] = {}
+    for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):
+        if g is not None:
+            source = Bundle(leaf)
+            jobs[i] = Job(source, g, numbers[id(s)], into(source))
+    return jobs
 
 
 def _run(optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]) -> None:
@@ -61,11 +64,16 @@ def _run(optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]) -> 
     run_launches(launches, leaves.state.step.device)
 
 
-def _fresh(leaf: Leaf) -> Leaf:
-    comp = None if leaf.comp is None else torch.empty_like(leaf.comp)
-    fields = (torch.empty_like(s) for s in leaf.state)
-    p = torch.empty_like(leaf.p, requires_grad=False)
-    return Leaf(p, type(leaf.state)(*fields), comp)
+def _fresh(source: Bundle) -> Bundle:
+    p, state, comp = source.leaf
+    fields = (torch.empty_like(s) for s in state)
+    return Bundle(
+        Leaf(
+            torch.empty_like(p, requires_grad=False),
+            type(state)(*fields),
+            None if comp is None else torch.empty_like(comp),
+        )
+    )
 
 
 sgd_step = _f.stepper(_f.sgd, step, "sgd_step")

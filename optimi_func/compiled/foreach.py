@@ -83,8 +83,8 @@ def plan_foreach(
     """Launches of jobs that share dtypes and numbers, a chunk each."""
     groups: dict[tuple[Key, int], list[Job]] = {}
     for job in jobs:
-        if job.leaf.p.numel() > 0:
-            key = job_key(rule, job.leaf, job.g, job.numbers, write, True)
+        if job.source.count > 0:
+            key = job_key(rule, job.source.leaf, job.g, job.numbers, write, True)
             groups.setdefault((key, id(job.numbers)), []).append(job)
     launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
@@ -96,9 +96,9 @@ def plan_foreach(
 def _run(graph: fx.Graph, jobs: list[Job]) -> None:
     """Run the trace on the jobs' tensors and write the results onto their targets."""
     numbers = jobs[0].numbers.host_values()
-    p, *state = (list(role) for role in zip(*(flat_leaf(job.leaf) for job in jobs)))
+    p, *state = (list(role) for role in zip(*[job.source.tensors for job in jobs]))
     inputs: list[Value] = [*numbers, p, [job.g for job in jobs], *state]
-    targets = (list(role) for role in zip(*(flat_leaf(job.into) for job in jobs)))
+    targets = (list(role) for role in zip(*[job.into.tensors for job in jobs]))
     for target, result in zip(targets, _interpret(graph, inputs)):
         assert isinstance(result, list)
         if any(x is not y for x, y in zip(target, result)):

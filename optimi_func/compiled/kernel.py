@@ -1,14 +1,12 @@
 """One compiled kernel a (rule, static choices, dtypes): the leaf pipeline on flat tensors.
 
 A kernel takes 1-D tensors of any length from 2 up, and all scalars as one small tensor:
-neither a shape nor a number is part of its graph. What else torch.compile guards on, and
-so may cost another graph: the number of threads, deterministic mode, the default dtype and
-torch function modes such as a default device. Grad mode, inference mode and autocast are
-fixed on entry.
+neither a shape nor a number is part of its graph. The number of threads is: another one
+makes another graph. Grad mode, inference mode and autocast are fixed on entry, and what
+torch.compile guards on beside them is left out by calling its result directly.
 """
 
 import functools
-import inspect
 import threading
 import types
 from collections.abc import Callable, Generator
@@ -22,6 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule, Scalars
+from optimi_func.compiled.direct import compile_flat
 
 # Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
 _COMPILE_LENGTH = 1 << 20
@@ -71,6 +70,7 @@ class Key(NamedTuple):
     in_place: bool  # results onto the inputs, or onto tensors passed beside them
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
+    threads: int  # Inductor writes their number into a CPU loop
 
     @property
     def compensated(self) -> bool:
@@ -95,11 +95,10 @@ def job_key(
     in_place: bool,
 ) -> Key:
     """The kernel that one leaf needs."""
-    dtypes = [leaf.p.dtype, g.dtype, *(s.dtype for s in leaf.state)]
-    if leaf.comp is not None:
-        dtypes.append(leaf.comp.dtype)
-    statics = numbers.statics
-    return Key(rule, statics, write, in_place, tuple(dtypes), leaf.p.device)
+    p, *rest = flat_leaf(leaf)
+    dtypes = tuple(x.dtype for x in (p, g, *rest))
+    threads = torch.get_num_threads()
+    return Key(rule, numbers.statics, write, in_place, dtypes, p.device, threads)
 
 
 Kernel = Callable[..., None]
@@ -131,40 +130,25 @@ class DispatchModeError(RuntimeError):
 
 # Compiled by one thread, found by the others.
 _lock = threading.RLock()
-# Every combination of what `ambient` cannot fix is a graph; torch stops at 8 and raises.
-_RECOMPILE_LIMIT = 64
 
 
 @functools.cache
 def _compile(key: Key, spec: pytree.TreeSpec) -> Kernel:
     ran_eagerly: list[bool] = []
     body = _own_code(_body(key, spec, ran_eagerly), key.name)
-    compiled = _torch_compile(body)
+    tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
+    targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
+    numbers = sum(s is None for s in key.statics)
+    dtype = compute_dtype(*key.dtypes)
+    values = torch.ones(numbers, dtype=dtype, device=key.device)
     with ambient(key.device):
-        tensors = [
-            torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes
-        ]
-        targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-        numbers = sum(s is None for s in key.statics)
-        dtype = compute_dtype(*key.dtypes)
-        values = torch.ones(numbers, dtype=dtype, device=key.device)
-        compiled(values, *tensors, *targets)
+        compiled = compile_flat(body, [values, *tensors, *targets])
     if ran_eagerly:
         raise RuntimeError(
             "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE "
             "or torch.compiler.set_stance)"
         )
     return compiled
-
-
-def _torch_compile(body: Kernel) -> Kernel:
-    compiler: Any = torch.compile
-    if "recompile_limit" in inspect.signature(compiler).parameters:
-        limit = _RECOMPILE_LIMIT
-        return compiler(body, fullgraph=True, dynamic=True, recompile_limit=limit)
-    # Before torch 2.13 the limit is looked up at each call.
-    patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
-    return patch(compiler(body, fullgraph=True, dynamic=True))
 
 
 def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Kernel:

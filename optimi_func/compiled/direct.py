@@ -1,0 +1,148 @@
+"""A compiled function, called without what torch.compile does at every call.
+
+torch.compile checks its guards and unwraps its arguments for some 30 us a call, ten times
+what a small update takes. A kernel's arguments are flat tensors that differ in length
+alone, so there is nothing to check: what Inductor generated is kept from the one
+compilation, with the order of its arguments, and called by itself.
+
+This is the one module that reaches into Inductor's private parts. Where they are not as
+expected, `compile_flat` gives torch.compile's own function, which does the same, slower.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A function of 1-D tensors that returns nothing and writes to some of them.
+Flat = Callable[..., None]
+Generated = Callable[[list[Any]], Any]
+
+# Every combination of ambient state is a graph; torch stops at 8 of them and raises.
+_RECOMPILE_LIMIT = 64
+# Inductor indexes with 32 bits where its example allowed it, and guards on that.
+_LONGEST = 2**31 - 1
+
+
+def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
+    """Compile `function` by calling it on an example.
+
+    Args:
+        function: Takes a 1-D tensor of fixed length, then 1-D tensors of one common
+            length, which is free; writes to its arguments and returns nothing.
+        example: Arguments of a typical length, which are written to.
+
+    Returns:
+        The compiled function, for every length of 2 and more. It takes dense tensors of
+        any shape, as long as their elements lie in memory in one order, and what it
+        writes is not seen by autograd.
+
+    Raises:
+        Exception: Whatever the compiler raised.
+    """
+    record = _Record()
+    public = _torch_compile(function, record.backend)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        # A hit in that cache would bring the function without the part that we keep.
+        public(*example)
+    generated = record.generated
+    order = record.order(example)
+    if generated is None or order is None:
+        return _Public(public).run
+    return _Direct(public, generated, order).run
+
+
+class _Record:
+    """What Inductor made of the one graph, and the arguments it was first called with."""
+
+    def __init__(self) -> None:
+        self.generated: Generated | None = None
+        self.arguments: list[Any] | None = None
+
+    def backend(self, graph: Any, example: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        # Without size asserts the generated code takes any dense tensor for a flat one.
+        patches = {"size_asserts": False}
+        return compile_fx(
+            graph, example, inner_compile=self._compile, config_patches=patches
+        )
+
+    def _compile(self, graph: Any, example: Any, **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        compiled: Any = compile_fx_inner(graph, example, **options)
+        self.generated = generated_code(compiled)
+        call = compiled.__call__
+
+        def first(arguments: list[Any]) -> Any:
+            if self.arguments is None:
+                self.arguments = list(arguments)
+            return call(arguments)
+
+        first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return first
+
+    def order(self, example: Sequence[Tensor]) -> list[int] | None:
+        """For each generated argument, the index of ours, or -1 for the length."""
+        found: list[int] = []
+        places = {x.data_ptr(): i for i, x in enumerate(example)}
+        length = example[-1].numel()
+        for argument in self.arguments or ():
+            if isinstance(argument, int) and argument == length:
+                found.append(-1)
+            elif isinstance(argument, Tensor) and argument.data_ptr() in places:
+                found.append(places[argument.data_ptr()])
+            else:
+                return None
+        return found or None
+
+
+def generated_code(compiled: Any) -> Generated | None:
+    """What Inductor wrote, if it is where it was."""
+    return getattr(compiled, "current_callable", None)
+
+
+class _Public:
+    """torch.compile's own function, which guards on shapes: it gets flat aliases."""
+
+    def __init__(self, public: Flat) -> None:
+        self.public = public
+
+    def run(self, *tensors: Tensor) -> None:
+        self.public(*map(_alias, tensors))
+
+
+def _alias(x: Tensor) -> Tensor:
+    # Not a view: guards look at a view's base, and would make a graph for each rank.
+    # Always an object of its own: guards tell when two arguments are one.
+    alias = torch.empty(0, dtype=x.dtype, device=x.device)
+    return alias.set_(x.untyped_storage(), x.storage_offset(), (x.numel(),), (1,))
+
+
+class _Direct:
+    """The generated code, with torch.compile's function for what it was not made for."""
+
+    def __init__(self, public: Flat, generated: Generated, order: list[int]) -> None:
+        self.public = public
+        self.generated = generated
+        self.order = order
+
+    def run(self, *tensors: Tensor) -> None:
+        length = tensors[-1].numel()
+        if length > _LONGEST:
+            self.public(*map(_alias, tensors))
+        else:
+            self.generated([tensors[i] if i >= 0 else length for i in self.order])
+
+
+def _torch_compile(function: Flat, backend: Any) -> Flat:
+    compiler: Any = torch.compile
+    options = {"fullgraph": True, "dynamic": True, "backend": backend}
+    if "recompile_limit" in inspect.signature(compiler).parameters:
+        return compiler(function, recompile_limit=_RECOMPILE_LIMIT, **options)
+    # Before torch 2.13 the limit is looked up at each call.
+    patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
+    return patch(compiler(function, **options))

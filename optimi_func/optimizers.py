@@ -51,6 +51,7 @@ class BaseOptimizer(Optimizer):
         self._uncompilable: set[str] = set()
         self._constructed = False
         self._known: dict[Tensor, _Known] = {}
+        self._bound: dict[int, tuple[Any, FunctionalOptimizer]] = {}
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._advise(self.param_groups)
@@ -151,8 +152,14 @@ class BaseOptimizer(Optimizer):
         self, group: dict[str, Any], number: Callable[[Any], Any]
     ) -> FunctionalOptimizer:
         """The group's numbers as they are now, bound to the rule."""
-        chosen = {name: _numbers(group[name], number) for name in self.keywords}
-        return type(self).factory(**chosen)
+        chosen = [_numbers(group[name], number) for name in self.keywords]
+        # Host numbers that have not changed need not be checked again; True is not 1.
+        known = (chosen, [type(x) for x in chosen]) if number is self._host else None
+        last, bound = self._bound.get(id(group), (None, None))
+        if bound is None or known is None or known != last:
+            bound = type(self).factory(**dict(zip(self.keywords, chosen)))
+            self._bound[id(group)] = (known, bound)
+        return bound
 
     @staticmethod
     def _host(x: Any) -> Any:
@@ -418,7 +425,7 @@ class BaseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
-        self._known = {}
+        self._known, self._bound = {}, {}
         super().__setstate__(state)
 
 
@@ -428,6 +435,7 @@ def _is_not_ours_to_keep(field: str) -> bool:
         "_zero_grad_profile_name",
         "_opt_called",
         "_known",
+        "_bound",
     )
 
 
@@ -461,7 +469,8 @@ class _Known:
         self, state: dict[str, Any] | None, asked: tuple[Any, ...], p: Tensor
     ) -> bool:
         return (
-            state is self.state
+            state is not None
+            and state is self.state
             and state.get("step") is self.step
             and asked == self.asked
             and self.bundle.holds(p, [state.get(name) for name in self.names])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Rule
+from optimi_func.compiled.direct import Flat
 from optimi_func.compiled.foreach import plan_foreach
 from optimi_func.compiled.jobs import (
     Job,
@@ -24,7 +25,6 @@ from optimi_func.compiled.jobs import (
     unflatten,
 )
 from optimi_func.compiled.kernel import (
-    Kernel,
     ambient,
     flat_leaf,
     job_key,
@@ -62,7 +62,7 @@ def plan_compiled(
     launches: list[Launch] = []
     gathered: list[Job] = []
     # Looked up once for all jobs that share their dtypes and numbers.
-    found: dict[Any, tuple[Kernel, Tensor]] = {}
+    found: dict[Any, tuple[Flat, Tensor]] = {}
     for job in jobs:
         if job.g.is_neg():
             job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
@@ -98,7 +98,7 @@ def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> l
 
 def _kernel(
     rule: Rule[Any, Any, Any], job: Job, write: bool, in_place: bool
-) -> tuple[Kernel, Tensor]:
+) -> tuple[Flat, Tensor]:
     key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place)
     values = job.numbers.packed(compute_dtype(*key.dtypes), key.device)
     return kernel(key, job.numbers.spec), values
@@ -119,7 +119,7 @@ def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
             target.copy_(result)
 
 
-def _run_direct(run: Kernel, values: Tensor, job: Job) -> None:
+def _run_direct(run: Flat, values: Tensor, job: Job) -> None:
     p, *state = job.source.tensors
     if job.into is job.source:
         written = job.source.tensors
@@ -134,7 +134,7 @@ def _run_direct(run: Kernel, values: Tensor, job: Job) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _run_gathered(run: Kernel, values: Tensor, jobs: list[Job], write: bool) -> None:
+def _run_gathered(run: Flat, values: Tensor, jobs: list[Job], write: bool) -> None:
     p, *state = (list(role) for role in zip(*[job.source.tensors for job in jobs]))
     scratch = [flatten(role) for role in (p, [job.g for job in jobs], *state)]
     run(values, *scratch)

@@ -44,7 +44,9 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     """
     record = _Record()
     public = _torch_compile(function, record.backend)
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    from torch._functorch import config
+
+    with config.patch(enable_autograd_cache=False):
         # A hit in that cache would bring the function without the part that we keep.
         public(*example)
     generated = record.generated

@@ -6,10 +6,9 @@ makes another graph. Grad mode, inference mode and autocast are fixed on entry, 
 torch.compile guards on beside them is left out by calling its result directly.
 """
 
-import functools
 import threading
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule, Scalars
-from optimi_func.compiled.direct import compile_flat
+from optimi_func.compiled.direct import Flat, compile_flat
 
 # Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
 _COMPILE_LENGTH = 1 << 20
@@ -101,10 +100,7 @@ def job_key(
     return Key(rule, numbers.statics, write, in_place, dtypes, p.device, threads)
 
 
-Kernel = Callable[..., None]
-
-
-def kernel(key: Key, spec: pytree.TreeSpec) -> Kernel:
+def kernel(key: Key, spec: pytree.TreeSpec) -> Flat:
     """The compiled kernel of a key: `run(values, p, g, *state, *comp, *targets)`.
 
     Compiled here and now, on tensors of its own, so that a compiler that fails has not
@@ -120,20 +116,25 @@ def kernel(key: Key, spec: pytree.TreeSpec) -> Kernel:
             "a TorchDispatchMode is active, which compiled steps cannot run under: "
             "leave it for the step, or pass compile=False"
         )
-    with _lock:
-        return _compile(key, spec)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key) or _compile(key, spec)
+            _kernels[key] = found
+    return found
+
+
+# Made once a process.
+_kernels: dict[Key, Flat] = {}
+# Compiled by one thread, found by the others.
+_lock = threading.RLock()
 
 
 class DispatchModeError(RuntimeError):
     """Not now, rather than not at all."""
 
 
-# Compiled by one thread, found by the others.
-_lock = threading.RLock()
-
-
-@functools.cache
-def _compile(key: Key, spec: pytree.TreeSpec) -> Kernel:
+def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
     ran_eagerly: list[bool] = []
     body = _own_code(_body(key, spec, ran_eagerly), key.name)
     tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
@@ -151,7 +152,7 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Kernel:
     return compiled
 
 
-def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Kernel:
+def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Flat:
     rule, statics, write, in_place = key.rule, key.statics, key.write, key.in_place
     fields, compensated = len(rule.state._fields), key.compensated
 
@@ -182,7 +183,7 @@ def flat_leaf(leaf: Leaf) -> list[Tensor]:
     return tensors
 
 
-def _own_code(fn: Kernel, name: str) -> Kernel:
+def _own_code(fn: Flat, name: str) -> Flat:
     # Dynamo counts recompilations per code object; closures of one body would share it.
     assert isinstance(fn, types.FunctionType)
     code = fn.__code__.replace(co_name=name)

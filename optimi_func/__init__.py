@@ -33,6 +33,11 @@ from optimi_func.functional import sgd_step as sgd_step
 from optimi_func.functional import stableadamw as stableadamw
 from optimi_func.functional import stableadamw_init as stableadamw_init
 from optimi_func.functional import stableadamw_step as stableadamw_step
+from optimi_func.gradient_release import GradientRelease as GradientRelease
+from optimi_func.gradient_release import (
+    prepare_for_gradient_release as prepare_for_gradient_release,
+)
+from optimi_func.gradient_release import remove_gradient_release as remove_gradient_release
 from optimi_func.optimizers import SGD as SGD
 from optimi_func.optimizers import Adam as Adam
 from optimi_func.optimizers import AdamW as AdamW

@@ -52,6 +52,8 @@ class BaseOptimizer(Optimizer):
         self._constructed = False
         self._known: dict[Tensor, _Known] = {}
         self._bound: dict[int, tuple[Any, FunctionalOptimizer]] = {}
+        self._grouped: list[tuple[int, int]] = []
+        self._group_index: dict[Tensor, int] = {}
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._advise(self.param_groups)
@@ -190,7 +192,7 @@ class BaseOptimizer(Optimizer):
         if param is not None:
             if closure is not None:
                 raise ValueError("step takes a closure or a param, not both")
-            self._step_one(param)
+            self.step_params([param])
             return None
         loss = None
         if closure is not None:
@@ -207,16 +209,31 @@ class BaseOptimizer(Optimizer):
             )
         return loss
 
-    def _step_one(self, param: Tensor) -> None:
+    def step_params(self, params: list[Tensor]) -> None:
+        """Update these parameters now, as gradient release does in backward.
+
+        With `optimizer_accumulation` their state alone moves. Groups are looked up
+        here, so that schedules, manual changes and loaded states all take effect.
+
+        Args:
+            params: Parameters of any groups, each with a gradient.
+
+        Raises:
+            ValueError: Without `gradient_release=True`, for a parameter without a
+                gradient, or one that is in no group; before any write.
+        """
         if not self.defaults["gradient_release"]:
             raise ValueError(
                 "step(param=...) is for an optimizer made with gradient_release=True"
             )
-        if param.grad is None:
-            raise ValueError("step(param=...): the parameter has no gradient")
-        with ambient(param.device):
-            group = self.group_of(param)
-            self._step([(group, [param])], write=not self.optimizer_accumulation)
+        work: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
+        for p in params:
+            group = self.group_of(p)
+            if p.grad is None:
+                raise ValueError(f"step(param=...): {_path(group, p)} has no gradient")
+            work.setdefault(id(group), (group, []))[1].append(p)
+        with ambient(params[0].device):
+            self._step(list(work.values()), write=not self.optimizer_accumulation)
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.
@@ -224,12 +241,18 @@ class BaseOptimizer(Optimizer):
         Raises:
             ValueError: No group does.
         """
-        for group in self.param_groups:
-            if any(param is p for p in group["params"]):
-                return group
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is in none of the groups"
-        )
+        groups = [(id(group), len(group["params"])) for group in self.param_groups]
+        if groups != self._grouped:
+            self._grouped = groups
+            self._group_index = {
+                p: i for i, group in enumerate(self.param_groups) for p in group["params"]
+            }
+        index = self._group_index.get(param)
+        if index is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is in none of the groups"
+            )
+        return self.param_groups[index]
 
     def _step(self, work: list[tuple[dict[str, Any], list[Tensor]]], write: bool) -> None:
         """Check everything, compile everything, and only then write."""
@@ -256,6 +279,8 @@ class BaseOptimizer(Optimizer):
         bound = self._bind(group, self._device if capturable else self._host)
         top = bound.lr if bound.max_lr is None else bound.max_lr
         r = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
+        if not write:
+            r = r._replace(l2=0.0)  # decay belongs to the step that moves the parameter
         asked = (bound.rule, group["kahan_sum"], capturable)
         shared: dict[Any, Numbers] = {}
         jobs: list[Job] = []
@@ -426,6 +451,7 @@ class BaseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
         self._known, self._bound = {}, {}
+        self._grouped, self._group_index = [], {}
         super().__setstate__(state)
 
 
@@ -436,6 +462,8 @@ def _is_not_ours_to_keep(field: str) -> bool:
         "_opt_called",
         "_known",
         "_bound",
+        "_grouped",
+        "_group_index",
     )
 
 

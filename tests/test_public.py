@@ -20,10 +20,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_public_names() -> None:
     public = {n for n in dir(optimi_func) if not n.startswith("_")}
-    modules = {"compiled", "functional", "optimizers", "rules", "utils"}
+    modules = {"compiled", "functional", "gradient_release", "optimizers", "rules", "utils"}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
-    types = {"FunctionalOptimizer", "LeafState", "TreeState"}
+    types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "TreeState"}
     utilities = {"param_groups_weight_decay", "to_low_precision"}
+    utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}
     classes = {c.__name__ for c in CLASSES.values()}
     # `import optimi_func.x` may bind submodules beside them.
     assert public - modules == functions | types | utilities | classes
@@ -71,11 +72,12 @@ def test_readme_names_every_optimizer_and_command() -> None:
 
 
 LAYERS = [
-    {"_types"},
+    {"_types", "_torch"},
     {"_leaf", "rules"},
     {"functional"},
     {"compiled"},
     {"optimizers"},
+    {"gradient_release"},
     {"utils"},
     {"__init__"},
 ]
@@ -89,9 +91,9 @@ def test_imports_point_one_way(path: Path) -> None:
     here = path.relative_to(PACKAGE).with_suffix("").parts[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("optimi_func"):
-            parts = node.module.split(".")[1:] or [node.names[0].name]
-            if parts[0] != here:
-                assert layer(parts[0]) < layer(here), f"{here} imports {parts[0]}"
+            parts = node.module.split(".")[1:2] or [a.name for a in node.names]
+            for part in parts:
+                assert part == here or layer(part) < layer(here), f"{here}: {part}"
 
 
 PRIVATE = re.compile(r"torch\._(?!_version__)(\w+)")
@@ -99,7 +101,7 @@ PRIVATE = re.compile(r"torch\._(?!_version__)(\w+)")
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
 def test_private_torch_stays_in_its_corner(path: Path) -> None:
-    if path.parent.name != "compiled":
+    if path.parent.name != "compiled" and path.name != "_torch.py":
         assert not PRIVATE.findall(path.read_text())
 
 
@@ -123,6 +125,24 @@ def test_private_torch_is_there() -> None:
     for name in [*names, "reciprocal"]:
         assert hasattr(torch, f"_foreach_{name}"), name
         assert hasattr(torch, f"_foreach_{name}_"), name
+
+
+def test_private_autograd_is_there() -> None:
+    from optimi_func import _torch
+
+    w = torch.ones(2, requires_grad=True)
+    assert _torch.backward_id() == -1
+    assert not _torch.has_accumulate_hooks(w)
+    seen = []
+
+    def hook(p) -> None:
+        seen.append(_torch.backward_id() >= 0)
+        _torch.after_backward(lambda: seen.append("end"))
+
+    w.register_post_accumulate_grad_hook(hook)
+    assert _torch.has_accumulate_hooks(w)
+    w.sum().backward()
+    assert seen == [True, "end"]
 
 
 def test_the_package_depends_on_torch_alone() -> None:

@@ -1,0 +1,336 @@
+"""The step in backward: equal to the ordinary one, and never silently something else."""
+
+import copy
+
+import pytest
+import torch
+from cases import CLASSES
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+from optimi_func import (
+    SGD,
+    AdamW,
+    prepare_for_gradient_release,
+    remove_gradient_release,
+)
+
+EAGER = {"compile": False}
+
+
+class Net(nn.Module):
+    """Large and small parameters, and one weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 128)
+        self.middle = nn.Linear(128, 128)
+        self.norm = nn.LayerNorm(128)
+        self.last = nn.Linear(128, 4, bias=False)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        x = self.middle(self.middle(x).relu())
+        return self.last(self.norm(x))
+
+
+def make(cls=AdamW, dtype=torch.float32, release=True, **options):
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    options = {**EAGER, "lr": 1e-2, **options}
+    return model, cls(model.parameters(), gradient_release=release, **options)
+
+
+def batch(i: int, dtype=torch.float32):
+    torch.manual_seed(100 + i)
+    return torch.randn(8, 16).to(dtype)
+
+
+def train(model, optimizer, steps, start=0, scheduler=None):
+    for i in range(start, start + steps):
+        x = batch(i, next(model.parameters()).dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+
+
+def assert_same(one, two) -> None:
+    (model, optimizer), (twin, other) = one, two
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(p, q)
+        for name, x in optimizer.state[p].items():
+            assert torch.equal(x, other.state[q][name]), name
+    assert optimizer.state_dict()["state"].keys() == other.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_release_is_the_ordinary_step_bit_for_bit(cls, dtype) -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(cls, dtype, release)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda i: 0.9**i)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        train(model, optimizer, 20, scheduler=scheduler)
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
+def test_compiled_release_makes_no_further_graph(name: str, graphs) -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(CLASSES[name], release=release, compile=True)
+        if release:
+            made = graphs()
+            prepare_for_gradient_release(model, optimizer)
+        train(model, optimizer, 6)
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    assert graphs() == made
+
+
+def test_gradients_are_gone_and_the_hooks_can_be() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer)
+    model(batch(0)).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    before = copy.deepcopy(model.state_dict())
+    model(batch(1)).mean().backward()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    optimizer.step()
+    assert not torch.equal(model.first.weight, before["first.weight"])
+    with pytest.warns(UserWarning, match="no gradient release hooks"):
+        remove_gradient_release(model)
+    with prepare_for_gradient_release(model, optimizer):
+        pass
+    prepare_for_gradient_release(model, optimizer)
+    remove_gradient_release(model)
+    assert not model.first.weight._post_accumulate_grad_hooks
+
+
+def test_a_copied_model_has_no_hooks() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    twin = copy.deepcopy(model)
+    other = AdamW(twin.parameters(), lr=1e-2, **EAGER)
+    twin(batch(0)).mean().backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    other.step()
+    model(batch(0)).mean().backward()
+    assert torch.equal(model.last.weight, twin.last.weight)
+
+
+def test_what_is_refused() -> None:
+    model, optimizer = make()
+    with pytest.raises(TypeError, match="optimizer=SGD is not one of"):
+        prepare_for_gradient_release(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="gradient_release=True"):
+        prepare_for_gradient_release(*make(release=False))
+    with pytest.raises(ValueError, match="pending_bytes=-1"):
+        prepare_for_gradient_release(model, optimizer, pending_bytes=-1)
+    theirs = model.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="1 parameters have post-accumulate"):
+        prepare_for_gradient_release(model, optimizer)
+    assert not model.first.weight._post_accumulate_grad_hooks
+    handle = prepare_for_gradient_release(model, optimizer, ignore_existing_hooks=True)
+    handle.remove()
+    theirs.remove()
+    with prepare_for_gradient_release(model, optimizer):
+        with pytest.raises(ValueError, match="hooks already"):
+            prepare_for_gradient_release(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"last\.weight.*create_graph=True"):
+            model(batch(0)).mean().backward(create_graph=True)
+
+
+def test_ddp_is_refused_by_name(tmp_path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model, optimizer = make()
+        with pytest.raises(ValueError, match="FSDP2"):
+            prepare_for_gradient_release(
+                nn.parallel.DistributedDataParallel(model), optimizer
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("pending_bytes", [0, 600, 1 << 20])
+def test_small_gradients_wait_no_longer_than_asked(pending_bytes: int) -> None:
+    model, optimizer = make()
+    calls = []
+    original = optimizer.step_params
+    optimizer.step_params = lambda params: calls.append(len(params)) or original(params)
+    prepare_for_gradient_release(model, optimizer, pending_bytes=pending_bytes)
+    train(model, optimizer, 1)
+    large = sum(p.numel() >= 8192 for p in model.parameters())
+    small = sum(p.numel() < 8192 for p in model.parameters())
+    assert sum(calls) == large + small
+    if pending_bytes == 0:
+        assert calls == [1] * (large + small)
+    elif pending_bytes == 1 << 20:
+        assert sorted(calls) == [1] * large + [small]
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ZeroDivisionError("in the middle of backward")
+
+
+def test_an_exception_in_the_middle_of_backward_leaks_nothing() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    train(model, optimizer, 2)
+    before = copy.deepcopy(model.state_dict())
+    hidden = Bad.apply(model.first(batch(0)).relu())
+    loss = model.last(model.norm(model.middle(hidden))).mean()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == {"middle.weight"}
+    pattern = "did not finish.*already updated: middle.weight"
+    with pytest.warns(UserWarning, match=pattern):
+        train(model, optimizer, 1)
+    # One step each since then: the small gradients of the failed backward are gone.
+    steps = {k: int(optimizer.state[p]["step"]) for k, p in model.named_parameters()}
+    assert steps.pop("middle.weight") == 4
+    assert set(steps.values()) == {3}
+
+
+def test_hyperparameters_are_looked_up_when_the_hooks_run() -> None:
+    model, optimizer = make(SGD)
+    prepare_for_gradient_release(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())  # replaces the groups
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 1)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, 1)
+    assert not torch.equal(model.last.weight, before["last.weight"])
+
+
+def test_runs_resume_in_the_other_mode() -> None:
+    straight = make(release=False)
+    train(*straight, 10)
+    for first, second in ((True, False), (False, True)):
+        model, optimizer = make(release=first)
+        if first:
+            prepare_for_gradient_release(model, optimizer)
+        train(model, optimizer, 5)
+        twin, other = make(release=second)
+        twin.load_state_dict(model.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+        if second:
+            prepare_for_gradient_release(twin, other)
+        train(twin, other, 5, start=5)
+        assert_same(straight, (twin, other))
+
+
+def test_optimizer_accumulation_moves_the_state_alone() -> None:
+    model, optimizer = make(weight_decay=0.1)
+    prepare_for_gradient_release(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.optimizer_accumulation = True
+    for i in range(3):
+        model(batch(i)).mean().backward()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert optimizer.state[model.last.weight]["step"] == 3
+    optimizer.optimizer_accumulation = False
+    model(batch(3)).mean().backward()
+    assert not torch.equal(model.last.weight, before["last.weight"])
+
+
+def test_closures_update_inside() -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(release=release)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+def test_partial_training_and_two_optimizers() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.first.requires_grad_(False)
+    one = AdamW(model.middle.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    with pytest.warns(UserWarning, match="3 trainable parameters are not the optimizer's"):
+        prepare_for_gradient_release(model, one)
+    two = SGD(model.last.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    with pytest.warns(UserWarning, match="not the optimizer's"):
+        prepare_for_gradient_release(model, two)
+    model(batch(0)).mean().backward()
+    assert model.first.weight.grad is None
+    assert model.norm.weight.grad is not None
+    assert model.last.weight.grad is None
+    assert one.state[model.middle.weight]["step"] == 1
+    remove_gradient_release(model)
+    assert not model.last.weight._post_accumulate_grad_hooks
+
+
+def test_a_failing_update_names_its_parameter_and_changes_nothing() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = -1.0
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"middle\.weight.*Invalid learning rate"):
+        model(batch(0)).mean().backward()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_checkpointing_and_autocast() -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(release=release)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        for i in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = checkpoint(model, batch(i), use_reentrant=False)
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+def test_no_moment_holds_all_gradients() -> None:
+    """Counted from the gradients alive at each update, not from a clock or a profiler."""
+    blocks = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+    optimizer = SGD(blocks.parameters(), lr=1e-3, gradient_release=True, **EAGER)
+    alive = []
+    original = optimizer.step_params
+
+    def counting(params) -> None:
+        alive.append(sum(p.grad is not None for p in blocks.parameters()))
+        original(params)
+
+    optimizer.step_params = counting
+    prepare_for_gradient_release(blocks, optimizer)
+    blocks(torch.randn(4, 128)).mean().backward()
+    assert alive == [1] * 8

@@ -231,3 +231,19 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
     key = job_key(odd, leaf, leaf.p, numbers, True, True)
     with pytest.raises(NotImplementedError, match="erfinv"):
         trace(key, numbers.spec)
+
+
+@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_foreach_in_slices_of_large_tensors(name: str, transposed: bool, monkeypatch) -> None:
+    """Also where a slice is cut out of a tensor in memory order."""
+    from optimi_func.compiled import foreach
+
+    monkeypatch.setattr(foreach, "CHUNK", 1000)
+    order = "transposed" if transposed else "contiguous"
+    large = (Layout((130, 70), order), order)
+    odd = (Layout((130, 70), order), "strided")
+    problem = Problem([large, odd, (Layout((7,), "contiguous"), "contiguous")], [0.01] * 7)
+    want = run_class(Case(name), problem, torch.float32, compile=False)
+    got = run_class(Case(name), problem, torch.float32, foreach=True)
+    assert all(torch.equal(x, y) for x, y in zip(got, want))

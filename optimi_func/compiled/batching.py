@@ -21,7 +21,6 @@ from optimi_func.compiled.jobs import (
     chunks,
     flatten,
     foreach_copy_,
-    same_order,
     unflatten,
 )
 from optimi_func.compiled.kernel import (
@@ -67,8 +66,8 @@ def plan_compiled(
         if job.g.is_neg():
             job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
         source, g, numbers, into = job
-        if source.count < SMALL or not _agree(job):
-            gathered += [job] if source.count else []
+        if source.numel < SMALL or not job.agrees():
+            gathered += [job] if source.numel else []
             continue
         in_place = into is source
         kind = (source.dtypes, g.dtype, g.device, id(numbers), in_place)
@@ -89,7 +88,7 @@ def plan_compiled(
 
 
 def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
-    if sum(job.source.count for job in jobs) < 2:
+    if sum(job.source.numel for job in jobs) < 2:
         # Length 1 would specialise the graph.
         return plan_eager(rule, jobs, write)
     run, values = _kernel(rule, jobs[0], write, True)
@@ -143,9 +142,3 @@ def _run_gathered(run: Flat, values: Tensor, jobs: list[Job], write: bool) -> No
     for i, (role, flat) in enumerate(zip(targets, [scratch[0], *scratch[2:]])):
         if write or 0 < i <= fields:
             foreach_copy_(list(role), unflatten(flat, p))
-
-
-def _agree(job: Job) -> bool:
-    """Whether all tensors of the job fill their memory in one and the same order."""
-    source, g, _, into = job
-    return source.dense and into.dense and same_order(source.leaf.p, g)

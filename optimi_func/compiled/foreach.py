@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -24,8 +24,10 @@ aten = torch.ops.aten
 # What flows through the trace: one tensor a leaf, or one host number for all.
 Value: TypeAlias = list[Tensor] | float
 
-# Elements that are updated together: bounds the temporaries.
-CHUNK = 1 << 22
+# Elements that are updated together. At most six temporaries of as many float32 (float64)
+# numbers are alive at once; of a rule that takes means, and of tensors whose gradient lies
+# in another order, six of the largest tensor.
+CHUNK = 1 << 18
 
 _BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
     aten.add.Tensor: ("add", operator.add),
@@ -77,32 +79,55 @@ def _check(node: fx.Node) -> None:
         raise NotImplementedError(f"{node.target} has no foreach counterpart here")
 
 
+class _Slice(NamedTuple):
+    """A leaf's tensors, or the same stretch of each."""
+
+    numel: int
+    reads: list[Tensor]  # p, g, state, comp
+    writes: list[Tensor]  # p, state, comp
+
+
 def plan_foreach(
     rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
 ) -> list[Callable[[], None]]:
     """Launches of jobs that share dtypes and numbers, a chunk each."""
     groups: dict[tuple[Key, int], list[Job]] = {}
     for job in jobs:
-        if job.source.count > 0:
+        if job.source.numel > 0:
             key = job_key(rule, job.source.leaf, job.g, job.numbers, write, True)
             groups.setdefault((key, id(job.numbers)), []).append(job)
     launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
-        graph = trace(key, members[0].numbers.spec)
-        launches += [partial(_run, graph, c) for c in chunks(members, CHUNK)]
+        numbers = members[0].numbers
+        graph, values = trace(key, numbers.spec), numbers.host_values()
+        slices = [s for job in members for s in _slices(rule, job)]
+        launches += [partial(_run, graph, values, c) for c in chunks(slices, CHUNK)]
     return launches
 
 
-def _run(graph: fx.Graph, jobs: list[Job]) -> None:
-    """Run the trace on the jobs' tensors and write the results onto their targets."""
-    numbers = jobs[0].numbers.host_values()
-    p, *state = (list(role) for role in zip(*[job.source.tensors for job in jobs]))
-    inputs: list[Value] = [*numbers, p, [job.g for job in jobs], *state]
-    targets = (list(role) for role in zip(*[job.into.tensors for job in jobs]))
-    for target, result in zip(targets, _interpret(graph, inputs)):
+def _slices(rule: Rule[Any, Any, Any], job: Job) -> list[_Slice]:
+    p, *state = job.source.tensors
+    reads, writes = [p, job.g, *state], job.into.tensors
+    count = job.source.numel
+    if count <= CHUNK or rule.per_tensor or not job.agrees():
+        return [_Slice(count, reads, writes)]
+    # Temporaries of a chunk stay in the cache; those of a large tensor would not.
+    rows = [
+        zip(*[x.as_strided((count,), (1,)).split(CHUNK) for x in xs])
+        for xs in (reads, writes)
+    ]
+    return [_Slice(r[0].numel(), list(r), list(w)) for r, w in zip(*rows)]
+
+
+def _run(graph: fx.Graph, values: list[float], slices: list[_Slice]) -> None:
+    """Run the trace on the slices' tensors and write the results onto their targets."""
+    reads = [list(role) for role in zip(*[s.reads for s in slices])]
+    inputs: list[Value] = [*values, *reads]
+    writes = zip(*[s.writes for s in slices])
+    for target, result in zip(writes, _interpret(graph, inputs)):
         assert isinstance(result, list)
         if any(x is not y for x, y in zip(target, result)):
-            foreach_copy_(target, result)
+            foreach_copy_(list(target), result)
 
 
 def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:

@@ -1,7 +1,7 @@
 """What the executors are handed: leaves to update, and where the results go."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, _utils
@@ -13,7 +13,7 @@ from optimi_func.compiled.kernel import Numbers, flat_leaf
 class Bundle:
     """A leaf, and what executors ask of it at every step, answered once."""
 
-    __slots__ = ("count", "dense", "dtypes", "layout", "leaf", "pointers", "tensors")
+    __slots__ = ("dense", "dtypes", "layout", "leaf", "numel", "pointers", "tensors")
 
     def __init__(self, leaf: Leaf) -> None:
         p = leaf.p
@@ -21,7 +21,7 @@ class Bundle:
         self.tensors = flat_leaf(leaf)
         self.pointers = [x.data_ptr() for x in self.tensors]
         self.dtypes = tuple(x.dtype for x in self.tensors)
-        self.count = p.numel()
+        self.numel = p.numel()
         self.layout = (p.shape, p.stride(), p.device)
         # Whether all fill their memory in one and the same order.
         self.dense = is_dense(p) and all(same_order(p, x) for x in self.tensors)
@@ -69,18 +69,39 @@ class Job(NamedTuple):
     numbers: Numbers
     into: Bundle
 
+    def agrees(self) -> bool:
+        """Whether all tensors of the job fill their memory in one and the same order."""
+        source, g, _, into = self
+        return source.dense and into.dense and same_order(source.leaf.p, g)
 
-def chunks(jobs: list[Job], size: int) -> Iterator[list[Job]]:
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.source.numel
+
+
+class Sized(Protocol):
+    """Whatever has a number of elements."""
+
+    @property
+    def numel(self) -> int:
+        """How many."""
+        ...
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def chunks(jobs: list[T], size: int) -> Iterator[list[T]]:
     """Runs of jobs of at most `size` elements together, or of one larger job."""
-    chunk: list[Job] = []
+    chunk: list[T] = []
     total = 0
     for job in jobs:
-        count = job.source.count
-        if chunk and total + count > size:
+        if chunk and total + job.numel > size:
             yield chunk
             chunk, total = [], 0
         chunk.append(job)
-        total += count
+        total += job.numel
     yield chunk
 
 

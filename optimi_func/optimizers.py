@@ -20,13 +20,14 @@ from optimi_func import functional as _f
 from optimi_func._leaf import init_leaf, is_low, rates
 from optimi_func._types import Leaf, Rule, Scalars
 from optimi_func.compiled.batching import (
+    SMALL,
     Launch,
     plan_compiled,
     plan_eager,
     run_launches,
 )
 from optimi_func.compiled.foreach import plan_foreach
-from optimi_func.compiled.jobs import Bundle, Job, foreach_add_
+from optimi_func.compiled.jobs import Bundle, Job, check_writable, foreach_add_
 from optimi_func.compiled.kernel import DispatchModeError, Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer
 
@@ -258,21 +259,31 @@ class BaseOptimizer(Optimizer):
         """Check everything, compile everything, and only then write."""
         work = [(group, params) for group, params in work if params]
         # What a first gradient makes joins the optimizer once nothing can fail.
-        made: dict[Tensor, _Known] = {}
+        made: dict[Tensor, dict[str, Any]] = {}
         plans = [self._plan(group, params, write, made) for group, params in work]
-        for p, known in made.items():
-            self.state[p] = known.state
-        self._known.update(made)
+        self.state.update(made)
         for launches, (_, params) in zip(plans, work):
             run_launches(launches, params[0].device)
-        foreach_add_([self._known[p].step for _, params in work for p in params], 1.0)
+        foreach_add_([self.state[p]["step"] for _, params in work for p in params], 1.0)
+        self._forget(work)
+
+    def _forget(self, work: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        """Keep no large tensor alive that the user takes out of `state` or a group."""
+        for _, params in work:
+            for p in params:
+                if p.numel() >= SMALL:
+                    self._known[p].bundle.let_go()
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if len(self._known) > count:
+            owned = {p for group in self.param_groups for p in group["params"]}
+            self._known = {p: k for p, k in self._known.items() if p in owned}
 
     def _plan(
         self,
         group: dict[str, Any],
         params: list[Tensor],
         write: bool,
-        made: dict[Tensor, "_Known"],
+        made: dict[Tensor, dict[str, Any]],
     ) -> list[Launch]:
         """Everything about a group's update but the writing."""
         capturable = group["capturable"]
@@ -288,7 +299,7 @@ class BaseOptimizer(Optimizer):
             g = cast(Tensor, p.grad)
             known = self._known.get(p)
             if known is None or not known.holds(self.state.get(p), asked, p):
-                known = made[p] = self._look_at(group, asked, p)
+                known = self._known[p] = self._look_at(group, asked, p, made)
             if not _fits(p, g):
                 _f.check_grad(_path(group, p), p, g)
             # Leaves of one age share their coefficients: on the host a number tells.
@@ -302,13 +313,18 @@ class BaseOptimizer(Optimizer):
         return self._launches(group, bound.rule, jobs, write)
 
     def _look_at(
-        self, group: dict[str, Any], asked: tuple[Any, ...], p: Tensor
+        self,
+        group: dict[str, Any],
+        asked: tuple[Any, ...],
+        p: Tensor,
+        made: dict[Tensor, dict[str, Any]],
     ) -> "_Known":
         """A parameter's state as its group asks for it now, checked and completed."""
         rule, _, _ = asked
         state = self.state.get(p, {})
         path = _path(group, p)
         _f.check_param(path, p)
+        check_writable(path, p)
         _check_state(path, p, state)
         names = rule.state._fields
         missing = [name for name in names if name not in state]
@@ -325,6 +341,7 @@ class BaseOptimizer(Optimizer):
                 state.pop("kahan_comp", None)
             elif "kahan_comp" not in state:
                 state["kahan_comp"] = fresh.comp
+        made[p] = state
         return _Known(asked, p, state)
 
     def _launches(
@@ -346,6 +363,12 @@ class BaseOptimizer(Optimizer):
     def _plan_if_possible(
         self, rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
     ) -> list[Launch]:
+        odd = [job for job in jobs if not job.is_plain()]
+        if odd:
+            # DTensor and its kin: their own dispatch knows what an operation means.
+            jobs = [job for job in jobs if job.is_plain()]
+            rest = self._plan_if_possible(rule, jobs, write) if jobs else []
+            return rest + plan_eager(rule, odd, write)
         device = jobs[0].g.device.type
         if device not in self._uncompilable:
             try:
@@ -404,7 +427,8 @@ class BaseOptimizer(Optimizer):
                 for i, p in zip(theirs["params"], group["params"]):
                     if saved["state"].get(i):
                         items = saved["state"][i].items()
-                        self.state[p] = {k: _own(k, v, p, group) for k, v in items}
+                        with torch.inference_mode(False):
+                            self.state[p] = {k: _own(k, v, p, group) for k, v in items}
 
         # After the user's own pre-hooks, and before the user's own post-hooks.
         handles = [
@@ -482,26 +506,27 @@ class _Known:
     it is noticed at the next step.
     """
 
-    __slots__ = ("asked", "bundle", "names", "state", "step")
+    __slots__ = ("asked", "bundle", "fields", "step")
 
     def __init__(self, asked: tuple[Any, ...], p: Tensor, state: dict[str, Any]) -> None:
         rule, _, _ = self.asked = asked
-        self.state = state
+        self.fields = rule.state._fields
         self.step: Tensor = state["step"]
-        fields = rule.state(*(state[name] for name in rule.state._fields))
-        leaf = Leaf(p, fields, state.get("kahan_comp"))
-        self.names = [*rule.state._fields, *([] if leaf.comp is None else ["kahan_comp"])]
-        self.bundle = Bundle(leaf)
+        self.bundle = Bundle(self._leaf(p, state))
+
+    def _leaf(self, p: Tensor, state: dict[str, Any]) -> Leaf:
+        fields = self.asked[0].state(*[state[name] for name in self.fields])
+        return Leaf(p, fields, state.get("kahan_comp"))
 
     def holds(
         self, state: dict[str, Any] | None, asked: tuple[Any, ...], p: Tensor
     ) -> bool:
         return (
             state is not None
-            and state is self.state
             and state.get("step") is self.step
             and asked == self.asked
-            and self.bundle.holds(p, [state.get(name) for name in self.names])
+            and all([name in state for name in self.fields])
+            and self.bundle.holds(self._leaf(p, state))
         )
 
 
@@ -526,6 +551,11 @@ def _path(group: dict[str, Any], p: Tensor) -> str:
 def _check_state(path: str, p: Tensor, state: dict[str, Any]) -> None:
     """Refuse a state that no longer fits its parameter."""
     for name, x in state.items():
+        if x.is_inference() and not p.is_inference():
+            raise ValueError(
+                f"state{path}[{name!r}] was made under inference_mode and cannot be "
+                "written to: clone it outside"
+            )
         if name != "step" and (x.shape != p.shape or x.device != p.device):
             raise ValueError(
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "

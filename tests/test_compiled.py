@@ -290,3 +290,17 @@ def test_a_negated_view_is_negated() -> None:
         g = torch._neg_view(torch.ones(n))
         compiled.step_(optimizer, p, g, optimizer.init(p))
         assert (p == 1).all()
+
+
+def test_a_bucket_of_one_is_a_copy() -> None:
+    """Also of a weight that is contiguous and whose strides say otherwise."""
+    p = {"b": torch.ones(3)}
+    state = optimi_func.adamw_init(p)
+    compiled.adamw_step(p, {"b": torch.ones(3)}, state, lr=0.1)
+    assert p["b"].tolist() == [1, 1, 1]
+    assert state.leaves["b"].exp_avg.tolist() == [0, 0, 0]
+    conv = torch.nn.Conv2d(1, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    before = conv.weight.detach().clone()
+    conv(torch.randn(2, 1, 8, 8)).sum().backward()
+    optimi_func.AdamW(conv.parameters(), lr=0.1, compile=True).step()
+    assert (conv.weight != before).all()

@@ -235,7 +235,9 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "stableadamw"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_foreach_in_slices_of_large_tensors(name: str, transposed: bool, monkeypatch) -> None:
+def test_foreach_in_slices_of_large_tensors(
+    name: str, transposed: bool, monkeypatch
+) -> None:
     """Also where a slice is cut out of a tensor in memory order."""
     from optimi_func.compiled import foreach
 

@@ -605,3 +605,145 @@ def test_repr_and_defaults(name: str) -> None:
     optimizer = CLASSES[name](params(), lr=0.1)
     assert "lr: 0.1" in repr(optimizer)
     assert isinstance(optimizer.defaults["lr"], float)
+
+
+def pair_of_steppers(shape=(128, 128), **options):
+    made = []
+    for how in (EAGER, {"compile": True}):
+        ps = params(shape, dtype=torch.float64)
+        made.append((ps, AdamW(ps, lr=0.1, **options, **how)))
+        train(made[-1][1], ps, 1)
+    return made
+
+
+EDITS = {
+    "transposed in place": lambda o, p: o.state[p]["exp_avg"].t_(),
+    "transposed data": lambda o, p: setattr(
+        o.state[p]["exp_avg"], "data", o.state[p]["exp_avg"].data.t()
+    ),
+    "another tensor": lambda o, p: o.state[p].update(exp_avg=o.state[p]["exp_avg"] + 1),
+    "all gone": lambda o, p: o.state.clear(),
+    "one field gone": lambda o, p: o.state[p].pop("exp_avg_sq"),
+    "p transposed": lambda o, p: setattr(p, "data", p.data.t()),
+    "p copied": lambda o, p: setattr(p, "data", p.data.clone()),
+    "p at an offset": lambda o, p: setattr(
+        p, "data", torch.cat([torch.zeros(5), p.data.flatten()])[5:].view(p.shape)
+    ),
+    "kahan off": lambda o, p: o.param_groups[0].update(kahan_sum=False),
+    "amsgrad on": lambda o, p: o.param_groups[0].update(amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_what_is_remembered_of_a_parameter_is_checked(edit) -> None:
+    ends = []
+    for ps, optimizer in pair_of_steppers():
+        start = ps[0].detach().clone()
+        edit(optimizer, ps[0])
+        train(optimizer, ps, 2, start=1)
+        ends.append(ps[0].detach())
+    assert_moved_alike(start, ends[1], ends[0], 1e-12)
+
+
+def test_state_of_another_dtype_at_the_same_address() -> None:
+    n = 1 << 14
+    ps = params((n,), (n,))
+    optimizer = SGD(ps, lr=0.1, momentum=0.9, compile=True)
+    train(optimizer, ps, 1)
+    buffer = torch.zeros(2 * n)
+    state = optimizer.state[ps[1]]["momentum_buffer"]
+    state.data = buffer[:n]
+    train(optimizer, ps, 1)
+    buffer.fill_(7.0)
+    state.data = buffer.view(torch.bfloat16)[:n]
+    train(optimizer, ps, 1)
+    assert (buffer[n // 2 :] == 7.0).all()
+
+
+def test_state_taken_away_is_freed() -> None:
+    import gc
+    import weakref
+
+    ps = params((128, 128))
+    optimizer = AdamW(ps, lr=0.1, **EAGER)
+    train(optimizer, ps, 2)
+    old = weakref.ref(optimizer.state[ps[0]]["exp_avg"])
+    optimizer.state[ps[0]]["exp_avg"] = optimizer.state[ps[0]]["exp_avg"].clone()
+    gc.collect()
+    assert old() is None
+    gone = weakref.ref(optimizer.state[ps[0]]["exp_avg"])
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    qs = params((3,))
+    optimizer.add_param_group({"params": qs})
+    train(optimizer, qs, 1)
+    gc.collect()
+    assert gone() is None
+    assert list(optimizer._known) == qs
+
+
+def test_accumulating_does_not_touch_the_parameters_version() -> None:
+    ps = params((128, 128), (3,))
+    optimizer = AdamW(ps, lr=0.1, gradient_release=True, compile=True)
+    optimizer.optimizer_accumulation = True
+    for p in ps:
+        p.grad = torch.ones_like(p)
+        before = p._version
+        optimizer.step(param=p)
+        assert p._version == before
+
+
+def test_state_from_inference_mode_is_made_ordinary_or_refused() -> None:
+    ps = params((128, 128))
+    optimizer = AdamW(ps, lr=0.1, compile=True)
+    train(optimizer, ps, 1)
+    saved = optimizer.state_dict()
+    with torch.inference_mode():
+        optimizer.load_state_dict(saved)
+        odd = optimizer.state[ps[0]]["exp_avg"].clone()
+    train(optimizer, ps, 1)
+    optimizer.state[ps[0]]["exp_avg"] = odd
+    before = ps[0].detach().clone()
+    fill(ps)
+    with pytest.raises(ValueError, match="made under inference_mode"):
+        optimizer.step()
+    assert torch.equal(ps[0], before)
+
+
+@pytest.mark.parametrize("how", [EAGER, {"compile": True}], ids=str)
+def test_expanded_parameters_are_refused_before_any_write(how) -> None:
+    q = torch.randn(9000, requires_grad=True)
+    p = torch.ones(1, 128).expand(128, 128).requires_grad_()
+    optimizer = AdamW([q, p], lr=0.1, **how)
+    q.grad, p.grad = torch.ones(9000), torch.ones(128, 128)
+    before = q.detach().clone()
+    with pytest.raises(ValueError, match="is expanded"):
+        optimizer.step()
+    assert torch.equal(q, before)
+
+
+@pytest.mark.parametrize("size", [8, 128])
+def test_wrapper_subclasses_are_stepped_through_their_own_dispatch(size: int) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    p = torch.nn.Parameter(TwoTensor(torch.ones(size, size), torch.ones(size, size)))
+    p.grad = TwoTensor(torch.ones(size, size), torch.ones(size, size))
+    plain = torch.nn.Parameter(torch.ones(size, size))
+    plain.grad = torch._efficientzerotensor((size, size))
+    optimizer = SGD([p, plain], lr=0.1)
+    optimizer.step()
+    assert torch.equal(p.detach().a, torch.full((size, size), 0.9))
+    assert (plain == 1).all()
+    with pytest.raises(TypeError, match=r"TwoTensor.*compile=False"):
+        SGD([p], lr=0.1, compile=True).step()
+
+
+def test_a_parameter_that_is_a_negated_view() -> None:
+    p = params((128, 128))[0]
+    optimizer = SGD([p], lr=1.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    value = p.detach().clone()
+    p.data = torch._neg_view(-value)
+    optimizer.step()
+    assert torch.equal(p.detach().resolve_neg(), value - 1)

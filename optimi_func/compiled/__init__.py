@@ -12,7 +12,7 @@ import torch
 from optimi_func import functional as _f
 from optimi_func._types import Leaf, PyTree
 from optimi_func.compiled.batching import plan_compiled, run_launches
-from optimi_func.compiled.jobs import Bundle, Job
+from optimi_func.compiled.jobs import Bundle, Job, check_writable
 from optimi_func.compiled.kernel import Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
@@ -33,6 +33,8 @@ def step_(
 ) -> tuple[PyTree, TreeState]:
     """The step through compiled kernels, written into params and state."""
     leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
+    for path, leaf in zip(leaves.paths, leaves.leaves):
+        check_writable(path, leaf.p)
     with ambient(state.step.device):
         jobs = _jobs(optimizer, leaves, lambda source: source)
         _run(optimizer, leaves, list(jobs.values()))

@@ -63,6 +63,12 @@ def plan_compiled(
     # Looked up once for all jobs that share their dtypes and numbers.
     found: dict[Any, tuple[Flat, Tensor]] = {}
     for job in jobs:
+        if not job.is_plain():
+            raise TypeError(
+                "compiled steps take plain tensors, not "
+                f"{type(job.source.leaf.p).__name__} with a gradient of "
+                f"{type(job.g).__name__}: pass compile=False"
+            )
         if job.g.is_neg():
             job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
         source, g, numbers, into = job
@@ -73,7 +79,7 @@ def plan_compiled(
         kind = (source.dtypes, g.dtype, g.device, id(numbers), in_place)
         if kind not in found:
             found[kind] = _kernel(rule, job, write, in_place)
-        launches.append(partial(_run_direct, *found[kind], job))
+        launches.append(partial(_run_direct, *found[kind], job, write))
     if rule.per_tensor:
         # Each needs a mean of its own, which a concatenation does not have.
         return launches + plan_foreach(rule, gathered, write)
@@ -118,10 +124,11 @@ def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
             target.copy_(result)
 
 
-def _run_direct(run: Flat, values: Tensor, job: Job) -> None:
+def _run_direct(run: Flat, values: Tensor, job: Job, write: bool) -> None:
     p, *state = job.source.tensors
     if job.into is job.source:
-        written = job.source.tensors
+        fields = len(job.source.leaf.state)
+        written = job.source.tensors if write else state[:fields]
         run(values, p, job.g, *state)
     else:
         written = job.into.tensors

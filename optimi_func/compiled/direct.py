@@ -99,7 +99,7 @@ class _Record:
                 found.append(places[argument.data_ptr()])
             else:
                 return None
-        return found or None
+        return found if -1 in found else None
 
 
 def generated_code(compiled: Any) -> Generated | None:

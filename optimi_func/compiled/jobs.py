@@ -1,7 +1,7 @@
 """What the executors are handed: leaves to update, and where the results go."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, _utils
@@ -13,32 +13,51 @@ from optimi_func.compiled.kernel import Numbers, flat_leaf
 class Bundle:
     """A leaf, and what executors ask of it at every step, answered once."""
 
-    __slots__ = ("dense", "dtypes", "layout", "leaf", "numel", "pointers", "tensors")
+    __slots__ = ("dense", "dtypes", "facts", "leaf", "numel", "plain", "tensors")
 
     def __init__(self, leaf: Leaf) -> None:
         p = leaf.p
         self.leaf = leaf
         self.tensors = flat_leaf(leaf)
-        self.pointers = [x.data_ptr() for x in self.tensors]
+        self.facts = [_fact(x) for x in self.tensors]
         self.dtypes = tuple(x.dtype for x in self.tensors)
         self.numel = p.numel()
-        self.layout = (p.shape, p.stride(), p.device)
-        # Whether all fill their memory in one and the same order.
+        self.plain = all(is_plain(x) and not x.is_neg() for x in self.tensors)
+        # Whether all fill their memory in one and the same order, as it stands there.
         self.dense = is_dense(p) and all(same_order(p, x) for x in self.tensors)
 
-    def holds(self, p: Tensor, tensors: list[Tensor | None]) -> bool:
-        """Whether p and its state are the tensors that this was made of, unmoved.
+    def holds(self, leaf: Leaf) -> bool:
+        """Whether what was found out is true of this leaf, which then takes its place."""
+        tensors = flat_leaf(leaf)
+        if [_fact(x) for x in tensors] != self.facts:
+            return False
+        self.leaf, self.tensors = leaf, tensors
+        return True
 
-        Args:
-            p: The parameter, whose `data` may have been replaced.
-            tensors: The rule's fields and the compensation, where there is one.
-        """
-        return (
-            p.dtype == self.dtypes[0]
-            and (p.shape, p.stride(), p.device) == self.layout
-            and len(tensors) == len(self.tensors) - 1
-            and all([x is y for x, y in zip(tensors, self.tensors[1:])])
-            and [x.data_ptr() for x in self.tensors] == self.pointers
+    def let_go(self) -> None:
+        """Keep the facts and not the tensors: `holds` brings them back."""
+        del self.leaf, self.tensors
+
+
+def _fact(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, x.is_neg()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is memory, and not a wrapper with a dispatch of its own or a mere zero."""
+    kind: Any = type(x)
+    return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
+
+
+_NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
+def check_writable(path: str, p: Tensor) -> None:
+    """Refuse a parameter several of whose elements are one place in memory."""
+    if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride())):
+        raise ValueError(
+            f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
+            "clone it"
         )
 
 
@@ -73,6 +92,10 @@ class Job(NamedTuple):
         """Whether all tensors of the job fill their memory in one and the same order."""
         source, g, _, into = self
         return source.dense and into.dense and same_order(source.leaf.p, g)
+
+    def is_plain(self) -> bool:
+        """Whether all that a kernel would read is memory."""
+        return self.source.plain and is_plain(self.g)
 
     @property
     def numel(self) -> int:
@@ -121,6 +144,8 @@ def flatten(tensors: list[Tensor]) -> Tensor:
 
     As torch.cat of reshaped tensors, without Python's share of a call for each.
     """
+    if len(tensors) == 1:
+        return torch.cat([tensors[0].reshape(-1)])  # of one, the other makes an alias
     return _utils._flatten_dense_tensors(tensors)
 
 

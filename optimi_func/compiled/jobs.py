@@ -29,7 +29,7 @@ class Bundle:
     def holds(self, leaf: Leaf) -> bool:
         """Whether what was found out is true of this leaf, which then takes its place."""
         tensors = flat_leaf(leaf)
-        if [_fact(x) for x in tensors] != self.facts:
+        if len(tensors) != len(self.facts) or not all(map(_is_still, tensors, self.facts)):
             return False
         self.leaf, self.tensors = leaf, tensors
         return True
@@ -41,6 +41,19 @@ class Bundle:
 
 def _fact(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, x.is_neg()
+
+
+def _is_still(x: Tensor, fact: tuple[Any, ...]) -> bool:
+    # One by one: tuples made for a thousand tensors would call the garbage collector.
+    pointer, dtype, shape, stride, device, neg = fact
+    return (
+        x.data_ptr() == pointer
+        and x.dtype == dtype
+        and x.shape == shape
+        and x.stride() == stride
+        and x.device == device
+        and x.is_neg() == neg
+    )
 
 
 def is_plain(x: Tensor) -> bool:

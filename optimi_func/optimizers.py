@@ -5,7 +5,6 @@ read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tenso
 where kept, `kahan_comp`.
 """
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -51,13 +50,17 @@ class BaseOptimizer(Optimizer):
         self.optimizer_accumulation = False
         self._uncompilable: set[str] = set()
         self._constructed = False
+        self._clear_caches()
+        super().__init__(cast(Any, params), defaults)
+        self._constructed = True
+        self._advise(self.param_groups)
+
+    def _clear_caches(self) -> None:
+        """Forget what can be found out again; none of it is saved (`_CACHES`)."""
         self._known: dict[Tensor, _Known] = {}
         self._bound: dict[int, tuple[Any, FunctionalOptimizer]] = {}
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        super().__init__(cast(Any, params), defaults)
-        self._constructed = True
-        self._advise(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -199,8 +202,8 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [p for group in self.param_groups for p in group["params"]]
-        with ambient(params[0].device if params else torch.device("cpu")):
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        with ambient(torch.device("cpu") if first is None else first.device):
             self._step(
                 [
                     (group, [p for p in group["params"] if p.grad is not None])
@@ -474,21 +477,16 @@ class BaseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
-        self._known, self._bound = {}, {}
-        self._grouped, self._group_index = [], {}
+        self._clear_caches()
         super().__setstate__(state)
 
 
+_CACHES = ("_known", "_bound", "_grouped", "_group_index")
+_TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
+
+
 def _is_not_ours_to_keep(field: str) -> bool:
-    return field.startswith("_optimizer_") or field in (
-        "step",
-        "_zero_grad_profile_name",
-        "_opt_called",
-        "_known",
-        "_bound",
-        "_grouped",
-        "_group_index",
-    )
+    return field.startswith("_optimizer_") or field in (*_CACHES, *_TORCHS_OWN)
 
 
 def _is_host(x: Any) -> bool:
@@ -591,10 +589,8 @@ def _check_saved(
 _UNCOUNTED = {"momentum_buffer"}
 
 
-def _own(name: str, value: Any, p: Tensor, group: dict[str, Any]) -> Any:
+def _own(name: str, value: Tensor, p: Tensor, group: dict[str, Any]) -> Tensor:
     """A saved tensor in memory of its own, in p's layout, on its device."""
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
     if name == "step":
         device = p.device if group["capturable"] else "cpu"
         return value.detach().to(device, torch.float32, copy=True)

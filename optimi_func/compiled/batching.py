@@ -1,8 +1,8 @@
 """Which tensors share a launch, and how each reaches a kernel: as itself or gathered.
 
-A large dense tensor is handed to the kernel as a flat alias of its own storage and written
-in place. Small ones, and those whose memory order is not shared by gradient and state, are
-concatenated, updated by one call of the same kernel and copied back.
+A large dense tensor is handed to the kernel as it is and written in place. Small ones,
+and those whose memory order is not shared by gradient and state, are concatenated, updated
+by one call of the same kernel and copied back.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,9 +25,9 @@ from optimi_func.compiled.jobs import (
 )
 from optimi_func.compiled.kernel import (
     ambient,
-    flat_leaf,
     job_key,
     kernel,
+    write_back,
 )
 
 # Below this many elements a kernel call costs more than copying there and back.
@@ -94,7 +94,7 @@ def plan_compiled(
 
 
 def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
-    if sum(job.source.numel for job in jobs) < 2:
+    if sum(job.numel for job in jobs) < 2:
         # Length 1 would specialise the graph.
         return plan_eager(rule, jobs, write)
     run, values = _kernel(rule, jobs[0], write, True)
@@ -119,9 +119,7 @@ def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
 def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
     leaf, scalars = job.source.leaf, job.numbers.scalars
     new = leaf_step(rule, leaf, job.g, scalars, write, whole_mean)
-    for target, result in zip(job.into.tensors, flat_leaf(new)):
-        if result is not target:
-            target.copy_(result)
+    write_back(job.into.tensors, new)
 
 
 def _run_direct(run: Flat, values: Tensor, job: Job, write: bool) -> None:

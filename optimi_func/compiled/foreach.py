@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._types import Leaf, Rule, Scalars
+from optimi_func._types import Rule
 from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
-from optimi_func.compiled.kernel import Key, flat_leaf, job_key
+from optimi_func.compiled.kernel import Key, fill, flat_leaf, job_key, unpack
 
 aten = torch.ops.aten
 # What flows through the trace: one tensor a leaf, or one host number for all.
@@ -48,16 +48,10 @@ _UNARY: dict[Any, str] = {
 @functools.cache
 def trace(key: Key, spec: pytree.TreeSpec) -> fx.Graph:
     """The pipeline's operations: placeholders are the numbers, p, g, state and comp."""
-    fields = len(key.rule.state._fields)
 
     def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
-        values = iter(numbers)
-        scalars: Scalars = pytree.tree_unflatten(
-            [next(values) if s is None else s for s in key.statics], spec
-        )
-        p, g, *state = tensors[: 2 + fields]
-        comp = tensors[-1] if key.compensated else None
-        leaf = Leaf(p, key.rule.state(*state), comp)
+        scalars = fill(key.statics, spec, numbers)
+        leaf, g = unpack(key.rule, key.compensated, tensors)
         new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)
         return flat_leaf(new)
 

@@ -8,7 +8,7 @@ torch.compile guards on beside them is left out by calling its result directly.
 
 import threading
 import types
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -154,25 +154,41 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
 
 def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Flat:
     rule, statics, write, in_place = key.rule, key.statics, key.write, key.in_place
-    fields, compensated = len(rule.state._fields), key.compensated
+    inputs, compensated = len(key.dtypes), key.compensated
 
     def run(values: Tensor, *tensors: Tensor) -> None:
         if not torch.compiler.is_compiling():
             ran_eagerly.append(True)
-        numbers = iter(values.unbind())
-        scalars = pytree.tree_unflatten(
-            [next(numbers) if s is None else s for s in statics], spec
-        )
-        p, g, *state = tensors[: 2 + fields]
-        comp = tensors[2 + fields] if compensated else None
-        leaf = Leaf(p, rule.state(*state), comp)
+        scalars = fill(statics, spec, values.unbind())
+        leaf, g = unpack(rule, compensated, tensors[:inputs])
         new = leaf_step(rule, leaf, g, scalars, write, whole_mean)
-        targets = flat_leaf(leaf) if in_place else tensors[2 + fields + compensated :]
-        for target, result in zip(targets, flat_leaf(new)):
-            if result is not target:
-                target.copy_(result)
+        write_back(flat_leaf(leaf) if in_place else tensors[inputs:], new)
 
     return run
+
+
+def fill(
+    statics: tuple[bool | None, ...], spec: pytree.TreeSpec, values: Sequence[Tensor]
+) -> Scalars:
+    """The scalars of a step from its static choices and the rest of its numbers."""
+    rest = iter(values)
+    return pytree.tree_unflatten([next(rest) if s is None else s for s in statics], spec)
+
+
+def unpack(
+    rule: Rule[Any, Any, Any], compensated: bool, tensors: Sequence[Tensor]
+) -> tuple[Leaf, Tensor]:
+    """The leaf and its gradient from p, g, the state's fields and the compensation."""
+    p, g, *rest = tensors
+    comp = rest.pop() if compensated else None
+    return Leaf(p, rule.state(*rest), comp), g
+
+
+def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
+    """Copy a step's results onto their targets; what did not change is the target."""
+    for target, result in zip(targets, flat_leaf(new)):
+        if result is not target:
+            target.copy_(result)
 
 
 def flat_leaf(leaf: Leaf) -> list[Tensor]:

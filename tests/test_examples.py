@@ -1,5 +1,6 @@
-"""The examples run."""
+"""The examples and benchmarks run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,3 +17,41 @@ def test_train_gpt(tmp_path: Path) -> None:
     for run in ("float32", "bfloat16", "bfloat16 + Kahan"):
         assert run in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_timeline(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/memory_timeline.py")]
+    picture, numbers = tmp_path / "timeline.png", tmp_path / "numbers.json"
+    options = ["--quick", "--no-compile", "--out", str(picture), "--json", str(numbers)]
+    # The sums of the categories are checked by the example itself.
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(numbers.read_text())["peak bytes"]
+    assert list(runs) == ["standard", "recipe", "release", "release, bfloat16"]
+    for run in runs:
+        assert run in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    full = runs["standard"]["parameters"]
+    for run in runs.values():
+        low = run["parameters"] < full
+        # Two moments, and for bfloat16 the compensation; the step counts are few bytes.
+        state = run["optimizer state"] / run["parameters"]
+        assert (3 if low else 2) < state < (3.01 if low else 2.01)
+        assert run["parameters"] == (full / 2 if low else full)
+    assert runs["standard"]["gradients"] >= full
+    for name in ("recipe", "release", "release, bfloat16"):
+        assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
+
+
+def test_release_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/release.py")]
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--no-compile", "--json", str(numbers)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(numbers.read_text())
+    for way in ("standard", "recipe", "recipe, fused", "release"):
+        assert way in done.stdout
+        assert written["peak"][way]["bytes"] > 0
+        assert written["time"]["batch 4"][way]["ratio"] > 0

@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "error: $$($(PYTHON) --version 2>&1) is too old: optimi_func needs" \
 		"Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[test,lint,examples]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[test,lint,examples,frameworks]' -c constraints.txt
 	@touch $@
 
 train: $(STAMP)

@@ -1,0 +1,357 @@
+"""Other people's training loops: each ends where it ends without gradient release.
+
+Every framework wraps the optimizer, reloads its state and calls its step in its own way;
+the hooks have to outlive all of it. None of the frameworks is a dependency: its tests are
+skipped where it is not installed.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from optimi_func import AdamW, param_groups_weight_decay, prepare_for_gradient_release
+
+LR = 1e-2
+STEPS = 6
+DTYPES = [torch.float32, torch.bfloat16]
+
+# Theirs, by the modules that warn: what this package warns of stays an error.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:::{module}")
+    for module in ("transformers", "lightning", "torch.utils._pytree")
+]
+
+
+class Recorded(AdamW):
+    """AdamW that remembers each step's lr, as the hooks found it in backward."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.lrs = []
+
+    def step_params(self, params) -> None:
+        self.lrs.append(self.param_groups[0]["lr"])
+        super().step_params(params)
+
+
+def make_optimizer(model: nn.Module, release: bool) -> Recorded:
+    """Two groups, the decayed and the others; hooks where the step is released."""
+    groups = param_groups_weight_decay(model, weight_decay=0.1)
+    optimizer = Recorded(groups, lr=LR, gradient_release=release, compile=False)
+    if release:
+        prepare_for_gradient_release(model, optimizer)
+    return optimizer
+
+
+def linear(optimizer: Recorded) -> lr_scheduler.LambdaLR:
+    return lr_scheduler.LambdaLR(optimizer, lambda i: 1 - i / STEPS)
+
+
+def assert_lrs(optimizer: Recorded, first: int = 0) -> None:
+    """The schedule's, one after the other, were those that the hooks used."""
+    expected = [LR * (1 - i / STEPS) for i in range(first, STEPS)]
+    assert list(dict.fromkeys(optimizer.lrs)) == pytest.approx(expected)
+
+
+def assert_same(one, two) -> None:
+    (model, optimizer), (twin, other) = one, two
+    weights, others = model.state_dict(), twin.state_dict()
+    assert weights.keys() == others.keys()
+    for name, x in weights.items():
+        assert torch.equal(x, others[name]), name
+    mine, theirs = optimizer.state_dict(), other.state_dict()
+    assert mine["state"].keys() == theirs["state"].keys()
+    for i, state in mine["state"].items():
+        assert state.keys() == theirs["state"][i].keys()
+        for name, x in state.items():
+            y = theirs["state"][i][name]
+            assert x.dtype == y.dtype and torch.equal(x, y), (i, name)
+    for group, twin_group in zip(mine["param_groups"], theirs["param_groups"]):
+        assert {**group, "gradient_release": None} == {
+            **twin_group,
+            "gradient_release": None,
+        }
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """One parameter that is updated by itself, and small ones that wait for the end."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.LayerNorm(64),
+        nn.Linear(64, 1),
+    ).to(dtype)
+
+
+def make_data(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8 * steps, 16, generator=generator).to(dtype)
+    return DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8)
+
+
+# transformers
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("accelerate")
+    yield pytest.importorskip("transformers")
+    reset_accelerate()
+
+
+def reset_accelerate() -> None:
+    """Accelerate keeps its settings in singletons, which would reach the next test."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make_gpt2(transformers, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """Tied embeddings, dropout, LayerNorm: small, but all of it."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).to(dtype)
+
+
+def tokens(count: int) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(256, (count, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def make_trainer(transformers, out, model, optimizer, scheduler, **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        max_grad_norm=0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        **options,
+    )
+    return transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=tokens(4 * STEPS * arguments.gradient_accumulation_steps),
+        optimizers=(optimizer, scheduler),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("recompute", "autocast"), [(False, False), (True, False), (False, True)]
+)
+def test_transformers_trainer(
+    transformers, tmp_path, dtype, recompute: bool, autocast: bool
+) -> None:
+    pair = []
+    for release in (False, True):
+        model = make_gpt2(transformers, dtype=dtype)
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = make_optimizer(model, release)
+        arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
+        make_trainer(*arguments, bf16=autocast).train()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    assert_lrs(optimizer)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_transformers_trainer_resumes_from_a_released_checkpoint(
+    transformers, tmp_path, resumed: bool
+) -> None:
+    half = STEPS // 2
+    model = make_gpt2(transformers)
+    straight = make_optimizer(model, release=False)
+    make_trainer(transformers, tmp_path, model, straight, linear(straight)).train()
+
+    for release, seed, checkpoint in (
+        (True, 0, None),
+        (resumed, 7, tmp_path / f"checkpoint-{half}"),
+    ):
+        twin = make_gpt2(transformers, seed)
+        optimizer = make_optimizer(twin, release)
+        trainer = make_trainer(transformers, tmp_path, twin, optimizer, linear(optimizer))
+        trainer.args.save_strategy = trainer.state.save_strategy = "steps"
+        trainer.args.save_steps = half
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        assert_same((model, straight), (twin, optimizer))
+    if resumed:
+        assert_lrs(optimizer, first=half)
+    else:
+        assert not optimizer.lrs
+
+
+def test_transformers_trainer_accumulates_with_the_ordinary_step(
+    transformers, tmp_path
+) -> None:
+    ends = []
+    for ours in (True, False):
+        model = make_gpt2(transformers)
+        if ours:
+            optimizer = make_optimizer(model, release=False)
+        else:
+            groups = param_groups_weight_decay(model, weight_decay=0.1)
+            optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=1e-6)
+        arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
+        make_trainer(*arguments, gradient_accumulation_steps=2).train()
+        ends.append(model.state_dict())
+    for name, x in ends[0].items():
+        torch.testing.assert_close(x, ends[1][name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+# Lightning
+
+
+@pytest.fixture
+def lightning():
+    return pytest.importorskip("lightning")
+
+
+def make_module(lightning, release: bool, automatic: bool, dtype: torch.dtype):
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net(dtype)
+            self.automatic_optimization = automatic
+
+        def configure_optimizers(self):
+            optimizer = make_optimizer(self, release)
+            schedule = {"scheduler": linear(optimizer), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+        def training_step(self, batch, index):
+            x, y = batch
+            loss = (self.net(x) - y).float().square().mean()
+            if automatic:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.lr_schedulers().step()
+
+    return Module()
+
+
+def fit(
+    lightning, out, module, data: DataLoader, epochs=1, checkpoint=None, precision=None
+):
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=1,
+        precision=precision,
+        default_root_dir=out,
+    )
+    trainer.fit(module, data, ckpt_path=checkpoint)
+    return trainer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_lightning(lightning, tmp_path, automatic: bool, dtype, precision) -> None:
+    pair = []
+    for release in (False, True):
+        module = make_module(lightning, release, automatic, dtype)
+        data = make_data(dtype)
+        trainer = fit(lightning, tmp_path, module, data, precision=precision)
+        pair.append((module, trainer.optimizers[0]))
+    assert_same(*pair)
+    assert_lrs(pair[1][1])
+
+
+def test_lightning_resumes_from_a_released_checkpoint(lightning, tmp_path) -> None:
+    half, saved = STEPS // 2, tmp_path / "half.ckpt"
+    pair = []
+    for release in (False, True):
+        data = make_data(steps=half)  # Lightning resumes between two epochs
+        module = make_module(lightning, release, True, torch.float32)
+        if release:
+            fit(lightning, tmp_path, module, data, 1).save_checkpoint(saved)
+            module = make_module(lightning, release, True, torch.float32)
+        checkpoint = saved if release else None
+        trainer = fit(lightning, tmp_path, module, data, 2, checkpoint)
+        pair.append((module, trainer.optimizers[0]))
+    assert_same(*pair)
+    assert_lrs(pair[1][1], first=half)
+
+
+# Accelerate
+
+
+@pytest.fixture
+def accelerate():
+    yield pytest.importorskip("accelerate")
+    reset_accelerate()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(accelerate, dtype, precision: str) -> None:
+    pair = []
+    for release in (False, True):
+        reset_accelerate()
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        model = make_net(dtype)
+        optimizer = make_optimizer(model, release)
+        everything = (model, optimizer, make_data(dtype), linear(optimizer))
+        wrapped, stepped, data, schedule = accelerator.prepare(*everything)
+        for x, y in data:
+            stepped.zero_grad()
+            loss = (wrapped(x) - y).float().square().mean()
+            accelerator.backward(loss)
+            stepped.step()
+            schedule.step()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    assert_lrs(optimizer)
+
+
+def test_accelerate_prepares_and_loads_in_mid_run(accelerate, tmp_path) -> None:
+    """`prepare` saves and loads a state that is not empty; load_state does so again."""
+
+    def run(model, optimizer, schedule, batches, backward=torch.Tensor.backward):
+        for x, y in batches:
+            backward((model(x) - y).square().mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    straight = make_net()
+    ordinary = make_optimizer(straight, release=False)
+    data = list(make_data())
+    run(straight, ordinary, linear(ordinary), data)
+
+    model = make_net()
+    optimizer = make_optimizer(model, release=True)
+    schedule = linear(optimizer)
+    run(model, optimizer, schedule, data[:2])
+    accelerator = accelerate.Accelerator(cpu=True)
+    everything = accelerator.prepare(model, optimizer, schedule)
+    run(*everything, data[2:4], accelerator.backward)
+    accelerator.save_state(tmp_path)
+    run(*everything, data[:2], accelerator.backward)  # somewhere else, and back
+    accelerator.load_state(tmp_path)
+    optimizer.lrs.clear()
+    run(*everything, data[4:], accelerator.backward)
+    assert_same((straight, ordinary), (model, optimizer))
+    assert_lrs(optimizer, first=4)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._types import DecayKind, Leaf, Rates, Rule, Scalar, Scalars
+from optimi_func._types import WHOLE, DecayKind, Leaf, Rates, Rule, Scalar, Scalars, Share
 
 
 def whole_mean(x: Tensor) -> Tensor:
@@ -121,6 +121,27 @@ def init_leaf(
     p = p.detach()
     comp = torch.zeros_like(p) if is_low(p) and kahan_sum is not False else None
     return Leaf(p, rule.init(p, state_dtype or p.dtype), comp)
+
+
+def share_scalars(
+    rule: Rule[Any, Any, Any], scalars: Scalars, share: Share, write: bool
+) -> Scalars:
+    """A step's numbers for a gradient that is a part of it, or scaled.
+
+    Args:
+        rule: The mathematics; it has a `join` wherever `share.nth` exceeds 1.
+        scalars: The numbers of the whole step.
+        share: What the gradient is to it.
+        write: Whether the parameter moves now. Decay, also that within the gradient,
+            belongs to the moment that it does.
+    """
+    coeffs, r = scalars
+    if share.nth > 1:
+        assert rule.join is not None
+        coeffs = rule.join(coeffs, share.nth)
+    if share.gain is not WHOLE.gain:
+        r = r._replace(gain=share.gain * r.gain)
+    return Scalars(coeffs, r if write else r._replace(l2=0.0))
 
 
 def rates(

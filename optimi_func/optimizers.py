@@ -9,31 +9,41 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from optimi_func import functional as _f
-from optimi_func._leaf import init_leaf, is_low, rates
-from optimi_func._types import Leaf, Rule, Scalars
+from optimi_func._leaf import init_leaf, is_low, rates, share_scalars
+from optimi_func._types import WHOLE, Leaf, Rule, Scalars, Share
 from optimi_func.compiled.batching import (
     SMALL,
     Launch,
     plan_compiled,
     plan_eager,
+    plan_if_possible,
     run_launches,
 )
 from optimi_func.compiled.foreach import plan_foreach
 from optimi_func.compiled.jobs import Bundle, Job, check_writable, foreach_add_
-from optimi_func.compiled.kernel import DispatchModeError, Numbers, ambient
+from optimi_func.compiled.kernel import Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
 Closure: TypeAlias = Callable[[], Any]
+
+
+class Work(NamedTuple):
+    """Parameters of one group to update."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Any]  # a tensor for each
+    shares: list[Share] | None  # what each is to its step; None: the whole of it
 
 
 class BaseOptimizer(Optimizer):
@@ -48,6 +58,8 @@ class BaseOptimizer(Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
+        # The gradient releases attached to this optimizer.
+        self.releases: list[Any] = []
         self._uncompilable: set[str] = set()
         self._constructed = False
         self._clear_caches()
@@ -204,17 +216,15 @@ class BaseOptimizer(Optimizer):
                 loss = closure()
         first = next((p for group in self.param_groups for p in group["params"]), None)
         with ambient(torch.device("cpu") if first is None else first.device):
-            self._step(
-                [
-                    (group, [p for p in group["params"] if p.grad is not None])
-                    for group in self.param_groups
-                ],
-                write=True,
-            )
+            work: list[Work] = []
+            for group in self.param_groups:
+                params = [p for p in group["params"] if p.grad is not None]
+                work.append(Work(group, params, [p.grad for p in params], None))
+            self._step(work, write=True, count=True)
         return loss
 
     def step_params(self, params: list[Tensor]) -> None:
-        """Update these parameters now, as gradient release does in backward.
+        """Update these parameters now, as a hook of one's own would in backward.
 
         With `optimizer_accumulation` their state alone moves. Groups are looked up
         here, so that schedules, manual changes and loaded states all take effect.
@@ -230,14 +240,57 @@ class BaseOptimizer(Optimizer):
             raise ValueError(
                 "step(param=...) is for an optimizer made with gradient_release=True"
             )
-        work: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
         for p in params:
-            group = self.group_of(p)
             if p.grad is None:
-                raise ValueError(f"step(param=...): {_path(group, p)} has no gradient")
-            work.setdefault(id(group), (group, []))[1].append(p)
+                name = _path(self.group_of(p), p)
+                raise ValueError(f"step(param=...): {name} has no gradient")
+        grads = [cast(Tensor, p.grad) for p in params]
+        shares = [WHOLE] * len(params)
+        write = not self.optimizer_accumulation
+        self.update(params, grads, shares, write=write, count=True)
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        shares: list[Share],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Update parameters by gradients given, which need not be the whole step's.
+
+        What gradient release is made of; `p.grad` is neither read nor written.
+
+        Args:
+            params: Parameters of any groups.
+            grads: The gradient of each.
+            shares: What each is to its parameter's step.
+            write: False moves the state alone.
+            count: Whether the step ends here, for the step counts.
+
+        Raises:
+            ValueError, TypeError: What does not fit; before any write.
+        """
+        works: dict[int, Work] = {}
+        for p, g, share in zip(params, grads, shares):
+            group = self.group_of(p)
+            if id(group) not in works:
+                works[id(group)] = Work(group, [], [], [])
+            _, ps, gs, its = works[id(group)]
+            ps.append(p)
+            gs.append(g)
+            cast(list[Share], its).append(share)
         with ambient(params[0].device):
-            self._step(list(work.values()), write=not self.optimizer_accumulation)
+            self._step(list(works.values()), write, count)
+
+    def check_joins(self) -> None:
+        """Refuse rules whose state cannot take a step's gradient in parts.
+
+        Raises:
+            ValueError: One that cannot, of any group.
+        """
+        for group in self.param_groups:
+            _f.check_joins(self._bind(group, self._host))
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.
@@ -258,22 +311,34 @@ class BaseOptimizer(Optimizer):
             )
         return self.param_groups[index]
 
-    def _step(self, work: list[tuple[dict[str, Any], list[Tensor]]], write: bool) -> None:
+    def _step(self, works: list["Work"], write: bool, count: bool) -> None:
         """Check everything, compile everything, and only then write."""
-        work = [(group, params) for group, params in work if params]
+        works = [work for work in works if work.params]
         # What a first gradient makes joins the optimizer once nothing can fail.
         made: dict[Tensor, dict[str, Any]] = {}
-        plans = [self._plan(group, params, write, made) for group, params in work]
+        plans = [self._plan(work, write, made) for work in works]
         self.state.update(made)
-        for launches, (_, params) in zip(plans, work):
-            run_launches(launches, params[0].device)
-        foreach_add_([self.state[p]["step"] for _, params in work for p in params], 1.0)
-        self._forget(work)
+        for launches, work in zip(plans, works):
+            run_launches(launches, work.params[0].device)
+        if count:
+            self._count(works)
+        self._forget(works)
 
-    def _forget(self, work: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _count(self, works: list["Work"]) -> None:
+        certain: list[Tensor] = []
+        for _, params, _, shares in works:
+            for p, share in zip(params, shares or [WHOLE] * len(params)):
+                step = self.state[p]["step"]
+                if share.ok is None:
+                    certain.append(step)
+                else:
+                    step.add_(share.ok)
+        foreach_add_(certain, 1.0)
+
+    def _forget(self, works: list["Work"]) -> None:
         """Keep no large tensor alive that the user takes out of `state` or a group."""
-        for _, params in work:
-            for p in params:
+        for work in works:
+            for p in work.params:
                 if p.numel() >= SMALL:
                     self._known[p].bundle.let_go()
         count = sum(len(group["params"]) for group in self.param_groups)
@@ -282,24 +347,20 @@ class BaseOptimizer(Optimizer):
             self._known = {p: k for p, k in self._known.items() if p in owned}
 
     def _plan(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        write: bool,
-        made: dict[Tensor, dict[str, Any]],
+        self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]]
     ) -> list[Launch]:
         """Everything about a group's update but the writing."""
-        capturable = group["capturable"]
+        group, params, grads, shares = work
+        # A step that the device may skip is counted there.
+        counted = shares is not None and any(share.ok is not None for share in shares)
+        capturable = group["capturable"] or counted
         bound = self._bind(group, self._device if capturable else self._host)
         top = bound.lr if bound.max_lr is None else bound.max_lr
         r = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
-        if not write:
-            r = r._replace(l2=0.0)  # decay belongs to the step that moves the parameter
         asked = (bound.rule, group["kahan_sum"], capturable)
         shared: dict[Any, Numbers] = {}
         jobs: list[Job] = []
-        for p in params:
-            g = cast(Tensor, p.grad)
+        for p, g, share in zip(params, grads, shares or [WHOLE] * len(params)):
             known = self._known.get(p)
             if known is None or not known.holds(self.state.get(p), asked, p):
                 known = self._known[p] = self._look_at(group, asked, p, made)
@@ -308,11 +369,13 @@ class BaseOptimizer(Optimizer):
             # Leaves of one age share their coefficients: on the host a number tells.
             step = known.step
             t = step.double() + 1.0 if capturable else step.item() + 1.0
-            numbers = shared.get(t)
+            age = (t, share.gain, share.nth)
+            numbers = shared.get(age)
             if numbers is None:
-                numbers = Numbers(Scalars(bound.rule.coeffs(bound.hyper, t), r))
-                shared[t] = numbers
-            jobs.append(Job(known.bundle, g, numbers, known.bundle))
+                scalars = Scalars(bound.rule.coeffs(bound.hyper, t), r)
+                scalars = share_scalars(bound.rule, scalars, share, write)
+                numbers = shared[age] = Numbers(scalars)
+            jobs.append(Job(known.bundle, g, numbers, known.bundle, share.ok))
         return self._launches(group, bound.rule, jobs, write)
 
     def _look_at(
@@ -323,7 +386,7 @@ class BaseOptimizer(Optimizer):
         made: dict[Tensor, dict[str, Any]],
     ) -> "_Known":
         """A parameter's state as its group asks for it now, checked and completed."""
-        rule, _, _ = asked
+        rule, _, capturable = asked
         state = self.state.get(p, {})
         path = _path(group, p)
         _f.check_param(path, p)
@@ -332,12 +395,20 @@ class BaseOptimizer(Optimizer):
         names = rule.state._fields
         missing = [name for name in names if name not in state]
         compensated = is_low(p) and group["kahan_sum"] is not False
-        if "step" not in state or missing or ("kahan_comp" in state) != compensated:
+        device = p.device if capturable else torch.device("cpu")
+        astray = "step" in state and state["step"].device != device
+        if (
+            "step" not in state
+            or missing
+            or astray
+            or ("kahan_comp" in state) != compensated
+        ):
             state = dict(state)
+            if astray:
+                state["step"] = state["step"].to(device)
             fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
             if "step" not in state or (missing and len(missing) == len(names)):
                 # Also where momentum appears in mid-run: its buffer has a first step.
-                device = p.device if group["capturable"] else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state.update({name: getattr(fresh.state, name) for name in missing})
             if not compensated:
@@ -361,35 +432,20 @@ class BaseOptimizer(Optimizer):
             return plan_eager(rule, jobs, write)
         if group["compile"] or group["triton"]:
             return plan_compiled(rule, jobs, write)
-        return self._plan_if_possible(rule, jobs, write)
+        return plan_if_possible(rule, jobs, write, self._uncompilable)
 
-    def _plan_if_possible(
-        self, rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
-    ) -> list[Launch]:
-        odd = [job for job in jobs if not job.is_plain()]
-        if odd:
-            # DTensor and its kin: their own dispatch knows what an operation means.
-            jobs = [job for job in jobs if job.is_plain()]
-            rest = self._plan_if_possible(rule, jobs, write) if jobs else []
-            return rest + plan_eager(rule, odd, write)
-        device = jobs[0].g.device.type
-        if device not in self._uncompilable:
-            try:
-                return plan_compiled(rule, jobs, write)
-            except DispatchModeError:
-                pass  # What watches single operations gets single operations.
-            except Exception as error:
-                self._uncompilable.add(device)
-                reason = (str(error).strip().splitlines() or [""])[0]
-                warnings.warn(
-                    f"the optimizer step could not be compiled for {device} and runs "
-                    f"eagerly, several times slower ({type(error).__name__}: {reason}). "
-                    "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
-                    "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
-                    UserWarning,
-                    stacklevel=6,
-                )
-        return plan_eager(rule, jobs, write)
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler.step and by trainers that clip: too late under release."""
+        if self.releases:
+            raise RuntimeError(
+                "gradient release has applied and freed the gradients in backward: there "
+                "is nothing left for a GradScaler to unscale, or for a trainer to clip. "
+                "Train in bfloat16, which needs no scaler; clip with "
+                "prepare_for_gradient_release(..., clip_global_norm=...), and set the "
+                "trainer's clipping to 0"
+            )
+        return False
 
     def zero_grad(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, set_to_none: bool = True, param: Tensor | None = None
@@ -478,15 +534,17 @@ class BaseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
         self._clear_caches()
+        self.releases = []
         super().__setstate__(state)
 
 
 _CACHES = ("_known", "_bound", "_grouped", "_group_index")
+_ATTACHED = ("releases",)
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
 
 def _is_not_ours_to_keep(field: str) -> bool:
-    return field.startswith("_optimizer_") or field in (*_CACHES, *_TORCHS_OWN)
+    return field.startswith("_optimizer_") or field in (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
 
 
 def _is_host(x: Any) -> bool:
@@ -528,11 +586,10 @@ class _Known:
         )
 
 
-def _fits(p: Tensor, g: Tensor | None) -> bool:
+def _fits(p: Tensor, g: Tensor) -> bool:
     """The usual case, told cheaply; anything else is looked at closely."""
     return (
-        g is not None
-        and g.dtype == p.dtype
+        g.dtype == p.dtype
         and g.shape == p.shape
         and g.device == p.device
         and g.layout == torch.strided

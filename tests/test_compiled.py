@@ -82,7 +82,7 @@ def code_of(name: str, dtype: torch.dtype) -> str:
     leaf = init_leaf(optimizer.rule, p, None, None)
     coeffs = optimizer.rule.coeffs(optimizer.hyper, 1)
     numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    key = job_key(optimizer.rule, leaf, p, numbers, True, True)
+    key = job_key(optimizer.rule, leaf, p, numbers, True, True, False)
     _, code = run_and_get_code(lambda: kernel(key, numbers.spec))
     assert len(code) == 1
     return code[0]

@@ -228,7 +228,7 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
     )
     numbers = Numbers(Scalars(sgd.NoCoeffs(), Rates(0.1, 0.0, 0.0, 1.0)))
     leaf = Leaf(torch.ones(2), sgd.NoState(), None)
-    key = job_key(odd, leaf, leaf.p, numbers, True, True)
+    key = job_key(odd, leaf, leaf.p, numbers, True, True, False)
     with pytest.raises(NotImplementedError, match="erfinv"):
         trace(key, numbers.spec)
 

@@ -168,8 +168,13 @@ def test_ddp_is_refused_by_name(tmp_path) -> None:
 def test_small_gradients_wait_no_longer_than_asked(pending_bytes: int) -> None:
     model, optimizer = make()
     calls = []
-    original = optimizer.step_params
-    optimizer.step_params = lambda params: calls.append(len(params)) or original(params)
+    original = optimizer.update
+
+    def counting(params, *rest, **options) -> None:
+        calls.append(len(params))
+        original(params, *rest, **options)
+
+    optimizer.update = counting
     prepare_for_gradient_release(model, optimizer, pending_bytes=pending_bytes)
     train(model, optimizer, 1)
     large = sum(p.numel() >= 8192 for p in model.parameters())
@@ -324,13 +329,14 @@ def test_no_moment_holds_all_gradients() -> None:
     blocks = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
     optimizer = SGD(blocks.parameters(), lr=1e-3, gradient_release=True, **EAGER)
     alive = []
-    original = optimizer.step_params
+    original = optimizer.update
 
-    def counting(params) -> None:
-        alive.append(sum(p.grad is not None for p in blocks.parameters()))
-        original(params)
+    def counting(params, grads, *rest, **options) -> None:
+        left = sum(p.grad is not None for p in blocks.parameters())
+        alive.append(left + len(grads))
+        original(params, grads, *rest, **options)
 
-    optimizer.step_params = counting
+    optimizer.update = counting
     prepare_for_gradient_release(blocks, optimizer)
     blocks(torch.randn(4, 128)).mean().backward()
     assert alive == [1] * 8

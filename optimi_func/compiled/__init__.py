@@ -56,7 +56,7 @@ def _jobs(
     for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):
         if g is not None:
             source = Bundle(leaf)
-            jobs[i] = Job(source, g, numbers[id(s)], into(source))
+            jobs[i] = Job(source, g, numbers[id(s)], into(source), None)
     return jobs
 
 

@@ -5,6 +5,7 @@ and those whose memory order is not shared by gradient and state, are concatenat
 by one call of the same kernel and copied back.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,8 +25,10 @@ from optimi_func.compiled.jobs import (
     unflatten,
 )
 from optimi_func.compiled.kernel import (
+    DispatchModeError,
     ambient,
     job_key,
+    keep_unless,
     kernel,
     write_back,
 )
@@ -43,6 +46,44 @@ Launch: TypeAlias = Callable[[], None]
 def plan_eager(rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool) -> list[Launch]:
     """The pipeline op by op, a leaf at a time."""
     return [partial(_run_eager, rule, job, write) for job in jobs]
+
+
+def plan_if_possible(
+    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool, uncompilable: set[str]
+) -> list[Launch]:
+    """Launches through kernels where they can be had, else eager ones.
+
+    Args:
+        rule: The mathematics.
+        jobs: What to update.
+        write: False moves the state alone.
+        uncompilable: Types of devices for which the compiler has failed: it is not asked
+            again, nor is there a second warning. Added to.
+    """
+    odd = [job for job in jobs if not job.is_plain()]
+    if odd:
+        # DTensor and its kin: their own dispatch knows what an operation means.
+        jobs = [job for job in jobs if job.is_plain()]
+        rest = plan_if_possible(rule, jobs, write, uncompilable) if jobs else []
+        return rest + plan_eager(rule, odd, write)
+    device = jobs[0].g.device.type
+    if device not in uncompilable:
+        try:
+            return plan_compiled(rule, jobs, write)
+        except DispatchModeError:
+            pass  # What watches single operations gets single operations.
+        except Exception as error:
+            uncompilable.add(device)
+            reason = (str(error).strip().splitlines() or [""])[0]
+            warnings.warn(
+                f"the optimizer step could not be compiled for {device} and runs "
+                f"eagerly, several times slower ({type(error).__name__}: {reason}). "
+                "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
+                "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
+                UserWarning,
+                stacklevel=6,
+            )
+    return plan_eager(rule, jobs, write)
 
 
 def plan_compiled(
@@ -71,21 +112,25 @@ def plan_compiled(
             )
         if job.g.is_neg():
             job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
-        source, g, numbers, into = job
+        source, g, numbers, into, ok = job
         if source.numel < SMALL or not job.agrees():
             gathered += [job] if source.numel else []
             continue
         in_place = into is source
-        kind = (source.dtypes, g.dtype, g.device, id(numbers), in_place)
+        kind = (source.dtypes, g.dtype, g.device, id(numbers), in_place, ok is None)
         if kind not in found:
-            found[kind] = _kernel(rule, job, write, in_place)
-        launches.append(partial(_run_direct, *found[kind], job, write))
+            found[kind] = _kernel(rule, job, write, in_place, ok is not None)
+        run, values = found[kind]
+        if ok is not None:
+            values = torch.cat([values, ok.reshape(1).to(values.dtype)])
+        launches.append(partial(_run_direct, run, values, job, write))
     if rule.per_tensor:
         # Each needs a mean of its own, which a concatenation does not have.
         return launches + plan_foreach(rule, gathered, write)
     buckets: dict[Any, list[Job]] = {}
     for job in gathered:
-        kind = (job.source.dtypes, job.g.dtype, job.g.device, id(job.numbers))
+        dtypes, g = job.source.dtypes, job.g
+        kind = (dtypes, g.dtype, g.device, id(job.numbers), job.ok is None)
         buckets.setdefault(kind, []).append(job)
     for bucket in buckets.values():
         for chunk in chunks(bucket, CHUNK):
@@ -97,14 +142,14 @@ def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> l
     if sum(job.numel for job in jobs) < 2:
         # Length 1 would specialise the graph.
         return plan_eager(rule, jobs, write)
-    run, values = _kernel(rule, jobs[0], write, True)
+    run, values = _kernel(rule, jobs[0], write, True, False)
     return [partial(_run_gathered, run, values, jobs, write)]
 
 
 def _kernel(
-    rule: Rule[Any, Any, Any], job: Job, write: bool, in_place: bool
+    rule: Rule[Any, Any, Any], job: Job, write: bool, in_place: bool, guarded: bool
 ) -> tuple[Flat, Tensor]:
-    key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place)
+    key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place, guarded)
     values = job.numbers.packed(compute_dtype(*key.dtypes), key.device)
     return kernel(key, job.numbers.spec), values
 
@@ -119,6 +164,8 @@ def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
 def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
     leaf, scalars = job.source.leaf, job.numbers.scalars
     new = leaf_step(rule, leaf, job.g, scalars, write, whole_mean)
+    if job.ok is not None:
+        new = keep_unless(job.ok, leaf, new)
     write_back(job.into.tensors, new)
 
 
@@ -144,6 +191,10 @@ def _run_gathered(run: Flat, values: Tensor, jobs: list[Job], write: bool) -> No
     run(values, *scratch)
     fields = len(jobs[0].source.leaf.state)
     targets = zip(*[job.into.tensors for job in jobs])
+    oks = [job.ok for job in jobs if job.ok is not None]
+    ok = flatten([x.expand_as(y) for x, y in zip(oks, p)]) if oks else None
     for i, (role, flat) in enumerate(zip(targets, [scratch[0], *scratch[2:]])):
         if write or 0 < i <= fields:
+            if ok is not None:
+                flat = torch.where(ok, flat, flatten(list(role)))
             foreach_copy_(list(role), unflatten(flat, p))

@@ -79,6 +79,7 @@ class _Slice(NamedTuple):
     numel: int
     reads: list[Tensor]  # p, g, state, comp
     writes: list[Tensor]  # p, state, comp
+    ok: Tensor | None  # as the job's
 
 
 def plan_foreach(
@@ -88,7 +89,7 @@ def plan_foreach(
     groups: dict[tuple[Key, int], list[Job]] = {}
     for job in jobs:
         if job.source.numel > 0:
-            key = job_key(rule, job.source.leaf, job.g, job.numbers, write, True)
+            key = job_key(rule, job.source.leaf, job.g, job.numbers, write, True, False)
             groups.setdefault((key, id(job.numbers)), []).append(job)
     launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
@@ -104,13 +105,13 @@ def _slices(rule: Rule[Any, Any, Any], job: Job) -> list[_Slice]:
     reads, writes = [p, job.g, *state], job.into.tensors
     count = job.source.numel
     if count <= CHUNK or rule.per_tensor or not job.agrees():
-        return [_Slice(count, reads, writes)]
+        return [_Slice(count, reads, writes, job.ok)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
     rows = [
         zip(*[x.as_strided((count,), (1,)).split(CHUNK) for x in xs])
         for xs in (reads, writes)
     ]
-    return [_Slice(r[0].numel(), list(r), list(w)) for r, w in zip(*rows)]
+    return [_Slice(r[0].numel(), list(r), list(w), job.ok) for r, w in zip(*rows)]
 
 
 def _run(graph: fx.Graph, values: list[float], slices: list[_Slice]) -> None:
@@ -121,7 +122,11 @@ def _run(graph: fx.Graph, values: list[float], slices: list[_Slice]) -> None:
     for target, result in zip(writes, _interpret(graph, inputs)):
         assert isinstance(result, list)
         if any(x is not y for x, y in zip(target, result)):
-            foreach_copy_(list(target), result)
+            kept = [
+                r if s.ok is None else torch.where(s.ok, r, t)
+                for s, r, t in zip(slices, result, target)
+            ]
+            foreach_copy_(list(target), kept)
 
 
 def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:

@@ -100,10 +100,11 @@ class Job(NamedTuple):
     g: Tensor
     numbers: Numbers
     into: Bundle
+    ok: Tensor | None  # 0-d bool on the device; where it is false nothing is written
 
     def agrees(self) -> bool:
         """Whether all tensors of the job fill their memory in one and the same order."""
-        source, g, _, into = self
+        source, g, into = self.source, self.g, self.into
         return source.dense and into.dense and same_order(source.leaf.p, g)
 
     def is_plain(self) -> bool:

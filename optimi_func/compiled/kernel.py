@@ -70,6 +70,7 @@ class Key(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
     threads: int  # Inductor writes their number into a CPU loop
+    guarded: bool  # one number more, the last: where it is 0 nothing changes
 
     @property
     def compensated(self) -> bool:
@@ -80,7 +81,8 @@ class Key(NamedTuple):
     def name(self) -> str:
         """For profiles and logs."""
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
-        flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
+        flags = ("write", "in_place", "compensated", "guarded")
+        flags = [f for f in flags if getattr(self, f)]
         chosen = [str(s) for s in self.statics if s is not None]
         return "_".join([self.rule.name, *kinds, *flags, *chosen])
 
@@ -92,12 +94,14 @@ def job_key(
     numbers: Numbers,
     write: bool,
     in_place: bool,
+    guarded: bool,
 ) -> Key:
     """The kernel that one leaf needs."""
     p, *rest = flat_leaf(leaf)
     dtypes = tuple(x.dtype for x in (p, g, *rest))
     threads = torch.get_num_threads()
-    return Key(rule, numbers.statics, write, in_place, dtypes, p.device, threads)
+    statics, device = numbers.statics, p.device
+    return Key(rule, statics, write, in_place, dtypes, device, threads, guarded)
 
 
 def kernel(key: Key, spec: pytree.TreeSpec) -> Flat:
@@ -139,7 +143,7 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
     body = _own_code(_body(key, spec, ran_eagerly), key.name)
     tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    numbers = sum(s is None for s in key.statics)
+    numbers = sum(s is None for s in key.statics) + key.guarded
     dtype = compute_dtype(*key.dtypes)
     values = torch.ones(numbers, dtype=dtype, device=key.device)
     with ambient(key.device):
@@ -154,14 +158,17 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
 
 def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Flat:
     rule, statics, write, in_place = key.rule, key.statics, key.write, key.in_place
-    inputs, compensated = len(key.dtypes), key.compensated
+    inputs, compensated, guarded = len(key.dtypes), key.compensated, key.guarded
 
     def run(values: Tensor, *tensors: Tensor) -> None:
         if not torch.compiler.is_compiling():
             ran_eagerly.append(True)
-        scalars = fill(statics, spec, values.unbind())
+        numbers = values.unbind()
+        scalars = fill(statics, spec, numbers)
         leaf, g = unpack(rule, compensated, tensors[:inputs])
         new = leaf_step(rule, leaf, g, scalars, write, whole_mean)
+        if guarded:
+            new = keep_unless(numbers[-1] != 0, leaf, new)
         write_back(flat_leaf(leaf) if in_place else tensors[inputs:], new)
 
     return run
@@ -189,6 +196,17 @@ def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
     for target, result in zip(targets, flat_leaf(new)):
         if result is not target:
             target.copy_(result)
+
+
+def keep_unless(ok: Tensor, old: Leaf, new: Leaf) -> Leaf:
+    """The new leaf where ok, a 0-d bool, is true; without asking the device."""
+    kept = [
+        n if n is o else torch.where(ok, n, o)
+        for o, n in zip(flat_leaf(old), flat_leaf(new))
+    ]
+    fields = kept[1 : 1 + len(old.state)]
+    comp = None if old.comp is None else kept[-1]
+    return Leaf(kept[0], type(old.state)(*fields), comp)
 
 
 def flat_leaf(leaf: Leaf) -> list[Tensor]:

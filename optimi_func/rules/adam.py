@@ -65,6 +65,11 @@ def moments(g: Tensor, m: Tensor, v: Tensor, c: Coeffs) -> State:
     return State(c.keep1 * m + c.fresh1 * g, c.keep2 * v + c.fresh2 * (g * g))
 
 
+def join(c: Coeffs, n: int) -> Coeffs:
+    del n  # m is the whole gradient's; v adds squares of parts (AdamA, arXiv:2305.19982)
+    return c._replace(keep1=1.0, keep2=1.0)
+
+
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     m, v = new = moments(g, s.exp_avg, s.exp_avg_sq, c)
     return Direction(c.unbias1 * m / (c.unbias2 * root(v) + c.eps), new)
@@ -81,5 +86,5 @@ def direction_peak(g: Tensor, s: PeakState, c: Coeffs) -> Direction:
     return Direction(d, PeakState(m, v, peak))
 
 
-adam = Rule("adam", State, init, coeffs, direction)
-amsgrad = Rule("amsgrad", PeakState, init_peak, coeffs, direction_peak)
+adam = Rule("adam", State, init, coeffs, direction, join=join)
+amsgrad = Rule("amsgrad", PeakState, init_peak, coeffs, direction_peak, join=join)

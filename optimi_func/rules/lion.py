@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._types import Direction, Rule, Scalar
-from optimi_func.rules._common import moment
+from optimi_func.rules._common import choose, moment
 
 
 class Hyper(NamedTuple):
@@ -40,9 +40,18 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2)
 
 
+def join(c: Coeffs, n: int) -> Coeffs:
+    # The m before this step and the parts of g in it cannot be told apart again: with n
+    # parts alike this is b1 * m + (1 - b1) * g of before and the whole, else close to it.
+    # With b2 = 0 nothing is left of the m before, and the parts alone decide.
+    gone = c.keep == 0
+    hold = choose(gone, c.lean / c.fresh, c.hold / choose(gone, 1.0, c.keep))
+    return Coeffs(hold, c.lean * n - hold * c.fresh * (n - 1), 1.0, c.fresh)
+
+
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     d = (c.hold * s.exp_avg + c.lean * g).sign()
     return Direction(d, State(c.keep * s.exp_avg + c.fresh * g))
 
 
-lion = Rule("lion", State, init, coeffs, direction)
+lion = Rule("lion", State, init, coeffs, direction, join=join)

@@ -34,6 +34,10 @@ def coeffs(h: adam.Hyper, t: Scalar) -> Coeffs:
     return Coeffs(adam.coeffs(h, t), choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
 
 
+def join(c: Coeffs, n: int) -> Coeffs:
+    return c._replace(adam=adam.join(c.adam, n))
+
+
 def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
     m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c.adam)
     mhat = c.adam.unbias1 * m
@@ -42,4 +46,4 @@ def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
     return Direction(mhat * (per_root + c.plain), new)
 
 
-radam = Rule("radam", adam.State, adam.init, coeffs, direction)
+radam = Rule("radam", adam.State, adam.init, coeffs, direction, join=join)

@@ -49,6 +49,10 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(inner, sync, choose(due, h.alpha, 0.0))
 
 
+def join(c: Coeffs, n: int) -> Coeffs:
+    return c._replace(radam=radam.join(c.radam, n))
+
+
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     d, new, _ = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
     return Direction(d, State(new.exp_avg, new.exp_avg_sq, s.slow_param))
@@ -61,4 +65,4 @@ def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
     return u + c.sync * (slow - x - u), s._replace(slow_param=slow)
 
 
-ranger = Rule("ranger", State, init, coeffs, direction, after)
+ranger = Rule("ranger", State, init, coeffs, direction, after, join)

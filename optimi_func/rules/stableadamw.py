@@ -22,5 +22,8 @@ def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
 
 
 stableadamw = Rule(
-    "stableadamw", adam.State, adam.init, adam.coeffs, direction, per_tensor=True
+    "stableadamw",
+    *(adam.State, adam.init, adam.coeffs, direction),
+    join=adam.join,
+    per_tensor=True,
 )

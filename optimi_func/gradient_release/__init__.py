@@ -1,0 +1,200 @@
+"""Gradient release: the step fused into backward, a parameter at a time.
+
+While hooks are attached, each parameter is updated as soon as its gradient is complete, and
+the gradient is freed before the next one is computed: no moment holds all of them.
+"""
+
+import sys
+import warnings
+import weakref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from optimi_func import _torch
+from optimi_func.functional import FunctionalOptimizer
+from optimi_func.gradient_release.handle import NO_DDP, GradientRelease
+from optimi_func.gradient_release.options import (
+    CLIPPING,
+    Accumulation,
+    How,
+    ReleaseOptions,
+)
+from optimi_func.optimizers import BaseOptimizer
+
+__all__ = [
+    "CLIPPING",
+    "GradientRelease",
+    "ReleaseOptions",
+    "prepare_for_gradient_release",
+    "remove_gradient_release",
+]
+
+# Bytes of small gradients that may wait to be updated together.
+PENDING_BYTES = 1 << 20
+
+# A cache: which hooks a model has. Not on the model, whose copies would carry them along.
+_handles: "weakref.WeakKeyDictionary[nn.Module, list[GradientRelease]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def prepare_for_gradient_release(
+    model: nn.Module,
+    optimizer: BaseOptimizer | FunctionalOptimizer,
+    ignore_existing_hooks: bool = False,
+    *,
+    pending_bytes: int = PENDING_BYTES,
+    accumulation: Accumulation | None = None,
+    accumulation_steps: int | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    clip_param_norm: float | None = None,
+    clip_value: float | None = None,
+    clip_global_norm: float | None = None,
+    how: How = "two_pass",
+    grad_norm: bool = False,
+    skip_nonfinite: bool = False,
+) -> GradientRelease:
+    """Fuse the optimizer's step into the model's backward.
+
+    Afterwards `loss.backward()` updates the parameters and frees each gradient at once;
+    `optimizer.step()` and `zero_grad()` may stay where they are and find nothing to do.
+    Schedulers, param groups and load_state_dict reach the hooks, which look everything
+    up when they run.
+
+    Several backwards make one step with `accumulation`; their gradients add up, as in
+    p.grad, and are not divided. The step ends with the `accumulation_steps`-th backward
+    or with `step()`, whichever comes first.
+
+        "buffer"   the gradients' sum is kept, and freed parameter by parameter in the
+                   last backward: exact for every rule
+        "states"   no buffer: the state decays once, and each gradient joins it,
+                   m <- m + (1 - b1) * g_i, v <- v + (1 - b2) * g_i^2. Exact for SGD with
+                   momentum; m is exact for the others, v is a sum of squares
+
+    Args:
+        model: Its trainable parameters get the hooks.
+        optimizer: A class of this package made with `gradient_release=True`, which may
+            own a part of the parameters: several optimizers, each with a handle of its
+            own, may share a model. Or a FunctionalOptimizer, over the tree {name:
+            parameter}, whose state is `handle.state`.
+        ignore_existing_hooks: Add the hooks where others have theirs, and don't warn of
+            parameters that stay outside.
+        pending_bytes: Gradients of small parameters wait up to this many bytes, or the
+            end of backward, to be updated together.
+        accumulation: "buffer", "states", or None: every backward is a step.
+        accumulation_steps: Backwards in a step; None leaves its end to `step()`.
+        buffer_dtype: The sum's dtype: float32, float64 or bfloat16. None takes the
+            gradient's, but at least float32.
+        clip_param_norm: Scale each gradient down to this norm, by itself.
+        clip_value: Clamp each gradient's elements to this size.
+        clip_global_norm: Scale all gradients down together to this norm.
+        how: For clip_global_norm. "two_pass" is exact and runs each backward twice,
+            through `handle.backward(loss_fn)`. "lagged" scales by the norm of the step
+            before, at no cost; the first step is not clipped.
+        grad_norm: Report the norm of every backward's gradients as `handle.grad_norm`.
+        skip_nonfinite: Leave a parameter, its state and its step count alone where its
+            gradient has an inf or NaN; `handle.skipped` counts. With
+            accumulation="states" such a gradient alone is left out of the step.
+
+    Returns:
+        The handle, whose `remove()` detaches the hooks; a context manager that does so.
+
+    Raises:
+        TypeError: An optimizer of another library.
+        ValueError: An optimizer without `gradient_release=True`, hooks that exist
+            already, a number out of its range, requests that exclude each other
+            (`gradient_release.CLIPPING` says which clip what), or a model wrapped in
+            DistributedDataParallel or FullyShardedDataParallel. No hook has been added
+            then.
+
+    References:
+        Zhang et al., "Adam Accumulation", arXiv:2305.19982 (accumulation="states").
+
+    >>> import torch
+    >>> from optimi_func import SGD
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> nn.init.ones_(model.weight).sum().item()
+    2.0
+    >>> optimizer = SGD(model.parameters(), lr=0.1, gradient_release=True, compile=False)
+    >>> with prepare_for_gradient_release(model, optimizer):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    >>> model.weight.grad is None, model.weight.detach()
+    (True, tensor([[0.9000, 0.9000]]))
+    """
+    options = ReleaseOptions(
+        *(pending_bytes, accumulation, accumulation_steps, buffer_dtype),
+        *(clip_param_norm, clip_value, clip_global_norm, how),
+        *(grad_norm, skip_nonfinite),
+    )
+    _check_optimizer(optimizer)
+    _check_model(model)
+    params = owned(model, optimizer)
+    hooked = [p for p in params.values() if _torch.has_accumulate_hooks(p)]
+    if hooked and not ignore_existing_hooks:
+        raise ValueError(
+            f"{len(hooked)} parameters have post-accumulate-grad hooks already: pass "
+            "ignore_existing_hooks=True if they are meant to stay"
+        )
+    handle = GradientRelease(model, optimizer, params, options)
+    left = sum(p.requires_grad for p in model.parameters()) - len(params)
+    if left and not ignore_existing_hooks:
+        warnings.warn(
+            f"{left} trainable parameters are not the optimizer's: they keep their .grad",
+            UserWarning,
+            stacklevel=2,
+        )
+    _handles.setdefault(model, []).append(handle)
+    return handle
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if isinstance(optimizer, FunctionalOptimizer):
+        return
+    if not isinstance(optimizer, BaseOptimizer):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} is not one of optimi_func's classes, "
+            "nor a FunctionalOptimizer"
+        )
+    if not optimizer.defaults["gradient_release"]:
+        raise ValueError("the optimizer was not made with gradient_release=True")
+
+
+def _check_model(model: nn.Module) -> None:
+    # Not imported for this: who has such a model has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(NO_DDP)
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ValueError(
+                "FullyShardedDataParallel reduces gradients after the hooks: use FSDP2 "
+                "(torch.distributed.fsdp.fully_shard) with gradient release"
+            )
+
+
+def owned(
+    model: nn.Module, optimizer: BaseOptimizer | FunctionalOptimizer
+) -> dict[str, Tensor]:
+    """The model's trainable parameters that the optimizer updates, by name."""
+    params: dict[str, Tensor] = dict(model.named_parameters())
+    params = {n: p for n, p in params.items() if p.requires_grad}
+    if isinstance(optimizer, BaseOptimizer):
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = {n: p for n, p in params.items() if id(p) in known}
+    return params
+
+
+def remove_gradient_release(model: nn.Module) -> None:
+    """Detach every hook that `prepare_for_gradient_release` added to the model.
+
+    Warns where there is none.
+    """
+    handles = _handles.pop(model, [])
+    if not any(handle.attached for handle in handles):
+        warnings.warn(
+            "the model has no gradient release hooks to remove", UserWarning, stacklevel=2
+        )
+    for handle in handles:
+        handle.remove()

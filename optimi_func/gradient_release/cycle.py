@@ -1,0 +1,46 @@
+"""An accumulation cycle: the backwards that make one step, and what they leave behind."""
+
+import torch
+from torch import Tensor
+
+
+class Cycle:
+    """Where an accumulation stands; it outlives the single backward.
+
+    Attributes:
+        position: Backwards that the open cycle has seen; 0 between cycles.
+        parts: accumulation="states": how many gradients a parameter's state has taken.
+        buffer: accumulation="buffer": the sum of a parameter's gradients.
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.parts: dict[Tensor, int] = {}
+        self.buffer: dict[Tensor, Tensor] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients have come that have not moved their parameter yet."""
+        return bool(self.position or self.parts or self.buffer)
+
+    def keep(self, p: Tensor, g: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Add p's gradient to its sum, which is returned; g itself may become it."""
+        held = self.buffer.get(p)
+        if held is None:
+            dtype = dtype or torch.promote_types(g.dtype, torch.float32)
+            held = self.buffer[p] = g if g.dtype == dtype else g.to(dtype)
+            return held
+        return held.add_(g)
+
+    def whole(self, p: Tensor, g: Tensor) -> Tensor:
+        """The sum with its last term, taken out of the buffer; one of the two is reused."""
+        held = self.buffer.pop(p, None)
+        if held is None:
+            return g
+        wide = torch.promote_types(held.dtype, g.dtype)
+        return held.add_(g) if held.dtype == wide else g.add_(held)
+
+    def would_be(self, p: Tensor, g: Tensor) -> Tensor:
+        """The sum with its last term, with nothing changed."""
+        held = self.buffer.get(p)
+        return g if held is None else held + g

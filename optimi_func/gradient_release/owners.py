@@ -1,0 +1,148 @@
+"""Whose parameters a release updates: a class's, or a tree's by a pure optimizer."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from optimi_func import functional as _f
+from optimi_func._leaf import share_scalars
+from optimi_func._types import Leaf, Scalars, Share
+from optimi_func.compiled.batching import plan_if_possible, run_launches
+from optimi_func.compiled.jobs import Bundle, Job, check_writable
+from optimi_func.compiled.kernel import Numbers, ambient
+from optimi_func.functional import FunctionalOptimizer, Leaves, TreeState
+from optimi_func.optimizers import BaseOptimizer
+
+
+class Owner(Protocol):
+    """What a release asks of the optimizer behind it."""
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        shares: list[Share],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Update parameters by their gradients, as `BaseOptimizer.update`."""
+        ...
+
+    def check_joins(self) -> None:
+        """Refuse a rule whose state cannot take a gradient in parts."""
+        ...
+
+    def accumulates(self) -> bool:
+        """Whether optimi's flag is up: state moves, parameters don't."""
+        ...
+
+    def on_host(self, p: Tensor) -> bool:
+        """Whether p's numbers may be read without making a device wait."""
+        ...
+
+    def end(self, count: bool) -> None:
+        """A backward has ended, and with it, if `count`, a step."""
+        ...
+
+
+class ClassOwner:
+    """A class: groups, state and counts are its own."""
+
+    def __init__(self, optimizer: BaseOptimizer) -> None:
+        self.optimizer = optimizer
+        self.update = optimizer.update
+        self.check_joins = optimizer.check_joins
+
+    def accumulates(self) -> bool:
+        """As the flag stands now."""
+        return self.optimizer.optimizer_accumulation
+
+    def on_host(self, p: Tensor) -> bool:
+        """On CPU, unless its group asks for device counts."""
+        capturable = self.optimizer.group_of(p)["capturable"]
+        return p.device.type == "cpu" and not capturable
+
+    def end(self, count: bool) -> None:
+        """Each parameter's steps have been counted with its update."""
+
+
+class TreeOwner:
+    """A FunctionalOptimizer over the tree {name: parameter}, whose state is kept here."""
+
+    def __init__(self, optimizer: FunctionalOptimizer, params: dict[str, Tensor]) -> None:
+        self.optimizer = optimizer
+        self._params = params
+        self._places = {p: i for i, p in enumerate(params.values())}
+        self._uncompilable: set[str] = set()
+        self._set(optimizer.init(params))
+
+    @property
+    def state(self) -> TreeState:
+        """The live state, updated in place; assigned, it is checked first."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TreeState) -> None:
+        Leaves.check(self.optimizer.rule, self._params, self._params, state)
+        self._set(state)
+
+    def _set(self, state: TreeState) -> None:
+        self._state = state
+        # What a backward found out about the step that it is in.
+        self._now: tuple[Leaves, list[Scalars]] | None = None
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        shares: list[Share],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Update leaves in place; the tree's one step ends with the backward."""
+        del count
+        with ambient(params[0].device):
+            leaves, scalars = self._look()
+            rule = self.optimizer.rule
+            shared: dict[tuple[int, object, int], Numbers] = {}
+            jobs: list[Job] = []
+            for p, g, share in zip(params, grads, shares):
+                i = self._places[p]
+                check_writable(leaves.paths[i], p)
+                _f.check_grad(leaves.paths[i], p, g)
+                key = (id(scalars[i]), share.gain, share.nth)
+                if key not in shared:
+                    shared[key] = Numbers(share_scalars(rule, scalars[i], share, write))
+                bundle = Bundle(Leaf(p, *leaves.leaves[i][1:]))
+                jobs.append(Job(bundle, g, shared[key], bundle, share.ok))
+            launches = plan_if_possible(rule, jobs, write, self._uncompilable)
+            run_launches(launches, params[0].device)
+
+    def _look(self) -> tuple[Leaves, list[Scalars]]:
+        if self._now is None:
+            leaves = Leaves.check(
+                self.optimizer.rule, self._params, self._params, self._state
+            )
+            step = self._state.step.detach()
+            t = step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
+            self._now = leaves, self.optimizer.scalars(leaves, step, t)
+        return self._now
+
+    def check_joins(self) -> None:
+        """Refuse a rule without a sum over gradients."""
+        _f.check_joins(self.optimizer)
+
+    def accumulates(self) -> bool:
+        """The flag is the classes'."""
+        return False
+
+    def on_host(self, p: Tensor) -> bool:
+        """On CPU."""
+        return p.device.type == "cpu"
+
+    def end(self, count: bool) -> None:
+        """Count the tree's step."""
+        self._now = None
+        if count:
+            with ambient(self._state.step.device):
+                self._state.step.add_(1.0)

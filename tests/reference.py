@@ -380,3 +380,29 @@ def stableadamw(
         p = p - alpha / clip * m_hat / (v_hat.sqrt() + eps) - lam / clip * p
         path.append(p)
     return path
+
+
+def adam_accumulation(
+    p: Tensor,
+    parts: Tensor,
+    *,
+    lr: float,
+    betas: Pair,
+    eps: float,
+    weight_decay: float,
+) -> Tensor:
+    """AdamA, arXiv:2305.19982, with decoupled decay: where p ends.
+
+    `parts[t, i]` is the i-th part of step t's gradient. m takes their sum and v the sum
+    of their squares, after one decay each a step.
+    """
+    beta1, beta2 = betas
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t, grads in enumerate(parts, start=1):
+        m, v = beta1 * m, beta2 * v
+        for g in grads:
+            m = m + (1 - beta1) * g
+            v = v + (1 - beta2) * g**2
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        p = p - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * p)
+    return p

@@ -1,6 +1,7 @@
 """The step in backward: equal to the ordinary one, and never silently something else."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -162,6 +163,242 @@ def test_ddp_is_refused_by_name(tmp_path) -> None:
             )
     finally:
         dist.destroy_process_group()
+
+
+def test_ddp_wrapped_later_is_refused_before_any_write(tmp_path) -> None:
+    import torch.distributed as dist
+
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        model, optimizer = make()
+        prepare_for_gradient_release(model, optimizer)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match="FSDP2"):
+            wrapped(batch(0)).mean().backward()
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        twin = nn.Sequential(nn.parallel.DistributedDataParallel(Net()))
+        other = AdamW(twin.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+        with pytest.raises(ValueError, match="FSDP2"):
+            prepare_for_gradient_release(twin, other)
+        # With a process group but no wrapper all is well.
+        model, optimizer = make()
+        prepare_for_gradient_release(model, optimizer)
+        train(model, optimizer, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_scaler_and_a_trainers_clipping_come_too_late() -> None:
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu")
+    with prepare_for_gradient_release(model, optimizer):
+        scaler.scale(model(batch(0)).mean()).backward()
+        with pytest.raises(RuntimeError, match=r"unscale.*clip_global_norm"):
+            scaler.step(optimizer)
+    # Without the hooks a scaler is welcome.
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(0)).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.state[model.last.weight]["step"] == 2
+
+
+def blocks(count=3):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(count)]
+    )
+
+
+def checkpointed(model, x, reentrant):
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=reentrant)
+    return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_checkpointing_block_by_block(reentrant: bool, head: bool) -> None:
+    """A head outside of the blocks shows the hooks the outer backward; else none does."""
+    pair = []
+    for release in (False, True):
+        model = nn.ModuleList([blocks(), nn.Linear(128, 2) if head else nn.Identity()])
+        optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=release, **EAGER)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        for i in range(4):
+            torch.manual_seed(i)
+            x = torch.randn(4, 128, requires_grad=True)
+            model[1](checkpointed(model[0], x, reentrant)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_second_gradient_in_one_backward_is_refused(head: bool) -> None:
+    block = blocks(1)
+    model = nn.ModuleList([block, nn.Linear(128, 2) if head else nn.Identity()])
+    optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(model, optimizer)
+    shared = nn.ModuleList([block, block])
+    x = torch.randn(4, 128, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"second gradient.*use_reentrant=False"):
+        model[1](checkpointed(shared, x, True)).sum().backward()
+    with pytest.warns(UserWarning, match="did not finish"):
+        model[1](checkpointed([block], x, True)).sum().backward()
+    # Without reentrance a shared block fires once.
+    model[1](checkpointed(shared, x, False)).sum().backward()
+    assert optimizer.state[block[0][0].weight]["step"] == 3
+
+
+def test_reentrance_hides_what_accumulation_needs() -> None:
+    model = blocks()
+    optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    handle = prepare_for_gradient_release(model, optimizer, grad_norm=True)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(4, 128, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"reentrant.*use_reentrant=False"):
+        checkpointed(model, x, True).sum().backward()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    checkpointed(model, x, False).sum().backward()
+    assert handle.grad_norm > 0
+
+
+def test_gradients_that_waited_are_freed_when_a_backward_fails() -> None:
+    model, optimizer = make()
+    waiting = []
+
+    def on_gradient(p) -> None:
+        waiting.append(weakref.ref(p.grad))
+
+    model.last.weight.register_post_accumulate_grad_hook(on_gradient)
+    prepare_for_gradient_release(model, optimizer, ignore_existing_hooks=True)
+    hidden = Bad.apply(model.first(batch(0)).relu())
+    with pytest.raises(ZeroDivisionError):
+        model.last(model.norm(model.middle(hidden))).mean().backward()
+    assert len(waiting) == 1 and waiting[0]() is None
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.warns(UserWarning, match="did not finish"):
+        train(model, optimizer, 1)
+
+
+def test_other_peoples_gradient_hooks_and_frozen_layers() -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(SGD, release=release)
+        model.first.requires_grad_(False)
+        model.last.weight.register_hook(lambda g: 2 * g)
+        seen = []
+        model.norm.weight.register_post_accumulate_grad_hook(seen.append)
+        if release:
+            prepare_for_gradient_release(model, optimizer, ignore_existing_hooks=True)
+        train(model, optimizer, 3)
+        assert len(seen) == 3
+        model.first.requires_grad_(True)  # thawed: its gradient waits for step()
+        train(model, optimizer, 1)
+        assert optimizer.state[model.first.weight]["step"] == 1
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+def test_a_compiled_model() -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(release=release)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        train(torch.compile(model, backend="aot_eager"), optimizer, 3)
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+class Adapted(nn.Module):
+    """LoRA's way: a large frozen weight, two small trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(128, 128).requires_grad_(False)
+        self.down = nn.Linear(128, 4, bias=False)
+        self.up = nn.Linear(4, 128, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_beside_frozen_weights() -> None:
+    pair = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 128), Adapted(), Adapted())
+        model[0].requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = AdamW(trained, lr=1e-2, gradient_release=release, **EAGER)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        for i in range(3):
+            model(batch(i)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.append((trained, optimizer))
+    assert len(pair[1][1].state) == 4
+    for p, q in zip(pair[0][0], pair[1][0]):
+        assert torch.equal(p, q)
+
+
+def constant(optimizer):
+    return lr_scheduler.ConstantLR(optimizer, factor=0.3, total_iters=5)
+
+
+def chain(optimizer):
+    return [constant(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda i: 0.9**i),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda i: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": constant,
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, chain(o), milestones=[4]),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9, power=2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(chain(o), optimizer=o),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 2e-2, total_steps=10),
+}
+
+
+def test_the_list_of_schedulers_is_torchs() -> None:
+    assert set(lr_scheduler.__all__) - {"LRScheduler"} == set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_reaches_the_hooks(name: str) -> None:
+    pair, rates = [], []
+    for release in (False, True):
+        model, optimizer = make(release=release)
+        scheduler = SCHEDULERS[name](optimizer)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        seen = []
+        (group,) = optimizer.param_groups
+        for i in range(8):
+            seen.append((group["lr"], group["betas"]))
+            train(model, optimizer, 1, start=i)
+            scheduler.step(*[1.0] if name == "ReduceLROnPlateau" else [])
+        pair.append((model, optimizer))
+        rates.append(seen)
+    assert rates[0] == rates[1]
+    assert len(set(rates[1])) > 1
+    assert_same(*pair)
 
 
 @pytest.mark.parametrize("pending_bytes", [0, 600, 1 << 20])

@@ -1,0 +1,854 @@
+"""Accumulation, clipping, norms and skipping, beside the same thing written plainly."""
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import reference
+import torch
+from cases import CLASSES, NAMES
+from test_gradient_release import EAGER, Net, assert_same, batch, make, train
+from torch import nn
+
+import optimi_func
+from optimi_func import SGD, AdamW, Adan, adamw, prepare_for_gradient_release
+from optimi_func._types import WHOLE
+from optimi_func.gradient_release import CLIPPING
+
+MICRO = 4
+BUFFER = {"accumulation": "buffer", "accumulation_steps": MICRO}
+STATES = {"accumulation": "states", "accumulation_steps": MICRO}
+
+
+def loss_of(model, i):
+    y = model(batch(i, next(model.parameters()).dtype))
+    y = y.float() if y.dtype == torch.bfloat16 else y
+    return y.square().mean() / MICRO
+
+
+def plainly(model, optimizer, steps, clip=lambda params: None, micro=MICRO):
+    """Gradients added in p.grad, clipped there, and one ordinary step."""
+    for step in range(steps):
+        for i in range(micro):
+            loss_of(model, step * micro + i).backward()
+        clip(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def released(model, optimizer, steps, micro=MICRO, **options):
+    handle = prepare_for_gradient_release(model, optimizer, **options)
+    run(handle, model, range(steps * micro), micro)
+    return handle
+
+
+def run(handle, model, backwards, micro=MICRO):
+    for i in backwards:
+        handle.backward(lambda at=i: loss_of(model, at))
+        if (i + 1) % micro == 0:
+            handle.optimizer.step()
+            handle.optimizer.zero_grad()
+
+
+def two(cls=AdamW, dtype=torch.float32, **options):
+    return [make(cls, dtype, release, **options) for release in (False, True)]
+
+
+def flat(model):
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+def error(one, other, start):
+    """How far apart two models ended, as a share of the first one's movement."""
+    return ((flat(one) - flat(other)).norm() / (flat(one) - start).norm()).item()
+
+
+def momentum_of(name):
+    return {"momentum": 0.9} if name == "sgd" else {}
+
+
+# Accumulation in a buffer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_buffer_is_true_accumulation_bit_for_bit(name: str) -> None:
+    one, other = two(CLASSES[name], **momentum_of(name))
+    plainly(*one, 5)
+    handle = released(*other, 5, **BUFFER)
+    assert_same(one, other)
+    assert handle.state_dict()["buffer"] == {}
+    assert handle.state_dict()["position"] == 0
+
+
+@pytest.mark.parametrize("buffer_dtype", [None, torch.bfloat16])
+def test_the_sum_of_bfloat16_gradients_has_the_dtype_asked_for(buffer_dtype) -> None:
+    (model, optimizer), other = two(dtype=torch.bfloat16)
+    params = list(model.parameters())
+    for step in range(5):
+        sums = [torch.zeros_like(p, dtype=buffer_dtype or torch.float32) for p in params]
+        for i in range(MICRO):
+            grads = torch.autograd.grad(loss_of(model, step * MICRO + i), params)
+            sums = [s.add_(g) for s, g in zip(sums, grads)]
+        optimizer.update(params, sums, [WHOLE] * len(params), True, True)
+    released(*other, 5, **BUFFER, buffer_dtype=buffer_dtype)
+    assert_same((model, optimizer), other)
+
+
+def test_the_dtype_of_the_sum_changes_the_answer() -> None:
+    ends = []
+    for dtype in (None, torch.bfloat16, torch.float64):
+        model, optimizer = make(SGD, lr=0.1)
+        released(model, optimizer, 3, **BUFFER, buffer_dtype=dtype)
+        ends.append(flat(model))
+    assert not torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    assert torch.allclose(ends[0], ends[1], atol=2e-3)
+    assert torch.allclose(ends[0], ends[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [MICRO, None, 7])
+def test_step_ends_an_open_cycle_and_the_next_backward_opens_one(steps) -> None:
+    one, other = two()
+    plainly(*one, 2)
+    plainly(*one, 3, micro=3)
+    options = {"accumulation": "buffer", "accumulation_steps": steps}
+    handle = prepare_for_gradient_release(*other, **options)
+    run(handle, other[0], range(2 * MICRO))
+    run(handle, other[0], range(9), micro=3)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("options", [BUFFER, STATES])
+def test_what_the_last_backward_gives_no_gradient_moves_all_the_same(options) -> None:
+    one, other = two(SGD, momentum=0.9, weight_decay=0.1)
+    handle = prepare_for_gradient_release(*other, **options)
+    for step in range(3):
+        for model in (one[0], other[0]):
+            for i in range(MICRO):
+                x = batch(step * MICRO + i)
+                # The last goes through the last layer alone, the one before skips it.
+                hidden = torch.ones(8, 128) if i == 3 else model.norm(model.first(x))
+                (hidden if i == 2 else model.last(hidden)).square().mean().backward()
+        one[1].step()
+        one[1].zero_grad()
+        assert handle.state_dict()["position"] == 0
+    for p, q in zip(one[0].parameters(), other[0].parameters()):
+        assert torch.allclose(p, q, rtol=0, atol=1e-7)
+    assert other[1].state_dict()["state"].keys() == one[1].state_dict()["state"].keys()
+    counts = {int(s["step"]) for s in other[1].state_dict()["state"].values()}
+    assert counts == {3}
+
+
+def test_the_buffer_is_freed_as_the_last_backward_passes() -> None:
+    blocks = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)])
+    optimizer = SGD(blocks.parameters(), lr=1e-3, gradient_release=True, **EAGER)
+    handle = prepare_for_gradient_release(
+        blocks, optimizer, accumulation="buffer", accumulation_steps=2
+    )
+    held = []
+    original = optimizer.update
+
+    def counting(*rest, **options) -> None:
+        held.append(len(handle.state_dict()["buffer"]))
+        original(*rest, **options)
+
+    handle._owner.update = counting
+    for _ in range(2):
+        blocks(torch.randn(4, 128)).mean().backward()
+    assert held == [5, 4, 3, 2, 1, 0]
+
+
+def test_removing_the_hooks_hands_the_sums_over() -> None:
+    one, other = two()
+    plainly(*one, 1)
+    handle = prepare_for_gradient_release(*other, **BUFFER)
+    run(handle, other[0], range(3))
+    handle.remove()
+    assert other[0].last.weight.grad is not None
+    loss_of(other[0], 3).backward()
+    other[1].step()
+    assert_same(one, other)
+
+
+# Accumulation in the state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decouple_wd": True},
+        {"dampening": True},
+        {"dampening": True, "torch_init": True},
+        {"dampening": 0.5},
+        {"maximize": True, "lr": 1e-4},
+    ],
+    ids=str,
+)
+def test_states_are_exact_for_sgd_with_momentum(options) -> None:
+    one, other = two(SGD, momentum=0.9, **options)
+    start = flat(one[0])
+    plainly(*one, 20)
+    released(*other, 20, **STATES)
+    assert error(one[0], other[0], start) < 1e-6
+    # And not because a step is a step: each part as a step of its own is another.
+    third = make(SGD, momentum=0.9, **options)
+    handle = prepare_for_gradient_release(*third)
+    run(handle, third[0], range(20 * MICRO))
+    assert error(one[0], third[0], start) > 1e-2
+
+
+class Given(nn.Module):
+    """A model whose gradient is what it is given, wherever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1, 9, dtype=torch.float64))
+
+    def forward(self, g):
+        return (self.w * g).sum()
+
+
+def given(steps):
+    torch.manual_seed(7)
+    return torch.randn(steps, MICRO, 9, dtype=torch.float64)
+
+
+FIRST_MOMENT = {
+    "sgd": "momentum_buffer",
+    **{n: "exp_avg" for n in NAMES if n not in ("sgd", "adan")},
+}
+
+
+@pytest.mark.parametrize("name", FIRST_MOMENT)
+def test_the_first_moment_is_exact(name: str) -> None:
+    options = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
+    states = []
+    for release in (False, True):
+        model = Given()
+        optimizer = CLASSES[name](
+            model.parameters(), lr=0.01, gradient_release=release, **options, **EAGER
+        )
+        if release:
+            prepare_for_gradient_release(model, optimizer, **STATES)
+        for parts in given(20):
+            for g in parts:
+                model(g).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(optimizer.state[model.w])
+    field = FIRST_MOMENT[name]
+    assert torch.allclose(states[0][field], states[1][field], rtol=1e-12, atol=1e-14)
+    assert states[0]["step"] == states[1]["step"] == 20
+
+
+@pytest.mark.parametrize("closed", ["by the last part", "by step()"])
+def test_adamw_in_states_is_adam_accumulation(closed: str) -> None:
+    """AdamA, arXiv:2305.19982: m of the whole gradient, v of the squares of its parts."""
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    model = Given()
+    start = model.w.detach().clone()
+    optimizer = AdamW(model.parameters(), gradient_release=True, **options, **EAGER)
+    steps = MICRO if closed == "by the last part" else None
+    prepare_for_gradient_release(
+        model, optimizer, accumulation="states", accumulation_steps=steps
+    )
+    for parts in given(20):
+        for g in parts:
+            model(g).backward()
+        optimizer.step()
+    expected = reference.adam_accumulation(start, given(20), **options)
+    moved = (model.w.detach() - start).norm()
+    assert (model.w - expected).norm() / moved < 1e-12
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_equal_parts_are_the_whole(name: str) -> None:
+    """Where a rule looks at the gradient beside its state, parts alike leave no doubt."""
+    options = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
+    ends = []
+    for release in (False, True):
+        model = Given()
+        optimizer = CLASSES[name](
+            model.parameters(), lr=0.01, gradient_release=release, **options, **EAGER
+        )
+        if release:
+            prepare_for_gradient_release(model, optimizer, **STATES)
+        for parts in given(20):
+            for _ in range(MICRO):
+                model(parts[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(model.w.detach())
+    assert torch.allclose(*ends, rtol=1e-12)
+
+
+def test_lion_without_memory_still_has_a_direction() -> None:
+    model, optimizer = make(CLASSES["lion"], betas=(0.9, 0.0))
+    released(model, optimizer, 2, **STATES)
+    assert flat(model).isfinite().all()
+
+
+@pytest.mark.parametrize("cls", [Adan, SGD])
+def test_a_state_that_is_no_sum_is_refused(cls) -> None:
+    model, optimizer = make(cls)
+    with pytest.raises(ValueError, match="accumulation='buffer'"):
+        prepare_for_gradient_release(model, optimizer, **STATES)
+    assert not model.last.weight._post_accumulate_grad_hooks
+    assert optimizer.releases == []
+
+
+def test_momentum_switched_off_later_is_refused_before_any_write() -> None:
+    model, optimizer = make(SGD, momentum=0.9)
+    prepare_for_gradient_release(model, optimizer, **STATES)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    before = flat(model)
+    with pytest.raises(ValueError, match="accumulation='buffer'"):
+        loss_of(model, 0).backward()
+    assert torch.equal(flat(model), before)
+
+
+def test_policies_are_chosen_on_the_handle_between_cycles() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer)
+    handle.accumulation = "buffer"
+    handle.accumulation_steps = MICRO
+    run(handle, model, range(2))
+    with pytest.raises(ValueError, match=r"inside an open cycle.*step\(\)"):
+        handle.accumulation = "states"
+    assert handle.accumulation == "buffer"
+    optimizer.step()
+    handle.accumulation = "states"
+    assert handle.accumulation_steps == MICRO
+    handle.accumulation = None
+    assert handle.accumulation_steps is None
+    run(handle, model, range(1))
+    assert {int(s["step"]) for s in optimizer.state.values()} == {2}
+
+
+def test_the_flag_and_a_policy_exclude_each_other() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer, **BUFFER)
+    optimizer.optimizer_accumulation = True
+    with pytest.raises(RuntimeError, match="choose one"):
+        loss_of(model, 0).backward()
+
+
+def test_closures_accumulate() -> None:
+    """As Lightning does: the closure alone for all backwards but the last."""
+    one, other = two()
+    plainly(*one, 3)
+    prepare_for_gradient_release(*other, **BUFFER)
+    model, optimizer = other
+    for i in range(3 * MICRO):
+
+        def closure(i=i):
+            loss = loss_of(model, i)
+            loss.backward()
+            return loss
+
+        if (i + 1) % MICRO:
+            closure()
+        else:
+            optimizer.step(closure)
+    assert_same(one, other)
+
+
+# Clipping
+
+LIMITS = {"clip_param_norm": 0.02, "clip_value": 0.002, "two_pass": 0.05, "lagged": 0.05}
+
+
+def clip_plainly(policy):
+    limit = LIMITS[policy]
+    if policy == "clip_param_norm":
+        return lambda ps: [nn.utils.clip_grad_norm_([p], limit) for p in ps]
+    if policy == "clip_value":
+        return lambda ps: nn.utils.clip_grad_value_(ps, limit)
+    if policy == "two_pass":
+        return lambda ps: nn.utils.clip_grad_norm_(ps, limit)
+    last = []
+
+    def lagged(params):
+        norm = nn.utils.get_total_norm([p.grad for p in params])
+        if last:
+            gain = min(1.0, limit / (last[0].item() + 1e-6))
+            for p in params:
+                p.grad.mul_(gain)
+        last[:] = [norm]
+
+    return lagged
+
+
+def asked(policy):
+    if policy in ("two_pass", "lagged"):
+        return {"clip_global_norm": LIMITS[policy], "how": policy}
+    return {policy: LIMITS[policy]}
+
+
+@pytest.mark.parametrize("accumulation", ["none", "buffer", "states", "flag"])
+@pytest.mark.parametrize("policy", CLIPPING)
+def test_each_cell_of_the_clipping_table(policy: str, accumulation: str) -> None:
+    promise = CLIPPING[policy][accumulation]
+    micro = 1 if accumulation == "none" else MICRO
+    options = {"buffer": BUFFER, "states": STATES}.get(accumulation, {})
+    options = {**asked(policy), **options}
+    one, other = two(SGD, torch.float64, momentum=0.9)
+    start = flat(one[0])
+    if promise == "raises":
+        with pytest.raises(ValueError, match="use accumulation='buffer'"):
+            prepare_for_gradient_release(*other, **options)
+        return
+    plainly(*one, 6, clip_plainly(policy), micro)
+    if accumulation == "flag":
+        handle = prepare_for_gradient_release(*other, **options)
+        for i in range(6 * micro):
+            other[1].optimizer_accumulation = (i + 1) % micro != 0
+            handle.backward(lambda i=i: loss_of(other[0], i))
+        assert error(one[0], other[0], start) > 1e-3
+        return
+    released(*other, 6, micro, **options)
+    unclipped = make(SGD, torch.float64, momentum=0.9)
+    plainly(*unclipped, 6, micro=micro)
+    # The limit did something, and it did the same thing.
+    assert error(one[0], unclipped[0], start) > 0.1
+    assert error(one[0], other[0], start) < 1e-12
+    if promise == "approximate":
+        exact = make(SGD, torch.float64, momentum=0.9)
+        plainly(*exact, 6, clip_plainly("two_pass"), micro)
+        assert error(exact[0], other[0], start) > 1e-3
+
+
+def test_two_passes_when_step_ends_the_cycle() -> None:
+    one, other = two()
+    plainly(*one, 3, clip_plainly("two_pass"))
+    handle = prepare_for_gradient_release(
+        *other, accumulation="buffer", **asked("two_pass")
+    )
+    for i in range(3 * MICRO):
+        loss_of(other[0], i).backward()
+        if (i + 1) % MICRO == 0:
+            other[1].step()
+    assert_same_to(one, other, 1e-6)
+    assert handle.state_dict()["buffer"] == {}
+
+
+def assert_same_to(one, other, tolerance):
+    for p, q in zip(one[0].parameters(), other[0].parameters()):
+        assert torch.allclose(p, q, rtol=0, atol=tolerance)
+
+
+class Noisy(nn.Module):
+    """Dropout, BatchNorm and a coin of Python's: all that must be the same twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 128)
+        self.norm = nn.BatchNorm1d(128)
+        self.two = nn.Linear(128, 4)
+
+    def forward(self, x):
+        x = self.one(x) * random.choice((0.5, 2.0))
+        return self.two(nn.functional.dropout(self.norm(x).relu(), 0.3))
+
+
+def test_two_passes_are_one_step_to_everybody_else() -> None:
+    ends = []
+    for release in (False, True):
+        torch.manual_seed(3)
+        random.seed(3)
+        model = Noisy()
+        outside = nn.Parameter(torch.ones(4))
+        optimizer = SGD(model.parameters(), lr=1e-1, gradient_release=release, **EAGER)
+        if release:
+            handle = prepare_for_gradient_release(model, optimizer, grad_norm=True)
+        for i in range(4):
+            x = batch(i)
+
+            def loss_fn(model=model, outside=outside, x=x):
+                return ((model(x) + outside) ** 2).mean()
+
+            if release:
+                handle.backward(loss_fn, clip_global_norm=0.1, how="two_pass")
+                norm = handle.grad_norm
+            else:
+                loss_fn().backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([*model.state_dict().values(), outside.grad, norm, torch.rand(3)])
+        ends[-1].append(torch.tensor(random.random()))
+    for a, b in zip(*ends):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_cannot_be_repeated_is_refused_before_any_write() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    before = flat(model)
+    batches = iter(range(9))
+    with pytest.raises(RuntimeError, match="do the same thing twice"):
+        handle.backward(lambda: loss_of(model, next(batches)))
+    assert torch.equal(flat(model), before)
+    handle.backward(lambda: loss_of(model, 0))
+    assert not torch.equal(flat(model), before)
+
+
+def test_a_first_pass_that_fails_leaves_nothing_behind() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    before = flat(model)
+
+    def loss_fn():
+        loss = loss_of(model, 0)
+        loss.register_hook(lambda g: 1 / 0)
+        return loss
+
+    with pytest.raises(ZeroDivisionError):
+        handle.backward(loss_fn)
+    assert torch.equal(flat(model), before)
+    handle.backward(lambda: loss_of(model, 0))  # no warning of an unfinished one
+    assert {int(s["step"]) for s in optimizer.state.values()} == {1}
+
+
+def test_two_passes_need_the_handle_to_run_them() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    before = flat(model)
+    with pytest.raises(RuntimeError, match=r"handle\.backward\(loss_fn\)"):
+        loss_of(model, 0).backward()
+    assert torch.equal(flat(model), before)
+
+
+def test_settings_of_one_call_do_not_stay() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer)
+    usual = handle.options
+    loss = handle.backward(lambda: loss_of(model, 0), clip_global_norm=1.0)
+    assert handle.options == usual
+    assert loss.item() > 0 and not loss.requires_grad
+    with pytest.raises(ValueError, match="clip_global_norm=0"):
+        handle.backward(lambda: loss_of(model, 0), clip_global_norm=0)
+
+
+def test_a_norm_that_overflowed_is_not_remembered() -> None:
+    model, optimizer = make(SGD)
+    handle = prepare_for_gradient_release(
+        model, optimizer, clip_global_norm=1e-3, how="lagged", skip_nonfinite=True
+    )
+    loss_of(model, 0).backward()
+    known = handle.state_dict()["last_norm"]
+    (loss_of(model, 1) * float("inf")).backward()
+    assert torch.equal(handle.state_dict()["last_norm"], known)
+
+
+# Norms
+
+
+@pytest.mark.parametrize("options", [{}, BUFFER, STATES])
+def test_the_norm_is_what_clipping_would_have_returned(options) -> None:
+    one, other = two(momentum=0.9, cls=SGD)
+    handle = prepare_for_gradient_release(*other, grad_norm=True, **options)
+    assert handle.grad_norm is None
+    for i in range(2 * MICRO):
+        loss_of(one[0], i).backward()
+        loss_of(other[0], i).backward()
+        params = list(one[0].parameters())
+        if options == STATES:
+            params = [p.detach().clone().requires_grad_() for p in params]
+            grads = torch.autograd.grad(loss_of(one[0], i), list(one[0].parameters()))
+            for p, g in zip(params, grads):
+                p.grad = g
+        expected = nn.utils.clip_grad_norm_(params, float("inf"))
+        assert torch.allclose(handle.grad_norm, expected, rtol=1e-5)
+        if not options or (i + 1) % MICRO == 0:
+            one[1].step()
+            one[1].zero_grad()
+
+
+# Skipping
+
+
+def poison(model, name, value):
+    """Make one gradient of the next backward contain a value."""
+    p = dict(model.named_parameters())[name]
+
+    def spoil(g):
+        handle.remove()
+        g = g.clone()
+        g.view(-1)[0] = value
+        return g
+
+    handle = p.register_hook(spoil)
+
+
+SKIPS = {
+    "host": {},
+    "device": {"capturable": True},
+}
+
+
+@pytest.mark.parametrize("name", ["last.weight", "middle.weight", "norm.bias"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("where", SKIPS)
+def test_a_gradient_that_is_not_finite_is_skipped(name, value, where) -> None:
+    model, optimizer = make(weight_decay=0.1, **SKIPS[where])
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True)
+    train(model, optimizer, 2)
+    poison(model, name, value)
+    p = dict(model.named_parameters())[name]
+    before = [p.detach().clone(), *(x.clone() for x in optimizer.state[p].values())]
+    others = [q.detach().clone() for q in model.parameters() if q is not p]
+    train(model, optimizer, 1)
+    after = [p.detach(), *optimizer.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    moved = [q for q in model.parameters() if q is not p]
+    assert not any(torch.equal(a, b) for a, b in zip(others, moved))
+    assert handle.skipped == {name: 1}
+    train(model, optimizer, 1)
+    assert optimizer.state[p]["step"] == 3
+    assert handle.skipped == {name: 1}
+
+
+@pytest.mark.parametrize("where", SKIPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_skipping_changes_nothing_where_all_is_finite(name, where) -> None:
+    one = make(CLASSES[name], torch.bfloat16, False, **SKIPS[where])
+    other = make(CLASSES[name], torch.bfloat16, True, **SKIPS[where])
+    train(*one, 7)
+    prepare_for_gradient_release(*other, skip_nonfinite=True)
+    train(*other, 7)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
+def test_a_kernel_skips_on_the_device(name: str, graphs) -> None:
+    model, optimizer = make(CLASSES[name], torch.bfloat16, capturable=True, compile=True)
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True)
+    names = ["middle.weight", "last.weight", "norm.bias"]
+    train(model, optimizer, 2)
+    made = graphs()
+    params = {n: p for n, p in model.named_parameters() if n in names}
+    before = {n: p.detach().clone() for n, p in params.items()}
+    states = {n: copy.deepcopy(optimizer.state[p]) for n, p in params.items()}
+    for n in names:
+        poison(model, n, float("nan"))
+    train(model, optimizer, 1)
+    for n, p in params.items():
+        assert torch.equal(p, before[n])
+        for field, x in optimizer.state[p].items():
+            assert torch.equal(x, states[n][field])
+    assert handle.skipped == dict.fromkeys(names, 1)
+    train(model, optimizer, 1)
+    assert all(not torch.equal(p, before[n]) for n, p in params.items())
+    assert graphs() == made
+
+
+def test_large_finite_gradients_are_not_skipped() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True)
+    poison(model, "last.weight", 3e38)  # its square is inf
+    train(model, optimizer, 1)
+    assert handle.skipped == {}
+    assert optimizer.state[model.last.weight]["step"] == 1
+
+
+@pytest.mark.parametrize("options", [BUFFER, STATES])
+def test_skipping_while_accumulating(options) -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True, **options)
+    loss_of(model, 0).backward()
+    poison(model, "last.weight", float("nan"))
+    for i in range(1, MICRO):
+        loss_of(model, i).backward()
+    # The sum is lost; of the parts only one.
+    steps = {"buffer": set(), "states": {1}}[handle.accumulation]
+    assert {int(optimizer.state[model.last.weight].get("step", 0))} - {0} == steps
+    assert handle.skipped == {"last.weight": 1}
+    assert flat(model).isfinite().all()
+    assert not handle.state_dict()["buffer"] and not handle.state_dict()["parts"]
+
+
+def test_states_cannot_skip_on_a_device() -> None:
+    model, optimizer = make(capturable=True)
+    with pytest.raises(ValueError, match="wait for the device"):
+        prepare_for_gradient_release(model, optimizer, skip_nonfinite=True, **STATES)
+
+
+# What the handle carries
+
+
+@pytest.mark.parametrize("options", [BUFFER, STATES])
+@pytest.mark.parametrize("stop", [1, 5, 8])
+def test_a_run_resumes_inside_a_cycle(options, stop, tmp_path) -> None:
+    options = {**options, "grad_norm": True}
+    straight = make()
+    handle = prepare_for_gradient_release(*straight, **options)
+    run(handle, straight[0], range(12))
+    first = make()
+    handle = prepare_for_gradient_release(*first, **options)
+    run(handle, first[0], range(stop))
+    path = tmp_path / "checkpoint.pt"
+    saved = {"model": first[0].state_dict(), "handle": handle.state_dict()}
+    if stop % MICRO:
+        with pytest.warns(UserWarning, match="open accumulation cycle.*handle.state_dict"):
+            saved["optimizer"] = first[1].state_dict()
+    else:
+        saved["optimizer"] = first[1].state_dict()
+    torch.save(saved, path)
+    second = make()
+    handle = prepare_for_gradient_release(*second, **options)
+    loaded = torch.load(path, weights_only=True)
+    second[0].load_state_dict(loaded["model"])
+    second[1].load_state_dict(loaded["optimizer"])
+    handle.load_state_dict(loaded["handle"])
+    run(handle, second[0], range(stop, 12))
+    assert_same(straight, second)
+
+
+def test_a_lagged_norm_and_skips_resume() -> None:
+    model, optimizer = make()
+    options = {**asked("lagged"), "skip_nonfinite": True}
+    handle = prepare_for_gradient_release(model, optimizer, **options)
+    poison(model, "last.weight", float("nan"))
+    loss_of(model, 0).backward()
+    loss_of(model, 1).backward()
+    twin, other = make()
+    fresh = prepare_for_gradient_release(twin, other, **options)
+    fresh.load_state_dict(handle.state_dict())
+    assert fresh.skipped == {"last.weight": 1}
+    assert torch.equal(fresh.state_dict()["last_norm"], handle.state_dict()["last_norm"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": {"nobody": 1}}, "names 'nobody'"),
+        ({"buffer": {"last.weight": torch.ones(3)}}, r"shape \(4, 128\)"),
+        ({"more": 1}, "allowed are"),
+        ({"position": 2, "accumulation": "states"}, "open cycle of accumulation='states'"),
+    ],
+)
+def test_a_handle_loads_all_or_nothing(change, message) -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, **BUFFER)
+    run(handle, model, range(2))
+    before = handle.state_dict()
+    with pytest.raises(ValueError, match=message):
+        handle.load_state_dict({**before, **change})
+    assert handle.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulation": "sum"}, "accumulation='sum': allowed are"),
+        ({"accumulation": "buffer", "accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"accumulation_steps": 2}, "needs accumulation="),
+        ({"buffer_dtype": torch.float32}, "needs accumulation='buffer'"),
+        ({**BUFFER, "buffer_dtype": torch.float16}, "buffer_dtype=torch.float16"),
+        ({"clip_value": -1.0}, "clip_value=-1.0: allowed are positive"),
+        ({"clip_value": 1.0, "clip_param_norm": 1.0}, "choose one"),
+        ({"clip_global_norm": 1.0, "how": "never"}, "how='never': allowed are"),
+        ({"clip_global_norm": float("nan")}, "clip_global_norm=nan"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_honoured(options, message) -> None:
+    model, optimizer = make()
+    with pytest.raises(ValueError, match=message):
+        prepare_for_gradient_release(model, optimizer, **options)
+    assert not model.last.weight._post_accumulate_grad_hooks
+    handle = prepare_for_gradient_release(model, optimizer)
+    before = handle.options
+    with pytest.raises(ValueError, match=message):
+        handle.options = dataclasses.replace(before, **options)
+    assert handle.options is before
+
+
+# A pure optimizer behind the hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, BUFFER])
+def test_a_functional_optimizer_is_the_pure_step(options, dtype) -> None:
+    optimizer = adamw(lr=lambda step: 1e-2 * 0.9**step, weight_decay=0.1)
+    torch.manual_seed(0)
+    model, twin = Net().to(dtype), Net().to(dtype)
+    twin.load_state_dict(model.state_dict())
+    start = flat(model)
+    params = dict(twin.named_parameters())
+    state = optimizer.init(params)
+    handle = prepare_for_gradient_release(model, optimizer, **options)
+    micro = MICRO if options else 1
+    for step in range(4):
+        sums = None
+        for i in range(micro):
+            loss_of(model, step * micro + i).backward()
+            grads = torch.autograd.grad(
+                loss_of(twin, step * micro + i), list(params.values())
+            )
+            wide = [g.float() if options else g for g in grads]
+            sums = wide if sums is None else [s + g for s, g in zip(sums, wide)]
+        grads = dict(zip(params, sums))
+        moved, state = optimizer.step(params, grads, state)
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(moved[name])
+    # The kernel and the pure step round differently, and Adam magnifies small gradients.
+    assert error(twin, model, start) < (1e-5 if dtype == torch.float32 else 1e-3)
+    assert handle.state.step == state.step == 4
+    for name in params:
+        mine, pure = handle.state.leaves[name], state.leaves[name]
+        assert torch.allclose(mine.exp_avg, pure.exp_avg, rtol=1e-2, atol=1e-6)
+
+
+def test_a_functional_state_can_be_replaced_and_a_cycle_ended() -> None:
+    optimizer = optimi_func.sgd(lr=0.1, momentum=0.9)
+    model = Net()
+    handle = prepare_for_gradient_release(model, optimizer, accumulation="states")
+    loss_of(model, 0).backward()
+    assert handle.state.step == 0
+    handle.step()
+    assert handle.state.step == 1
+    fresh = optimizer.init(dict(model.named_parameters()))
+    handle.state = fresh
+    assert handle.state is fresh
+    with pytest.raises(ValueError, match="params"):
+        handle.state = optimizer.init({"w": torch.ones(2)})
+    assert handle.state is fresh
+    classy = prepare_for_gradient_release(*make())
+    with pytest.raises(AttributeError, match=r"AdamW keeps its own in optimizer\.state"):
+        _ = classy.state
+
+
+def test_a_functional_optimizer_joins_and_skips() -> None:
+    model = Net()
+    handle = prepare_for_gradient_release(
+        model, adamw(lr=1e-2), skip_nonfinite=True, clip_param_norm=1.0
+    )
+    before = model.last.weight.detach().clone()
+    poison(model, "last.weight", float("nan"))
+    loss_of(model, 0).backward()
+    assert torch.equal(model.last.weight, before)
+    assert handle.skipped == {"last.weight": 1}
+    with pytest.raises(ValueError, match="accumulation='buffer'"):
+        prepare_for_gradient_release(Net(), optimi_func.adan(lr=1e-2), **STATES)
+
+
+# Graphs
+
+
+def test_policies_make_no_graph_of_their_own(graphs) -> None:
+    model, optimizer = make(compile=True)
+    train(model, optimizer, 1)
+    made = graphs()
+    released(model, optimizer, 2, **BUFFER, **asked("two_pass"))
+    optimi_func.remove_gradient_release(model)
+    released(model, optimizer, 2, grad_norm=True, clip_param_norm=0.1, skip_nonfinite=True)
+    assert graphs() == made
+    optimi_func.remove_gradient_release(model)
+    released(model, optimizer, 2, **STATES)
+    assert graphs() == made + 1  # the state alone moves

@@ -5,11 +5,14 @@ tests/test_public.py fails where a torch no longer has what these need.
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable, function, graph
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,25 +40,59 @@ def outer_loss() -> Tensor | Unknown | None:
     Reentrant checkpointing starts one within a Function's backward. Which is the outer
     one no public name tells; the frames do. None in a backward of its own.
     """
-    here = sys._getframe()
     apply = function.BackwardCFunction.apply.__code__
-    if not any(frame.f_code is apply for frame in _below(here)):
+    if not _calls(sys._getframe(), apply):
         return None
     engine = graph._engine_run_backward.__code__
-    stacks = [here, *[f for f in sys._current_frames().values() if f is not here]]
-    # A device's own thread runs the inner backward, the user's waits in the outer one.
-    for stack in stacks:
-        runs = [frame for frame in _below(stack) if frame.f_code is engine]
-        if len(runs) > (stack is here):
-            loss = runs[-1].f_locals["t_outputs"][0]
-            return loss if isinstance(loss, Tensor) else Unknown()
-    return Unknown()
+    losses = _calls(sys._getframe(), engine)
+    if len(losses) < 2:
+        # A device's own thread runs the inner backward, the user's waits in the outer.
+        stacks = sys._current_frames()
+        del stacks[threading.get_ident()]
+        others = [_calls(stack, engine) for stack in stacks.values()]
+        losses = next((found for found in others if found), [])
+    loss = losses[-1] if losses else None
+    return loss if isinstance(loss, Tensor) else Unknown()
 
 
-def _below(frame: FrameType | None) -> Iterator[FrameType]:
+def _calls(frame: FrameType | None, code: CodeType) -> list[Any]:
+    """The first argument of each running call of a function, innermost first.
+
+    No frame is kept: it would keep everything in it alive.
+    """
+    found: list[Any] = []
     while frame is not None:
-        yield frame
+        if frame.f_code is code:
+            first = frame.f_locals[code.co_varnames[0]]
+            found.append(first[0] if isinstance(first, tuple | list) else first)
         frame = frame.f_back
+    return found
+
+
+def in_compiled_autograd() -> bool:
+    """Whether torch.compile runs the backward (torch._dynamo.config.compiled_autograd)."""
+    from torch._dynamo import compiled_autograd
+
+    return (
+        compiled_autograd.compiled_autograd_enabled
+        or compiled_autograd.in_compiled_autograd_region
+    )
+
+
+def has_fresh_scaler() -> bool:
+    """Whether a GradScaler has scaled a loss and not updated yet: the first of its run.
+
+    Nothing leads from a loss to its scaler, and one in the middle of its run may be
+    somebody else's.
+    """
+    scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
+    return any(
+        x._scale is not None
+        and x._scale.item() == x._init_scale
+        and x._get_growth_tracker() == 0
+        and not x._per_optimizer_states
+        for x in scalers
+    )
 
 
 def has_accumulate_hooks(p: Tensor) -> bool:

@@ -190,19 +190,75 @@ def test_ddp_wrapped_later_is_refused_before_any_write(tmp_path) -> None:
         dist.destroy_process_group()
 
 
-def test_a_scaler_and_a_trainers_clipping_come_too_late() -> None:
+def test_a_scaler_is_refused_before_any_write() -> None:
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu")
+    before = copy.deepcopy(model.state_dict())
     with prepare_for_gradient_release(model, optimizer):
-        scaler.scale(model(batch(0)).mean()).backward()
-        with pytest.raises(RuntimeError, match=r"unscale.*clip_global_norm"):
-            scaler.step(optimizer)
-    # Without the hooks a scaler is welcome.
-    scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(RuntimeError, match=r"GradScaler has scaled.*bfloat16"):
+            scaler.scale(model(batch(0)).mean()).backward()
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    # Without the hooks it is welcome.
     scaler.scale(model(batch(0)).mean()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert optimizer.state[model.last.weight]["step"] == 2
+    assert optimizer.state[model.last.weight]["step"] == 1
+    # In the middle of its run it may be somebody else's, and is refused at its step.
+    prepare_for_gradient_release(model, optimizer)
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"unscale.*clip_global_norm"):
+        scaler.step(optimizer)
+
+
+def test_what_a_loop_gets_wrong_is_said_once() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    model(batch(0)).mean().backward()
+    model(batch(1)).mean().backward()
+    with pytest.warns(UserWarning, match="2 backwards since.*accumulation='buffer'"):
+        optimizer.step()
+    train(model, optimizer, 1)
+    # As fully_shard does, after prepare: other parameters in their place.
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    model(batch(0)).mean().backward()
+    with pytest.warns(UserWarning, match="before any hook has run"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="none of the model's trainable parameters"):
+        prepare_for_gradient_release(model, optimizer)
+
+
+def test_a_compiled_training_step_runs_the_hooks_as_they_are() -> None:
+    pair = []
+    for release in (False, True):
+        model, optimizer = make(release=release)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+
+        @torch.compile(backend="aot_eager")
+        def one(x, model=model, optimizer=optimizer):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for i in range(3):
+            one(batch(i))
+        pair.append((model, optimizer))
+    assert_same(*pair)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(RuntimeError, match="compiled autograd"):
+            torch.compile(lambda x: compiled(x).mean().backward(), backend="eager")(
+                batch(0)
+            )
 
 
 def blocks(count=3):

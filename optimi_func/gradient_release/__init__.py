@@ -104,10 +104,10 @@ def prepare_for_gradient_release(
     Raises:
         TypeError: An optimizer of another library.
         ValueError: An optimizer without `gradient_release=True`, hooks that exist
-            already, a number out of its range, requests that exclude each other
-            (`gradient_release.CLIPPING` says which clip what), or a model wrapped in
-            DistributedDataParallel or FullyShardedDataParallel. No hook has been added
-            then.
+            already, a model none of whose parameters it owns, a number out of its
+            range, requests that exclude each other (`gradient_release.CLIPPING` says
+            what clips what), or a model wrapped in DistributedDataParallel or
+            FullyShardedDataParallel. No hook has been added then.
 
     References:
         Zhang et al., "Adam Accumulation", arXiv:2305.19982 (accumulation="states").
@@ -131,6 +131,11 @@ def prepare_for_gradient_release(
     _check_optimizer(optimizer)
     _check_model(model)
     params = owned(model, optimizer)
+    if not params:
+        raise ValueError(
+            "none of the model's trainable parameters is the optimizer's: make it from "
+            "model.parameters() as they are now (fully_shard replaces them)"
+        )
     hooked = [p for p in params.values() if _torch.has_accumulate_hooks(p)]
     if hooked and not ignore_existing_hooks:
         raise ValueError(

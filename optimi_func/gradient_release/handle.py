@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,9 @@ class _Backward:
     the gradients that still waited.
     """
 
-    def __init__(self, last: bool) -> None:
+    def __init__(self, last: bool, inside: bool) -> None:
         self.last = last  # whether parameters move in it
+        self.inside = inside  # of another that has not shown itself
         self.ids: set[int] = set()  # its own, and those of backwards started inside it
         self.fired: set[Tensor] = set()
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
@@ -91,11 +92,16 @@ class GradientRelease:
         self._running: weakref.ref[_Backward] | None = None
         self._updated: list[str] | None = None  # None: the last backward has finished
         self._inner: tuple[weakref.ref[Any], set[Tensor]] | None = None
-        self._clear_of_ddp = False
+        self._looked_around = False
+        self._since_step: int | None = None  # backwards that moved; None before the first
+        self._warned = False
         self._measuring: _Backward | None = None
         self._gain: Tensor | None = None
+        # Also in a compiled training step the hooks run as they are.
+        on_gradient = torch.compiler.disable(self._on_gradient)
+        self._at_end = cast(Any, torch.compiler.disable(self._end))
         self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._on_gradient) for p in params.values()
+            p.register_post_accumulate_grad_hook(on_gradient) for p in params.values()
         ]
         if isinstance(optimizer, BaseOptimizer):
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -320,7 +326,7 @@ class GradientRelease:
         with self._lock:
             if not self._cycle.is_open:
                 return
-            ending = _Backward(last=True)
+            ending = _Backward(last=True, inside=False)
             o = self._options
             if o.two_pass:
                 held = list(self._cycle.buffer.values())
@@ -330,9 +336,27 @@ class GradientRelease:
             self._finish(ending)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del optimizer
-        if len(args) < 3 and kwargs.get("param") is None:  # the optimizer, closure, param
-            self.step()
+        if len(args) > 2 or kwargs.get("param") is not None:
+            return  # the optimizer, closure, param: a step of one parameter
+        self.step()
+        text = None
+        if self._since_step is None:
+            if all(p.grad is None for p in self._params.values()):
+                text = (
+                    "step() before any hook has run, and without gradients: if there was a "
+                    "backward, the model's parameters are not those that it was prepared "
+                    "with. Prepare after fully_shard, and after all else that replaces them"
+                )
+        elif self._since_step > 1:
+            text = (
+                f"{self._since_step} backwards since the last step(), and each moved the "
+                "parameters: to accumulate, pass accumulation='buffer' or 'states' to "
+                "prepare_for_gradient_release"
+            )
+        if text and not self._warned:
+            self._warned = True
+            warnings.warn(text, UserWarning, stacklevel=4)
+        self._since_step = None if self._since_step is None else 0
 
     def backward(
         self,
@@ -399,7 +423,7 @@ class GradientRelease:
         ]
         drawn = random.getstate()
         devices = {p.device.index for p in self._params.values() if p.is_cuda}
-        measuring = self._measuring = _Backward(last=True)
+        measuring = self._measuring = _Backward(last=True, inside=False)
         try:
             with torch.random.fork_rng(devices=sorted(devices)):
                 loss = loss_fn()
@@ -426,14 +450,18 @@ class GradientRelease:
         # Taken off the parameter: if this backward fails, the next one must not add to it.
         p.grad = None
         with self._lock:
-            if g.requires_grad:
-                raise RuntimeError(
-                    f"{self._names[p]}: backward(create_graph=True) needs the gradients "
-                    "that gradient release frees: remove() the hooks for it"
-                )
-            if g.layout != torch.strided:
-                _f.check_grad(f"[{self._names[p]!r}]", p, g)
-            self._take(self._enter(p), p, g)
+            try:
+                if g.requires_grad:
+                    raise RuntimeError(
+                        f"{self._names[p]}: backward(create_graph=True) needs the "
+                        "gradients that gradient release frees: remove() the hooks for it"
+                    )
+                if g.layout != torch.strided:
+                    _f.check_grad(f"[{self._names[p]!r}]", p, g)
+                self._take(self._enter(p), p, g)
+            except BaseException:
+                self._running = None  # the traceback keeps it alive
+                raise
 
     def _enter(self, p: Tensor) -> _Backward:
         """The backward that p's gradient belongs to."""
@@ -469,7 +497,7 @@ class GradientRelease:
             backward = self._measuring
         else:
             self._check_backward(p, inside=outer is not None)
-            backward = _Backward(self._moves_next())
+            backward = _Backward(self._moves_next(), inside=outer is not None)
             o = self._options
             backward.gain = self._lagged_gain() if o.clipping == "lagged" else self._gain
             if o.two_pass and backward.last and backward.gain is None:
@@ -482,7 +510,7 @@ class GradientRelease:
             backward.fired = self._fired_inside(outer)
         backward.ids.add(number)
         self._running, self._updated = weakref.ref(backward), []
-        _torch.after_backward(partial(self._end, backward))
+        _torch.after_backward(partial(self._at_end, backward))
         return backward
 
     def _fired_inside(self, outer: object) -> set[Tensor]:
@@ -500,9 +528,17 @@ class GradientRelease:
                 "accumulation, clip_global_norm and grad_norm must know: use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        if not self._clear_of_ddp and _torch.in_ddp(p):
-            raise RuntimeError(NO_DDP)
-        self._clear_of_ddp = True
+        if _torch.in_compiled_autograd():
+            raise RuntimeError(
+                "compiled autograd (compiled_autograd=True) runs hooks "
+                "inside a graph of its own: switch it off under gradient release"
+            )
+        if not self._looked_around:
+            if _torch.in_ddp(p):
+                raise RuntimeError(NO_DDP)
+            if _torch.has_fresh_scaler():
+                raise RuntimeError(NO_SCALER)
+            self._looked_around = True
         if o.accumulation and self._owner.accumulates():
             raise RuntimeError(
                 f"optimizer_accumulation=True with accumulation={o.accumulation!r}: "
@@ -567,6 +603,9 @@ class GradientRelease:
             self._report(backward)
             if o.accumulation:
                 cycle.position = 0 if backward.last else cycle.position + 1
+            whole = o.accumulation is None and not backward.inside
+            moved = whole and not self._owner.accumulates()
+            self._since_step = (self._since_step or 0) + moved
             self._owner.end(backward.last)
         self._running = self._updated = None
 
@@ -694,6 +733,11 @@ class GradientRelease:
 NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
     "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
+)
+
+NO_SCALER = (
+    "a GradScaler has scaled the loss, and gradient release would apply the scaled "
+    "gradients: train in bfloat16, which needs no scaler, or remove() the hooks"
 )
 
 

@@ -31,9 +31,9 @@ class Recorded(AdamW):
         super().__init__(*args, **kwargs)
         self.lrs = []
 
-    def step_params(self, params) -> None:
+    def update(self, params, *rest) -> None:
         self.lrs.append(self.param_groups[0]["lr"])
-        super().step_params(params)
+        super().update(params, *rest)
 
 
 def make_optimizer(model: nn.Module, release: bool) -> Recorded:

@@ -74,7 +74,9 @@ def plan_if_possible(
             pass  # What watches single operations gets single operations.
         except Exception as error:
             uncompilable.add(device)
-            reason = (str(error).strip().splitlines() or [""])[0]
+            # torch's first line may only say that there is a second.
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            reason = " ".join(lines[: 1 + (lines[:1] or [""])[0].endswith(":")])
             warnings.warn(
                 f"the optimizer step could not be compiled for {device} and runs "
                 f"eagerly, several times slower ({type(error).__name__}: {reason}). "

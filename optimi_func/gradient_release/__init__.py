@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func import _torch
 from optimi_func.functional import FunctionalOptimizer
-from optimi_func.gradient_release.handle import NO_DDP, GradientRelease
+from optimi_func.gradient_release.handle import GradientRelease
 from optimi_func.gradient_release.options import (
     CLIPPING,
     Accumulation,
     How,
     ReleaseOptions,
 )
+from optimi_func.gradient_release.runner import NO_DDP
 from optimi_func.optimizers import BaseOptimizer
 
 __all__ = [

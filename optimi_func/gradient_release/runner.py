@@ -1,0 +1,455 @@
+"""What becomes of a gradient from its completion to its release."""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from optimi_func import _torch
+from optimi_func import functional as _f
+from optimi_func._types import WHOLE, Scalar, Share
+from optimi_func.compiled.batching import SMALL
+from optimi_func.compiled.jobs import is_plain
+from optimi_func.gradient_release.cycle import Cycle
+from optimi_func.gradient_release.norms import (
+    all_finite,
+    at,
+    clip_factor,
+    norms_of,
+    total_norm,
+)
+from optimi_func.gradient_release.options import ReleaseOptions
+from optimi_func.gradient_release.owners import Owner
+
+NO_DDP = (
+    "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
+    "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
+)
+
+NO_SCALER = (
+    "a GradScaler has scaled the loss, and gradient release would apply the scaled "
+    "gradients: train in bfloat16, which needs no scaler, or remove() the hooks"
+)
+
+
+class Backward:
+    """One running backward.
+
+    The autograd engine alone keeps it alive: a backward that fails drops it, and with it
+    the gradients that still waited.
+    """
+
+    def __init__(self, last: bool, inside: bool) -> None:
+        self.last = last  # whether parameters move in it
+        self.inside = inside  # of another that has not shown itself
+        self.ids: set[int] = set()  # its own, and those of backwards started inside it
+        self.fired: set[Tensor] = set()
+        self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
+        self.norms: list[Tensor] = []
+        self.gain: Tensor | None = None  # of every gradient; None leaves them be
+        self._gains: dict[torch.device | None, Scalar] = {}
+
+    def gain_for(self, p: Tensor, on_host: bool) -> Scalar:
+        """The common gain where p's numbers are; one object for all that share it."""
+        if self.gain is None:
+            return WHOLE.gain
+        place = None if on_host else p.device
+        if place not in self._gains:
+            self._gains[place] = at(self.gain, p, on_host)
+        return self._gains[place]
+
+
+class Runner:
+    """Everything between a gradient's completion and its release; no door of its own.
+
+    Attributes:
+        params: What is released, by name.
+        owner: What updates it.
+        options: As they are now; changed between two backwards.
+        cycle: Where the accumulation stands.
+        grad_norm: The last backward's, where it was asked for.
+        last_norm: The last step's, for how="lagged".
+        skipped: By parameter, how many updates were left out.
+        gain: Of the backward to come, from the pass that measured it.
+        since_step: Backwards that moved parameters since the last step(); None before
+            the first.
+    """
+
+    def __init__(
+        self, params: dict[str, Tensor], owner: Owner, options: ReleaseOptions
+    ) -> None:
+        self.params = params
+        self.names = {p: name for name, p in params.items()}
+        self.owner = owner
+        self.options = options
+        self.cycle = Cycle()
+        self.grad_norm: Tensor | None = None
+        self.last_norm: Tensor | None = None
+        self.skipped: dict[Tensor, Tensor] = {}
+        self.gain: Tensor | None = None
+        self.since_step: int | None = None
+        self.lock = threading.RLock()  # devices run their hooks on threads of their own
+        self._running: weakref.ref[Backward] | None = None
+        self._updated: list[str] | None = None  # None: the last backward has finished
+        self._inner: tuple[weakref.ref[Any], set[Tensor]] | None = None
+        self._looked_around = False
+        small = [p for p in params.values() if p.numel() < SMALL]
+        self._small_bytes = sum(p.nbytes for p in small)
+        self._shelf = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._measuring: Backward | None = None
+        # Also in a compiled training step the hooks run as they are.
+        self.hook = cast(Any, torch.compiler.disable(self._on_gradient))
+        self._at_end = cast(Any, torch.compiler.disable(self._end))
+
+    def check(self, options: ReleaseOptions) -> None:
+        """Refuse options that these parameters and their optimizer cannot honour."""
+        if options.accumulation == "states":
+            self.owner.check_joins()
+        if options.accumulation == "states" and options.skip_nonfinite:
+            far = [n for n, p in self.params.items() if not self.owner.on_host(p)]
+            if far:
+                raise ValueError(
+                    f"skip_nonfinite=True with accumulation='states': for {far[0]} it "
+                    "would have to wait for the device. Use accumulation='buffer'"
+                )
+        if options.clipping or options.skip_nonfinite or options.grad_norm:
+            odd = [n for n, p in self.params.items() if not is_plain(p.detach())]
+            if odd:
+                raise ValueError(
+                    f"clipping, skip_nonfinite and grad_norm take plain tensors, and "
+                    f"{odd[0]} is a {type(self.params[odd[0]].data).__name__}"
+                )
+
+    @contextmanager
+    def measuring(self) -> Generator[Backward]:
+        """Backwards inside find the norms of their gradients and move nothing."""
+        self._measuring = Backward(last=True, inside=False)
+        try:
+            yield self._measuring
+        finally:
+            self._measuring = None
+            self.forget()
+
+    def forget(self) -> None:
+        """No backward is running, and none has failed."""
+        self._running = self._updated = None
+
+    def close_cycle(self) -> None:
+        """End the open accumulation cycle outside of any backward."""
+        with self.lock:
+            if not self.cycle.is_open:
+                return
+            ending = Backward(last=True, inside=False)
+            o = self.options
+            if o.two_pass:
+                held = list(self.cycle.buffer.values())
+                ending.gain = self.gain_of(norms_of(held))
+            elif o.clipping == "lagged":
+                ending.gain = self._lagged_gain()
+            self._finish(ending)
+
+    # A backward
+
+    def _on_gradient(self, p: Tensor) -> None:
+        g = p.grad
+        if g is None:
+            return
+        # Taken off the parameter: if this backward fails, the next one must not add to it.
+        p.grad = None
+        with self.lock:
+            try:
+                if g.requires_grad:
+                    raise RuntimeError(
+                        f"{self.names[p]}: backward(create_graph=True) needs the "
+                        "gradients that gradient release frees: remove() the hooks for it"
+                    )
+                if g.layout != torch.strided:
+                    _f.check_grad(f"[{self.names[p]!r}]", p, g)
+                self._take(self._enter(p), p, g)
+            except BaseException:
+                self._running = None  # the traceback keeps it alive
+                raise
+
+    def _enter(self, p: Tensor) -> Backward:
+        """The backward that p's gradient belongs to."""
+        number = _torch.backward_id()
+        backward = None if self._running is None else self._running()
+        if backward is None or number not in backward.ids:
+            backward = self._begin(number, p, backward)
+        if p in backward.fired:
+            raise RuntimeError(
+                f"{self.names[p]} got a second gradient in one backward, after the first "
+                "had updated it: reentrant checkpointing of a shared parameter. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        backward.fired.add(p)
+        return backward
+
+    def _begin(self, number: int, p: Tensor, running: Backward | None) -> Backward:
+        outer = _torch.outer_loss()
+        if outer is not None and running is not None:
+            running.ids.add(number)
+            return running
+        if self._updated is not None:
+            # Its end never came.
+            names = ", ".join(self._updated) or "none"
+            self._running = self._updated = None
+            warnings.warn(
+                "the backward before this one did not finish: gradients still waiting "
+                f"were dropped; parameters already updated: {names}",
+                UserWarning,
+                stacklevel=4,
+            )
+        if self._measuring is not None:
+            backward = self._measuring
+        else:
+            self._check_backward(p, inside=outer is not None)
+            backward = Backward(self.moves_next(), inside=outer is not None)
+            o = self.options
+            backward.gain = self._lagged_gain() if o.clipping == "lagged" else self.gain
+            if o.two_pass and backward.last and backward.gain is None:
+                raise RuntimeError(
+                    f"clip_global_norm={o.clip_global_norm} with how='two_pass' has to "
+                    "run the backward: call handle.backward(loss_fn), or choose "
+                    "how='lagged'"
+                )
+        if outer is not None:
+            backward.fired = self._fired_inside(outer)
+        backward.ids.add(number)
+        self._running, self._updated = weakref.ref(backward), []
+        _torch.after_backward(partial(self._at_end, backward))
+        return backward
+
+    def _fired_inside(self, outer: object) -> set[Tensor]:
+        """What fired in the other backwards that `outer` started."""
+        if self._inner is None or self._inner[0]() is not outer:
+            self._inner = (weakref.ref(outer), set())
+        return self._inner[1]
+
+    def _check_backward(self, p: Tensor, inside: bool) -> None:
+        """Refuse a backward that could not be honoured, before its first update."""
+        o = self.options
+        if inside and o.whole_backward:
+            raise RuntimeError(
+                "reentrant checkpointing hides where a backward ends, which "
+                "accumulation, clip_global_norm and grad_norm must know: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if _torch.in_compiled_autograd():
+            raise RuntimeError(
+                "compiled autograd runs hooks inside a graph of its own: set "
+                "torch.compile's config option compiled_autograd to False"
+            )
+        if not self._looked_around:
+            if _torch.in_ddp(p):
+                raise RuntimeError(NO_DDP)
+            if _torch.has_fresh_scaler():
+                raise RuntimeError(NO_SCALER)
+            self._looked_around = True
+        if o.accumulation and self.owner.accumulates():
+            raise RuntimeError(
+                f"optimizer_accumulation=True with accumulation={o.accumulation!r}: "
+                "choose one"
+            )
+        if o.accumulation == "states":
+            self.check(o)
+
+    def moves_next(self) -> bool:
+        """Whether the next backward moves parameters."""
+        o = self.options
+        if o.accumulation is None:
+            return True
+        steps = o.accumulation_steps
+        return steps is not None and self.cycle.position + 1 >= steps
+
+    def _take(self, backward: Backward, p: Tensor, g: Tensor) -> None:
+        """Accumulate a gradient, let it wait with other small ones, or apply it."""
+        o = self.options
+        if o.accumulation == "buffer":
+            if self._measuring is not None:
+                g = self.cycle.would_be(p, g)
+            elif backward.last:
+                g = self.cycle.whole(p, g)
+            else:
+                held = self.cycle.keep(p, g, o.buffer_dtype)
+                if o.grad_norm:
+                    backward.norms += norms_of([held])
+                self._note([p])
+                return
+        self._release(backward, p, g)
+
+    def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
+        if p.numel() >= SMALL:
+            self._apply(backward, [p], [g])
+            return
+        waiting = backward.waiting.get(p.device, 0)
+        if p.device.type == "cpu":
+            g = self._shelve(g, waiting)
+        backward.pending.setdefault(p.device, []).append((p, g))
+        backward.waiting[p.device] = waiting + g.nbytes
+        if waiting + g.nbytes > self.options.pending_bytes:
+            self._flush(backward, p.device)
+
+    def _shelve(self, g: Tensor, offset: int) -> Tensor:
+        """A copy of g in memory set aside for what waits, `offset` bytes into it.
+
+        Small blocks kept between large ones that come and go fragment malloc's heap: a
+        tenth of a ViT-L's resident memory was lost to them.
+        """
+        room = self._shelf.numel()
+        if offset + g.nbytes > room:
+            # What waits already stays in the old one.
+            least = min(self.options.pending_bytes, self._small_bytes)
+            self._shelf = torch.empty(
+                max(least, 2 * room, offset + g.nbytes), dtype=torch.uint8, device="cpu"
+            )
+        place = self._shelf[offset : offset + g.nbytes].view(g.dtype)
+        return place.view(g.shape).copy_(g)
+
+    def _flush(self, backward: Backward, device: torch.device) -> None:
+        pending = backward.pending.pop(device, [])
+        backward.waiting.pop(device, None)
+        if pending:
+            self._apply(backward, [p for p, _ in pending], [g for _, g in pending])
+
+    def _end(self, backward: Backward) -> None:
+        with self.lock:
+            self._finish(backward)
+
+    def _finish(self, backward: Backward) -> None:
+        """Apply what waits, and with the last backward of a cycle close it."""
+        o, cycle = self.options, self.cycle
+        for device in list(backward.pending):
+            self._flush(backward, device)
+        if self._measuring is None:
+            if backward.last:
+                self._close(backward)
+            elif o.grad_norm:
+                rest = [x for p, x in cycle.buffer.items() if p not in backward.fired]
+                backward.norms += norms_of(rest)
+            self._report(backward)
+            if o.accumulation:
+                cycle.position = 0 if backward.last else cycle.position + 1
+            whole = o.accumulation is None and not backward.inside
+            moved = whole and not self.owner.accumulates()
+            self.since_step = (self.since_step or 0) + moved
+            self.owner.end(backward.last)
+        self._running = self._updated = None
+
+    def _close(self, backward: Backward) -> None:
+        """Move what the last backward gave no gradient, but one before it did."""
+        cycle = self.cycle
+        for p, held in list(cycle.buffer.items()):
+            self._release(backward, p, held)
+        for p in list(cycle.parts):
+            self._release(backward, p, torch.zeros_like(p, requires_grad=False))
+        for device in list(backward.pending):
+            self._flush(backward, device)
+
+    def _report(self, backward: Backward) -> None:
+        """Publish the norm of a backward, and keep that of a step for the next."""
+        o = self.options
+        if not (o.grad_norm or o.clipping == "lagged"):
+            return
+        norm = total_norm(backward.norms)
+        if o.grad_norm:
+            self.grad_norm = norm
+        if o.clipping == "lagged" and backward.last:
+            # A gradient that overflowed says nothing about the next.
+            before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
+            self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
+
+    def gain_of(self, norms: list[Tensor]) -> Tensor:
+        """The factor on all gradients, from the norm of each."""
+        if self.options.skip_nonfinite:
+            # What is skipped must not scale the others.
+            norms = [torch.where(x.isfinite(), x, torch.zeros_like(x)) for x in norms]
+        return clip_factor(self.options.clip_global_norm, total_norm(norms))
+
+    def _lagged_gain(self) -> Tensor | None:
+        if self.last_norm is None:
+            return None
+        return clip_factor(self.options.clip_global_norm, self.last_norm)
+
+
+    # An update
+
+    def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Measure gradients, decide on each, and update."""
+        o, parts = self.options, self.cycle.parts
+        norms: list[Tensor] = []
+        if o.grad_norm or o.skip_nonfinite or o.clipping not in (None, "clip_value"):
+            norms = norms_of(grads)
+            backward.norms += norms
+        if self._measuring is not None:
+            return
+        arrived = params
+        try:
+            if o.skip_nonfinite:
+                params, grads, norms, oks = self._finite(params, grads, norms)
+            else:
+                oks = [None] * len(params)
+            if o.clip_value is not None:
+                for g in grads:
+                    g.clamp_(-o.clip_value, o.clip_value)
+            gains = self._gains(backward, params, norms)
+            nths = [parts.get(p, 0) + 1 for p in params]
+            shares = [Share(*share) for share in zip(gains, nths, oks)]
+            write = backward.last and not self.owner.accumulates()
+            if params:
+                self.owner.update(params, grads, shares, write, backward.last)
+        except Exception as error:
+            names = ", ".join(self.names[p] for p in arrived)
+            raise RuntimeError(f"updating {names} in backward: {error}") from error
+        for p in arrived if backward.last else ():
+            parts.pop(p, None)
+            self.cycle.buffer.pop(p, None)
+        for p in () if backward.last else params:
+            parts[p] = parts.get(p, 0) + 1
+        self._note(params)
+
+    def _note(self, params: list[Tensor]) -> None:
+        if self._updated is not None:
+            self._updated += [self.names[p] for p in params]
+
+    def _finite(
+        self, params: list[Tensor], grads: list[Tensor], norms: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None]]:
+        """Leave out what is not finite, where the host can know; else say so by a flag."""
+        kept: list[int] = []
+        oks: list[Tensor | None] = []
+        for i, (p, g, norm) in enumerate(zip(params, grads, norms)):
+            if self.owner.on_host(p):
+                # A finite norm needs no second look; large numbers can overflow it.
+                ok, flag = bool(norm.isfinite() or g.isfinite().all()), None
+            else:
+                ok, flag = True, all_finite(g)
+            if not ok or flag is not None:
+                zero = torch.zeros((), dtype=torch.int64, device=p.device)
+                self.skipped.setdefault(p, zero).add_(1 if flag is None else ~flag)
+            if ok:
+                kept.append(i)
+                oks.append(flag)
+        chosen = [[xs[i] for i in kept] for xs in (params, grads, norms)]
+        return chosen[0], chosen[1], chosen[2], oks
+
+    def _gains(
+        self, backward: Backward, params: list[Tensor], norms: list[Tensor]
+    ) -> list[Scalar]:
+        limit = self.options.clip_param_norm
+        if limit is None and backward.gain is None:
+            return [WHOLE.gain] * len(params)
+        hosts = [self.owner.on_host(p) for p in params]
+        if limit is None:
+            return [backward.gain_for(p, host) for p, host in zip(params, hosts)]
+        return [
+            at(clip_factor(limit, norm), p, host)
+            for p, norm, host in zip(params, norms, hosts)
+        ]

@@ -27,6 +27,9 @@ from optimi_func.gradient_release.norms import (
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
+# Of what waits, in bytes: any dtype can begin there.
+_ALIGNMENT = 16
+
 NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
     "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
@@ -292,9 +295,10 @@ class Runner:
         waiting = backward.waiting.get(p.device, 0)
         if p.device.type == "cpu":
             g = self._shelve(g, waiting)
+        waiting += -(-g.nbytes // _ALIGNMENT) * _ALIGNMENT
         backward.pending.setdefault(p.device, []).append((p, g))
-        backward.waiting[p.device] = waiting + g.nbytes
-        if waiting + g.nbytes > self.options.pending_bytes:
+        backward.waiting[p.device] = waiting
+        if waiting > self.options.pending_bytes:
             self._flush(backward, p.device)
 
     def _shelve(self, g: Tensor, offset: int) -> Tensor:
@@ -377,7 +381,6 @@ class Runner:
         if self.last_norm is None:
             return None
         return clip_factor(self.options.clip_global_norm, self.last_norm)
-
 
     # An update
 

@@ -55,3 +55,24 @@ def test_release_benchmark(tmp_path: Path) -> None:
         assert way in done.stdout
         assert written["peak"][way]["bytes"] > 0
         assert written["time"]["batch 4"][way]["ratio"] > 0
+
+
+def test_accumulation_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/accumulation.py")]
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--json", str(numbers)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(numbers.read_text())["cells"]
+    rules = ["SGD", "SGD, momentum", "SGD, Nesterov", "Adam", "AdamW", "StableAdamW"]
+    for rule in [*rules, "RAdam", "Ranger", "Adan", "Lion"]:
+        assert f"| {rule} " in done.stdout
+        assert list(cells[rule]) == ["flag", "states", "buffer", "bfloat16 buffer"]
+        refused = rule in ("SGD", "Adan")
+        assert (cells[rule]["states"]["refusal"] is not None) == refused
+        assert refused or cells[rule]["states"]["moment"] < 1e-6
+        assert cells[rule]["buffer"]["error"] == 0
+    for policy in ("flag", "states", "buffer", "bfloat16 buffer"):
+        assert f" {policy} |" in done.stdout
+    extra = {policy: cell["extra"] for policy, cell in cells["AdamW"].items()}
+    assert extra == {"flag": 0, "states": 0, "buffer": 4, "bfloat16 buffer": 2}

@@ -534,7 +534,7 @@ class BaseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
         self._clear_caches()
-        self.releases = []
+        self.__dict__.setdefault("releases", [])  # load_state_dict comes here too
         super().__setstate__(state)
 
 

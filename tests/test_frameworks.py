@@ -36,12 +36,12 @@ class Recorded(AdamW):
         super().update(params, *rest)
 
 
-def make_optimizer(model: nn.Module, release: bool) -> Recorded:
+def make_optimizer(model: nn.Module, release: bool, **options) -> Recorded:
     """Two groups, the decayed and the others; hooks where the step is released."""
     groups = param_groups_weight_decay(model, weight_decay=0.1)
     optimizer = Recorded(groups, lr=LR, gradient_release=release, compile=False)
     if release:
-        prepare_for_gradient_release(model, optimizer)
+        prepare_for_gradient_release(model, optimizer, **options)
     return optimizer
 
 
@@ -212,6 +212,42 @@ def test_transformers_trainer_accumulates_with_the_ordinary_step(
         torch.testing.assert_close(x, ends[1][name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+BY_TWO = {"accumulation": "buffer", "accumulation_steps": 2}
+
+
+def test_transformers_trainer_accumulates_under_release(transformers, tmp_path) -> None:
+    pair = []
+    for release in (False, True):
+        model = make_gpt2(transformers)
+        optimizer = make_optimizer(model, release, **BY_TWO)
+        arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
+        make_trainer(*arguments, gradient_accumulation_steps=2).train()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    assert_lrs(optimizer)
+    # Without being told, the hooks would step twice as often: said aloud.
+    model = make_gpt2(transformers)
+    optimizer = make_optimizer(model, True)
+    arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
+    with pytest.warns(UserWarning, match="2 backwards since the last step"):
+        make_trainer(*arguments, gradient_accumulation_steps=2).train()
+
+
+def test_transformers_trainer_clips_on_the_handle(transformers, tmp_path) -> None:
+    ends = []
+    for limit in (None, 1e-3):
+        model = make_gpt2(transformers)
+        optimizer = make_optimizer(
+            model, True, clip_global_norm=limit, how="lagged", grad_norm=True
+        )
+        arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
+        make_trainer(*arguments).train()
+        (handle,) = optimizer.releases
+        assert handle.grad_norm > 1e-2
+        ends.append(model.state_dict())
+    assert not torch.equal(*[end["transformer.wte.weight"] for end in ends])
+
+
 # Lightning
 
 
@@ -220,7 +256,7 @@ def lightning():
     return pytest.importorskip("lightning")
 
 
-def make_module(lightning, release: bool, automatic: bool, dtype: torch.dtype):
+def make_module(lightning, release: bool, automatic: bool, dtype: torch.dtype, **options):
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -228,7 +264,7 @@ def make_module(lightning, release: bool, automatic: bool, dtype: torch.dtype):
             self.automatic_optimization = automatic
 
         def configure_optimizers(self):
-            optimizer = make_optimizer(self, release)
+            optimizer = make_optimizer(self, release, **options)
             schedule = {"scheduler": linear(optimizer), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -247,7 +283,14 @@ def make_module(lightning, release: bool, automatic: bool, dtype: torch.dtype):
 
 
 def fit(
-    lightning, out, module, data: DataLoader, epochs=1, checkpoint=None, precision=None
+    lightning,
+    out,
+    module,
+    data: DataLoader,
+    epochs=1,
+    checkpoint=None,
+    precision=None,
+    accumulate=1,
 ):
     trainer = lightning.Trainer(
         max_epochs=epochs,
@@ -257,7 +300,7 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        accumulate_grad_batches=1,
+        accumulate_grad_batches=accumulate,
         precision=precision,
         default_root_dir=out,
     )
@@ -293,6 +336,18 @@ def test_lightning_resumes_from_a_released_checkpoint(lightning, tmp_path) -> No
         pair.append((module, trainer.optimizers[0]))
     assert_same(*pair)
     assert_lrs(pair[1][1], first=half)
+
+
+def test_lightning_accumulates_under_release(lightning, tmp_path) -> None:
+    """And the last of three batches is a step of its own: the epoch ends there."""
+    pair = []
+    for release in (False, True):
+        module = make_module(lightning, release, True, torch.float32, **BY_TWO)
+        data = make_data(steps=3)
+        trainer = fit(lightning, tmp_path, module, data, epochs=2, accumulate=2)
+        pair.append((module, trainer.optimizers[0]))
+    assert_same(*pair)
+    assert {int(s["step"]) for s in pair[1][1].state.values()} == {4}
 
 
 # Accelerate
@@ -355,3 +410,23 @@ def test_accelerate_prepares_and_loads_in_mid_run(accelerate, tmp_path) -> None:
     run(*everything, data[4:], accelerator.backward)
     assert_same((straight, ordinary), (model, optimizer))
     assert_lrs(optimizer, first=4)
+
+
+def test_accelerate_accumulates_under_release(accelerate) -> None:
+    pair = []
+    for release in (False, True):
+        reset_accelerate()
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = make_net()
+        optimizer = make_optimizer(model, release, **BY_TWO)
+        everything = (model, optimizer, make_data(steps=2 * STEPS - 1), linear(optimizer))
+        wrapped, stepped, data, schedule = accelerator.prepare(*everything)
+        for x, y in data:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward((wrapped(x) - y).square().mean())
+                stepped.step()
+                schedule.step()
+                stepped.zero_grad()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    assert {int(s["step"]) for s in optimizer.state.values()} == {STEPS}

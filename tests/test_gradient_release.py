@@ -1,6 +1,7 @@
 """The step in backward: equal to the ordinary one, and never silently something else."""
 
 import copy
+import json
 import weakref
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from cases import CLASSES
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.profiler import profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from optimi_func import (
@@ -513,6 +515,8 @@ def test_hyperparameters_are_looked_up_when_the_hooks_run() -> None:
     model, optimizer = make(SGD)
     prepare_for_gradient_release(model, optimizer)
     optimizer.load_state_dict(optimizer.state_dict())  # replaces the groups
+    assert len(optimizer.releases) == 1
+    assert copy.deepcopy(optimizer).releases == []
     optimizer.param_groups[0]["lr"] = 0.0
     before = copy.deepcopy(model.state_dict())
     train(model, optimizer, 1)
@@ -633,3 +637,40 @@ def test_no_moment_holds_all_gradients() -> None:
     prepare_for_gradient_release(blocks, optimizer)
     blocks(torch.randn(4, 128)).mean().backward()
     assert alive == [1] * 8
+
+
+def peak(model, optimizer, trace) -> float:
+    """Peak of backward and update above what was there, as a share of the gradients."""
+    x = torch.randn(32, 256)
+    with profile(profile_memory=True) as recorded:
+        for _ in range(3):
+            loss = model(x).square().mean()
+            with record_function("measured"):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    recorded.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    part = max((e for e in events if e["name"] == "measured"), key=lambda e: e["ts"])
+    memory = [e for e in events if e["name"] == "[memory]"]
+    sizes = sorted((e["ts"], e["args"]["Total Allocated"]) for e in memory)
+    before = [size for when, size in sizes if when < part["ts"]][-1]
+    end = part["ts"] + part["dur"]
+    most = max(size for when, size in sizes if part["ts"] <= when <= end)
+    return (most - before) / sum(p.nbytes for p in model.parameters())
+
+
+def test_the_peak_is_a_fifth_of_the_gradients_at_most(tmp_path) -> None:
+    """By the profiler's count of bytes, on eight blocks of two layers."""
+    shares = {}
+    for release in (False, True):
+        layers = []
+        for _ in range(8):
+            layers += [nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)]
+        model = nn.Sequential(*layers)
+        optimizer = AdamW(model.parameters(), lr=1e-3, gradient_release=release)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+        shares[release] = peak(model, optimizer, tmp_path / "trace.json")
+    assert shares[False] > 0.8
+    assert shares[True] <= 0.2

@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak lint format clean
+.PHONY: help train test soak bench lint format clean
 
 help:
 	@echo "make train   train a small GPT three ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that take minutes"
+	@echo "make bench   measure gradient release and its accumulation (minutes)"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
 	@echo "make clean   remove .venv, caches and outputs"
@@ -36,6 +37,10 @@ test: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/accumulation.py $(ARGS)
+	$(BIN)/python benchmarks/release.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -155,3 +155,19 @@ def test_the_package_depends_on_torch_alone() -> None:
             if isinstance(node, ast.ImportFrom):
                 names = [node.module]
             assert {name.split(".")[0] for name in names} <= allowed
+
+
+def test_readme_has_the_clipping_table_of_the_code() -> None:
+    from optimi_func.gradient_release import CLIPPING
+
+    rows = {
+        "`clip_param_norm=c`": "clip_param_norm",
+        "`clip_value=c`": "clip_value",
+        '(`how="two_pass"`)': "two_pass",
+        'how="lagged"`': "lagged",
+    }
+    for text, policy in rows.items():
+        (line,) = [x for x in README.splitlines() if x.startswith("| `clip") and text in x]
+        cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+        row = CLIPPING[policy]
+        assert cells == [row[k] for k in ("none", "buffer", "states", "flag")]

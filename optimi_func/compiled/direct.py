@@ -10,7 +10,8 @@ expected, `compile_flat` gives torch.compile's own function, which does the same
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     Raises:
         Exception: Whatever the compiler raised.
     """
+    try:
+        with _unprobed_vectors():
+            public, record = _compile(function, example)
+    except Exception:
+        # Perhaps the compiler knows fewer instructions than the machine: find out.
+        public, record = _compile(function, example)
+    generated = record.generated
+    order = record.order(example)
+    if generated is None or order is None:
+        return _Public(public).run
+    return _Direct(public, generated, order).run
+
+
+def _compile(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, "_Record"]:
     record = _Record()
     public = _torch_compile(function, record.backend)
     from torch._functorch import config
@@ -49,11 +64,26 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     with config.patch(enable_autograd_cache=False):
         # A hit in that cache would bring the function without the part that we keep.
         public(*example)
-    generated = record.generated
-    order = record.order(example)
-    if generated is None or order is None:
-        return _Public(public).run
-    return _Direct(public, generated, order).run
+    return public, record
+
+
+@contextmanager
+def _unprobed_vectors() -> Generator[None]:
+    """Believe the processor about its vector instructions.
+
+    Inductor compiles and loads a test program for each of them in every new process:
+    three quarters of the time that a first kernel takes. What is believed here is
+    forgotten again, so that others' graphs are compiled as ever.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    with ExitStack() as stack:
+        if hasattr(cpu_vec_isa.valid_vec_isa_list, "cache_info"):
+            known = cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+            if not known and config.cpp.vec_isa_ok is None:
+                stack.enter_context(config.patch({"cpp.vec_isa_ok": True}))
+                stack.callback(cpu_vec_isa.valid_vec_isa_list.cache_clear)
+        yield
 
 
 class _Record:

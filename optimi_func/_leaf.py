@@ -129,16 +129,16 @@ def share_scalars(
     """A step's numbers for a gradient that is a part of it, or scaled.
 
     Args:
-        rule: The mathematics; it has a `join` wherever `share.nth` exceeds 1.
+        rule: The mathematics; it has a `join` wherever `share.joins`.
         scalars: The numbers of the whole step.
         share: What the gradient is to it.
         write: Whether the parameter moves now. Decay, also that within the gradient,
             belongs to the moment that it does.
     """
     coeffs, r = scalars
-    if share.nth > 1:
+    if share.joins:
         assert rule.join is not None
-        coeffs = rule.join(coeffs, share.nth)
+        coeffs = rule.join(coeffs)
     if share.gain is not WHOLE.gain:
         r = r._replace(gain=share.gain * r.gain)
     return Scalars(coeffs, r if write else r._replace(l2=0.0))

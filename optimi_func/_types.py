@@ -48,9 +48,9 @@ class Rule(Generic[H, S, C]):
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
         after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
             the parameter x (lookahead and its kin).
-        join: `(coeffs, n) -> Coeffs`: those by which the n-th part of one step's
-            gradient, n > 1, joins what the parts before it left in the state. None
-            where the state is no sum over gradients.
+        join: `coeffs -> Coeffs`: those by which a further part of one step's gradient
+            joins what the parts before it left in the state. None where the state is no
+            sum over gradients.
         per_tensor: Whether `direction` gives a spread, whose mean needs a whole tensor.
     """
 
@@ -60,7 +60,7 @@ class Rule(Generic[H, S, C]):
     coeffs: Callable[[H, Scalar], C]
     direction: Callable[[Tensor, S, C], Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
-    join: Callable[[C, int], C] | None = None
+    join: Callable[[C], C] | None = None
     per_tensor: bool = False
 
 
@@ -91,11 +91,11 @@ class Share(NamedTuple):
     """What a gradient is to its step, where it may be less than the whole of it."""
 
     gain: Scalar  # factor on it: clipping, unscaling
-    nth: int  # 1 for the first part of a step's gradient, 2 for the next, ...
+    joins: bool  # another part of the step's gradient was here before
     ok: Tensor | None  # 0-d bool on the device: False changes nothing at all
 
 
-WHOLE = Share(1.0, 1, None)
+WHOLE = Share(1.0, False, None)
 
 
 class Leaf(NamedTuple):

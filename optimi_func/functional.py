@@ -285,7 +285,7 @@ def decay_advice(groups: list[tuple[DecayKind, Any]]) -> list[str]:
 def check_joins(optimizer: FunctionalOptimizer) -> None:
     """Refuse a rule whose state cannot take a step's gradient in parts."""
     if optimizer.rule.join is None:
-        name = optimizer.rule.name
+        name = {"sgd": "SGD without momentum"}.get(optimizer.rule.name, optimizer.rule.name)
         raise ValueError(
             f"accumulation='states' adds gradients into the state, and {name} has none "
             "that is a sum over gradients: use accumulation='buffer'"

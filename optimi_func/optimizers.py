@@ -369,7 +369,7 @@ class BaseOptimizer(Optimizer):
             # Leaves of one age share their coefficients: on the host a number tells.
             step = known.step
             t = step.double() + 1.0 if capturable else step.item() + 1.0
-            age = (t, share.gain, share.nth)
+            age = (t, share.gain, share.joins)
             numbers = shared.get(age)
             if numbers is None:
                 scalars = Scalars(bound.rule.coeffs(bound.hyper, t), r)

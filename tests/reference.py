@@ -406,3 +406,25 @@ def adam_accumulation(
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         p = p - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * p)
     return p
+
+
+def lion_accumulation(p: Tensor, parts: Tensor, *, lr: float, betas: Pair) -> Tensor:
+    """Lion with a gradient in parts: m takes all, the sign sees m before the last one."""
+    beta1, beta2 = betas
+    m = torch.zeros_like(p)
+    for *first, last in parts:
+        held = beta2 * m + (1 - beta2) * sum(first)
+        p = p - lr * (beta1 / beta2 * held + (1 - beta1) * last).sign()
+        m = held + (1 - beta2) * last
+    return p
+
+
+def nesterov_accumulation(
+    p: Tensor, parts: Tensor, *, lr: float, momentum: float
+) -> Tensor:
+    """Nesterov with a gradient in parts: b takes all, and the last stands beside it."""
+    b = torch.zeros_like(p)
+    for grads in parts:
+        b = momentum * b + grads.sum(0)
+        p = p - lr * (grads[-1] + momentum * b)
+    return p

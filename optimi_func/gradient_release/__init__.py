@@ -72,7 +72,10 @@ def prepare_for_gradient_release(
                    last backward: exact for every rule
         "states"   no buffer: the state decays once, and each gradient joins it,
                    m <- m + (1 - b1) * g_i, v <- v + (1 - b2) * g_i^2. Exact for SGD with
-                   momentum; m is exact for the others, v is a sum of squares
+                   momentum. For the others the first moment is that of the whole
+                   gradient, but v is a sum of squares and not the square of a sum, and
+                   Nesterov and Lion look ahead along the last part alone: README has
+                   what that costs
 
     Args:
         model: Its trainable parameters get the hooks.

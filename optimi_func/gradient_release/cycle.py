@@ -9,19 +9,19 @@ class Cycle:
 
     Attributes:
         position: Backwards that the open cycle has seen; 0 between cycles.
-        parts: accumulation="states": how many gradients a parameter's state has taken.
+        begun: accumulation="states": whose state has taken a part of its gradient.
         buffer: accumulation="buffer": the sum of a parameter's gradients.
     """
 
     def __init__(self) -> None:
         self.position = 0
-        self.parts: dict[Tensor, int] = {}
+        self.begun: set[Tensor] = set()
         self.buffer: dict[Tensor, Tensor] = {}
 
     @property
     def is_open(self) -> bool:
         """Whether gradients have come that have not moved their parameter yet."""
-        return bool(self.position or self.parts or self.buffer)
+        return bool(self.position or self.begun or self.buffer)
 
     def keep(self, p: Tensor, g: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Add p's gradient to its sum, which is returned; g itself may become it."""

@@ -158,7 +158,7 @@ class GradientRelease:
         return {
             "accumulation": self._runner.options.accumulation,
             "position": cycle.position,
-            "parts": {self._runner.names[p]: n for p, n in cycle.parts.items()},
+            "begun": sorted(self._runner.names[p] for p in cycle.begun),
             "buffer": {self._runner.names[p]: held for p, held in cycle.buffer.items()},
             "last_norm": self._runner.last_norm,
             "skipped": self.skipped,
@@ -177,7 +177,7 @@ class GradientRelease:
             raise ValueError(
                 f"state_dict holds {sorted(saved)}: allowed are {sorted(expected)}"
             )
-        for field in ("parts", "buffer", "skipped"):
+        for field in ("begun", "buffer", "skipped"):
             for name in saved[field]:
                 if name not in self._runner.params:
                     raise ValueError(
@@ -193,7 +193,7 @@ class GradientRelease:
                 )
         cycle = Cycle()
         cycle.position = int(saved["position"])
-        cycle.parts = {self._runner.params[n]: int(k) for n, k in saved["parts"].items()}
+        cycle.begun = {self._runner.params[name] for name in saved["begun"]}
         for name, held in saved["buffer"].items():
             p = self._runner.params[name]
             cycle.buffer[p] = torch.empty_like(p, dtype=held.dtype, requires_grad=False)
@@ -231,10 +231,10 @@ class GradientRelease:
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)
                 p.grad = held if p.grad is None else p.grad + held
-            if cycle.parts:
+            if cycle.begun:
                 warnings.warn(
                     "gradient release removed inside a cycle of accumulation='states': "
-                    f"the state of {len(cycle.parts)} parameters has taken gradients "
+                    f"the state of {len(cycle.begun)} parameters has taken gradients "
                     "that will not move them in this step",
                     UserWarning,
                     stacklevel=2,
@@ -374,7 +374,7 @@ class GradientRelease:
         del optimizer
         if self._runner.cycle.is_open:
             carried = {
-                "states": "how many gradients each state has taken",
+                "states": "which states have taken gradients",
                 "buffer": "the sums of gradients",
             }[str(self._runner.options.accumulation)]
             warnings.warn(

@@ -104,13 +104,13 @@ class TreeOwner:
         with ambient(params[0].device):
             leaves, scalars = self._look()
             rule = self.optimizer.rule
-            shared: dict[tuple[int, object, int], Numbers] = {}
+            shared: dict[tuple[int, object, bool], Numbers] = {}
             jobs: list[Job] = []
             for p, g, share in zip(params, grads, shares):
                 i = self._places[p]
                 check_writable(leaves.paths[i], p)
                 _f.check_grad(leaves.paths[i], p, g)
-                key = (id(scalars[i]), share.gain, share.nth)
+                key = (id(scalars[i]), share.gain, share.joins)
                 if key not in shared:
                     shared[key] = Numbers(share_scalars(rule, scalars[i], share, write))
                 bundle = Bundle(Leaf(p, *leaves.leaves[i][1:]))

@@ -352,7 +352,7 @@ class Runner:
         cycle = self.cycle
         for p, held in list(cycle.buffer.items()):
             self._release(backward, p, held)
-        for p in list(cycle.parts):
+        for p in list(cycle.begun):
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
         for device in list(backward.pending):
             self._flush(backward, device)
@@ -386,7 +386,7 @@ class Runner:
 
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
         """Measure gradients, decide on each, and update."""
-        o, parts = self.options, self.cycle.parts
+        o, begun = self.options, self.cycle.begun
         norms: list[Tensor] = []
         if o.grad_norm or o.skip_nonfinite or o.clipping not in (None, "clip_value"):
             norms = norms_of(grads)
@@ -403,19 +403,20 @@ class Runner:
                 for g in grads:
                     g.clamp_(-o.clip_value, o.clip_value)
             gains = self._gains(backward, params, norms)
-            nths = [parts.get(p, 0) + 1 for p in params]
-            shares = [Share(*share) for share in zip(gains, nths, oks)]
+            joins = [p in begun for p in params]
+            shares = [Share(*share) for share in zip(gains, joins, oks)]
             write = backward.last and not self.owner.accumulates()
             if params:
                 self.owner.update(params, grads, shares, write, backward.last)
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names} in backward: {error}") from error
-        for p in arrived if backward.last else ():
-            parts.pop(p, None)
-            self.cycle.buffer.pop(p, None)
-        for p in () if backward.last else params:
-            parts[p] = parts.get(p, 0) + 1
+        if backward.last:
+            begun.difference_update(arrived)
+            for p in arrived:
+                self.cycle.buffer.pop(p, None)
+        else:
+            begun.update(params)
         self._note(params)
 
     def _note(self, params: list[Tensor]) -> None:

@@ -65,8 +65,8 @@ def moments(g: Tensor, m: Tensor, v: Tensor, c: Coeffs) -> State:
     return State(c.keep1 * m + c.fresh1 * g, c.keep2 * v + c.fresh2 * (g * g))
 
 
-def join(c: Coeffs, n: int) -> Coeffs:
-    del n  # m is the whole gradient's; v adds squares of parts (AdamA, arXiv:2305.19982)
+def join(c: Coeffs) -> Coeffs:
+    # m is the whole gradient's; v adds squares of parts (AdamA, arXiv:2305.19982).
     return c._replace(keep1=1.0, keep2=1.0)
 
 

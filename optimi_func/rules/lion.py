@@ -40,13 +40,13 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2)
 
 
-def join(c: Coeffs, n: int) -> Coeffs:
-    # The m before this step and the parts of g in it cannot be told apart again: with n
-    # parts alike this is b1 * m + (1 - b1) * g of before and the whole, else close to it.
-    # With b2 = 0 nothing is left of the m before, and the parts alone decide.
+def join(c: Coeffs) -> Coeffs:
+    # The m before this step and the parts of g in it cannot be told apart again. The last
+    # part leans as if it were the whole: as much more as there are parts would be mostly
+    # its noise. With b2 = 0 nothing is left of the m before, and the parts decide.
     gone = c.keep == 0
     hold = choose(gone, c.lean / c.fresh, c.hold / choose(gone, 1.0, c.keep))
-    return Coeffs(hold, c.lean * n - hold * c.fresh * (n - 1), 1.0, c.fresh)
+    return Coeffs(hold, c.lean, 1.0, c.fresh)
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:

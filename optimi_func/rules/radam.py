@@ -34,8 +34,8 @@ def coeffs(h: adam.Hyper, t: Scalar) -> Coeffs:
     return Coeffs(adam.coeffs(h, t), choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
 
 
-def join(c: Coeffs, n: int) -> Coeffs:
-    return c._replace(adam=adam.join(c.adam, n))
+def join(c: Coeffs) -> Coeffs:
+    return c._replace(adam=adam.join(c.adam))
 
 
 def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:

@@ -49,8 +49,8 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(inner, sync, choose(due, h.alpha, 0.0))
 
 
-def join(c: Coeffs, n: int) -> Coeffs:
-    return c._replace(radam=radam.join(c.radam, n))
+def join(c: Coeffs) -> Coeffs:
+    return c._replace(radam=radam.join(c.radam))
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:

@@ -41,7 +41,6 @@ class Coeffs(NamedTuple):
     keep: Scalar  # mu
     fresh: Scalar  # 1 - tau
     ahead: Scalar  # mu, as Nesterov looks ahead with it
-    lean: Scalar  # 1, Nesterov's share of the gradient itself
 
 
 def init_plain(p: Tensor, dtype: torch.dtype) -> NoState:
@@ -72,12 +71,12 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     fresh = 1.0 - tau
     if h.torch_init or not isinstance(h.dampening, bool):
         fresh = choose(t == 1, 1.0, fresh)
-    return Coeffs(h.momentum, fresh, h.momentum, 1.0)
+    return Coeffs(h.momentum, fresh, h.momentum)
 
 
-def join(c: Coeffs, n: int) -> Coeffs:
-    # b is the whole gradient's; in g + mu * b the last part stands for all n.
-    return c._replace(keep=1.0, lean=n)
+def join(c: Coeffs) -> Coeffs:
+    # b is the whole gradient's; in Nesterov's g + mu * b, g is the last part alone.
+    return c._replace(keep=1.0)
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
@@ -87,7 +86,7 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 def direction_nesterov(g: Tensor, s: State, c: Coeffs) -> Direction:
     b = c.keep * s.momentum_buffer + c.fresh * g
-    return Direction(c.lean * g + c.ahead * b, State(b))
+    return Direction(g + c.ahead * b, State(b))
 
 
 plain = Rule("sgd", NoState, init_plain, coeffs_plain, direction_plain)

@@ -37,14 +37,15 @@ class Unknown:
 def outer_loss() -> Tensor | Unknown | None:
     """What the outermost backward began with, if this one was started from inside it.
 
-    Reentrant checkpointing starts one within a Function's backward. Which is the outer
-    one no public name tells; the frames do. None in a backward of its own.
+    Reentrant checkpointing starts one within a Function's backward, others do in hooks.
+    Which is the outer one no public name tells; the frames do. None in a backward of its
+    own.
     """
     apply = function.BackwardCFunction.apply.__code__
-    if not _calls(sys._getframe(), apply):
-        return None
     engine = graph._engine_run_backward.__code__
     losses = _calls(sys._getframe(), engine)
+    if len(losses) < 2 and not _calls(sys._getframe(), apply):
+        return None
     if len(losses) < 2:
         # A device's own thread runs the inner backward, the user's waits in the outer.
         stacks = sys._current_frames()

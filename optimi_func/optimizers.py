@@ -457,6 +457,8 @@ class BaseOptimizer(Optimizer):
             param: The one parameter, as its hook calls this under gradient release.
         """
         if param is None:
+            for release in self.releases:
+                release.before_zero_grad()
             super().zero_grad(set_to_none=set_to_none)
         elif set_to_none:
             param.grad = None

@@ -1,6 +1,8 @@
 """The step in backward: equal to the ordinary one, and never silently something else."""
 
 import copy
+import dataclasses
+import gc
 import json
 import weakref
 
@@ -12,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.profiler import profile, record_function
 from torch.utils.checkpoint import checkpoint
 
+import optimi_func
 from optimi_func import (
     SGD,
     AdamW,
@@ -324,6 +327,62 @@ def test_reentrance_hides_what_accumulation_needs() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     checkpointed(model, x, False).sum().backward()
     assert handle.grad_norm > 0
+
+
+def test_a_backward_started_by_a_hook_keeps_what_waits_apart() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
+    optimizer = SGD(model.parameters(), lr=1.0, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.ones(1, 2)
+    y = model[0](x)
+    inner = (model[2](x) * 1000).sum()
+    y.register_hook(lambda g: inner.backward())
+    expected = y.detach().clone()
+    model[1](y).sum().backward()
+    moved = before["1.weight"] - model[1].weight
+    assert torch.allclose(moved, expected.expand(2, 2))
+    assert torch.allclose(before["2.weight"] - model[2].weight, torch.full((2, 2), 1e3))
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_removing_lets_everything_go(pure: bool) -> None:
+    model = nn.Linear(100, 100)
+    optimizer = optimi_func.adamw(lr=0.1)
+    if not pure:
+        optimizer = AdamW(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
+    with prepare_for_gradient_release(model, optimizer) as handle:
+        model(torch.ones(1, 100)).mean().backward()
+    gone = weakref.ref(handle._runner)
+    del handle, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_sharded_parameters(tmp_path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        straight = make(release=False)
+        train(*straight, 3)
+        torch.manual_seed(0)
+        model = Net()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+        prepare_for_gradient_release(model, optimizer)
+        train(model, optimizer, 3)
+        for p, q in zip(straight[0].parameters(), model.parameters()):
+            assert torch.equal(p, q.full_tensor())
+        with pytest.raises(ValueError, match="DTensor"):
+            handle = optimizer.releases[0]
+            handle.options = dataclasses.replace(handle.options, grad_norm=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_gradients_that_waited_are_freed_when_a_backward_fails() -> None:

@@ -155,7 +155,8 @@ def test_the_buffer_is_freed_as_the_last_backward_passes() -> None:
     handle._runner.owner.update = counting
     for _ in range(2):
         blocks(torch.randn(4, 128)).mean().backward()
-    assert held == [5, 4, 3, 2, 1, 0]
+    assert held == [6, 5, 4, 3, 2, 1]
+    assert handle.state_dict()["buffer"] == {}
 
 
 def test_removing_the_hooks_hands_the_sums_over() -> None:
@@ -358,6 +359,94 @@ def test_closures_accumulate() -> None:
     assert_same(one, other)
 
 
+def test_a_narrow_sum_is_widened_where_step_ends_the_cycle() -> None:
+    for dtype, narrow in (
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ):
+        model, optimizer = make(SGD, dtype)
+        start = flat(model)
+        handle = prepare_for_gradient_release(
+            model, optimizer, accumulation="buffer", buffer_dtype=narrow
+        )
+        for i in range(2):
+            model(batch(i, dtype)).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(flat(model), start)
+        assert handle.state_dict()["buffer"] == {}
+
+
+def test_float16_sums_do_not_overflow() -> None:
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = SGD(model.parameters(), lr=1e-5, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(
+        model, optimizer, **{**BUFFER, "accumulation_steps": 2}, buffer_dtype=torch.bfloat16
+    )
+    for _ in range(2):
+        (model.weight * 40000.0).sum().backward()
+    assert model.weight.isfinite().all()
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ZeroDivisionError
+
+
+def test_a_last_backward_that_fails_keeps_the_sums() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
+    optimizer = SGD(model.parameters(), lr=1.0, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(
+        model, optimizer, accumulation="buffer", accumulation_steps=3
+    )
+    first, second = model
+    for _ in range(2):
+        (first.sum() + second.sum()).backward()
+    with pytest.raises(ZeroDivisionError):
+        (second * Failing.apply(first)).sum().backward()
+    with pytest.warns(UserWarning, match="did not finish"):
+        (first.sum() + second.sum()).backward()
+    assert first.tolist() == second.tolist() == [-2.0, -2.0]
+
+
+def test_an_update_that_fails_keeps_the_sums() -> None:
+    one, other = two()
+    plainly(*one, 1)
+    prepare_for_gradient_release(*other, **BUFFER)
+    for i in range(MICRO - 1):
+        loss_of(other[0], i).backward()
+    other[1].param_groups[0]["lr"] = -1.0
+    with pytest.raises(RuntimeError, match="Invalid learning rate"):
+        loss_of(other[0], MICRO - 1).backward()
+    other[1].param_groups[0]["lr"] = 1e-2
+    with pytest.warns(UserWarning, match="did not finish"):
+        loss_of(other[0], MICRO - 1).backward()
+    assert_same(one, other)
+
+
+def test_a_cycle_can_be_discarded() -> None:
+    one, other = two()
+    plainly(*one, 1)
+    handle = prepare_for_gradient_release(*other, **BUFFER)
+    loss_of(other[0], 50).backward()
+    with pytest.warns(UserWarning, match=r"zero_grad.*no effect.*discard"):
+        other[1].zero_grad()
+    handle.discard()
+    run(handle, other[0], range(MICRO))
+    assert_same(one, other)
+    handle.options = dataclasses.replace(handle.options, accumulation="states")
+    loss_of(other[0], 0).backward()
+    with pytest.raises(RuntimeError, match="take gradients back"):
+        handle.discard()
+    with pytest.warns(UserWarning, match="inside an open accumulation cycle"):
+        other[1].load_state_dict(one[1].state_dict())
+
+
 # Clipping
 
 LIMITS = {"clip_param_norm": 0.02, "clip_value": 0.002, "two_pass": 0.05, "lagged": 0.05}
@@ -524,6 +613,63 @@ def test_two_passes_need_the_handle_to_run_them() -> None:
     assert torch.equal(flat(model), before)
 
 
+def test_two_passes_with_a_layer_frozen_later() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    model.first.requires_grad_(False)
+    before = flat(model)
+    handle.backward(lambda: loss_of(model, 0))
+    assert not torch.equal(flat(model), before)
+
+
+def test_two_passes_need_the_module_that_was_prepared() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(
+        nn.ModuleList([model]), optimizer, **asked("two_pass")
+    )
+    with pytest.raises(RuntimeError, match="keep a reference"):
+        handle.backward(lambda: loss_of(model, 0))
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_norm_that_overflows_clips_what_is_not_skipped(where: str) -> None:
+    options = {"capturable": True} if where == "device" else {}
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1, gradient_release=True, **options, **EAGER)
+    handle = prepare_for_gradient_release(
+        model, optimizer, clip_global_norm=1.0, skip_nonfinite=True
+    )
+    before = flat(model)
+    handle.backward(lambda: model(torch.full((1, 3), 1e25)).sum())
+    assert torch.equal(flat(model), before)  # as with torch: infinity clips to nothing
+    assert handle.skipped == {}
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_what_is_skipped_scales_nothing(where: str) -> None:
+    options = {"capturable": True} if where == "device" else {}
+    one, other = two(SGD, **options)
+    handle = prepare_for_gradient_release(*other, skip_nonfinite=True, **asked("two_pass"))
+    hooks = [m.last.weight.register_hook(lambda g: g * torch.nan) for m in (other[0],)]
+    handle.backward(lambda: loss_of(other[0], 0))
+    hooks[0].remove()
+    loss_of(one[0], 0).backward()
+    one[0].last.weight.grad = None
+    clip_plainly("two_pass")([p for p in one[0].parameters() if p.grad is not None])
+    one[1].step()
+    assert_same_to(one, other, 1e-7)
+    assert handle.skipped == {"last.weight": 1}
+
+
+def test_a_lagged_norm_of_long_ago_is_forgotten() -> None:
+    model, optimizer = make(SGD)
+    handle = prepare_for_gradient_release(model, optimizer)
+    handle.backward(lambda: 1e4 * loss_of(model, 0), clip_global_norm=1.0, how="lagged")
+    assert handle.state_dict()["last_norm"] > 1
+    handle.backward(lambda: loss_of(model, 1))
+    assert handle.state_dict()["last_norm"] is None
+
+
 def test_settings_of_one_call_do_not_stay() -> None:
     model, optimizer = make()
     handle = prepare_for_gradient_release(model, optimizer)
@@ -658,12 +804,13 @@ def test_large_finite_gradients_are_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("options", [BUFFER, STATES])
-def test_skipping_while_accumulating(options) -> None:
+@pytest.mark.parametrize("poisoned", [0, 1, MICRO - 1])
+def test_skipping_while_accumulating(options, poisoned: int) -> None:
     model, optimizer = make()
     handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True, **options)
-    loss_of(model, 0).backward()
-    poison(model, "last.weight", float("nan"))
-    for i in range(1, MICRO):
+    for i in range(MICRO):
+        if i == poisoned:
+            poison(model, "last.weight", float("nan"))
         loss_of(model, i).backward()
     # The sum is lost; of the parts only one.
     steps = {"buffer": set(), "states": {1}}[handle.accumulation]
@@ -671,6 +818,35 @@ def test_skipping_while_accumulating(options) -> None:
     assert handle.skipped == {"last.weight": 1}
     assert flat(model).isfinite().all()
     assert not handle.state_dict()["buffer"] and not handle.state_dict()["begun"]
+
+
+def test_states_leave_out_the_last_part_too() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+    optimizer = SGD(
+        model.parameters(), lr=1.0, momentum=0.5, gradient_release=True, **EAGER
+    )
+    prepare_for_gradient_release(
+        model,
+        optimizer,
+        accumulation="states",
+        accumulation_steps=2,
+        skip_nonfinite=True,
+    )
+    for g in (1.0, float("nan"), 1.0, 1.0):
+        (model[0] * g).sum().backward()
+    assert model[0].item() == -3.5
+    assert optimizer.state[model[0]]["step"] == 2
+
+
+def test_a_norm_stays_when_step_ends_a_cycle_of_states() -> None:
+    model, optimizer = make()
+    handle = prepare_for_gradient_release(
+        model, optimizer, accumulation="states", grad_norm=True
+    )
+    loss_of(model, 0).backward()
+    norm = handle.grad_norm
+    optimizer.step()
+    assert torch.equal(handle.grad_norm, norm) and norm > 0
 
 
 def test_states_cannot_skip_on_a_device() -> None:
@@ -730,6 +906,7 @@ def test_a_lagged_norm_and_skips_resume() -> None:
         ({"begun": ["nobody"]}, "names 'nobody'"),
         ({"buffer": {"last.weight": torch.ones(3)}}, r"shape \(4, 128\)"),
         ({"more": 1}, "allowed are"),
+        ({"position": 3, "last_norm": 1.5}, "last_norm"),
         ({"position": 2, "accumulation": "states"}, "open cycle of accumulation='states'"),
     ],
 )

@@ -6,7 +6,6 @@ the gradient is freed before the next one is computed: no moment holds all of th
 
 import sys
 import warnings
-import weakref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func import _torch
 from optimi_func.functional import FunctionalOptimizer
-from optimi_func.gradient_release.handle import GradientRelease
+from optimi_func.gradient_release.handle import GradientRelease, attached
 from optimi_func.gradient_release.options import (
     CLIPPING,
     Accumulation,
@@ -34,11 +33,6 @@ __all__ = [
 
 # Bytes of small gradients that may wait to be updated together.
 PENDING_BYTES = 1 << 20
-
-# A cache: which hooks a model has. Not on the model, whose copies would carry them along.
-_handles: "weakref.WeakKeyDictionary[nn.Module, list[GradientRelease]]" = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def prepare_for_gradient_release(
@@ -154,7 +148,6 @@ def prepare_for_gradient_release(
             UserWarning,
             stacklevel=2,
         )
-    _handles.setdefault(model, []).append(handle)
     return handle
 
 
@@ -200,8 +193,8 @@ def remove_gradient_release(model: nn.Module) -> None:
 
     Warns where there is none.
     """
-    handles = _handles.pop(model, [])
-    if not any(handle.attached for handle in handles):
+    handles = list(attached.get(model, ()))
+    if not handles:
         warnings.warn(
             "the model has no gradient release hooks to remove", UserWarning, stacklevel=2
         )

@@ -33,14 +33,9 @@ class Cycle:
         return held.add_(g)
 
     def whole(self, p: Tensor, g: Tensor) -> Tensor:
-        """The sum with its last term, taken out of the buffer; one of the two is reused."""
-        held = self.buffer.pop(p, None)
+        """The sum with its last term, which may be used up; the buffer stays as it is."""
+        held = self.buffer.get(p)
         if held is None:
             return g
         wide = torch.promote_types(held.dtype, g.dtype)
-        return held.add_(g) if held.dtype == wide else g.add_(held)
-
-    def would_be(self, p: Tensor, g: Tensor) -> Tensor:
-        """The sum with its last term, with nothing changed."""
-        held = self.buffer.get(p)
-        return g if held is None else held + g
+        return g.add_(held) if g.dtype == wide else held + g

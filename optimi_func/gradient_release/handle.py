@@ -14,11 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from optimi_func.functional import FunctionalOptimizer, TreeState
 from optimi_func.gradient_release.cycle import Cycle
-from optimi_func.gradient_release.norms import norms_of
 from optimi_func.gradient_release.options import Accumulation, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.optimizers import BaseOptimizer
+
+# A cache: which hooks a model has. Not on the model, whose copies would carry them along.
+attached: "weakref.WeakKeyDictionary[nn.Module, list[GradientRelease]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class GradientRelease:
@@ -46,7 +50,7 @@ class GradientRelease:
         )
         self._runner = Runner(params, owner, options)
         self._runner.check(options)
-        self._warned = False
+        self._said: set[str] = set()
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._runner.hook) for p in params.values()
         ]
@@ -55,7 +59,11 @@ class GradientRelease:
             self._hooks.append(
                 optimizer.register_state_dict_pre_hook(self._before_state_dict)
             )
+            self._hooks.append(
+                optimizer.register_load_state_dict_post_hook(self._after_load)
+            )
             optimizer.releases.append(self)
+        attached.setdefault(model, []).append(self)
 
     # Settings
 
@@ -204,12 +212,13 @@ class GradientRelease:
                 f"{saved['accumulation']!r}, here it is {self.accumulation!r}"
             )
         last = saved["last_norm"]
+        if last is not None and not isinstance(last, Tensor):
+            raise ValueError(f"state_dict['last_norm'] is {last!r}: allowed is a tensor")
+        last = None if last is None else last.detach().clone()
+        counts = {self._runner.params[n]: int(k) for n, k in saved["skipped"].items()}
+        skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
         self._runner.cycle = cycle
-        self._runner.last_norm = None if last is None else last.detach().clone()
-        self._runner.skipped = {
-            self._runner.params[n]: torch.tensor(k, device=self._runner.params[n].device)
-            for n, k in saved["skipped"].items()
-        }
+        self._runner.last_norm, self._runner.skipped = last, skipped
 
     # Attaching
 
@@ -222,11 +231,11 @@ class GradientRelease:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            if (
-                isinstance(self.optimizer, BaseOptimizer)
-                and self in self.optimizer.releases
-            ):
-                self.optimizer.releases.remove(self)
+            if isinstance(self.optimizer, BaseOptimizer):
+                _take_out(self.optimizer.releases, self)
+            model = self._model()
+            if model is not None and model in attached:
+                _take_out(attached[model], self)
             cycle, self._runner.cycle = self._runner.cycle, Cycle()
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)
@@ -240,11 +249,6 @@ class GradientRelease:
                     stacklevel=2,
                 )
             self._runner.forget()
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are there."""
-        return bool(self._hooks)
 
     def __enter__(self) -> "GradientRelease":
         return self
@@ -266,27 +270,60 @@ class GradientRelease:
         """
         self._runner.close_cycle()
 
+    def discard(self) -> None:
+        """Forget the gradients of the open cycle, as zero_grad() does those in p.grad.
+
+        Raises:
+            RuntimeError: With accumulation="states", whose gradients cannot be told
+                from the state any more.
+        """
+        if self._runner.cycle.begun:
+            raise RuntimeError(
+                "accumulation='states' cannot take gradients back out of the state: "
+                "use accumulation='buffer'"
+            )
+        self._runner.cycle = Cycle()
+
+    def before_zero_grad(self) -> None:
+        """Say that zero_grad() finds no gradients, where that may surprise."""
+        if self._runner.cycle.is_open:
+            self._warn_once(
+                "zero_grad() inside an open accumulation cycle has no effect: "
+                "handle.discard() forgets the gradients so far"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, UserWarning, stacklevel=5)
+
+    def _after_load(self, optimizer: Any) -> None:
+        del optimizer
+        if self._runner.cycle.is_open:
+            warnings.warn(
+                "load_state_dict() inside an open accumulation cycle, which goes on: "
+                "handle.load_state_dict() loads where the saved run stood in its own",
+                UserWarning,
+                stacklevel=4,
+            )
+
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if len(args) > 2 or kwargs.get("param") is not None:
             return  # the optimizer, closure, param: a step of one parameter
         self.step()
-        text = None
         if self._runner.since_step is None:
             if all(p.grad is None for p in self._runner.params.values()):
-                text = (
+                self._warn_once(
                     "step() before any hook has run, and without gradients: if there was a "
                     "backward, the model's parameters are not those that it was prepared "
                     "with. Prepare after fully_shard, and after all else that replaces them"
                 )
         elif self._runner.since_step > 1:
-            text = (
+            self._warn_once(
                 f"{self._runner.since_step} backwards since the last step(), and each "
                 "moved the parameters: to accumulate, pass accumulation='buffer' or "
                 "'states' to prepare_for_gradient_release"
             )
-        if text and not self._warned:
-            self._warned = True
-            warnings.warn(text, UserWarning, stacklevel=4)
         self._runner.since_step = None if self._runner.since_step is None else 0
 
     def backward(
@@ -346,7 +383,11 @@ class GradientRelease:
     def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The loss and its gradients' norms; the world is as it was before."""
         model = self._model()
-        assert model is not None
+        if model is None:
+            raise RuntimeError(
+                "the module that was prepared is gone, and with it the list of buffers to "
+                "put back between two passes: keep a reference to it"
+            )
         buffers = [
             (module, name, buffer, buffer.clone())
             for module in model.modules()
@@ -359,7 +400,7 @@ class GradientRelease:
             with runner.measuring() as measured, torch.random.fork_rng(sorted(devices)):
                 loss = loss_fn()
                 # Other parameters' gradients must not be added twice.
-                loss.backward(inputs=list(runner.params.values()))
+                loss.backward(inputs=[p for p in runner.params.values() if p.requires_grad])
         finally:
             random.setstate(drawn)
             with torch.no_grad():
@@ -367,8 +408,9 @@ class GradientRelease:
                     setattr(module, name, buffer)
                     buffer.copy_(before)
         held = runner.cycle.buffer.items()
-        rest = [x for p, x in held if p not in measured.fired]
-        return loss.detach(), measured.norms + norms_of(rest)
+        rest = {p: x for p, x in held if p not in measured.fired}
+        norms = runner.norms_to_clip([*rest], [*rest.values()])
+        return loss.detach(), measured.norms + norms
 
     def _before_state_dict(self, optimizer: Any) -> None:
         del optimizer
@@ -384,3 +426,7 @@ class GradientRelease:
                 UserWarning,
                 stacklevel=4,
             )
+
+
+def _take_out(handles: list[Any], handle: GradientRelease) -> None:
+    handles[:] = [other for other in handles if other is not handle]

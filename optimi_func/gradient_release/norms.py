@@ -32,6 +32,12 @@ def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
     return x.item() if on_host else x.to(p.device)
 
 
+def is_finite(g: Tensor, norm: Tensor) -> bool:
+    """Whether all of g is finite, asked on the host."""
+    # A finite norm needs no second look; large numbers can overflow it.
+    return bool(norm.isfinite() or g.isfinite().all())
+
+
 def all_finite(g: Tensor) -> Tensor:
     """A 0-d bool on g's device, found without a tensor of g's size."""
     if g.numel() == 0:

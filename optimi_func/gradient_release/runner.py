@@ -21,6 +21,7 @@ from optimi_func.gradient_release.norms import (
     all_finite,
     at,
     clip_factor,
+    is_finite,
     norms_of,
     total_norm,
 )
@@ -55,6 +56,7 @@ class Backward:
         self.fired: set[Tensor] = set()
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
+        self.shelf = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.norms: list[Tensor] = []
         self.gain: Tensor | None = None  # of every gradient; None leaves them be
         self._gains: dict[torch.device | None, Scalar] = {}
@@ -152,8 +154,8 @@ class Runner:
             ending = Backward(last=True, inside=False)
             o = self.options
             if o.two_pass:
-                held = list(self.cycle.buffer.values())
-                ending.gain = self.gain_of(norms_of(held))
+                sums = self.cycle.buffer
+                ending.gain = self.gain_of(self.norms_to_clip([*sums], [*sums.values()]))
             elif o.clipping == "lagged":
                 ending.gain = self._lagged_gain()
             self._finish(ending)
@@ -203,10 +205,11 @@ class Runner:
         if self._updated is not None:
             # Its end never came.
             names = ", ".join(self._updated) or "none"
+            done = "updated, or their sums," if self.options.accumulation else "updated"
             self._running = self._updated = None
             warnings.warn(
                 "the backward before this one did not finish: gradients still waiting "
-                f"were dropped; parameters already updated: {names}",
+                f"were dropped; parameters already {done}: {names}",
                 UserWarning,
                 stacklevel=4,
             )
@@ -276,9 +279,7 @@ class Runner:
         """Accumulate a gradient, let it wait with other small ones, or apply it."""
         o = self.options
         if o.accumulation == "buffer":
-            if self._measuring is not None:
-                g = self.cycle.would_be(p, g)
-            elif backward.last:
+            if backward.last:
                 g = self.cycle.whole(p, g)
             else:
                 held = self.cycle.keep(p, g, o.buffer_dtype)
@@ -293,28 +294,30 @@ class Runner:
             self._apply(backward, [p], [g])
             return
         waiting = backward.waiting.get(p.device, 0)
-        if p.device.type == "cpu":
-            g = self._shelve(g, waiting)
+        if p.device.type == "cpu" and is_plain(g):
+            g = self._shelve(backward, g, waiting)
         waiting += -(-g.nbytes // _ALIGNMENT) * _ALIGNMENT
         backward.pending.setdefault(p.device, []).append((p, g))
         backward.waiting[p.device] = waiting
         if waiting > self.options.pending_bytes:
             self._flush(backward, p.device)
 
-    def _shelve(self, g: Tensor, offset: int) -> Tensor:
+    def _shelve(self, backward: Backward, g: Tensor, offset: int) -> Tensor:
         """A copy of g in memory set aside for what waits, `offset` bytes into it.
 
         Small blocks kept between large ones that come and go fragment malloc's heap: a
         tenth of a ViT-L's resident memory was lost to them.
         """
-        room = self._shelf.numel()
+        if not backward.shelf.numel():
+            # Taken, and not shared: a backward may start another one.
+            backward.shelf, self._shelf = self._shelf, backward.shelf
+        room = backward.shelf.numel()
         if offset + g.nbytes > room:
             # What waits already stays in the old one.
             least = min(self.options.pending_bytes, self._small_bytes)
-            self._shelf = torch.empty(
-                max(least, 2 * room, offset + g.nbytes), dtype=torch.uint8, device="cpu"
-            )
-        place = self._shelf[offset : offset + g.nbytes].view(g.dtype)
+            size = max(least, 2 * room, offset + g.nbytes)
+            backward.shelf = torch.empty(size, dtype=torch.uint8, device="cpu")
+        place = backward.shelf[offset : offset + g.nbytes].view(g.dtype)
         return place.view(g.shape).copy_(g)
 
     def _flush(self, backward: Backward, device: torch.device) -> None:
@@ -345,13 +348,16 @@ class Runner:
             moved = whole and not self.owner.accumulates()
             self.since_step = (self.since_step or 0) + moved
             self.owner.end(backward.last)
+        if backward.shelf.numel():
+            self._shelf = backward.shelf
         self._running = self._updated = None
 
     def _close(self, backward: Backward) -> None:
         """Move what the last backward gave no gradient, but one before it did."""
         cycle = self.cycle
         for p, held in list(cycle.buffer.items()):
-            self._release(backward, p, held)
+            wide = torch.promote_types(held.dtype, p.dtype)
+            self._release(backward, p, held.to(wide))
         for p in list(cycle.begun):
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
         for device in list(backward.pending):
@@ -360,8 +366,12 @@ class Runner:
     def _report(self, backward: Backward) -> None:
         """Publish the norm of a backward, and keep that of a step for the next."""
         o = self.options
+        if o.clipping != "lagged" and backward.last:
+            self.last_norm = None  # no longer that of the step before
         if not (o.grad_norm or o.clipping == "lagged"):
             return
+        if o.accumulation == "states" and not backward.fired:
+            return  # ended by step(), without a gradient
         norm = total_norm(backward.norms)
         if o.grad_norm:
             self.grad_norm = norm
@@ -370,11 +380,20 @@ class Runner:
             before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
             self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
 
+    def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """The norm of each gradient; 0 where it is skipped and must not scale others."""
+        norms = norms_of(grads)
+        if self.options.skip_nonfinite:
+            for i, (p, g) in enumerate(zip(params, grads)):
+                if self.owner.on_host(p):
+                    if not is_finite(g, norms[i]):
+                        norms[i] = torch.zeros_like(norms[i])
+                else:
+                    norms[i] = torch.where(all_finite(g), norms[i], 0.0)
+        return norms
+
     def gain_of(self, norms: list[Tensor]) -> Tensor:
         """The factor on all gradients, from the norm of each."""
-        if self.options.skip_nonfinite:
-            # What is skipped must not scale the others.
-            norms = [torch.where(x.isfinite(), x, torch.zeros_like(x)) for x in norms]
         return clip_factor(self.options.clip_global_norm, total_norm(norms))
 
     def _lagged_gain(self) -> Tensor | None:
@@ -387,12 +406,13 @@ class Runner:
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
         """Measure gradients, decide on each, and update."""
         o, begun = self.options, self.cycle.begun
+        if self._measuring is not None:
+            backward.norms += self.norms_to_clip(params, grads)
+            return
         norms: list[Tensor] = []
         if o.grad_norm or o.skip_nonfinite or o.clipping not in (None, "clip_value"):
             norms = norms_of(grads)
             backward.norms += norms
-        if self._measuring is not None:
-            return
         arrived = params
         try:
             if o.skip_nonfinite:
@@ -410,9 +430,9 @@ class Runner:
                 self.owner.update(params, grads, shares, write, backward.last)
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
-            raise RuntimeError(f"updating {names} in backward: {error}") from error
+            raise RuntimeError(f"updating {names}: {error}") from error
         if backward.last:
-            begun.difference_update(arrived)
+            begun.difference_update(params)  # what was skipped still closes
             for p in arrived:
                 self.cycle.buffer.pop(p, None)
         else:
@@ -431,8 +451,7 @@ class Runner:
         oks: list[Tensor | None] = []
         for i, (p, g, norm) in enumerate(zip(params, grads, norms)):
             if self.owner.on_host(p):
-                # A finite norm needs no second look; large numbers can overflow it.
-                ok, flag = bool(norm.isfinite() or g.isfinite().all()), None
+                ok, flag = is_finite(g, norm), None
             else:
                 ok, flag = True, all_finite(g)
             if not ok or flag is not None:

@@ -1032,3 +1032,33 @@ def test_policies_make_no_graph_of_their_own(graphs) -> None:
     optimi_func.remove_gradient_release(model)
     released(model, optimizer, 2, **STATES)
     assert graphs() == made + 1  # the state alone moves
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"skip_nonfinite": True},
+        {"clip_global_norm": 0.05, "how": "lagged", "grad_norm": True},
+        {"clip_param_norm": 0.02, "skip_nonfinite": True},
+        BUFFER,
+    ],
+    ids=str,
+)
+def test_no_hook_waits_for_the_device(options) -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=True)
+    handle = prepare_for_gradient_release(model, optimizer, **options)
+    x = torch.randn(8, 16, device="cuda")
+    model(x).square().mean().backward()  # compiles
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2 * MICRO):
+            model(x).square().mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert flat(model).isfinite().all()
+    assert handle.skipped == {}

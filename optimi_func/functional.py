@@ -379,7 +379,7 @@ def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
     return compute_dtype(leaf.p.dtype, g.dtype, *(s.dtype for s in leaf.state))
 
 
-def check_param(path: str, p: Any) -> None:
+def check_param(path: object, p: Any) -> None:
     """Refuse what is not a dense real floating tensor."""
     if not isinstance(p, Tensor):
         raise TypeError(f"params{path}={p!r} is not a tensor")
@@ -397,7 +397,7 @@ def check_param(path: str, p: Any) -> None:
         raise TypeError(f"params{path} has layout {p.layout}: allowed is strided")
 
 
-def check_grad(path: str, p: Tensor, g: Any) -> None:
+def check_grad(path: object, p: Tensor, g: Any) -> None:
     """Refuse a gradient that does not fit its parameter."""
     if g is None:
         return

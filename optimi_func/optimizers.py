@@ -242,7 +242,7 @@ class BaseOptimizer(Optimizer):
             )
         for p in params:
             if p.grad is None:
-                name = _path(self.group_of(p), p)
+                name = _Path(self.group_of(p), p)
                 raise ValueError(f"step(param=...): {name} has no gradient")
         grads = [cast(Tensor, p.grad) for p in params]
         shares = [WHOLE] * len(params)
@@ -365,7 +365,7 @@ class BaseOptimizer(Optimizer):
             if known is None or not known.holds(self.state.get(p), asked, p):
                 known = self._known[p] = self._look_at(group, asked, p, made)
             if not _fits(p, g):
-                _f.check_grad(_path(group, p), p, g)
+                _f.check_grad(_Path(group, p), p, g)
             # Leaves of one age share their coefficients: on the host a number tells.
             step = known.step
             t = step.double() + 1.0 if capturable else step.item() + 1.0
@@ -388,7 +388,7 @@ class BaseOptimizer(Optimizer):
         """A parameter's state as its group asks for it now, checked and completed."""
         rule, _, capturable = asked
         state = self.state.get(p, {})
-        path = _path(group, p)
+        path = _Path(group, p)
         _f.check_param(path, p)
         check_writable(path, p)
         _check_state(path, p, state)
@@ -598,14 +598,22 @@ def _fits(p: Tensor, g: Tensor) -> bool:
     )
 
 
-def _path(group: dict[str, Any], p: Tensor) -> str:
-    """How errors call a parameter: by its name, or its place in the group."""
-    index = next(i for i, q in enumerate(group["params"]) if q is p)
-    names = group.get("param_names")
-    return f"[{(names[index] if names else index)!r}]"
+class _Path:
+    """How errors call a parameter: by its name, or its place in the group.
+
+    Found when it is asked for: of ten thousand parameters each would look through all.
+    """
+
+    def __init__(self, group: dict[str, Any], p: Tensor) -> None:
+        self._group, self._p = group, p
+
+    def __str__(self) -> str:
+        index = next(i for i, q in enumerate(self._group["params"]) if q is self._p)
+        names = self._group.get("param_names")
+        return f"[{(names[index] if names else index)!r}]"
 
 
-def _check_state(path: str, p: Tensor, state: dict[str, Any]) -> None:
+def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
     """Refuse a state that no longer fits its parameter."""
     for name, x in state.items():
         if x.is_inference() and not p.is_inference():

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from optimi_func.compiled import direct
+
+# Hundreds of kernels are compiled here, where a program has one or two.
+direct.PRECOMPILE_HEADERS = True
 # Two, as the smallest machine that runs this has; more would only wait for each other.
 torch.set_num_threads(2)
 

@@ -308,27 +308,30 @@ def test_a_bucket_of_one_is_a_copy() -> None:
 
 def test_vector_instructions_are_believed_and_forgotten(monkeypatch) -> None:
     """Probing them takes a new process longer than all the rest of its first step."""
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
 
     from optimi_func.compiled import direct
 
-    known = cpu_vec_isa.valid_vec_isa_list
-    known.cache_clear()
+    def probing():
+        raise AssertionError("probed")
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", probing)
     with direct._unprobed_vectors():
-        assert config.cpp.vec_isa_ok is True
-        cpu_vec_isa.pick_vec_isa()
-        assert known.cache_info().currsize == 1
-    assert config.cpp.vec_isa_ok is None
-    assert known.cache_info().currsize == 0
+        believed = cpu_vec_isa.pick_vec_isa()
+    assert (
+        believed.bit_width()
+        == {"AVX2": 256, "AVX512": 512}[torch.backends.cpu.get_cpu_capability()]
+    )
+    assert cpu_vec_isa.valid_vec_isa_list is probing
     # Where the belief was wrong, the machine is asked.
     seen = []
 
     def compile_(function, example):
-        seen.append(config.cpp.vec_isa_ok)
-        if seen == [True]:
+        seen.append(cpu_vec_isa.valid_vec_isa_list is probing)
+        if len(seen) == 1:
             raise RuntimeError("unknown instruction")
         return function, direct._Record()
 
     monkeypatch.setattr(direct, "_compile", compile_)
     direct.compile_flat(lambda *xs: None, [torch.ones(2)])
-    assert seen == [True, None]
+    assert seen == [False, True]

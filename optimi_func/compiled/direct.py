@@ -11,7 +11,7 @@ expected, `compile_flat` gives torch.compile's own function, which does the same
 
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 Flat = Callable[..., None]
 Generated = Callable[[list[Any]], Any]
 
+# Building torch's C++ headers for kernels to come takes as long as four kernels without.
+PRECOMPILE_HEADERS = False
 # Every combination of ambient state is a graph; torch stops at 8 of them and raises.
 _RECOMPILE_LIMIT = 64
 # Inductor indexes with 32 bits where its example allowed it, and guards on that.
@@ -72,18 +74,33 @@ def _unprobed_vectors() -> Generator[None]:
     """Believe the processor about its vector instructions.
 
     Inductor compiles and loads a test program for each of them in every new process:
-    three quarters of the time that a first kernel takes. What is believed here is
-    forgotten again, so that others' graphs are compiled as ever.
+    three quarters of the time that a first kernel takes. Others' graphs are compiled as
+    ever.
     """
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
 
-    with ExitStack() as stack:
-        if hasattr(cpu_vec_isa.valid_vec_isa_list, "cache_info"):
-            known = cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
-            if not known and config.cpp.vec_isa_ok is None:
-                stack.enter_context(config.patch({"cpp.vec_isa_ok": True}))
-                stack.callback(cpu_vec_isa.valid_vec_isa_list.cache_clear)
+    # What torch's own kernels run with.
+    capability = torch.backends.cpu.get_cpu_capability()
+    kind = getattr(cpu_vec_isa, f"Vec{capability}", None)
+    if kind is None or capability not in ("AVX2", "AVX512"):
         yield
+        return
+
+    class Believed(kind):
+        __hash__ = kind.__hash__  # pyright: ignore[reportAssignmentType]
+
+        def __bool__(self) -> bool:
+            return True
+
+    believed = Believed()
+    if capability == "AVX512":
+        believed._is_avx512_bf16_supported = torch.cpu._is_avx512_bf16_supported()
+    probing = cpu_vec_isa.valid_vec_isa_list
+    cpu_vec_isa.valid_vec_isa_list = lambda: [believed]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = probing
 
 
 class _Record:
@@ -94,10 +111,17 @@ class _Record:
         self.arguments: list[Any] | None = None
 
     def backend(self, graph: Any, example: Any) -> Any:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
         # Without size asserts the generated code takes any dense tensor for a flat one.
         patches = {"size_asserts": False}
+        # Attention, convolutions: patterns that no leaf has, and that take long to load.
+        for name in ("use_pre_grad_passes", "use_joint_graph_passes"):
+            if hasattr(config, name):
+                patches[name] = False
+        if hasattr(config, "cpp_cache_precompile_headers"):
+            patches["cpp_cache_precompile_headers"] = PRECOMPILE_HEADERS
         return compile_fx(
             graph, example, inner_compile=self._compile, config_patches=patches
         )

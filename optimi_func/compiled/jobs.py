@@ -65,7 +65,7 @@ def is_plain(x: Tensor) -> bool:
 _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 
-def check_writable(path: str, p: Tensor) -> None:
+def check_writable(path: object, p: Tensor) -> None:
     """Refuse a parameter several of whose elements are one place in memory."""
     if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride())):
         raise ValueError(

@@ -76,3 +76,36 @@ def test_accumulation_benchmark(tmp_path: Path) -> None:
         assert f" {policy} |" in done.stdout
     extra = {policy: cell["extra"] for policy, cell in cells["AdamW"].items()}
     assert extra == {"flag": 0, "states": 0, "buffer": 4, "bfloat16 buffer": 2}
+
+
+def test_step_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/step.py")]
+    options = ["--sets", "tiny", "--parts", "steps", "scaling", "--largest", "1e4"]
+    options += ["--seconds", "0.05", "--no-compile", "--out", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "numbers.json").read_text())
+    assert {"name", "threads", "torch", "date", "commit"} <= set(found["machine"])
+    for dtype in ("float32", "bfloat16", "bfloat16 + Kahan"):
+        assert f"| 5 tensors, {dtype} " in done.stdout
+        cell = found["steps"]["tiny"][dtype]
+        assert cell["torch fused"]["ratio"] == 1
+        for way in ("optimi_func", "optimi_func foreach"):
+            assert f" {way} |" in done.stdout
+            assert 0 < cell[way]["low"] <= cell[way]["ratio"] <= cell[way]["high"]
+    assert list(found["scaling"]) == ["10000"]
+    for picture in ("steps.png", "scaling.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+    # A run that took twice as long for everything.
+    old, new = tmp_path / "numbers.json", tmp_path / "new.json"
+    for cell in found["steps"]["tiny"].values():
+        for ratio in cell.values():
+            ratio["ratio"] *= 2
+    new.write_text(json.dumps(found))
+    options = ["--compare", str(old), str(new)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    row = next(x for x in done.stdout.splitlines() if "float32: optimi_func " in x)
+    assert row.endswith(" 2.00 |")
+    assert "torch fused" not in done.stdout

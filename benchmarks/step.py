@@ -17,9 +17,10 @@ Five questions, each a part that ``--parts`` can pick:
 
 The ways to step take turns within each round, on parameters and states of their own and
 on the same gradients, beginning with another one each time. The ratio is taken in each
-round: what slows the machine down for a while slows all of them. One round is one step:
-each finds the caches as the others left them, as it would after a backward. Tables have
-medians and quartiles over the rounds.
+round: what slows the machine down for a while slows all of them. Slow ways take turns
+among themselves and with torch's fused step, so that the quick ones get more rounds. One
+round is one step: each finds the caches as the others left them, as it would after a
+backward. Tables have medians and quartiles over the rounds.
 
 Ways that compile for the shapes they meet (torch.compile, heavyball, torchao) take up to
 a minute a set before the first step; sets with more tensors than ``--compile-limit`` are
@@ -43,7 +44,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -218,6 +219,7 @@ class Way:
     needs: str | None = None  # a package, beside torch
     kahan: bool = False  # Can it sum with compensation?
     compiles: bool = False  # for the shapes it meets
+    slow: bool = False  # Would it take the rounds' time from the quick ones?
 
 
 def torch_way(params: list[Tensor], kahan: bool, config: Config, **options: bool) -> Step:
@@ -260,14 +262,14 @@ def load(name: str) -> Any:
 
 WAYS = {
     REFERENCE: Way(partial(torch_way, fused=True), kahan=True),
-    "torch foreach": Way(partial(torch_way, foreach=True)),
-    "torch for-loop": Way(partial(torch_way, foreach=False)),
+    "torch foreach": Way(partial(torch_way, foreach=True), slow=True),
+    "torch for-loop": Way(partial(torch_way, foreach=False), slow=True),
     "torch.compile": Way(torch_compile, compiles=True),
     OURS: Way(ours, kahan=True),
-    "optimi_func foreach": Way(partial(ours, foreach=True), kahan=True),
-    "optimi": Way(optimi_way, "torch-optimi", kahan=True),
-    "heavyball": Way(heavyball_way, "heavyball", compiles=True),
-    "torchao 8-bit": Way(torchao_way, "torchao", compiles=True),
+    "optimi_func foreach": Way(partial(ours, foreach=True), kahan=True, slow=True),
+    "optimi": Way(optimi_way, "torch-optimi", kahan=True, slow=True),
+    "heavyball": Way(heavyball_way, "heavyball", compiles=True, slow=True),
+    "torchao 8-bit": Way(torchao_way, "torchao", compiles=True, slow=True),
 }
 
 
@@ -387,12 +389,19 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def batches(names: list[str], each: float, limit: float) -> Iterator[list[str]]:
-    """As many ways at a time as there is memory for, the reference with all of them."""
+def batches(names: list[str], each: float, limit: float) -> list[list[str]]:
+    """As many ways at a time as there is memory for, the reference with all of them.
+
+    The slow ones go by themselves: the others have more rounds in the same time, and do
+    not come after temporaries that the system has to map anew.
+    """
     others = [name for name in names if name != REFERENCE]
     count = max(1, int(limit / each) - 1)
-    for i in range(0, max(1, len(others)), count):
-        yield [REFERENCE, *others[i : i + count]]
+    found: list[list[str]] = []
+    for slow in (False, True):
+        kind = [name for name in others if WAYS[name].slow == slow]
+        found += [[REFERENCE, *kind[i : i + count]] for i in range(0, len(kind), count)]
+    return found or [[REFERENCE]]
 
 
 def measure_set(key: str, dtype_name: str, config: Config) -> dict[str, Ratio]:
@@ -403,12 +412,14 @@ def measure_set(key: str, dtype_name: str, config: Config) -> dict[str, Ratio]:
     # Parameters, two moments and Kahan's compensation or temporaries.
     each = 4 * shapes.count() * dtype.itemsize / 1e9
     summary: dict[str, Ratio] = {}
-    for batch in batches(names, each, config.memory):
+    groups = batches(names, each, config.memory)
+    share = replace(config, seconds=config.seconds / len(groups))
+    for batch in groups:
         torch.manual_seed(config.seed)
         tensors = shapes.tensors(dtype, config.device)
         grads = shapes.tensors(dtype, config.device)
         steps = {n: WAYS[n].make(parameters(tensors, grads), kahan, config) for n in batch}
-        seconds = interleave(steps, config, f"{shapes.title}, {dtype_name}")
+        seconds = interleave(steps, share, f"{shapes.title}, {dtype_name}")
         counts = {name: launches(step, config.device) for name, step in steps.items()}
         for name, ratio in ratios(seconds, REFERENCE).items():
             summary.setdefault(name, replace(ratio, launches=counts[name]))

@@ -1,5 +1,8 @@
 """What compiling promises, counted: graphs, kernels, allocations, autograd's notice."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -335,3 +338,40 @@ def test_vector_instructions_are_believed_and_forgotten(monkeypatch) -> None:
     monkeypatch.setattr(direct, "_compile", compile_)
     direct.compile_flat(lambda *xs: None, [torch.ones(2)])
     assert seen == [False, True]
+
+
+STEP = """
+import sys
+import torch
+import optimi_func
+from torch._dynamo.utils import counters
+
+path, mode = sys.argv[1:]
+if mode == "load":
+    with open(path, "rb") as file:
+        assert torch.compiler.load_cache_artifacts(file.read()) is not None
+w = torch.ones(10000, requires_grad=True)
+w.grad = torch.ones(10000)
+optimi_func.SGD([w], lr=0.1, compile=True).step()
+assert torch.allclose(w, torch.full_like(w, 0.9))
+if mode == "save":
+    artifacts, _ = torch.compiler.save_cache_artifacts()
+    with open(path, "wb") as file:
+        file.write(artifacts)
+print(counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
+    hits = []
+    for mode in ("save", "load"):
+        folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / mode)}
+        done = subprocess.run(
+            [sys.executable, "-c", STEP, str(tmp_path / "artifacts"), mode],
+            env={**os.environ, **folder},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        hits.append(done.stdout.strip())
+    assert hits == ["0", "1"]

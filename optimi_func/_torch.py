@@ -88,7 +88,8 @@ def has_fresh_scaler() -> bool:
     """
     scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
     return any(
-        x._scale is not None
+        x.is_enabled()
+        and x._scale is not None
         and x._scale.item() == x._init_scale
         and x._get_growth_tracker() == 0
         and not x._per_optimizer_states

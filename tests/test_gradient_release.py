@@ -18,6 +18,7 @@ import optimi_func
 from optimi_func import (
     SGD,
     AdamW,
+    adamw,
     prepare_for_gradient_release,
     remove_gradient_release,
 )
@@ -197,6 +198,11 @@ def test_ddp_wrapped_later_is_refused_before_any_write(tmp_path) -> None:
 
 def test_a_scaler_is_refused_before_any_write() -> None:
     model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with prepare_for_gradient_release(model, optimizer):
+        scaler.scale(model(batch(0)).mean()).backward()
+        scaler.step(optimizer)
+    model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu")
     before = copy.deepcopy(model.state_dict())
     with prepare_for_gradient_release(model, optimizer):
@@ -230,6 +236,7 @@ def test_what_a_loop_gets_wrong_is_said_once() -> None:
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(p.detach().clone()))
     model(batch(0)).mean().backward()
+    optimizer.step()  # the first may be a scheduler's dummy
     with pytest.warns(UserWarning, match="before any hook has run"):
         optimizer.step()
     with pytest.raises(ValueError, match="none of the model's trainable parameters"):
@@ -347,17 +354,55 @@ def test_a_backward_started_by_a_hook_keeps_what_waits_apart() -> None:
 
 
 @pytest.mark.parametrize("pure", [False, True])
-def test_removing_lets_everything_go(pure: bool) -> None:
+@pytest.mark.parametrize("removed", [False, True])
+def test_everything_is_let_go(pure: bool, removed: bool) -> None:
+    """Whether the hooks were removed, or the model simply forgotten."""
     model = nn.Linear(100, 100)
     optimizer = optimi_func.adamw(lr=0.1)
     if not pure:
         optimizer = AdamW(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
-    with prepare_for_gradient_release(model, optimizer) as handle:
-        model(torch.ones(1, 100)).mean().backward()
-    gone = weakref.ref(handle._runner)
+    handle = prepare_for_gradient_release(model, optimizer)
+    model(torch.ones(1, 100)).mean().backward()
+    gone = [weakref.ref(handle._runner)]
+    if removed:
+        handle.remove()
+    else:
+        gone += [weakref.ref(model.weight), weakref.ref(model)]
+        del model
     del handle, optimizer
     gc.collect()
-    assert gone() is None
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_the_hooks_outlive_a_handle_that_nobody_keeps() -> None:
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    gc.collect()
+    train(model, optimizer, 1)
+    assert optimizer.state[model.last.weight]["step"] == 1
+    pure = prepare_for_gradient_release(nn.ModuleList([model.last]), adamw(lr=0.1), True)
+    del pure
+    gc.collect()
+    with pytest.raises(RuntimeError, match="keep a reference"):
+        model(batch(0)).mean().backward()
+
+
+def test_an_inner_loop_with_steps_of_its_own() -> None:
+    inner = nn.Linear(2, 1, bias=False)
+    optimizer = SGD(inner.parameters(), lr=1.0, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(inner, optimizer)
+    before = inner.weight.detach().clone()
+
+    @torch.enable_grad()
+    def loop(g) -> None:
+        for _ in range(2):
+            inner(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(loop)
+    y.sum().backward()
+    assert torch.allclose(before - inner.weight, torch.full((1, 2), 2.0))
 
 
 def test_sharded_parameters(tmp_path) -> None:

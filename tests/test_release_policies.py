@@ -10,6 +10,7 @@ import torch
 from cases import CLASSES, NAMES
 from test_gradient_release import EAGER, Net, assert_same, batch, make, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import optimi_func
 from optimi_func import SGD, AdamW, Adan, adamw, prepare_for_gradient_release
@@ -622,6 +623,66 @@ def test_two_passes_with_a_layer_frozen_later() -> None:
     assert not torch.equal(flat(model), before)
 
 
+def test_two_passes_refuse_reentrance_before_any_write() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 1))
+    optimizer = SGD(model.parameters(), lr=1.0, gradient_release=True, **EAGER)
+    handle = prepare_for_gradient_release(model, optimizer, clip_global_norm=1.0)
+    before = flat(model)
+    x = batch(0).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"reentrant.*use_reentrant=False"):
+        handle.backward(lambda: model[1](checkpoint(model[0], x, use_reentrant=True)).sum())
+    assert torch.equal(flat(model), before)
+    handle.backward(lambda: model[1](checkpoint(model[0], x, use_reentrant=False)).sum())
+    assert not torch.equal(flat(model), before)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="hooks were removed"):
+        handle.backward(lambda: model(x).sum())
+
+
+class Counting(nn.Module):
+    """Buffers of every kind: none yet, made in forward, replaced, not to be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1)
+        self.register_buffer("late", None)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(1).expand(16))
+        with torch.inference_mode():
+            self.register_buffer("frozen", torch.ones(16))
+
+    def forward(self, x):
+        self.late = torch.ones(()) if self.late is None else self.late + 1
+        if not hasattr(self, "lazy"):
+            self.register_buffer("lazy", torch.zeros(()))
+        self.lazy += 1
+        self.count = self.count + 1
+        return self.layer(x * self.mask * self.frozen.clone())
+
+
+def test_two_passes_put_every_buffer_back() -> None:
+    model = Counting()
+    optimizer = SGD(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
+    handle = prepare_for_gradient_release(model, optimizer, clip_global_norm=1.0)
+    mask = model.mask
+    version = mask._version
+    handle.backward(lambda: model(batch(0)).sum())
+    assert model.late == model.lazy == model.count == 1
+    assert model.mask is mask and mask._version == version
+
+
+def test_two_passes_add_to_a_gradient_that_is_there() -> None:
+    ends = []
+    for limit in (None, 1e9):
+        model, optimizer = make(SGD)
+        handle = prepare_for_gradient_release(model, optimizer, clip_global_norm=limit)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        handle.backward(lambda model=model: loss_of(model, 0))
+        ends.append(flat(model))
+    assert torch.allclose(*ends, atol=1e-7)
+
+
 def test_two_passes_need_the_module_that_was_prepared() -> None:
     model, optimizer = make()
     handle = prepare_for_gradient_release(
@@ -907,6 +968,7 @@ def test_a_lagged_norm_and_skips_resume() -> None:
         ({"buffer": {"last.weight": torch.ones(3)}}, r"shape \(4, 128\)"),
         ({"more": 1}, "allowed are"),
         ({"position": 3, "last_norm": 1.5}, "last_norm"),
+        ({"position": -3}, "position"),
         ({"position": 2, "accumulation": "states"}, "open cycle of accumulation='states'"),
     ],
 )
@@ -925,6 +987,7 @@ def test_a_handle_loads_all_or_nothing(change, message) -> None:
     [
         ({"accumulation": "sum"}, "accumulation='sum': allowed are"),
         ({"accumulation": "buffer", "accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"accumulation": "buffer", "accumulation_steps": 2.5}, "accumulation_steps=2.5"),
         ({"accumulation_steps": 2}, "needs accumulation="),
         ({"buffer_dtype": torch.float32}, "needs accumulation='buffer'"),
         ({**BUFFER, "buffer_dtype": torch.float16}, "buffer_dtype=torch.float16"),

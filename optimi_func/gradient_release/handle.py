@@ -16,7 +16,7 @@ from optimi_func.functional import FunctionalOptimizer, TreeState
 from optimi_func.gradient_release.cycle import Cycle
 from optimi_func.gradient_release.options import Accumulation, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
-from optimi_func.gradient_release.runner import Runner
+from optimi_func.gradient_release.runner import NO_REENTRANCE, Runner
 from optimi_func.optimizers import BaseOptimizer
 
 # A cache: which hooks a model has. Not on the model, whose copies would carry them along.
@@ -51,6 +51,7 @@ class GradientRelease:
         self._runner = Runner(params, owner, options)
         self._runner.check(options)
         self._said: set[str] = set()
+        self._idle = 0  # steps without a backward before them
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._runner.hook) for p in params.values()
         ]
@@ -201,6 +202,8 @@ class GradientRelease:
                 )
         cycle = Cycle()
         cycle.position = int(saved["position"])
+        if cycle.position < 0:
+            raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
         cycle.begun = {self._runner.params[name] for name in saved["begun"]}
         for name, held in saved["buffer"].items():
             p = self._runner.params[name]
@@ -311,12 +314,16 @@ class GradientRelease:
         if len(args) > 2 or kwargs.get("param") is not None:
             return  # the optimizer, closure, param: a step of one parameter
         self.step()
+        self._runner.inner = None
         if self._runner.since_step is None:
-            if all(p.grad is None for p in self._runner.params.values()):
+            self._idle += any(p.requires_grad for p in self._runner.params.values())
+            # Once may be a scheduler's dummy.
+            if self._idle > 1 and all(p.grad is None for p in self._runner.params.values()):
                 self._warn_once(
-                    "step() before any hook has run, and without gradients: if there was a "
-                    "backward, the model's parameters are not those that it was prepared "
-                    "with. Prepare after fully_shard, and after all else that replaces them"
+                    "step() again before any hook has run, and without gradients: if there "
+                    "was a backward, the model's parameters are not those that it was "
+                    "prepared with. Prepare after fully_shard, and after all else that "
+                    "replaces them"
                 )
         elif self._runner.since_step > 1:
             self._warn_once(
@@ -362,6 +369,8 @@ class GradientRelease:
                 return self.backward(loss_fn)
             finally:
                 self._runner.options = usual
+        if not self._hooks:
+            raise RuntimeError("the hooks were removed: call loss.backward() and step()")
         if not (self._runner.options.two_pass and self._runner.moves_next()):
             loss = loss_fn()
             loss.backward()
@@ -388,27 +397,26 @@ class GradientRelease:
                 "the module that was prepared is gone, and with it the list of buffers to "
                 "put back between two passes: keep a reference to it"
             )
-        buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        buffers = _Buffers(model)
+        held = {p: p.grad for p in self._runner.params.values() if p.grad is not None}
+        before = {p: g.clone() for p, g in held.items()}
         drawn = random.getstate()
         devices = {p.device.index for p in self._runner.params.values() if p.is_cuda}
         runner = self._runner
         try:
             with runner.measuring() as measured, torch.random.fork_rng(sorted(devices)):
                 loss = loss_fn()
+                if _is_reentrant(loss):
+                    raise RuntimeError(NO_REENTRANCE)
                 # Other parameters' gradients must not be added twice.
                 loss.backward(inputs=[p for p in runner.params.values() if p.requires_grad])
         finally:
             random.setstate(drawn)
-            with torch.no_grad():
-                for module, name, buffer, before in buffers:
-                    setattr(module, name, buffer)
-                    buffer.copy_(before)
-        held = runner.cycle.buffer.items()
-        rest = {p: x for p, x in held if p not in measured.fired}
+            buffers.restore()
+            for p, g in before.items():
+                p.grad = g
+        sums = runner.cycle.buffer.items()
+        rest = {p: x for p, x in sums if p not in measured.fired}
         norms = runner.norms_to_clip([*rest], [*rest.values()])
         return loss.detach(), measured.norms + norms
 
@@ -430,3 +438,38 @@ class GradientRelease:
 
 def _take_out(handles: list[Any], handle: GradientRelease) -> None:
     handles[:] = [other for other in handles if other is not handle]
+
+
+class _Buffers:
+    """A model's buffers as they were: which there are, and what is in them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [(m, dict(m._buffers)) for m in model.modules()]
+        tensors = {x for _, table in self._tables for x in table.values() if x is not None}
+        self._contents = [(x, x.clone()) for x in tensors]
+
+    def restore(self) -> None:
+        """Put back what has changed, and write to nothing else."""
+        for module, table in self._tables:
+            module._buffers.clear()
+            module._buffers.update(table)
+        for x, before in self._contents:
+            # Not by x._version, which BatchNorm does not count up.
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                if not torch.equal(x, before):
+                    x.copy_(before)
+
+
+def _is_reentrant(loss: Tensor) -> bool:
+    """Whether a reentrant checkpoint lies behind the loss."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        waiting += [after for after, _ in node.next_functions]
+    return False

@@ -89,8 +89,10 @@ class ReleaseOptions:
             raise ValueError(
                 f"accumulation={chosen!r}: allowed are {get_args(Accumulation)} and None"
             )
-        if steps is not None and (isinstance(steps, bool) or steps < 1):
-            raise ValueError(f"accumulation_steps={steps}: allowed is at least 1, or None")
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ValueError(
+                f"accumulation_steps={steps!r}: allowed are whole numbers from 1, and None"
+            )
         if steps is not None and chosen is None:
             raise ValueError(
                 f"accumulation_steps={steps} needs accumulation='buffer' or 'states'"

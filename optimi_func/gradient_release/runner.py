@@ -3,7 +3,7 @@
 import threading
 import warnings
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -27,6 +27,12 @@ from optimi_func.gradient_release.norms import (
 )
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
+
+NO_REENTRANCE = (
+    "reentrant checkpointing hides where a backward ends, which accumulation, "
+    "clip_global_norm and grad_norm must know: use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
 
 # Of what waits, in bytes: any dtype can begin there.
 _ALIGNMENT = 16
@@ -83,6 +89,7 @@ class Runner:
         last_norm: The last step's, for how="lagged".
         skipped: By parameter, how many updates were left out.
         gain: Of the backward to come, from the pass that measured it.
+        inner: What fired in backwards that an unseen one started, and which that is.
         since_step: Backwards that moved parameters since the last step(); None before
             the first.
     """
@@ -103,14 +110,14 @@ class Runner:
         self.lock = threading.RLock()  # devices run their hooks on threads of their own
         self._running: weakref.ref[Backward] | None = None
         self._updated: list[str] | None = None  # None: the last backward has finished
-        self._inner: tuple[weakref.ref[Any], set[Tensor]] | None = None
+        self.inner: tuple[weakref.ref[Any], set[Tensor]] | None = None
         self._looked_around = False
         small = [p for p in params.values() if p.numel() < SMALL]
         self._small_bytes = sum(p.nbytes for p in small)
         self._shelf = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
         # Also in a compiled training step the hooks run as they are.
-        self.hook = cast(Any, torch.compiler.disable(self._on_gradient))
+        self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
         self._at_end = cast(Any, torch.compiler.disable(self._end))
 
     def check(self, options: ReleaseOptions) -> None:
@@ -162,7 +169,8 @@ class Runner:
 
     # A backward
 
-    def _on_gradient(self, p: Tensor) -> None:
+    def on_gradient(self, p: Tensor) -> None:
+        """The hook: p.grad is complete."""
         g = p.grad
         if g is None:
             return
@@ -235,19 +243,15 @@ class Runner:
 
     def _fired_inside(self, outer: object) -> set[Tensor]:
         """What fired in the other backwards that `outer` started."""
-        if self._inner is None or self._inner[0]() is not outer:
-            self._inner = (weakref.ref(outer), set())
-        return self._inner[1]
+        if self.inner is None or self.inner[0]() is not outer:
+            self.inner = (weakref.ref(outer), set())
+        return self.inner[1]
 
     def _check_backward(self, p: Tensor, inside: bool) -> None:
         """Refuse a backward that could not be honoured, before its first update."""
         o = self.options
         if inside and o.whole_backward:
-            raise RuntimeError(
-                "reentrant checkpointing hides where a backward ends, which "
-                "accumulation, clip_global_norm and grad_norm must know: use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(NO_REENTRANCE)
         if _torch.in_compiled_autograd():
             raise RuntimeError(
                 "compiled autograd runs hooks inside a graph of its own: set "
@@ -421,7 +425,8 @@ class Runner:
                 oks = [None] * len(params)
             if o.clip_value is not None:
                 for g in grads:
-                    g.clamp_(-o.clip_value, o.clip_value)
+                    limit = min(o.clip_value, torch.finfo(g.dtype).max)
+                    g.clamp_(-limit, limit)
             gains = self._gains(backward, params, norms)
             joins = [p in begun for p in params]
             shares = [Share(*share) for share in zip(gains, joins, oks)]
@@ -476,3 +481,23 @@ class Runner:
             at(clip_factor(limit, norm), p, host)
             for p, norm, host in zip(params, norms, hosts)
         ]
+
+
+def _weakly(runner: Runner) -> Callable[[Tensor], None]:
+    """The runner's hook, which keeps nothing alive.
+
+    Python's garbage collector does not see a parameter's hooks: one that led back to the
+    parameter would keep both for good.
+    """
+    runner_of = weakref.ref(runner)
+
+    def hook(p: Tensor) -> None:
+        runner = runner_of()
+        if runner is None:
+            raise RuntimeError(
+                "the handle of this gradient release is gone, and with it its optimizer: "
+                "keep a reference, or remove() the hooks"
+            )
+        runner.on_gradient(p)
+
+    return hook

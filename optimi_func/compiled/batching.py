@@ -125,6 +125,8 @@ def plan_compiled(
         run, values = found[kind]
         if ok is not None:
             values = torch.cat([values, ok.reshape(1).to(values.dtype)])
+        if rule.per_tensor and write:
+            values = torch.cat([values, values.new_zeros(1)])  # the mean's place
         launches.append(partial(_run_direct, run, values, job, write))
     if rule.per_tensor:
         # Each needs a mean of its own, which a concatenation does not have.

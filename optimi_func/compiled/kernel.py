@@ -8,9 +8,9 @@ torch.compile guards on beside them is left out by calling its result directly.
 
 import threading
 import types
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -78,6 +78,11 @@ class Key(NamedTuple):
         return len(self.dtypes) > 2 + len(self.rule.state._fields)
 
     @property
+    def two_passes(self) -> bool:
+        """Whether a mean over the tensor comes first; its place is after all numbers."""
+        return self.rule.per_tensor and self.write
+
+    @property
     def name(self) -> str:
         """For profiles and logs."""
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
@@ -139,11 +144,32 @@ class DispatchModeError(RuntimeError):
 
 
 def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
+    if not key.two_passes:
+        return _compile_body(key, _body(key, spec, lambda numbers: whole_mean), key.name)
+    # One graph would keep everything that it computed before the mean in scratch tensors.
+    measure = _compile_body(key, _measurement(key, spec), f"{key.name}_mean")
+    given = _body(key, spec, lambda numbers: lambda x: numbers[-1])
+    move = _compile_body(key, given, key.name)
+
+    def run(values: Tensor, *tensors: Tensor) -> None:
+        measure(values, *tensors)
+        move(values, *tensors)
+
+    return run
+
+
+def _compile_body(key: Key, run: Flat, name: str) -> Flat:
     ran_eagerly: list[bool] = []
-    body = _own_code(_body(key, spec, ran_eagerly), key.name)
+
+    def noticed(*tensors: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            ran_eagerly.append(True)
+        run(*tensors)
+
+    body = _own_code(noticed, name)
     tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    numbers = sum(s is None for s in key.statics) + key.guarded
+    numbers = sum(s is None for s in key.statics) + key.guarded + key.two_passes
     dtype = compute_dtype(*key.dtypes)
     values = torch.ones(numbers, dtype=dtype, device=key.device)
     with ambient(key.device):
@@ -156,20 +182,42 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
     return compiled
 
 
-def _body(key: Key, spec: pytree.TreeSpec, ran_eagerly: list[bool]) -> Flat:
+Mean: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def _body(
+    key: Key, spec: pytree.TreeSpec, mean_of: Callable[[Sequence[Tensor]], Mean]
+) -> Flat:
     rule, statics, write, in_place = key.rule, key.statics, key.write, key.in_place
     inputs, compensated, guarded = len(key.dtypes), key.compensated, key.guarded
 
     def run(values: Tensor, *tensors: Tensor) -> None:
-        if not torch.compiler.is_compiling():
-            ran_eagerly.append(True)
         numbers = values.unbind()
         scalars = fill(statics, spec, numbers)
         leaf, g = unpack(rule, compensated, tensors[:inputs])
-        new = leaf_step(rule, leaf, g, scalars, write, whole_mean)
+        new = leaf_step(rule, leaf, g, scalars, write, mean_of(numbers))
         if guarded:
-            new = keep_unless(numbers[-1] != 0, leaf, new)
+            ok = numbers[-2 if key.two_passes else -1]
+            new = keep_unless(ok != 0, leaf, new)
         write_back(flat_leaf(leaf) if in_place else tensors[inputs:], new)
+
+    return run
+
+
+def _measurement(key: Key, spec: pytree.TreeSpec) -> Flat:
+    """The pipeline up to its mean, which is written after the numbers."""
+
+    def run(values: Tensor, *tensors: Tensor) -> None:
+        scalars = fill(key.statics, spec, values.unbind())
+        leaf, g = unpack(key.rule, key.compensated, tensors[: len(key.dtypes)])
+        means: list[Tensor] = []
+
+        def mean(x: Tensor) -> Tensor:
+            means.append(whole_mean(x))
+            return means[-1]
+
+        leaf_step(key.rule, leaf, g, scalars, key.write, mean)
+        values[-1:].copy_(means[0].reshape(1))
 
     return run
 

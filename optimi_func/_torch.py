@@ -8,13 +8,15 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable, function, graph
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -86,14 +88,13 @@ def has_fresh_scaler() -> bool:
     Nothing leads from a loss to its scaler, and one in the middle of its run may be
     somebody else's.
     """
-    scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
     return any(
         x.is_enabled()
         and x._scale is not None
         and x._scale.item() == x._init_scale
         and x._get_growth_tracker() == 0
         and not x._per_optimizer_states
-        for x in scalers
+        for x in _alive(GradScaler)
     )
 
 
@@ -110,17 +111,22 @@ def in_ddp(p: Tensor) -> bool:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    wrappers = [x for x in gc.get_objects() if type(x) is DistributedDataParallel]
+    wrappers = _alive(DistributedDataParallel)
     return any(q is p for wrapper in wrappers for q in wrapper.parameters())
 
 
-def norms(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """The vector norm of each tensor, a 0-d tensor of at least float32."""
+def _alive(kind: type[T]) -> list[T]:
+    # By the type, as isinstance asks objects, some of which answer with side effects.
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each tensor, a 0-d tensor of at least float32."""
     kinds: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         kinds.setdefault(torch.promote_types(x.dtype, torch.float32), []).append(i)
     found: dict[int, Tensor] = {}
     for wide, places in kinds.items():
-        some = torch._foreach_norm([tensors[i] for i in places], order, dtype=wide)
+        some = torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]

@@ -282,6 +282,14 @@ def decay_advice(groups: list[tuple[DecayKind, Any]]) -> list[str]:
     ]
 
 
+def step_to_come(step: Tensor) -> Scalar:
+    """The 1-based number of the step after `step` of them.
+
+    A count on the host gives host coefficients; a device's is never waited for.
+    """
+    return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
+
+
 def check_joins(optimizer: FunctionalOptimizer) -> None:
     """Refuse a rule whose state cannot take a step's gradient in parts."""
     if optimizer.rule.join is None:

@@ -48,9 +48,7 @@ def _jobs(
     into: Callable[[Bundle], Bundle],
 ) -> dict[int, Job]:
     step = leaves.state.step
-    # A host step count gives host coefficients; a device's is never waited for.
-    t = step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
-    scalars = optimizer.scalars(leaves, step, t)
+    scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
     numbers = {id(s): Numbers(s) for s in scalars}
     jobs: dict[int, Job] = {}
     for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):

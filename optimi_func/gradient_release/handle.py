@@ -398,18 +398,18 @@ class GradientRelease:
                 "put back between two passes: keep a reference to it"
             )
         buffers = _Buffers(model)
-        held = {p: p.grad for p in self._runner.params.values() if p.grad is not None}
-        before = {p: g.clone() for p, g in held.items()}
-        drawn = random.getstate()
-        devices = {p.device.index for p in self._runner.params.values() if p.is_cuda}
         runner = self._runner
+        params = list(runner.params.values())
+        before = {p: p.grad.clone() for p in params if p.grad is not None}
+        drawn = random.getstate()
+        devices = {p.device.index for p in params if p.is_cuda}
         try:
             with runner.measuring() as measured, torch.random.fork_rng(sorted(devices)):
                 loss = loss_fn()
                 if _is_reentrant(loss):
                     raise RuntimeError(NO_REENTRANCE)
                 # Other parameters' gradients must not be added twice.
-                loss.backward(inputs=[p for p in runner.params.values() if p.requires_grad])
+                loss.backward(inputs=[p for p in params if p.requires_grad])
         finally:
             random.setstate(drawn)
             buffers.restore()

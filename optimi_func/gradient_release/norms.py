@@ -9,7 +9,7 @@ from optimi_func._types import Scalar
 
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each tensor."""
-    return _torch.norms(tensors, 2.0) if tensors else []
+    return _torch.norms(tensors)
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:

@@ -124,7 +124,7 @@ class TreeOwner:
                 self.optimizer.rule, self._params, self._params, self._state
             )
             step = self._state.step.detach()
-            t = step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
+            t = _f.step_to_come(step)
             self._now = leaves, self.optimizer.scalars(leaves, step, t)
         return self._now
 

@@ -460,8 +460,10 @@ class Runner:
             else:
                 ok, flag = True, all_finite(g)
             if not ok or flag is not None:
-                zero = torch.zeros((), dtype=torch.int64, device=p.device)
-                self.skipped.setdefault(p, zero).add_(1 if flag is None else ~flag)
+                if p not in self.skipped:
+                    zero = torch.zeros((), dtype=torch.int64, device=p.device)
+                    self.skipped[p] = zero
+                self.skipped[p].add_(1 if flag is None else ~flag)
             if ok:
                 kept.append(i)
                 oks.append(flag)

@@ -8,15 +8,25 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable, function, graph
 from torch.nn.parallel import DistributedDataParallel
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, left out of any graph: torch.compiler.disable, at the first call.
+
+    That takes a second, to import the compiler.
+    """
+    return _disable_dynamo(function)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ where kept, `kahan_comp`.
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from optimi_func import functional as _f
+from optimi_func._cohorts import Cohort, Cohorts, Known
 from optimi_func._leaf import init_leaf, is_low, rates, share_scalars
-from optimi_func._types import WHOLE, Leaf, Rule, Scalars, Share
+from optimi_func._torch import uncompiled
+from optimi_func._types import WHOLE, Rule, Scalar, Scalars, Share
 from optimi_func.compiled.batching import (
     SMALL,
     Launch,
@@ -27,7 +30,7 @@ from optimi_func.compiled.batching import (
     run_launches,
 )
 from optimi_func.compiled.foreach import plan_foreach
-from optimi_func.compiled.jobs import Bundle, Job, check_writable, foreach_add_
+from optimi_func.compiled.jobs import Bundle, Job, check_writable, foreach_add_, is_plain
 from optimi_func.compiled.kernel import Numbers, ambient
 from optimi_func.functional import FunctionalOptimizer
 
@@ -69,10 +72,11 @@ class BaseOptimizer(Optimizer):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._known: dict[Tensor, _Known] = {}
+        self._known: dict[Tensor, Known] = {}
         self._bound: dict[int, tuple[Any, FunctionalOptimizer]] = {}
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
+        self._cohorts = Cohorts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -144,11 +148,6 @@ class BaseOptimizer(Optimizer):
                 stacklevel=5,
             )
             group["foreach"] = False
-        if group["foreach"] and group["capturable"]:
-            raise ValueError(
-                "foreach=True computes coefficients on the host: use it with "
-                "capturable=False"
-            )
 
     def _advise(self, groups: list[dict[str, Any]]) -> None:
         """Warn, once for all groups, of what is allowed but hardly meant."""
@@ -170,13 +169,18 @@ class BaseOptimizer(Optimizer):
         self, group: dict[str, Any], number: Callable[[Any], Any]
     ) -> FunctionalOptimizer:
         """The group's numbers as they are now, bound to the rule."""
-        chosen = [_numbers(group[name], number) for name in self.keywords]
+        given: list[Any] = []
+        for name in self.keywords:
+            x = group[name]
+            given += x if isinstance(x, tuple | list) else (x,)
+        kinds = list(map(type, given))
         # Host numbers that have not changed need not be checked again; True is not 1.
-        known = (chosen, [type(x) for x in chosen]) if number is self._host else None
         last, bound = self._bound.get(id(group), (None, None))
-        if bound is None or known is None or known != last:
-            bound = type(self).factory(**dict(zip(self.keywords, chosen)))
-            self._bound[id(group)] = (known, bound)
+        if bound is None or (given, kinds) != last:
+            chosen = {name: _numbers(group[name], number) for name in self.keywords}
+            bound = type(self).factory(**chosen)
+            on_host = not any(issubclass(kind, Tensor) for kind in kinds)
+            self._bound[id(group)] = ((given, kinds) if on_host else None, bound)
         return bound
 
     @staticmethod
@@ -187,7 +191,7 @@ class BaseOptimizer(Optimizer):
     def _device(x: Any) -> Any:
         return x.reshape(()).double() if isinstance(x, Tensor) else x
 
-    @torch.compiler.disable
+    @uncompiled
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
     ) -> Any:
@@ -318,65 +322,93 @@ class BaseOptimizer(Optimizer):
         made: dict[Tensor, dict[str, Any]] = {}
         plans = [self._plan(work, write, made) for work in works]
         self.state.update(made)
-        for launches, work in zip(plans, works):
-            run_launches(launches, work.params[0].device)
-        if count:
-            self._count(works)
-        self._forget(works)
+        for plan, work in zip(plans, works):
+            run_launches(plan.launches, work.params[0].device)
+        for plan, work in zip(plans, works):
+            if count:
+                _count(plan.steps)
+            if plan.members:
+                self._cohorts.settle(work.group, work.params, plan.members)
+            for bundle in plan.held:
+                # Keep no large tensor alive that the user takes out of `state`.
+                if bundle.numel >= SMALL:
+                    bundle.let_go()
+        self._forget()
 
-    def _count(self, works: list["Work"]) -> None:
-        certain: list[Tensor] = []
-        for _, params, _, shares in works:
-            for p, share in zip(params, shares or [WHOLE] * len(params)):
-                step = self.state[p]["step"]
-                if share.ok is None:
-                    certain.append(step)
-                else:
-                    step.add_(share.ok)
-        foreach_add_(certain, 1.0)
-
-    def _forget(self, works: list["Work"]) -> None:
-        """Keep no large tensor alive that the user takes out of `state` or a group."""
-        for work in works:
-            for p in work.params:
-                if p.numel() >= SMALL:
-                    self._known[p].bundle.let_go()
+    def _forget(self) -> None:
+        """Keep no parameter alive that has left its group."""
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self._known) > count:
             owned = {p for group in self.param_groups for p in group["params"]}
             self._known = {p: k for p, k in self._known.items() if p in owned}
+            self._cohorts = Cohorts()
 
     def _plan(
         self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]]
-    ) -> list[Launch]:
+    ) -> "_Plan":
         """Everything about a group's update but the writing."""
         group, params, grads, shares = work
         # A step that the device may skip is counted there.
         counted = shares is not None and any(share.ok is not None for share in shares)
         capturable = group["capturable"] or counted
         bound = self._bind(group, self._device if capturable else self._host)
-        top = bound.lr if bound.max_lr is None else bound.max_lr
-        r = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
         asked = (bound.rule, group["kahan_sum"], capturable)
-        shared: dict[Any, Numbers] = {}
+        numbers = _NumbersOf(bound, capturable, write)
+        plan = partial(self._launches, group, bound.rule, write)
+        entries = list(map(self.state.get, params))
+        share = _common(shares)
+        together = share is not None and len(params) > 1 and group["compile"] is not False
+        cohort = self._cohorts.find(group, asked, params, entries) if together else None
+        if cohort is not None and share is not None:
+            found = self._plan_cohort(cohort, work, share, numbers, plan)
+            if found is not None:
+                return found
+        members: list[Known] = []
         jobs: list[Job] = []
-        for p, g, share in zip(params, grads, shares or [WHOLE] * len(params)):
+        steps: list[tuple[Tensor, Tensor | None]] = []
+        for p, g, part, state in zip(
+            params, grads, shares or [WHOLE] * len(params), entries
+        ):
             known = self._known.get(p)
-            if known is None or not known.holds(self.state.get(p), asked, p):
+            if known is None or not known.holds(state, asked, p):
                 known = self._known[p] = self._look_at(group, asked, p, made)
             if not _fits(p, g):
                 _f.check_grad(_Path(group, p), p, g)
-            # Leaves of one age share their coefficients: on the host a number tells.
-            step = known.step
-            t = step.double() + 1.0 if capturable else step.item() + 1.0
-            age = (t, share.gain, share.joins)
-            numbers = shared.get(age)
-            if numbers is None:
-                scalars = Scalars(bound.rule.coeffs(bound.hyper, t), r)
-                scalars = share_scalars(bound.rule, scalars, share, write)
-                numbers = shared[age] = Numbers(scalars)
-            jobs.append(Job(known.bundle, g, numbers, known.bundle, share.ok))
-        return self._launches(group, bound.rule, jobs, write)
+            members.append(known)
+            now = numbers(known.step, part)
+            jobs.append(Job(known.bundle, g, now, known.bundle, part.ok, None))
+            steps.append((known.step, part.ok))
+        held = [known.bundle for known in members]
+        return _Plan(plan(jobs), steps, held, members if together else [])
+
+    def _plan_cohort(
+        self,
+        cohort: Cohort,
+        work: "Work",
+        share: Share,
+        numbers: "_NumbersOf",
+        plan: Callable[[list[Job]], list[Launch]],
+    ) -> "_Plan | None":
+        """The plan of parameters that step together, or None if not this time."""
+        _, params, grads, _ = work
+        now = [numbers(count, share) for count in cohort.ages]
+        jobs: list[Job] = []
+        for row in cohort.rows:
+            for i, bundle in zip(row.at, row.bundles):
+                if not _fits(params[i], grads[i]):
+                    return None
+                its = now[cohort.age_of[i]]
+                jobs.append(Job(bundle, grads[i], its, bundle, share.ok, None))
+        launches = plan(jobs) if jobs else []
+        for bucket in cohort.buckets:
+            some = [grads[i] for i in bucket.at]
+            if not bucket.fits(some):
+                return None
+            its = now[cohort.age_of[bucket.at[0]]]
+            inner = plan([bucket.job(some, its, share.ok)])
+            launches += bucket.launches(some, inner, numbers.write)
+        held = [bundle for row in cohort.rows for bundle in row.bundles]
+        return _Plan(launches, [(cohort.counts, share.ok)], held, [])
 
     def _look_at(
         self,
@@ -384,7 +416,7 @@ class BaseOptimizer(Optimizer):
         asked: tuple[Any, ...],
         p: Tensor,
         made: dict[Tensor, dict[str, Any]],
-    ) -> "_Known":
+    ) -> Known:
         """A parameter's state as its group asks for it now, checked and completed."""
         rule, _, capturable = asked
         state = self.state.get(p, {})
@@ -416,14 +448,14 @@ class BaseOptimizer(Optimizer):
             elif "kahan_comp" not in state:
                 state["kahan_comp"] = fresh.comp
         made[p] = state
-        return _Known(asked, p, state)
+        return Known(asked, p, state)
 
     def _launches(
         self,
         group: dict[str, Any],
         rule: Rule[Any, Any, Any],
-        jobs: list[Job],
         write: bool,
+        jobs: list[Job],
     ) -> list[Launch]:
         """The jobs bound to whatever runs this group's steps, compiled if need be."""
         if group["foreach"]:
@@ -464,6 +496,25 @@ class BaseOptimizer(Optimizer):
             param.grad = None
         elif param.grad is not None:
             param.grad = torch.zeros_like(param.grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by number of parameter, and the groups, as torch's.
+
+        Tensors that lie side by side in memory for the step are copied: what is saved is
+        that of the parameter alone.
+        """
+
+        def own(_: Optimizer, packed: dict[str, Any]) -> None:
+            packed["state"] = {
+                i: {k: _unshared(v) for k, v in entry.items()}
+                for i, entry in packed["state"].items()
+            }
+
+        handle = self.register_state_dict_post_hook(own, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, with every dtype as it was saved.
@@ -540,7 +591,7 @@ class BaseOptimizer(Optimizer):
         super().__setstate__(state)
 
 
-_CACHES = ("_known", "_bound", "_grouped", "_group_index")
+_CACHES = ("_known", "_bound", "_grouped", "_group_index", "_cohorts")
 _ATTACHED = ("releases",)
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
@@ -549,43 +600,66 @@ def _is_not_ours_to_keep(field: str) -> bool:
     return field.startswith("_optimizer_") or field in (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
 
 
+class _Plan(NamedTuple):
+    """A group's update, ready to run."""
+
+    launches: list[Launch]
+    steps: list[tuple[Tensor, Tensor | None]]  # counts to raise, each where ok is true
+    held: list[Bundle]  # whose tensors it has
+    members: list[Known]  # of what could be a cohort; none where it is one, or cannot
+
+
+class _NumbersOf:
+    """The numbers of one step of one group: parameters of one age share theirs."""
+
+    def __init__(self, bound: FunctionalOptimizer, capturable: bool, write: bool) -> None:
+        self.write = write
+        self._bound, self._capturable = bound, capturable
+        top = bound.lr if bound.max_lr is None else bound.max_lr
+        self._rates = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
+        self._shared: dict[Any, Numbers] = {}
+
+    def __call__(self, step: Tensor, share: Share) -> Numbers:
+        # On the host a count is its number.
+        count = step if self._capturable else step.item()
+        age = (count, share.gain, share.joins)
+        if age not in self._shared:
+            t = (count.double() if isinstance(count, Tensor) else count) + 1.0
+            scalars = Scalars(self._bound.rule.coeffs(self._bound.hyper, t), self._rates)
+            scalars = share_scalars(self._bound.rule, scalars, share, self.write)
+            self._shared[age] = Numbers(scalars)
+        return self._shared[age]
+
+
+def _common(shares: list[Share] | None) -> Share | None:
+    """What all gradients are to their step, if it is the same for all."""
+    if shares is None:
+        return WHOLE
+    first, *others = shares
+    same = all(
+        x.joins == first.joins and x.ok is first.ok and _is_same(x.gain, first.gain)
+        for x in others
+    )
+    return first if same else None
+
+
+def _is_same(a: Scalar, b: Scalar) -> bool:
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+def _count(steps: list[tuple[Tensor, Tensor | None]]) -> None:
+    foreach_add_([step for step, ok in steps if ok is None], 1.0)
+    for step, ok in steps:
+        if ok is not None:
+            step.add_(ok)
+
+
 def _is_host(x: Any) -> bool:
     return x is None or isinstance(x, Real | Tensor)
 
 
 def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
-
-
-class _Known:
-    """What was found out about a parameter, and whether it still is so.
-
-    A cache: `state[p]` is the truth, and whoever loads, copies, casts, moves or edits
-    it is noticed at the next step.
-    """
-
-    __slots__ = ("asked", "bundle", "fields", "step")
-
-    def __init__(self, asked: tuple[Any, ...], p: Tensor, state: dict[str, Any]) -> None:
-        rule, _, _ = self.asked = asked
-        self.fields = rule.state._fields
-        self.step: Tensor = state["step"]
-        self.bundle = Bundle(self._leaf(p, state))
-
-    def _leaf(self, p: Tensor, state: dict[str, Any]) -> Leaf:
-        fields = self.asked[0].state(*[state[name] for name in self.fields])
-        return Leaf(p, fields, state.get("kahan_comp"))
-
-    def holds(
-        self, state: dict[str, Any] | None, asked: tuple[Any, ...], p: Tensor
-    ) -> bool:
-        return (
-            state is not None
-            and state.get("step") is self.step
-            and asked == self.asked
-            and all([name in state for name in self.fields])
-            and self.bundle.holds(self._leaf(p, state))
-        )
 
 
 def _fits(p: Tensor, g: Tensor) -> bool:
@@ -654,6 +728,13 @@ def _check_saved(
 
 # What needs no step count once it has begun.
 _UNCOUNTED = {"momentum_buffer"}
+
+
+def _unshared(x: Any) -> Any:
+    """The tensor itself, or a copy where its memory holds more than it."""
+    if not isinstance(x, Tensor) or not is_plain(x) or x.is_meta:
+        return x
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def _own(name: str, value: Tensor, p: Tensor, group: dict[str, Any]) -> Tensor:

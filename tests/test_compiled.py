@@ -87,7 +87,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     coeffs = optimizer.rule.coeffs(optimizer.hyper, 1)
     numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     key = job_key(optimizer.rule, leaf, p, numbers, True, True, False)
-    _, code = run_and_get_code(lambda: kernel(key, numbers.spec))
+    _, code = run_and_get_code(lambda: kernel(key, numbers.scalars))
     return code
 
 

@@ -315,7 +315,6 @@ BAD = [
     ({"lr": 0.1, "compile": "max"}, TypeError, "Invalid compile: compile='max'"),
     ({"lr": 0.1, "foreach": True, "compile": True}, ValueError, "choose one"),
     ({"lr": 0.1, "triton": True, "compile": False}, ValueError, "choose one"),
-    ({"lr": 0.1, "foreach": True, "capturable": True}, ValueError, "capturable=False"),
 ]
 
 

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,13 @@ def test_defaults_are_the_same_at_every_door(name: str) -> None:
         assert parameter.default == cls[key].default, key
 
 
+def test_import_leaves_the_compiler_alone() -> None:
+    code = "import sys, optimi_func; print('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize("source", BLOCKS, ids=range(len(BLOCKS)))
 @pytest.mark.filterwarnings("default")
 def test_readme(source: str, monkeypatch, tmp_path) -> None:
@@ -76,6 +85,7 @@ LAYERS = [
     {"_leaf", "rules"},
     {"functional"},
     {"compiled"},
+    {"_cohorts"},
     {"optimizers"},
     {"gradient_release"},
     {"utils"},

@@ -22,7 +22,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     leaf = init_leaf(rule, p, None, None)
     coeffs = rule.coeffs(optimizer.hyper, t)
     numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    graph = trace(job_key(rule, leaf, p, numbers, True, True, False), numbers.spec)
+    graph = trace(job_key(rule, leaf, p, numbers, True, True, False), numbers.scalars)
     names = iter(
         [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
     )

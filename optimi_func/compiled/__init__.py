@@ -54,7 +54,7 @@ def _jobs(
     for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):
         if g is not None:
             source = Bundle(leaf)
-            jobs[i] = Job(source, g, numbers[id(s)], into(source), None)
+            jobs[i] = Job(source, g, numbers[id(s)], into(source), None, None)
     return jobs
 
 

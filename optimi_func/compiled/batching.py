@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
+from optimi_func._leaf import compute_dtype, leaf_step
 from optimi_func._types import Rule
 from optimi_func.compiled.direct import Flat
 from optimi_func.compiled.foreach import plan_foreach
@@ -109,13 +109,14 @@ def plan_compiled(
         if not job.is_plain():
             raise TypeError(
                 "compiled steps take plain tensors, not "
-                f"{type(job.source.leaf.p).__name__} with a gradient of "
+                f"{type(job.source.p).__name__} with a gradient of "
                 f"{type(job.g).__name__}: pass compile=False"
             )
         if job.g.is_neg():
             job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
-        source, g, numbers, into, ok = job
-        if source.numel < SMALL or not job.agrees():
+        source, g, numbers, into, ok, segments = job
+        small = source.numel < SMALL and segments is None
+        if small or not job.agrees() or (rule.per_tensor and segments is not None):
             gathered += [job] if source.numel else []
             continue
         in_place = into is source
@@ -155,7 +156,7 @@ def _kernel(
 ) -> tuple[Flat, Tensor]:
     key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place, guarded)
     values = job.numbers.packed(compute_dtype(*key.dtypes), key.device)
-    return kernel(key, job.numbers.spec), values
+    return kernel(key, job.numbers.scalars), values
 
 
 def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
@@ -167,7 +168,7 @@ def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
 
 def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
     leaf, scalars = job.source.leaf, job.numbers.scalars
-    new = leaf_step(rule, leaf, job.g, scalars, write, whole_mean)
+    new = leaf_step(rule, leaf, job.g, scalars, write, job.mean)
     if job.ok is not None:
         new = keep_unless(job.ok, leaf, new)
     write_back(job.into.tensors, new)
@@ -176,8 +177,7 @@ def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
 def _run_direct(run: Flat, values: Tensor, job: Job, write: bool) -> None:
     p, *state = job.source.tensors
     if job.into is job.source:
-        fields = len(job.source.leaf.state)
-        written = job.source.tensors if write else state[:fields]
+        written = job.source.tensors if write else state[: job.source.fields]
         run(values, p, job.g, *state)
     else:
         written = job.into.tensors
@@ -193,7 +193,7 @@ def _run_gathered(run: Flat, values: Tensor, jobs: list[Job], write: bool) -> No
     p, *state = (list(role) for role in zip(*[job.source.tensors for job in jobs]))
     scratch = [flatten(role) for role in (p, [job.g for job in jobs], *state)]
     run(values, *scratch)
-    fields = len(jobs[0].source.leaf.state)
+    fields = jobs[0].source.fields
     targets = zip(*[job.into.tensors for job in jobs])
     oks = [job.ok for job in jobs if job.ok is not None]
     ok = flatten([x.expand_as(y) for x, y in zip(oks, p)]) if oks else None

@@ -4,7 +4,6 @@ The leaf pipeline is traced once; each of its operations then runs on lists of t
 place where the operand is a temporary that nothing else needs. No formula stands here.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,27 +15,38 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._types import Rule
+from optimi_func._types import Rule, Scalar, Scalars
 from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
 from optimi_func.compiled.kernel import Key, fill, flat_leaf, job_key, unpack
 
 aten = torch.ops.aten
-# What flows through the trace: one tensor a leaf, or one host number for all.
-Value: TypeAlias = list[Tensor] | float
+# What flows through the trace: one tensor a leaf, or one number for all, which is a 0-d
+# tensor where the device has computed it.
+Value: TypeAlias = list[Tensor] | Scalar
 
 # Elements that are updated together. At most six temporaries of as many float32 (float64)
 # numbers are alive at once; of a rule that takes means, and of tensors whose gradient lies
 # in another order, six of the largest tensor.
 CHUNK = 1 << 18
 
+
+def _larger(a: Any, b: Any) -> Any:
+    # Of two tensors Python's max asks the device.
+    return torch.maximum(*map(torch.as_tensor, (a, b))) if _on_device(a, b) else max(a, b)
+
+
+def _on_device(*numbers: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in numbers)
+
+
 _BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
     aten.add.Tensor: ("add", operator.add),
     aten.sub.Tensor: ("sub", operator.sub),
     aten.mul.Tensor: ("mul", operator.mul),
     aten.div.Tensor: ("div", operator.truediv),
-    aten.maximum.default: ("maximum", max),
-    aten.clamp_min.Tensor: ("clamp_min", max),
-    aten.clamp_min.default: ("clamp_min", max),
+    aten.maximum.default: ("maximum", _larger),
+    aten.clamp_min.Tensor: ("clamp_min", _larger),
+    aten.clamp_min.default: ("clamp_min", _larger),
 }
 _UNARY: dict[Any, str] = {
     aten.neg.default: "neg",
@@ -45,10 +55,18 @@ _UNARY: dict[Any, str] = {
 }
 
 
-@functools.cache
-def trace(key: Key, spec: pytree.TreeSpec) -> fx.Graph:
-    """The pipeline's operations: placeholders are the numbers, p, g, state and comp."""
+# Made once a process.
+_traces: dict[Key, fx.Graph] = {}
 
+
+def trace(key: Key, scalars: Scalars) -> fx.Graph:
+    """The pipeline's operations: placeholders are the numbers, p, g, state and comp."""
+    if key not in _traces:
+        _traces[key] = _trace(key, pytree.tree_structure(scalars))
+    return _traces[key]
+
+
+def _trace(key: Key, spec: pytree.TreeSpec) -> fx.Graph:
     def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
         scalars = fill(key.statics, spec, numbers)
         leaf, g = unpack(key.rule, key.compensated, tensors)
@@ -80,6 +98,7 @@ class _Slice(NamedTuple):
     reads: list[Tensor]  # p, g, state, comp
     writes: list[Tensor]  # p, state, comp
     ok: Tensor | None  # as the job's
+    mean: Callable[[Tensor], Tensor]  # likewise; never of a stretch
 
 
 def plan_foreach(
@@ -94,7 +113,8 @@ def plan_foreach(
     launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
         numbers = members[0].numbers
-        graph, values = trace(key, numbers.spec), numbers.host_values()
+        graph = trace(key, numbers.scalars)
+        values = numbers.values(compute_dtype(*key.dtypes), key.device)
         slices = [s for job in members for s in _slices(rule, job)]
         launches += [partial(_run, graph, values, c) for c in chunks(slices, CHUNK)]
     return launches
@@ -105,21 +125,22 @@ def _slices(rule: Rule[Any, Any, Any], job: Job) -> list[_Slice]:
     reads, writes = [p, job.g, *state], job.into.tensors
     count = job.source.numel
     if count <= CHUNK or rule.per_tensor or not job.agrees():
-        return [_Slice(count, reads, writes, job.ok)]
+        return [_Slice(count, reads, writes, job.ok, job.mean)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
     rows = [
         zip(*[x.as_strided((count,), (1,)).split(CHUNK) for x in xs])
         for xs in (reads, writes)
     ]
-    return [_Slice(r[0].numel(), list(r), list(w), job.ok) for r, w in zip(*rows)]
+    return [_Slice(r[0].numel(), list(r), list(w), job.ok, job.mean) for r, w in zip(*rows)]
 
 
-def _run(graph: fx.Graph, values: list[float], slices: list[_Slice]) -> None:
+def _run(graph: fx.Graph, values: list[Scalar], slices: list[_Slice]) -> None:
     """Run the trace on the slices' tensors and write the results onto their targets."""
     reads = [list(role) for role in zip(*[s.reads for s in slices])]
     inputs: list[Value] = [*values, *reads]
+    means = [s.mean for s in slices]
     writes = zip(*[s.writes for s in slices])
-    for target, result in zip(writes, _interpret(graph, inputs)):
+    for target, result in zip(writes, _interpret(graph, inputs, means)):
         assert isinstance(result, list)
         if any(x is not y for x, y in zip(target, result)):
             kept = [
@@ -129,7 +150,9 @@ def _run(graph: fx.Graph, values: list[float], slices: list[_Slice]) -> None:
             foreach_copy_(list(target), kept)
 
 
-def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:
+def _interpret(
+    graph: fx.Graph, inputs: list[Value], means: list[Callable[[Tensor], Tensor]]
+) -> list[Value]:
     env: dict[fx.Node, Value] = {}
     owned: set[fx.Node] = set()  # temporaries, free to be overwritten
     pending = iter(inputs)
@@ -145,7 +168,11 @@ def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:
             spare = {
                 n for n in node.all_input_nodes if n in owned and last[n] == order[node]
             }
-            env[node] = _call(node, env, spare)
+            args: list[Any] = [env[a] if a in env else a for a in node.args]
+            if node.target is aten.mean.default:
+                env[node] = [mean(x) for mean, x in zip(means, args[0])]
+            else:
+                env[node] = _call(node, args, spare)
             owned.add(node)
             for n in node.all_input_nodes:
                 if last[n] == order[node]:
@@ -153,8 +180,7 @@ def _interpret(graph: fx.Graph, inputs: list[Value]) -> list[Value]:
     raise AssertionError("a graph without output")
 
 
-def _call(node: fx.Node, env: dict[fx.Node, Value], spare: set[fx.Node]) -> Value:
-    args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+def _call(node: fx.Node, args: list[Any], spare: set[fx.Node]) -> Value:
     if node.target is aten._to_copy.default:
         dtype: Any = node.kwargs["dtype"]
         (xs,) = args
@@ -163,8 +189,6 @@ def _call(node: fx.Node, env: dict[fx.Node, Value], spare: set[fx.Node]) -> Valu
         casted = [torch.empty_like(x, dtype=dtype) for x in xs]
         foreach_copy_(casted, xs)
         return casted
-    if node.target is aten.mean.default:
-        return [x.mean() for x in args[0]]
     if node.target in _UNARY:
         return _apply(_UNARY[node.target], args[0], node.args[0] in spare)
     name, scalar = _BINARY[node.target]
@@ -182,6 +206,8 @@ def _call(node: fx.Node, env: dict[fx.Node, Value], spare: set[fx.Node]) -> Valu
 
 
 def _apply(name: str, xs: list[Tensor], spare: bool, *others: Any) -> list[Tensor]:
+    # torch takes a list of numbers where it does not take a number on the device.
+    others = tuple([x] * len(xs) if isinstance(x, Tensor) else x for x in others)
     # A mean is 0-d: results of another shape than xs cannot land in it.
     if others and isinstance(others[0], list):
         spare = spare and xs[0].dim() >= others[0][0].dim()

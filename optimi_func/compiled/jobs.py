@@ -1,11 +1,14 @@
 """What the executors are handed: leaves to update, and where the results go."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, _utils
 
+from optimi_func._leaf import whole_mean
 from optimi_func._types import Leaf
 from optimi_func.compiled.kernel import Numbers, flat_leaf
 
@@ -13,53 +16,82 @@ from optimi_func.compiled.kernel import Numbers, flat_leaf
 class Bundle:
     """A leaf, and what executors ask of it at every step, answered once."""
 
-    __slots__ = ("dense", "dtypes", "facts", "leaf", "numel", "plain", "tensors")
+    __slots__ = (
+        "_kind",
+        "compensated",
+        "dense",
+        "dtypes",
+        "facts",
+        "numel",
+        "plain",
+        "tensors",
+    )
 
     def __init__(self, leaf: Leaf) -> None:
         p = leaf.p
-        self.leaf = leaf
+        self._kind = type(leaf.state)
+        self.compensated = leaf.comp is not None
         self.tensors = flat_leaf(leaf)
-        self.facts = [_fact(x) for x in self.tensors]
+        self.facts = facts(self.tensors)
         self.dtypes = tuple(x.dtype for x in self.tensors)
         self.numel = p.numel()
         self.plain = all(is_plain(x) and not x.is_neg() for x in self.tensors)
         # Whether all fill their memory in one and the same order, as it stands there.
         self.dense = is_dense(p) and all(same_order(p, x) for x in self.tensors)
 
-    def holds(self, leaf: Leaf) -> bool:
-        """Whether what was found out is true of this leaf, which then takes its place."""
-        tensors = flat_leaf(leaf)
-        if len(tensors) != len(self.facts) or not all(map(_is_still, tensors, self.facts)):
+    @property
+    def p(self) -> Tensor:
+        """The parameter."""
+        return self.tensors[0]
+
+    @property
+    def fields(self) -> int:
+        """How many tensors the rule's state has."""
+        return len(self.tensors) - 1 - self.compensated
+
+    @property
+    def leaf(self) -> Leaf:
+        """The tensors as the pipeline takes them."""
+        p, *state = self.tensors
+        comp = state.pop() if self.compensated else None
+        return Leaf(p, self._kind(*state), comp)
+
+    def holds(self, tensors: list[Tensor]) -> bool:
+        """Whether what was found out is true of these, which then take their place."""
+        if facts(tensors) != self.facts:
             return False
-        self.leaf, self.tensors = leaf, tensors
+        self.tensors = tensors
         return True
 
     def let_go(self) -> None:
         """Keep the facts and not the tensors: `holds` brings them back."""
-        del self.leaf, self.tensors
+        del self.tensors
 
 
-def _fact(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, x.is_neg()
+# What must not change about a tensor behind one's back.
+_FACTS: list[Callable[[Tensor], Any]] = [
+    Tensor.data_ptr,
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    Tensor.stride,
+    attrgetter("device"),
+    Tensor.is_neg,
+]
 
 
-def _is_still(x: Tensor, fact: tuple[Any, ...]) -> bool:
-    # One by one: tuples made for a thousand tensors would call the garbage collector.
-    pointer, dtype, shape, stride, device, neg = fact
-    return (
-        x.data_ptr() == pointer
-        and x.dtype == dtype
-        and x.shape == shape
-        and x.stride() == stride
-        and x.device == device
-        and x.is_neg() == neg
-    )
+def facts(tensors: list[Tensor]) -> list[list[Any]]:
+    """Of each kind of fact a list, of all tensors."""
+    return [list(map(fact, tensors)) for fact in _FACTS]
 
 
 def is_plain(x: Tensor) -> bool:
     """Whether x is memory, and not a wrapper with a dispatch of its own or a mere zero."""
-    kind: Any = type(x)
-    return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
+    return is_plain_type(type(x)) and not x._is_zerotensor()
+
+
+def is_plain_type(kind: Any) -> bool:
+    """Whether tensors of a type have no dispatch of their own."""
+    return kind.__torch_dispatch__ is _NO_DISPATCH
 
 
 _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
@@ -93,6 +125,22 @@ def is_dense(x: Tensor) -> bool:
     return True
 
 
+class Segments:
+    """Where each of several tensors lies in a flat one, for means of their own."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        # Runs of one size are rows of a matrix: (how many, elements of each).
+        self._runs = [(len(list(run)), size) for size, run in groupby(sizes)]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Of each element the mean over its tensor, summed as if that were alone."""
+        means: list[Tensor] = []
+        for (count, size), run in zip(self._runs, x.split([n * s for n, s in self._runs])):
+            rows = run.view(count, size)
+            means.append(rows.mean(1, keepdim=True).expand_as(rows).reshape(-1))
+        return torch.cat(means)
+
+
 class Job(NamedTuple):
     """One leaf to update: read from `source`, write to `into` (itself, if in place)."""
 
@@ -101,11 +149,16 @@ class Job(NamedTuple):
     numbers: Numbers
     into: Bundle
     ok: Tensor | None  # 0-d bool on the device; where it is false nothing is written
+    segments: Segments | None  # of a bucket: where its tensors lie
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of an elementwise quantity, over each tensor by itself."""
+        return whole_mean(x) if self.segments is None else self.segments.mean(x)
 
     def agrees(self) -> bool:
         """Whether all tensors of the job fill their memory in one and the same order."""
         source, g, into = self.source, self.g, self.into
-        return source.dense and into.dense and same_order(source.leaf.p, g)
+        return source.dense and into.dense and same_order(source.p, g)
 
     def is_plain(self) -> bool:
         """Whether all that a kernel would read is memory."""

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._types import Leaf, Rule, Scalars
+from optimi_func._types import Leaf, Rule, Scalar, Scalars
 from optimi_func.compiled.direct import Flat, compile_flat
 
 # Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
@@ -30,15 +30,17 @@ class Numbers:
 
     def __init__(self, scalars: Scalars) -> None:
         self.scalars = scalars
-        leaves, self.spec = pytree.tree_flatten(scalars)
+        leaves = _flatten(scalars)
         # A bool is a static choice, part of the kernel; the rest is data.
         self.statics = tuple(x if isinstance(x, bool) else None for x in leaves)
         self._values = [x for x in leaves if not isinstance(x, bool)]
         self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def host_values(self) -> list[float]:
-        """The values as host numbers."""
-        return [x.item() if isinstance(x, Tensor) else x for x in self._values]
+    def values(self, dtype: torch.dtype, device: torch.device) -> list[Scalar]:
+        """The values: host numbers where all of them are, else 0-d tensors."""
+        if self._on_host():
+            return list(self._values)
+        return list(self.packed(dtype, device).unbind())
 
     def packed(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """All values as one 1-D tensor, each rounded once."""
@@ -48,7 +50,7 @@ class Numbers:
         return self._packed[key]
 
     def _pack(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not any(isinstance(x, Tensor) for x in self._values):
+        if self._on_host():
             values = torch.tensor(self._values, dtype=dtype, device="cpu")
             return values.to(device, non_blocking=True)
         values = [
@@ -58,6 +60,14 @@ class Numbers:
             for x in self._values
         ]
         return torch.stack(values)
+
+    def _on_host(self) -> bool:
+        return not any(isinstance(x, Tensor) for x in self._values)
+
+
+def _flatten(x: Any) -> list[Any]:
+    """As pytree's, of tuples within tuples alone: a step has no time for more."""
+    return [leaf for y in x for leaf in _flatten(y)] if isinstance(x, tuple) else [x]
 
 
 class Key(NamedTuple):
@@ -109,11 +119,11 @@ def job_key(
     return Key(rule, statics, write, in_place, dtypes, device, threads, guarded)
 
 
-def kernel(key: Key, spec: pytree.TreeSpec) -> Flat:
+def kernel(key: Key, scalars: Scalars) -> Flat:
     """The compiled kernel of a key: `run(values, p, g, *state, *comp, *targets)`.
 
     Compiled here and now, on tensors of its own, so that a compiler that fails has not
-    touched anybody's parameters.
+    touched anybody's parameters; of the scalars only their structure counts.
 
     Raises:
         RuntimeError: torch.compile is switched off, or a TorchDispatchMode is active,
@@ -128,6 +138,7 @@ def kernel(key: Key, spec: pytree.TreeSpec) -> Flat:
     found = _kernels.get(key)
     if found is None:
         with _lock:
+            spec = pytree.tree_structure(scalars)
             found = _kernels.get(key) or _compile(key, spec)
             _kernels[key] = found
     return found

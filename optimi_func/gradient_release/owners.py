@@ -114,7 +114,7 @@ class TreeOwner:
                 if key not in shared:
                     shared[key] = Numbers(share_scalars(rule, scalars[i], share, write))
                 bundle = Bundle(Leaf(p, *leaves.leaves[i][1:]))
-                jobs.append(Job(bundle, g, shared[key], bundle, share.ok))
+                jobs.append(Job(bundle, g, shared[key], bundle, share.ok, None))
             launches = plan_if_possible(rule, jobs, write, self._uncompilable)
             run_launches(launches, params[0].device)
 

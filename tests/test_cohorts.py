@@ -1,0 +1,371 @@
+"""Parameters that step together: their state side by side, and who may disturb that."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CLASSES
+from torch import Tensor
+
+from optimi_func import SGD, AdamW, StableAdamW
+from optimi_func._cohorts import Cohort
+from optimi_func._types import WHOLE
+from optimi_func.compiled import batching
+from optimi_func.compiled.jobs import Segments
+
+SHAPES = [(16,), (3, 4), (), (1,), (7,), (16,), (4, 4), (0,), (100, 100), (2, 3, 5)]
+WAYS: dict[str, Any] = {"compiled": {"compile": None}, "foreach": {"foreach": True}}
+EAGER = {"compile": False}
+
+
+def params(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
+    return [p.to(dtype).requires_grad_() for p in made]
+
+
+def fill(ps: list[Tensor], t: int) -> None:
+    generator = torch.Generator().manual_seed(100 + t)
+    for p in ps:
+        g = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.grad = g.to(p.dtype)
+
+
+def train(optimizer: Any, ps: list[Tensor], start: int, steps: int) -> None:
+    for t in range(start, start + steps):
+        fill(ps, t)
+        optimizer.step()
+
+
+def cohorts(optimizer: Any) -> list[Cohort]:
+    seen = optimizer._cohorts._seen.values()
+    return [one.cohort for one in seen if one.cohort is not None]
+
+
+def assert_alike(ps: list[Tensor], qs: list[Tensor], tolerance: float = 1e-12) -> None:
+    for p, q in zip(ps, qs):
+        assert p.dtype == q.dtype
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -> None:
+    ps, qs = params(dtype), params(dtype)
+    ours, plain = (
+        CLASSES[name](xs, lr=0.05, weight_decay=0.1, **way)
+        for xs, way in ((ps, how), (qs, EAGER))
+    )
+    train(ours, ps, 0, 8)
+    train(plain, qs, 0, 8)
+    (cohort,) = cohorts(ours)
+    assert [len(b.at) for b in cohort.buckets] == [9]
+    assert [row.at for row in cohort.rows] == [[8]]  # the large one
+    assert_alike(ps, qs, 0.0 if dtype == torch.bfloat16 else 1e-12)
+    for p, q in zip(ps, qs):
+        assert ours.state[p]["step"].item() == plain.state[q]["step"].item() == 8
+
+
+def test_tensors_of_the_state_stay_the_objects_they_are() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.1, compile=True)
+    train(optimizer, ps, 0, 1)
+    before = {p: dict(optimizer.state[p]) for p in ps}
+    train(optimizer, ps, 1, 3)
+    small = [p for p in ps if 0 < p.numel() < 1000]
+    for p in ps:
+        assert list(before[p]) == list(optimizer.state[p])
+        assert all(x is before[p][k] for k, x in optimizer.state[p].items())
+    where = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() for p in small}
+    assert len(where) == 1
+    saved = optimizer.state_dict()["state"]
+    for entry in saved.values():
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in entry.values())
+    assert saved[0]["exp_avg"].equal(optimizer.state[ps[0]]["exp_avg"])
+
+
+def _set(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], None]:
+    def edit(optimizer: Any, p: Tensor) -> None:
+        optimizer.state[p][key] = change(optimizer.state[p][key])
+
+    return edit
+
+
+def _data(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], None]:
+    def edit(optimizer: Any, p: Tensor) -> None:
+        p.data = change(p.data)
+
+    return edit
+
+
+def _freeze(optimizer: Any, p: Tensor) -> None:
+    fill([p], 50)
+    optimizer.step()  # of this one alone: the others have no gradient
+    p.grad = None
+
+
+def _reload(optimizer: Any, p: Tensor) -> None:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+
+
+EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "state replaced": _set("exp_avg", lambda x: x + 1),
+    "state written to": lambda o, p: o.state[p]["exp_avg"].add_(1),
+    "state's data": lambda o, p: setattr(
+        o.state[p]["exp_avg"], "data", o.state[p]["exp_avg"] + 1
+    ),
+    "state's dtype": _set("exp_avg_sq", lambda x: x.float()),
+    "count replaced": _set("step", lambda x: x + 3),
+    "count written to": lambda o, p: o.state[p]["step"].fill_(20.0),
+    "count's data": lambda o, p: setattr(o.state[p]["step"], "data", torch.tensor(7.0)),
+    "field gone": lambda o, p: o.state[p].pop("exp_avg"),
+    "entry gone": lambda o, p: o.state.pop(p),
+    "all gone": lambda o, p: o.state.clear(),
+    "a field more": lambda o, p: o.state[p].update(mine=torch.zeros(p.shape)),
+    "reloaded": _reload,
+    "p written to": _data(lambda x: x.mul_(0.5)),
+    "p elsewhere": _data(torch.clone),
+    "p transposed": _data(lambda x: x.t() if x.shape == x.t().shape else x),
+    "p strided": _data(lambda x: torch.stack([x, x], -1)[..., 0]),
+    "p is float32": _data(lambda x: x.float()),
+    "amsgrad": lambda o, p: o.param_groups[0].update(amsgrad=True),
+    "frozen for a step": _freeze,
+    "lr": lambda o, p: o.param_groups[0].update(lr=torch.tensor(0.3)),
+}
+
+
+@pytest.mark.parametrize("index", [1, 6, 8], ids=["3x4", "4x4", "100x100"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edits_are_noticed(edit: Callable[[Any, Tensor], Any], index: int) -> None:
+    made = []
+    for how in (WAYS["foreach"], EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, weight_decay=0.1, **how)
+        train(optimizer, ps, 0, 4)
+        for p in ps:
+            p.grad = None
+        edit(optimizer, ps[index])
+        train(optimizer, ps, 4, 4)
+        made.append((ps, optimizer))
+    (ps, ours), (qs, plain) = made
+    wide = all(x.dtype == torch.float64 for x in _tensors(plain, qs))
+    tolerance = 1e-12 if wide else 1e-6
+    assert_alike(ps, qs, tolerance)
+    for p, q in zip(ps, qs):
+        for key in plain.state[q]:
+            torch.testing.assert_close(
+                ours.state[p][key], plain.state[q][key], rtol=tolerance, atol=tolerance
+            )
+
+
+def _tensors(optimizer: Any, ps: list[Tensor]) -> list[Tensor]:
+    fields = [x for p in ps for k, x in optimizer.state[p].items() if k != "step"]
+    return [*ps, *fields]
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_share_nothing(copier: Callable[[Any], Any]) -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **WAYS["foreach"])
+    train(optimizer, ps, 0, 4)
+    twin = copier(optimizer)
+    qs = twin.param_groups[0]["params"]
+    train(twin, qs, 4, 3)
+    train(optimizer, ps, 4, 3)
+    assert_alike(ps, qs, 0.0)
+    for one, xs in ((optimizer, ps), (twin, qs)):
+        assert all(one.state[p]["step"] == 7 for p in xs)
+
+
+GRADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda p: torch.tensor(0.5, dtype=p.dtype).expand(p.shape),
+    "strided": lambda p: torch.full((*p.shape, 2), 0.5, dtype=p.dtype)[..., 0],
+    "transposed": lambda p: torch.full(p.shape[::-1], 0.5, dtype=p.dtype).permute(
+        *reversed(range(p.dim()))
+    ),
+    "negated": lambda p: torch._neg_view(torch.full(p.shape, -0.5, dtype=p.dtype)),
+    "zero": lambda p: torch._efficientzerotensor(p.shape, dtype=p.dtype),
+}
+
+
+@pytest.mark.parametrize("grad", GRADS.values(), ids=GRADS)
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_gradients_of_every_make(grad: Callable[[Tensor], Tensor], how: Any) -> None:
+    ends = []
+    for way in (how, EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, **way)
+        train(optimizer, ps, 0, 4)
+        for index in (0, 1, 6, 8):
+            ps[index].grad = grad(ps[index])
+        optimizer.step()
+        ends.append(ps)
+    assert_alike(*ends)
+
+
+def test_a_wider_gradient_and_a_mixture_of_them() -> None:
+    ends = []
+    for way in (WAYS["foreach"], EAGER):
+        ps = params(torch.bfloat16)
+        optimizer = AdamW(ps, lr=0.05, **way)
+        for count in (len(ps), 5):
+            for _ in range(4):
+                grads = [
+                    torch.full(p.shape, 0.3, dtype=torch.float32 if i < count else p.dtype)
+                    for i, p in enumerate(ps)
+                ]
+                optimizer.update(ps, grads, [WHOLE] * len(ps), write=True, count=True)
+        ends.append(ps)
+    assert_alike(*ends, 0.0)
+
+
+def test_a_sparse_gradient_is_refused_before_any_write() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **WAYS["foreach"])
+    train(optimizer, ps, 0, 4)
+    before = [p.detach().clone() for p in ps]
+    ps[1].grad = torch.ones(3, 4, dtype=torch.float64).to_sparse()
+    with pytest.raises(TypeError, match="layout"):
+        optimizer.step()
+    assert_alike(ps, before, 0.0)
+
+
+def test_lists_that_take_turns_end_without_cohorts_and_stay_right() -> None:
+    ends = []
+    for way in (WAYS["foreach"], EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, **way)
+        for t in range(20):
+            fill(ps, t)
+            if t // 2 % 2:
+                ps[0].grad = None
+            optimizer.step()
+        ends.append((ps, optimizer))
+    (ps, ours), (qs, plain) = ends
+    assert_alike(ps, qs)
+    assert [ours.state[p]["step"].item() for p in ps] == [
+        plain.state[q]["step"].item() for q in qs
+    ]
+    assert len(ours._cohorts._seen) == 2
+    assert all(one.lost <= 4 for one in ours._cohorts._seen.values())
+
+
+def test_ages_share_no_numbers() -> None:
+    ends = []
+    for way in (WAYS["foreach"], EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, **way)
+        for t in range(8):
+            fill(ps, t)
+            if t < 3:
+                for p in ps[::2]:
+                    p.grad = None
+            optimizer.step()
+        ends.append(ps)
+        if way is not EAGER:
+            (late,) = [c for c in cohorts(optimizer) if len(c.age_of) == len(ps)]
+            assert late.age_of == [0, 1] * 5
+            assert len(late.buckets) == 2
+    assert_alike(*ends)
+
+
+def test_a_backward_that_saved_a_small_parameter_or_its_state_raises() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **WAYS["foreach"])
+    train(optimizer, ps, 0, 4)
+    for role in ("p", "exp_avg"):
+        x = ps[0] if role == "p" else optimizer.state[ps[0]][role]
+        y = (ps[1].sum() * x * x).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_steps_allocate_nothing_that_lasts_and_launch_once_a_bucket(monkeypatch) -> None:
+    shapes = [(16,)] * 200 + [(8, 8)] * 50
+    ps = [torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    optimizer = AdamW(ps, lr=0.05, compile=True)
+    calls: list[int] = []
+    run = batching._run_direct
+
+    def counted(*args: Any) -> None:
+        calls.append(1)
+        run(*args)
+
+    monkeypatch.setattr(batching, "_run_direct", counted)
+    for t in range(6):
+        fill(ps, t)
+        calls.clear()
+        optimizer.step()
+    assert len(calls) == 1
+    fill(ps, 6)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        optimizer.step()
+    made = [e for e in profiled.events() if e.name == "[memory]"]
+    asked = [e.cpu_memory_usage for e in profiled.key_averages()]
+    assert sum(x for x in asked if x > 0) < 200 * 16  # bytes: the numbers, no more
+    assert len(made) < 40
+
+
+@pytest.mark.parametrize("cls", [AdamW, StableAdamW, SGD], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_counts_on_the_device_are_never_read(cls: Any, how: Any, monkeypatch) -> None:
+    ends = []
+    for options in ({"capturable": True, **how}, EAGER):
+        ps = params()
+        optimizer = cls(ps, lr=torch.tensor(0.05, dtype=torch.float64), **options)
+        train(optimizer, ps, 0, 4)
+        for t in range(4, 8):
+            fill(ps, t)
+            with monkeypatch.context() as patch:
+                if options is not EAGER:
+                    for name in ("item", "tolist", "__bool__", "__float__"):
+                        patch.setattr(Tensor, name, _refuse)
+                optimizer.step()
+        ends.append((ps, optimizer))
+    (ps, ours), (qs, _) = ends
+    assert_alike(ps, qs)
+    assert all(ours.state[p]["step"] == 8 for p in ps)
+
+
+def _refuse(*args: Any) -> Any:
+    raise AssertionError("the host waits for the device")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_means_are_summed_as_if_alone(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = sorted([*range(1, 40), 16, 16, 64, 100, 1000, 1000, 4097, 8191])
+    alone = [torch.randn(n, generator=generator, dtype=dtype) for n in sizes]
+    found = Segments(sizes).mean(torch.cat(alone)).split(sizes)
+    for x, mean in zip(alone, found):
+        assert mean.equal(x.mean().expand_as(x))
+
+
+def test_nothing_is_kept_alive() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **WAYS["foreach"])
+    train(optimizer, ps, 0, 4)
+    large = weakref.ref(optimizer.state[ps[8]]["exp_avg"])
+    optimizer.state[ps[8]]["exp_avg"] = optimizer.state[ps[8]]["exp_avg"].clone()
+    gc.collect()
+    assert large() is None
+    gone = [weakref.ref(p) for p in ps]
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    qs = params()[:3]
+    optimizer.add_param_group({"params": qs})
+    del ps
+    train(optimizer, qs, 0, 1)
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)

@@ -9,7 +9,10 @@ from cases import CLASSES
 from torch import Tensor
 from torch.autograd import DeviceType
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 SHAPES = [(16,), (3, 4), (), (7,), (300, 300), (128, 128)]
 STEPS = 4  # until everything is compiled, and what is small lies side by side

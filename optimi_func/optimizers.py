@@ -19,6 +19,17 @@ from torch.optim.optimizer import Optimizer
 from optimi_func import functional as _f
 from optimi_func._cohorts import Cohort, Cohorts, Known
 from optimi_func._leaf import init_leaf, is_low, rates, share_scalars
+from optimi_func._saved import (
+    LoadReport,
+    Match,
+    as_torchs,
+    as_tree,
+    checked,
+    common,
+    from_tree,
+    match,
+    owned,
+)
 from optimi_func._torch import uncompiled
 from optimi_func._types import WHOLE, Rule, Scalar, Scalars, Share
 from optimi_func.compiled.batching import (
@@ -32,7 +43,7 @@ from optimi_func.compiled.batching import (
 from optimi_func.compiled.foreach import plan_foreach
 from optimi_func.compiled.jobs import Bundle, Job, check_writable, foreach_add_, is_plain
 from optimi_func.compiled.kernel import Numbers, ambient
-from optimi_func.functional import FunctionalOptimizer
+from optimi_func.functional import FunctionalOptimizer, TreeState
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -218,8 +229,7 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        with ambient(torch.device("cpu") if first is None else first.device):
+        with ambient(self._first().device):
             work: list[Work] = []
             for group in self.param_groups:
                 params = [p for p in group["params"] if p.grad is not None]
@@ -516,35 +526,62 @@ class BaseOptimizer(Optimizer):
         finally:
             handle.remove()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with every dtype as it was saved.
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state as torch.optim's class of the same name loads it, to go on alike.
 
-        torch casts floating state to the parameter's dtype, which rounds float32
-        moments of bfloat16 parameters. Tensors are copied: the state shares no memory
-        with `state_dict`. Groups that lack one of our options keep ours.
+        For Adam, AdamW, RAdam and SGD; compensations are left out. torch's RAdam adds eps
+        to the root before its correction, ours after.
 
         Raises:
-            ValueError: Groups, numbers, fields or shapes that do not fit; nothing is
-                loaded then.
+            ValueError: A class or an option that torch does not have.
         """
-        seen: list[dict[str, Any]] = []
+        return as_torchs(type(self).__name__, self.state_dict())
 
-        def complete(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            seen.append(self._completed(given))
-            return seen[-1]
+    def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        state_dict: dict[str, Any],
+        *,
+        strict: bool = True,
+        keep_dtypes: bool = False,
+    ) -> LoadReport:
+        """Load a state: ours, torch.optim's of the same name, or optimi's.
+
+        Where the optimizer and the state both have parameter names, entries are found by
+        name, whatever their order and groups; else by order, as torch does. Hyperparameters
+        are the file's; how the step is carried out (kahan_sum, state_dtype, compile,
+        foreach, triton, capturable, gradient_release) stays as it is here. Tensors are
+        copied, into the dtypes that fresh state would have; torch casts all to the
+        parameter's.
+
+        Args:
+            state_dict: From `state_dict`.
+            strict: Refuse names that only one side has; False lets new parameters begin
+                anew, leaves out old ones and reports both.
+            keep_dtypes: Keep every dtype as it was saved.
+
+        Returns:
+            The names that only one side has.
+
+        Raises:
+            ValueError: Groups, names, numbers, fields or shapes that do not fit; nothing
+                is loaded then.
+        """
+        made: dict[Tensor, dict[str, Any]] = {}
+        reports: list[LoadReport] = []
+
+        def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            with torch.inference_mode(False):
+                found, groups, entries = self._prepared(given, strict, keep_dtypes)
+            reports.append(found.report)
+            made.update(entries)
+            return {**given, "state": found.others, "param_groups": groups}
 
         def restore(_: Optimizer) -> None:
-            saved = seen[-1]
-            for group, theirs in zip(self.param_groups, saved["param_groups"]):
-                for i, p in zip(theirs["params"], group["params"]):
-                    if saved["state"].get(i):
-                        items = saved["state"][i].items()
-                        with torch.inference_mode(False):
-                            self.state[p] = {k: _own(k, v, p, group) for k, v in items}
+            self.state.update(made)
 
         # After the user's own pre-hooks, and before the user's own post-hooks.
         handles = [
-            self.register_load_state_dict_pre_hook(complete),
+            self.register_load_state_dict_pre_hook(prepare),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
         try:
@@ -552,31 +589,115 @@ class BaseOptimizer(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+        return reports[-1]
 
-    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state to load, checked, its groups filled up with our options."""
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"the state has {len(groups)} param groups, the optimizer "
-                f"{len(self.param_groups)}"
-            )
-        filled: list[dict[str, Any]] = []
-        state: dict[Any, Any] = dict(state_dict["state"])
-        for mine, saved in zip(self.param_groups, groups):
-            if len(mine["params"]) != len(saved["params"]):
+    def _prepared(
+        self, state_dict: dict[str, Any], strict: bool, keep_dtypes: bool
+    ) -> tuple[Match, list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+        """What to load, checked and copied: the groups, and the state of parameters."""
+        found = match(state_dict, self.param_groups, strict)
+        groups: list[dict[str, Any]] = []
+        made: dict[Tensor, dict[str, Any]] = {}
+        for mine, options, entries in zip(self.param_groups, found.groups, found.entries):
+            first = sum(len(group["params"]) for group in groups)
+            places = list(range(first, first + len(entries)))
+            group = {**mine, **options, "params": places}
+            groups.append(group)
+            rule = self._bind(group, self._host).rule
+            names = group.get("param_names", places)
+            for name, p, saved in zip(names, mine["params"], entries):
+                if saved is not None:
+                    entry = checked(rule, f"state[{name!r}]", p, saved)
+                    made[p] = owned(rule, p, group, entry, keep_dtypes)
+        return found, groups, made
+
+    def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
+        """This optimizer as a pure one, with its state for the tree {name: parameter}.
+
+        What has a gradient to come is in the tree: parameters that never had a gradient
+        and do not require one are left out. Nothing shares memory with this optimizer.
+
+        Returns:
+            The optimizer with the numbers of now; lr and weight_decay by name where
+            groups differ in them. The state, its `leaves` by name.
+
+        Raises:
+            ValueError: Parameters without names, groups that differ in other numbers, or
+                parameters that have taken different numbers of steps.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+        >>> sgd, state = optimizer.functional()
+        >>> params = dict(model.named_parameters())
+        >>> grads = {name: torch.ones_like(p) for name, p in params.items()}
+        >>> params, state = sgd.step(params, grads, state)
+        >>> optimizer.load_functional(state, params)
+        >>> optimizer.state[model.bias]["momentum_buffer"]
+        tensor([1.])
+        """
+        entries: dict[str, dict[str, Any]] = {}
+        bounds: list[FunctionalOptimizer] = []
+        names: list[list[str]] = []
+        for group in self.param_groups:
+            bounds.append(self._bind(group, self._host))
+            asked = (bounds[-1].rule, group["kahan_sum"], group["capturable"])
+            names.append([])
+            for name, p in self._named(group):
+                if self.state.get(p) or p.requires_grad:
+                    made: dict[Tensor, dict[str, Any]] = {}
+                    self._look_at(group, asked, p, made)
+                    entries[name] = made[p]
+                    names[-1].append(name)
+        optimizer = common(bounds, names)
+        return optimizer, as_tree(optimizer.rule, entries, self._first())
+
+    def load_functional(
+        self, state: TreeState, params: dict[str, Tensor] | None = None
+    ) -> None:
+        """Go on from a pure optimizer's state, as `functional` gave it.
+
+        Args:
+            state: With `leaves` by name; those of other parameters stay as they are.
+            params: Values for the parameters themselves, by name.
+
+        Raises:
+            ValueError: Names that no parameter has, shapes or fields that do not fit;
+                nothing is loaded then.
+        """
+        home = {n: (group, p) for group in self.param_groups for n, p in self._named(group)}
+        loaded = from_tree(state)
+        for name, x in {**loaded, **(params or {})}.items():
+            if name not in home:
+                raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
+            if isinstance(x, Tensor) and x.shape != home[name][1].shape:
                 raise ValueError(
-                    f"a param group of {len(saved['params'])} parameters does not fit "
-                    f"one of {len(mine['params'])}"
+                    f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "
+                    f"{tuple(home[name][1].shape)}"
                 )
-            options = {k: v for k, v in mine.items() if k != "params"}
-            filled.append({**options, **saved})
-            rule = self._bind(filled[-1], self._host).rule
-            for i, p in zip(saved["params"], mine["params"]):
-                if i in state:
-                    entry = {k: v for k, v in state[i].items() if v is not None}
-                    state[i] = _check_saved(rule, i, p, entry)
-        return {**state_dict, "state": state, "param_groups": filled}
+        made: dict[Tensor, dict[str, Any]] = {}
+        for name, entry in loaded.items():
+            group, p = home[name]
+            rule = self._bind(group, self._host).rule
+            entry = checked(rule, f"state.leaves[{name!r}]", p, entry)
+            with torch.no_grad():
+                made[p] = owned(rule, p, group, entry, keep_dtypes=True)
+        self.state.update(made)
+        with torch.no_grad():
+            for name, x in (params or {}).items():
+                home[name][1].copy_(x)
+
+    def _named(self, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
+        if group["params"] and "param_names" not in group:
+            raise ValueError(
+                "this optimizer's parameters have no names: make it with "
+                "model.named_parameters()"
+            )
+        return list(zip(group.get("param_names", ()), group["params"]))
+
+    def _first(self) -> Tensor:
+        """Any parameter; a tensor of its own where there is none."""
+        found = [p for group in self.param_groups for p in group["params"]]
+        return found[0] if found else torch.empty(0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""
@@ -702,47 +823,11 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
             )
 
 
-def _check_saved(
-    rule: Rule[Any, Any, Any], index: Any, p: Tensor, saved: dict[str, Any]
-) -> dict[str, Any]:
-    """The saved state of a parameter, if it is one that the rule can go on from."""
-    for name, x in saved.items():
-        shape = () if name == "step" else p.shape
-        if not isinstance(x, Tensor) or x.shape != shape:
-            found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
-            raise ValueError(
-                f"state[{index}][{name!r}] is {found}, allowed is a tensor of shape "
-                f"{tuple(shape)}"
-            )
-    fields = set(rule.state._fields)
-    here = fields & set(saved)
-    if saved and (here != fields or not ({"step"} <= set(saved) or fields <= _UNCOUNTED)):
-        raise ValueError(
-            f"state[{index}] holds {sorted(saved)}: {rule.name} needs "
-            f"{sorted(fields | {'step'})}, or nothing"
-        )
-    if saved and "step" not in saved:
-        saved["step"] = torch.ones(())  # torch's SGD counts no steps; it has begun
-    return saved
-
-
-# What needs no step count once it has begun.
-_UNCOUNTED = {"momentum_buffer"}
-
-
 def _unshared(x: Any) -> Any:
     """The tensor itself, or a copy where its memory holds more than it."""
     if not isinstance(x, Tensor) or not is_plain(x) or x.is_meta:
         return x
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
-
-
-def _own(name: str, value: Tensor, p: Tensor, group: dict[str, Any]) -> Tensor:
-    """A saved tensor in memory of its own, in p's layout, on its device."""
-    if name == "step":
-        device = p.device if group["capturable"] else "cpu"
-        return value.detach().to(device, torch.float32, copy=True)
-    return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 class SGD(BaseOptimizer):

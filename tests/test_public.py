@@ -84,6 +84,7 @@ LAYERS = [
     {"_types", "_torch"},
     {"_leaf", "rules"},
     {"functional"},
+    {"_saved"},
     {"compiled"},
     {"_cohorts"},
     {"optimizers"},

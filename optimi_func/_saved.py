@@ -1,0 +1,351 @@
+"""Saved states, from whichever library: whose entry is whose, and what is in it."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._leaf import is_low
+from optimi_func._types import Rule
+from optimi_func.functional import FunctionalOptimizer, LeafState, TreeState
+
+# How the step is carried out is the running optimizer's affair, not the file's.
+POLICY = (
+    *("kahan_sum", "state_dtype", "compile", "foreach", "triton"),
+    *("capturable", "gradient_release"),
+)
+# What needs no step count once it has begun.
+_UNCOUNTED = {"momentum_buffer"}
+# Options that torch's classes do not have.
+_OURS_ALONE = (
+    *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
+    *("gradient_release", "torch_init"),
+)
+# What optimi's states hold beside their moments.
+_OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
+
+Entry = dict[str, Any]
+
+
+class LoadReport(NamedTuple):
+    """Which parameters a loaded state did not fit, by name."""
+
+    missing: list[str]  # the optimizer's, of which the state has nothing: begin anew
+    unexpected: list[str]  # the state's, which the optimizer does not have
+
+
+class Match(NamedTuple):
+    """A saved state, laid out as the optimizer is."""
+
+    groups: list[dict[str, Any]]  # for each of the optimizer's, the saved options
+    entries: list[list[Entry | None]]  # likewise, for each of its parameters
+    others: dict[Any, Any]  # state that is no parameter's
+    report: LoadReport
+
+
+def match(state_dict: dict[str, Any], groups: list[dict[str, Any]], strict: bool) -> Match:
+    """Find the saved entry of each parameter: by name where both sides have names.
+
+    Args:
+        state_dict: As `Optimizer.state_dict` makes it.
+        groups: The optimizer's.
+        strict: Refuse names that only one side has.
+
+    Raises:
+        ValueError: Groups or names that do not fit.
+    """
+    if not {"state", "param_groups"} <= set(state_dict) or not all(
+        "params" in group for group in state_dict["param_groups"]
+    ):
+        raise ValueError(
+            f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
+            "'state' and 'param_groups', each of which lists its 'params'"
+        )
+    state_dict = _under_our_names(state_dict)
+    saved, state = state_dict["param_groups"], state_dict["state"]
+    known = {i for group in saved for i in group["params"]}
+    others = {k: v for k, v in state.items() if k not in known}
+    if all("param_names" in group for group in [*saved, *groups]):
+        return _by_name(saved, state, groups, others, strict)
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"the state has {len(saved)} param groups, the optimizer {len(groups)}"
+        )
+    for mine, theirs in zip(groups, saved):
+        if len(mine["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"a param group of {len(theirs['params'])} parameters does not fit one "
+                f"of {len(mine['params'])}"
+            )
+    entries = [[state.get(i) for i in theirs["params"]] for theirs in saved]
+    return Match(list(map(_options, saved)), entries, others, LoadReport([], []))
+
+
+def _by_name(
+    saved: list[dict[str, Any]],
+    state: dict[Any, Any],
+    groups: list[dict[str, Any]],
+    others: dict[Any, Any],
+    strict: bool,
+) -> Match:
+    home = {name: group for group in saved for name in group["param_names"]}
+    index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
+    ours = [name for group in groups for name in group["param_names"]]
+    report = LoadReport(
+        [name for name in ours if name not in index],
+        [name for name in index if name not in set(ours)],
+    )
+    if strict and any(report):
+        raise ValueError(
+            f"the state has nothing for {report.missing}, and the optimizer has no "
+            f"parameters {report.unexpected}: strict=False lets the former begin anew "
+            "and leaves out the latter"
+        )
+    options: list[dict[str, Any]] = []
+    entries: list[list[Entry | None]] = []
+    for place, group in enumerate(groups):
+        names = group["param_names"]
+        homes = [home[name] for name in names if name in home]
+        if not homes and not names and len(saved) == len(groups):
+            homes = [saved[place]]  # an empty group
+        # A group goes on with the numbers that the first of its parameters had.
+        options.append(_options(homes[0]) if homes else {})
+        entries.append([state.get(index.get(name)) for name in names])
+    return Match(options, entries, others, report)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A saved group's options, without those of the running optimizer."""
+    left_out = ("params", "param_names", *POLICY)
+    return {k: v for k, v in group.items() if k not in left_out}
+
+
+def _under_our_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Torch's and optimi's groups and entries as ours would be."""
+    state = dict(state_dict["state"])
+    groups: list[dict[str, Any]] = []
+    for group in state_dict["param_groups"]:
+        group = dict(group)
+        if "decoupled_weight_decay" in group:  # torch's Adam and RAdam
+            group.setdefault("decouple_wd", group["decoupled_weight_decay"])
+        if "setup" in group:  # optimi's
+            for i in group["params"]:
+                if i in state:
+                    state[i] = _from_optimi(state[i], group)
+            betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
+            if betas:
+                group["betas"] = tuple(betas)
+            for key in ("setup", "step"):
+                group.pop(key, None)
+        groups.append(group)
+    return {"state": state, "param_groups": groups}
+
+
+def _from_optimi(saved: Entry, group: dict[str, Any]) -> Entry:
+    """Optimi's moments are debiased where they stand, its Adan's gradient negated."""
+    entry = {
+        name: x
+        for name, x in saved.items()
+        if name not in _OPTIMIS_OWN and isinstance(x, Tensor)
+    }
+    comp, shape = entry.get("kahan_comp"), next(iter(entry.values()), torch.empty(0)).shape
+    if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
+        del entry["kahan_comp"]  # something to point a kernel at
+    # Its Lion and SGD count no steps, and correct nothing by them.
+    step: Any = saved.get("step", group.get("step", 1))
+    if entry:
+        entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+    if "eps" in group:
+        last = "beta3" if "beta3" in group else "beta2"
+        pairs = (("exp_avg", "beta1"), ("exp_avg_diff", "beta2"), ("exp_avg_sq", last))
+        for name, beta in pairs:
+            if name in entry:
+                whole = 1.0 - group[beta] ** float(step)
+                entry[name] = entry[name].double().mul(whole).to(entry[name].dtype)
+    elif "momentum" in group and "exp_avg" in entry:
+        entry["momentum_buffer"] = entry.pop("exp_avg")
+    if "prev_grad" in entry:
+        entry["prev_grad"] = -entry["prev_grad"]
+    if "la_param" in entry:
+        entry["slow_param"] = entry.pop("la_param")
+    return entry
+
+
+def as_torchs(name: str, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Our state as torch.optim's class of the same name has it.
+
+    Args:
+        name: Of the class.
+        state_dict: Ours.
+
+    Raises:
+        ValueError: A class or an option that torch does not have.
+    """
+    if name not in ("Adam", "AdamW", "RAdam", "SGD"):
+        raise ValueError(f"torch.optim has no {name} that could load this state")
+    groups = [_torchs_group(name, group) for group in state_dict["param_groups"]]
+    dropped = ("kahan_comp", "step") if name == "SGD" else ("kahan_comp",)
+    state = {
+        # torch loads tensors as they are: two optimizers would go on with one memory.
+        i: {k: x.clone() for k, x in entry.items() if k not in dropped}
+        for i, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _torchs_group(name: str, group: dict[str, Any]) -> dict[str, Any]:
+    decays = group["weight_decay"] != 0
+    if decays and (group["decouple_lr"] or (name == "SGD" and group["decouple_wd"])):
+        option = "decouple_lr" if group["decouple_lr"] else "decouple_wd"
+        raise ValueError(
+            f"torch.optim.{name} cannot go on with {option}=True and "
+            f"weight_decay={group['weight_decay']}"
+        )
+    theirs = {k: v for k, v in group.items() if k not in _OURS_ALONE}
+    if theirs["max_lr"] is None:
+        del theirs["max_lr"]  # some schedules have one of the same name
+    if name == "SGD" and group["dampening"] is True:
+        theirs["dampening"] = group["momentum"]
+    if name in ("Adam", "RAdam"):
+        theirs["decoupled_weight_decay"] = group["decouple_wd"]
+    if name != "RAdam":
+        theirs["fused"] = None
+    return {**theirs, "foreach": None, "differentiable": False}
+
+
+def checked(rule: Rule[Any, Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
+    """A saved entry, if it is one that the rule can go on from.
+
+    Args:
+        rule: The mathematics.
+        name: How errors call the entry.
+        p: Its parameter.
+        saved: The entry, under our names.
+
+    Raises:
+        ValueError: Fields, shapes or values that do not fit.
+    """
+    entry = {k: v for k, v in saved.items() if v is not None}
+    if isinstance(entry.get("step"), int | float):
+        entry["step"] = torch.tensor(float(entry["step"]))
+    for key, x in entry.items():
+        shape = () if key == "step" else p.shape
+        if not isinstance(x, Tensor) or x.shape != shape:
+            found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+            raise ValueError(
+                f"{name}[{key!r}] is {found}, allowed is a tensor of shape {tuple(shape)}"
+            )
+        if x.is_meta or not (x.is_floating_point() or key == "step"):
+            raise ValueError(
+                f"{name}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are floating "
+                "dtypes and memory"
+            )
+    fields = set(rule.state._fields)
+    here = fields & set(entry)
+    if entry and (here != fields or not ("step" in entry or fields <= _UNCOUNTED)):
+        raise ValueError(
+            f"{name} holds {sorted(entry)}: {rule.name} needs "
+            f"{sorted(fields | {'step'})}, or nothing"
+        )
+    if entry and "step" not in entry:
+        entry["step"] = torch.ones(())  # torch's SGD counts no steps; it has begun
+    return entry
+
+
+def owned(
+    rule: Rule[Any, Any, Any],
+    p: Tensor,
+    group: dict[str, Any],
+    entry: Entry,
+    keep_dtypes: bool,
+) -> Entry:
+    """An entry in memory of its own, in p's layout, on its device.
+
+    Args:
+        rule: The mathematics.
+        p: The parameter.
+        group: The optimizer's, with the options to come.
+        entry: As `checked` gives it.
+        keep_dtypes: Keep the file's, where else they are those of fresh state.
+    """
+    kind = torch.empty(0, dtype=p.dtype, device="meta")
+    fresh = rule.init(kind, group["state_dtype"] or p.dtype)._asdict()
+    fresh = {name: x.dtype for name, x in fresh.items()}
+    if is_low(p) and group["kahan_sum"] is not False:
+        fresh["kahan_comp"] = p.dtype
+    made: Entry = {}
+    for name, x in entry.items():
+        if name == "step":
+            device = p.device if group["capturable"] else "cpu"
+            made[name] = x.detach().to(device, torch.float32, copy=True)
+        elif name in fresh:
+            dtype = x.dtype if keep_dtypes else fresh[name]
+            made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(x)
+    return made
+
+
+def as_tree(
+    rule: Rule[Any, Any, Any], entries: dict[str, Entry], like: Tensor
+) -> TreeState:
+    """The entries of named parameters as a pure optimizer's state, in memory of its own.
+
+    Args:
+        rule: The mathematics.
+        entries: By name; each complete.
+        like: A parameter, for the device.
+
+    Raises:
+        ValueError: Parameters that have taken different numbers of steps.
+    """
+    steps = {name: float(entry["step"]) for name, entry in entries.items()}
+    if len(set(steps.values())) > 1:
+        raise ValueError(
+            f"a tree has one step count, and these parameters have taken {steps} steps"
+        )
+    leaves: dict[str, LeafState] = {}
+    for name, entry in entries.items():
+        fields = rule.state(*[entry[field].clone() for field in rule.state._fields])
+        comp = entry.get("kahan_comp")
+        leaves[name] = LeafState(fields, None if comp is None else comp.clone())
+    count = max(steps.values(), default=0.0)
+    return TreeState(torch.tensor(count, device=like.device), leaves)
+
+
+def from_tree(state: TreeState) -> dict[str, Entry]:
+    """The entries of a tree whose parameters are a dict by name."""
+    entries: dict[str, Entry] = {}
+    for name, leaf in state.leaves.items():
+        entries[name] = {**leaf.rule_state._asdict(), "step": state.step}
+        if leaf.kahan_comp is not None:
+            entries[name]["kahan_comp"] = leaf.kahan_comp
+    return entries
+
+
+def common(
+    bounds: list[FunctionalOptimizer], names: list[list[str]]
+) -> FunctionalOptimizer:
+    """One optimizer for all groups: lr and weight_decay by name where they differ.
+
+    Args:
+        bounds: Each group's.
+        names: Its parameters'.
+
+    Raises:
+        ValueError: Groups that differ in anything else.
+    """
+    first = bounds[0]
+    for field in ("rule", "hyper", "decay", "max_lr", "maximize"):
+        found = [getattr(bound, field) for bound in bounds]
+        if any(x != found[0] for x in found):
+            raise ValueError(
+                f"the groups differ in {field}: {found}; a pure optimizer has one, and "
+                "by name only lr and weight_decay"
+            )
+    numbers: dict[str, Any] = {}
+    for field in ("lr", "weight_decay"):
+        found = [getattr(bound, field) for bound in bounds]
+        if any(x != found[0] for x in found):
+            by_name = {n: x for x, some in zip(found, names) for n in some}
+            numbers[field] = by_name
+    return replace(first, **numbers)

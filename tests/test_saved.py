@@ -1,0 +1,373 @@
+"""States from elsewhere: by name, from torch and optimi and back, in other dtypes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import CLASSES
+from test_cohorts import assert_alike, fill, params, train
+from torch import Tensor
+
+import optimi_func
+from optimi_func import SGD, Adam, AdamW, RAdam
+
+EAGER = {"compile": False}
+
+
+def started(cls: Any, ps: Any, **options: Any) -> Any:
+    optimizer = cls(ps, **{"lr": 0.05, **EAGER, **options})
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    train(optimizer, tensors, 0, 3)
+    return optimizer
+
+
+def copied(ps: list[Tensor]) -> list[Tensor]:
+    return [p.detach().clone().requires_grad_() for p in ps]
+
+
+def named(ps: list[Tensor]) -> dict[str, Tensor]:
+    return {f"w{i}": p for i, p in enumerate(ps)}
+
+
+def go_on_alike(ours: Any, ps: list[Tensor], theirs: Any, qs: list[Tensor]) -> None:
+    starts = [p.detach().clone() for p in ps]
+    train(ours, ps, 3, 5)
+    train(theirs, qs, 3, 5)
+    moved, expected = (
+        [(x.detach() - start) for x, start in zip(xs, starts)] for xs in (ps, qs)
+    )
+    assert any(x.abs().max() > 1e-3 for x in expected if x.numel())
+    assert_alike(moved, expected, 1e-6)
+
+
+# By name
+
+
+def test_names_find_what_was_reordered_and_regrouped() -> None:
+    ps = params()
+    mine = started(AdamW, named(ps).items())
+    qs = copied(ps)
+    names = list(named(qs).items())
+    groups = [
+        {"params": names[5:][::-1], "weight_decay": 0.5},
+        {"params": names[:5], "weight_decay": 0.5},
+    ]
+    other = AdamW(groups, lr=0.3, **EAGER)
+    report = other.load_state_dict(mine.state_dict())
+    assert report == ([], [])
+    assert [group["lr"] for group in other.param_groups] == [0.05, 0.05]
+    assert [group["weight_decay"] for group in other.param_groups] == [0.01, 0.01]
+    assert other.param_groups[0]["param_names"][0] == "w9"
+    go_on_alike(other, qs, mine, ps)
+
+
+def test_names_that_only_one_side_has() -> None:
+    ps = params()
+    saved = started(AdamW, list(named(ps).items())[:-1]).state_dict()
+    qs = copied(ps)
+    other = started(AdamW, list(named(qs).items())[1:])
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"nothing for \['w9'\].*no parameters \['w0'\]"):
+        other.load_state_dict(saved)
+    after = other.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert_same_state(after, before)
+    report = other.load_state_dict(saved, strict=False)
+    assert report.missing == ["w9"]
+    assert report.unexpected == ["w0"]
+    assert qs[9] not in other.state
+    assert other.state[qs[1]]["exp_avg"].equal(saved["state"][1]["exp_avg"])
+    train(other, qs[1:], 3, 1)
+    assert other.state[qs[9]]["step"] == 1
+    assert other.state[qs[1]]["step"] == 4
+
+
+def test_without_names_order_decides() -> None:
+    ps = params()
+    saved = started(AdamW, named(ps).items()).state_dict()
+    qs = copied(ps)[::-1]
+    with pytest.raises(ValueError, match="allowed is a tensor of shape"):
+        AdamW(qs, lr=0.1, **EAGER).load_state_dict(saved)
+    AdamW(qs[::-1], lr=0.1, **EAGER).load_state_dict(saved)
+
+
+def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert list(a["state"]) == list(b["state"])
+    for i, entry in b["state"].items():
+        assert list(entry) == list(a["state"][i])
+        assert all(torch.equal(x, a["state"][i][k]) for k, x in entry.items())
+
+
+# From torch and back
+
+BETAS = {"betas": (0.9, 0.99), "eps": 1e-8}
+TORCHS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "adam": (Adam, torch.optim.Adam, BETAS, {"weight_decay": 0.1}),
+    "adam, amsgrad": (Adam, torch.optim.Adam, BETAS, {"amsgrad": True}),
+    "adam, maximize": (Adam, torch.optim.Adam, BETAS, {"maximize": True}),
+    "adamw": (AdamW, torch.optim.AdamW, BETAS, {"weight_decay": 0.1}),
+    "radam": (RAdam, torch.optim.RAdam, BETAS, {"weight_decay": 0.1}),
+    "sgd": (SGD, torch.optim.SGD, {}, {"weight_decay": 0.1}),
+    "sgd, momentum": (SGD, torch.optim.SGD, {"momentum": 0.9}, {"nesterov": True}),
+    "sgd, dampening": (SGD, torch.optim.SGD, {"momentum": 0.9}, {"dampening": 0.5}),
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "common", "options"), TORCHS.values(), ids=TORCHS
+)
+def test_torchs_state_is_ours_and_ours_is_torchs(ours, theirs, common, options) -> None:
+    ps = params()
+    given = theirs(ps, lr=0.05, **common, **options)
+    train(given, ps, 0, 3)
+    qs = copied(ps)
+    mine = ours(qs, lr=0.7, **common, **EAGER)
+    mine.load_state_dict(given.state_dict())
+    for name, value in options.items():
+        assert mine.param_groups[0][name] == value
+    rs = copied(ps)
+    back = theirs(rs, lr=0.9, **common)
+    back.load_state_dict(mine.torch_state_dict())
+    go_on_alike(mine, qs, given, ps)
+    train(back, rs, 3, 5)
+    assert_alike(rs, ps, 1e-12)
+
+
+def test_torchs_decoupled_adam_and_our_moving_average() -> None:
+    ps = params()
+    given = torch.optim.Adam(
+        ps, lr=0.05, **BETAS, weight_decay=0.3, decoupled_weight_decay=True
+    )
+    train(given, ps, 0, 3)
+    qs = copied(ps)
+    mine = Adam(qs, lr=0.1, **EAGER)
+    mine.load_state_dict(given.state_dict())
+    assert mine.param_groups[0]["decouple_wd"] is True
+    go_on_alike(mine, qs, given, ps)
+    ps = params()
+    mine = started(SGD, ps, momentum=0.9, dampening=True)
+    qs = copied(ps)
+    theirs = torch.optim.SGD(qs, lr=0.1)
+    theirs.load_state_dict(mine.torch_state_dict())
+    go_on_alike(mine, ps, theirs, qs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "text"),
+    [
+        ("lion", {}, "has no Lion"),
+        ("adamw", {"decouple_lr": True, "weight_decay": 1e-4}, "decouple_lr=True and"),
+        ("sgd", {"decouple_wd": True, "weight_decay": 0.1}, "decouple_wd=True and"),
+    ],
+)
+def test_what_torch_cannot_go_on_with(cls: str, options: dict[str, Any], text: str) -> None:
+    optimizer = started(CLASSES[cls], params(), **options)
+    with pytest.raises(ValueError, match=text):
+        optimizer.torch_state_dict()
+
+
+# From optimi
+
+
+@pytest.mark.parametrize("release", [False, True], ids=["plain", "gradient release"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_optimis_state_is_ours(name: str, release: bool) -> None:
+    optimi = pytest.importorskip("optimi")
+    cls = getattr(optimi, CLASSES[name].__name__)
+    options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+    ps = params()[:2]
+    theirs = cls(ps, lr=0.05, weight_decay=0.1, gradient_release=release, **options)
+
+    def step(start: int, count: int) -> None:
+        for t in range(start, start + count):
+            fill(ps, t)
+            for p in ps if release else []:
+                theirs.step(param=p)
+            if not release:
+                theirs.step()
+
+    step(0, 3)
+    qs = copied(ps)
+    ours = CLASSES[name](qs, lr=0.7, **EAGER)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.05
+    starts = [p.detach().clone() for p in ps]
+    step(3, 5)
+    train(ours, qs, 3, 5)
+    moved, expected = (
+        [(x.detach() - start) for x, start in zip(xs, starts)] for xs in (qs, ps)
+    )
+    assert_alike(moved, expected, 1e-6)
+
+
+# Dtypes
+
+
+def test_a_float32_state_goes_into_bfloat16_with_kahan_and_back() -> None:
+    ps = params(torch.float32)
+    wide = started(AdamW, ps)
+    qs = [p.detach().bfloat16().requires_grad_() for p in ps]
+    narrow = AdamW(qs, lr=0.1, **EAGER)
+    narrow.load_state_dict(wide.state_dict())
+    assert {x.dtype for x in tensors(narrow, qs)} == {torch.bfloat16}
+    train(narrow, qs, 3, 2)
+    assert all("kahan_comp" in narrow.state[q] for q in qs)
+    rs = [q.detach().float().requires_grad_() for q in qs]
+    back = AdamW(rs, lr=0.1, **EAGER)
+    back.load_state_dict(narrow.state_dict())
+    assert {x.dtype for x in tensors(back, rs)} == {torch.float32}
+    assert not any("kahan_comp" in back.state[r] for r in rs)
+    train(back, rs, 5, 2)
+    train(wide, ps, 3, 4)
+    assert_alike(rs, ps, 0.05)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_dtypes_are_the_running_optimizers_or_the_files(keep: bool) -> None:
+    ps = params(torch.bfloat16)
+    saved = started(AdamW, ps, state_dtype=torch.float32, kahan_sum=False).state_dict()
+    other = AdamW(copied(ps), lr=0.1, **EAGER)
+    other.load_state_dict(saved, keep_dtypes=keep)
+    assert other.param_groups[0]["state_dtype"] is None
+    assert other.param_groups[0]["kahan_sum"] is None
+    qs = other.param_groups[0]["params"]
+    expected = torch.float32 if keep else torch.bfloat16
+    assert {other.state[q]["exp_avg"].dtype for q in qs} == {expected}
+
+
+def test_how_the_step_is_carried_out_stays_as_it_is() -> None:
+    saved = started(AdamW, params()).state_dict()
+    other = AdamW(params(), lr=0.1, foreach=True, capturable=True)
+    other.load_state_dict(saved)
+    group = other.param_groups[0]
+    assert (group["foreach"], group["capturable"], group["compile"]) == (True, True, None)
+    assert group["lr"] == 0.05
+
+
+def tensors(optimizer: Any, ps: list[Tensor]) -> list[Tensor]:
+    return [x for p in ps for k, x in optimizer.state[p].items() if k != "step"]
+
+
+# All or nothing
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no groups": (lambda s: s["param_groups"].clear(), "0 param groups"),
+    "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), "of 9 parameters"),
+    "a field less": (lambda s: s["state"][3].pop("exp_avg"), r"state\[3\] holds"),
+    "truncated": (
+        lambda s: s["state"][9].update(exp_avg=torch.ones(2, 3)),
+        r"state\[9\]\['exp_avg'\] is \(2, 3\)",
+    ),
+    "no tensor": (lambda s: s["state"][9].update(exp_avg="x"), "is 'x'"),
+    "whole numbers": (
+        lambda s: s["state"][9].update(exp_avg=torch.ones(2, 3, 5).int()),
+        "dtype torch.int32",
+    ),
+    "an lr below 0": (lambda s: s["param_groups"][0].update(lr=-1.0), "learning rate"),
+    "betas of three": (
+        lambda s: s["param_groups"][0].update(betas=(0.1, 0.2, 0.3)),
+        "betas",
+    ),
+    "no state": (lambda s: s.pop("state"), "state_dict holds"),
+    "another's": (lambda s: s["param_groups"][0].pop("params"), "state_dict holds"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
+def test_what_does_not_fit_changes_nothing(change: Any, text: str) -> None:
+    ps = params()
+    optimizer = started(AdamW, ps, foreach=None)
+    before = copy.deepcopy(optimizer.state_dict())
+    broken = copy.deepcopy(before)
+    change(broken)
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(broken)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert_same_state(after, before)
+    assert optimi_func.AdamW is type(optimizer)
+
+
+# To a pure optimizer and back
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_to_a_pure_optimizer_and_back(name: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+    ends = []
+    for turn in (True, False):
+        ps = params(dtype)
+        names = list(named(ps).items())
+        groups = [
+            {"params": names[:4], "lr": 0.02, "weight_decay": 0.3},
+            {"params": names[4:]},
+        ]
+        optimizer = started(CLASSES[name], groups, **options)
+        if turn:
+            pure, state = optimizer.functional()
+            assert pure.lr["w0"] == 0.02
+            assert pure.lr["w9"] == 0.05
+            tree = {n: p.detach().clone() for n, p in names}
+            for t in range(3, 6):
+                fill(ps, t)
+                tree, state = pure.step(tree, {n: p.grad for n, p in names}, state)
+            optimizer.load_functional(state, tree)
+        else:
+            train(optimizer, ps, 3, 3)
+        train(optimizer, ps, 6, 3)
+        assert {optimizer.state[p]["step"].item() for p in ps} == {9.0}
+        ends.append(ps)
+    assert_alike(*ends, 0.0 if dtype == torch.bfloat16 else 1e-12)
+
+
+def test_a_pure_state_shares_no_memory() -> None:
+    ps = params()
+    optimizer = started(AdamW, named(ps).items())
+    _, state = optimizer.functional()
+    before = optimizer.state[ps[0]]["exp_avg"].clone()
+    state.leaves["w0"].exp_avg.add_(1)
+    assert optimizer.state[ps[0]]["exp_avg"].equal(before)
+    optimizer.load_functional(state)
+    state.leaves["w0"].exp_avg.add_(1)
+    assert optimizer.state[ps[0]]["exp_avg"].equal(before + 1)
+
+
+def test_what_has_no_pure_form() -> None:
+    ps = params()
+    with pytest.raises(ValueError, match="have no names"):
+        started(AdamW, ps).functional()
+    names = list(named(params()).items())
+    groups = [{"params": names[:2], "eps": 1e-5}, {"params": names[2:]}]
+    with pytest.raises(ValueError, match="differ in hyper"):
+        started(AdamW, groups).functional()
+    ps = params()
+    late = started(AdamW, named(ps).items())
+    ps[0].grad = None
+    late.step()
+    with pytest.raises(ValueError, match="one step count"):
+        late.functional()
+    ps = params()
+    ps[0].requires_grad_(False)
+    frozen = AdamW(named(ps).items(), lr=0.1, **EAGER)
+    assert "w0" not in frozen.functional()[1].leaves
+
+
+def test_a_pure_state_that_does_not_fit_changes_nothing() -> None:
+    ps = params()
+    optimizer = started(AdamW, named(ps).items())
+    before = copy.deepcopy(optimizer.state_dict())
+    _, state = optimizer.functional()
+    wrong = optimi_func.TreeState(state.step, {**state.leaves, "x": state.leaves["w0"]})
+    with pytest.raises(ValueError, match="'x' is no parameter"):
+        optimizer.load_functional(wrong)
+    swapped = {**state.leaves, "w9": state.leaves["w0"]}
+    with pytest.raises(ValueError, match=r"leaves\['w9'\]"):
+        optimizer.load_functional(optimi_func.TreeState(state.step, swapped))
+    with pytest.raises(ValueError, match=r"params\['w1'\] has shape"):
+        optimizer.load_functional(state, {"w0": ps[0] + 1, "w1": ps[0]})
+    lion = optimi_func.lion_init({n: p for n, p in named(ps).items()})
+    with pytest.raises(ValueError, match="adam needs"):
+        optimizer.load_functional(lion)
+    assert_same_state(optimizer.state_dict(), before)

@@ -22,27 +22,19 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     leaf = init_leaf(rule, p, None, None)
     coeffs = rule.coeffs(optimizer.hyper, t)
     numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    graph = trace(job_key(rule, leaf, p, numbers, True, True, False), numbers.scalars)
-    names = iter(
-        [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
-    )
-    called: dict[fx.Node, str] = {}
+    traced = trace(job_key(rule, leaf, p, numbers, True, True, False), numbers.scalars)
+    names = [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
+    called: dict[fx.Node, str] = dict(zip(traced.inputs, names))
     lines = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            called[node] = next(names)
-            continue
+    for node, _, _ in traced.calls:
         arguments = [called.get(a, a) for a in node.args]
-        if node.op == "output":
-            results = ", ".join(called[a] for a in node.args[0])
-            lines.append(f"return {results}")
-            continue
         called[node] = f"%{len(lines)}"
         op = str(node.target).removeprefix("aten.").partition(".")[0]
         to = [str(v) for k, v in node.kwargs.items() if k == "dtype"]
         text = ", ".join([*map(str, arguments), *to])
         lines.append(f"{called[node]} = {op}({text})")
-    return "\n".join(lines)
+    results = ", ".join([called[node] for node in traced.outputs])
+    return "\n".join([*lines, f"return {results}"])
 
 
 def scalar_names(coeffs) -> list[str]:

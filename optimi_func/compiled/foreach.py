@@ -55,18 +55,27 @@ _UNARY: dict[Any, str] = {
 }
 
 
+class Trace(NamedTuple):
+    """The pipeline's operations, and when each value is needed for the last time."""
+
+    inputs: list[fx.Node]  # the numbers, p, g, state and comp
+    # What to call, which temporaries it may overwrite, and what nothing needs after it.
+    calls: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]]
+    outputs: list[fx.Node]  # p, state and comp
+
+
 # Made once a process.
-_traces: dict[Key, fx.Graph] = {}
+_traces: dict[Key, Trace] = {}
 
 
-def trace(key: Key, scalars: Scalars) -> fx.Graph:
-    """The pipeline's operations: placeholders are the numbers, p, g, state and comp."""
+def trace(key: Key, scalars: Scalars) -> Trace:
+    """The trace of a key; of the scalars only their structure counts."""
     if key not in _traces:
         _traces[key] = _trace(key, pytree.tree_structure(scalars))
     return _traces[key]
 
 
-def _trace(key: Key, spec: pytree.TreeSpec) -> fx.Graph:
+def _trace(key: Key, spec: pytree.TreeSpec) -> Trace:
     def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
         scalars = fill(key.statics, spec, numbers)
         leaf, g = unpack(key.rule, key.compensated, tensors)
@@ -79,10 +88,19 @@ def _trace(key: Key, spec: pytree.TreeSpec) -> fx.Graph:
     with torch.no_grad():
         graph = make_fx(run)(numbers, *tensors).graph
     graph.eliminate_dead_code()
-    for node in graph.nodes:
-        if node.op == "call_function":
-            _check(node)
-    return graph
+    *nodes, output = graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    calls = nodes[len(inputs) :]
+    outputs: Any = output.args[0]
+    temporaries: set[fx.Node] = set()
+    last = {n: user for user in [*calls, output] for n in user.all_input_nodes}
+    ordered: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
+    for node in calls:
+        _check(node)
+        dead = [n for n in node.all_input_nodes if last[n] is node]
+        ordered.append((node, temporaries.intersection(dead), dead))
+        temporaries.add(node)
+    return Trace(inputs, ordered, list(outputs))
 
 
 def _check(node: fx.Node) -> None:
@@ -113,10 +131,10 @@ def plan_foreach(
     launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
         numbers = members[0].numbers
-        graph = trace(key, numbers.scalars)
+        traced = trace(key, numbers.scalars)
         values = numbers.values(compute_dtype(*key.dtypes), key.device)
         slices = [s for job in members for s in _slices(rule, job)]
-        launches += [partial(_run, graph, values, c) for c in chunks(slices, CHUNK)]
+        launches += [partial(_run, traced, values, c) for c in chunks(slices, CHUNK)]
     return launches
 
 
@@ -134,13 +152,13 @@ def _slices(rule: Rule[Any, Any, Any], job: Job) -> list[_Slice]:
     return [_Slice(r[0].numel(), list(r), list(w), job.ok, job.mean) for r, w in zip(*rows)]
 
 
-def _run(graph: fx.Graph, values: list[Scalar], slices: list[_Slice]) -> None:
+def _run(trace: Trace, values: list[Scalar], slices: list[_Slice]) -> None:
     """Run the trace on the slices' tensors and write the results onto their targets."""
     reads = [list(role) for role in zip(*[s.reads for s in slices])]
     inputs: list[Value] = [*values, *reads]
     means = [s.mean for s in slices]
     writes = zip(*[s.writes for s in slices])
-    for target, result in zip(writes, _interpret(graph, inputs, means)):
+    for target, result in zip(writes, _interpret(trace, inputs, means)):
         assert isinstance(result, list)
         if any(x is not y for x, y in zip(target, result)):
             kept = [
@@ -151,33 +169,18 @@ def _run(graph: fx.Graph, values: list[Scalar], slices: list[_Slice]) -> None:
 
 
 def _interpret(
-    graph: fx.Graph, inputs: list[Value], means: list[Callable[[Tensor], Tensor]]
+    trace: Trace, inputs: list[Value], means: list[Callable[[Tensor], Tensor]]
 ) -> list[Value]:
-    env: dict[fx.Node, Value] = {}
-    owned: set[fx.Node] = set()  # temporaries, free to be overwritten
-    pending = iter(inputs)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    last = {n: max((order[u] for u in n.users), default=-1) for n in graph.nodes}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(pending)
-        elif node.op == "output":
-            results: Any = node.args[0]
-            return [env[n] for n in results]
+    env = dict(zip(trace.inputs, inputs))
+    for node, spare, dead in trace.calls:
+        args: list[Any] = [env[a] if a in env else a for a in node.args]
+        if node.target is aten.mean.default:
+            env[node] = [mean(x) for mean, x in zip(means, args[0])]
         else:
-            spare = {
-                n for n in node.all_input_nodes if n in owned and last[n] == order[node]
-            }
-            args: list[Any] = [env[a] if a in env else a for a in node.args]
-            if node.target is aten.mean.default:
-                env[node] = [mean(x) for mean, x in zip(means, args[0])]
-            else:
-                env[node] = _call(node, args, spare)
-            owned.add(node)
-            for n in node.all_input_nodes:
-                if last[n] == order[node]:
-                    del env[n]
-    raise AssertionError("a graph without output")
+            env[node] = _call(node, args, spare)
+        for n in dead:
+            del env[n]
+    return [env[n] for n in trace.outputs]
 
 
 def _call(node: fx.Node, args: list[Any], spare: set[fx.Node]) -> Value:

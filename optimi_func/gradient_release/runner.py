@@ -13,11 +13,7 @@ from torch import Tensor
 
 from optimi_func import _torch
 from optimi_func import functional as _f
-from optimi_func._types import WHOLE, Scalar, Share
-from optimi_func.compiled.batching import SMALL
-from optimi_func.compiled.jobs import is_plain
-from optimi_func.gradient_release.cycle import Cycle
-from optimi_func.gradient_release.norms import (
+from optimi_func._norms import (
     all_finite,
     at,
     clip_factor,
@@ -25,6 +21,10 @@ from optimi_func.gradient_release.norms import (
     norms_of,
     total_norm,
 )
+from optimi_func._types import WHOLE, Scalar, Share
+from optimi_func.compiled.batching import SMALL
+from optimi_func.compiled.jobs import is_plain
+from optimi_func.gradient_release.cycle import Cycle
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 

@@ -21,7 +21,7 @@ def total_norm(norms: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([x.to(first, wide) for x in norms]))
 
 
-def clip_factor(limit: float | None, norm: Tensor) -> Tensor:
+def clip_factor(limit: Scalar | None, norm: Tensor) -> Tensor:
     """The factor that clips, as torch.nn.utils has it."""
     assert limit is not None
     return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -1,5 +1,7 @@
 """Norms of gradients, and what they are scaled by."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def total_norm(norms: list[Tensor]) -> Tensor:
     if not norms:
         return torch.zeros(())
     first = norms[0].device
-    wide = max((x.dtype for x in norms), key=lambda d: torch.finfo(d).bits)
+    wide = reduce(torch.promote_types, [x.dtype for x in norms])
     return torch.linalg.vector_norm(torch.stack([x.to(first, wide) for x in norms]))
 
 

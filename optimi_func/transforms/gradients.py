@@ -22,6 +22,8 @@ from optimi_func.transforms._trees import (
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
+# Named: where a factory is called within a graph, Dynamo evaluates its closures' annotations.
+Rewritten: TypeAlias = tuple[Grads, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class GradientTransform:
     """
 
     init: Callable[[PyTree], Any]
-    rewrite: Callable[[Grads, Any, Tensor], tuple[Grads, Any]]
+    rewrite: Callable[[Grads, Any, Tensor], Rewritten]
 
 
 class ChainState(NamedTuple):
@@ -304,7 +306,7 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
         start = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
         return NoiseState(start + seed, start)
 
-    def rewrite(grads: Grads, state: NoiseState, step: Tensor) -> tuple[Grads, NoiseState]:
+    def rewrite(grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
         scale = resolve("std", std, step)
         noisy = [
             None if g is None else g + like(scale, g) * normals(*state, leaf, g)

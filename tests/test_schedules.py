@@ -1,6 +1,7 @@
 """Schedules: torch's own lr by lr, hosts and tensors alike, every option, bad input."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -198,9 +199,7 @@ def test_numbers_differentiate_and_vmap(name: str) -> None:
                 PEAK * scale, warmup=5, total=20, start=0.03 * scale, end=0.01 * scale
             ),
             "no warmup": lambda: warmup_cosine(PEAK * scale, warmup=0, total=20),
-            "wsd": lambda: wsd(
-                PEAK * scale, warmup=5, total=25, decay=7, end=0.01 * scale
-            ),
+            "wsd": lambda: wsd(PEAK * scale, warmup=5, total=25, decay=7, end=0.01 * scale),
             "wsd sqrt": lambda: wsd(
                 PEAK * scale, warmup=5, total=25, decay=7, shape="sqrt"
             ),
@@ -267,9 +266,9 @@ def test_wsd_rises_stays_and_falls(warmup, stable, decay, peak, shape) -> None:
     values = [schedule(step) for step in range(total + 3)]
     assert values[warmup : warmup + stable + 1] == [peak] * (stable + 1)
     assert values[total:] == [0.0] * 3
-    assert all(a < b for a, b in zip(values[:warmup], values[1:]))
+    assert all(a < b for a, b in pairwise(values[: warmup + 1]))
     fall = values[total - decay : total + 1]
-    assert all(a > b for a, b in zip(fall, fall[1:]))
+    assert all(a > b for a, b in pairwise(fall))
     longer = wsd(peak, warmup=warmup, total=total + 5, decay=decay, shape=shape)
     assert [longer(step) for step in range(total - decay)] == values[: total - decay]
 

@@ -1,4 +1,4 @@
-"""Norms of gradients, and what they are scaled by."""
+"""The norm of all gradients, and what clips it, as torch.nn.utils has them."""
 
 from functools import reduce
 
@@ -27,22 +27,3 @@ def clip_factor(limit: Scalar | None, norm: Tensor) -> Tensor:
     """The factor that clips, as torch.nn.utils has it."""
     assert limit is not None
     return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-
-def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
-    """A number for p's update: the host's own, or on p's device."""
-    return x.item() if on_host else x.to(p.device)
-
-
-def is_finite(g: Tensor, norm: Tensor) -> bool:
-    """Whether all of g is finite, asked on the host."""
-    # A finite norm needs no second look; large numbers can overflow it.
-    return bool(norm.isfinite() or g.isfinite().all())
-
-
-def all_finite(g: Tensor) -> Tensor:
-    """A 0-d bool on g's device, found without a tensor of g's size."""
-    if g.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=g.device)
-    low, high = g.aminmax()
-    return low.isfinite() & high.isfinite()

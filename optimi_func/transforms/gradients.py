@@ -22,7 +22,7 @@ from optimi_func.transforms._trees import (
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
-# Named: where a factory is called within a graph, Dynamo evaluates its closures' annotations.
+# Named: Dynamo, tracing a factory, evaluates the annotations of its closures.
 Rewritten: TypeAlias = tuple[Grads, Any]
 
 

@@ -7,8 +7,9 @@ with what went in, and everything composes with torch.compile, vmap, grad and jv
 
 A parameter tree is anything torch.utils._pytree flattens into floating tensors. A gradient
 tree has its structure; a None in it leaves that parameter and its state alone. Numbers are
-floats or 0-d tensors, or callables of the 0-based step (a 0-d tensor in, a number out); lr
-and weight_decay may also be prefixes of the parameter tree, a number a subtree.
+floats or 0-d tensors, or callables of the 0-based step (a 0-d tensor in, a number out; in
+a graph a 0-d tensor too: see `schedules`); lr and weight_decay may also be prefixes of the
+parameter tree, a number a subtree.
 """
 
 import inspect

@@ -838,7 +838,7 @@ def test_patterns_and_predicates_find_dotted_paths() -> None:
     )
     state = optimizer.init(params)
     assert seen == ["body.0", "body.1.b", "head"]
-    assert state.places.parts == (0, 1, 2)
+    assert state.places.tree == {"body": [0, {"b": 1}], "head": 2}
     new, state = optimizer.step(params, params, state)
     assert len(seen) == 3
     moved = pytree.tree_map(lambda x, y: (x - y).max().item(), params, new)
@@ -850,11 +850,40 @@ def test_patterns_and_predicates_find_dotted_paths() -> None:
     assert state.parts[2].leaves["head"].exp_avg.shape == (2,)
     named = model_params()
     state = partition(("*.weight", lion(lr=0.1)), rest=adamw(lr=0.1)).init(named)
-    assert state.places.parts == (0, 1, 0, 1)
+    assert [*state.places.tree.values()] == [0, 1, 0, 1]
     alone = partition(("*", sgd(lr=1.0)))
     assert alone.step(torch.ones(2), torch.ones(2), alone.init(torch.ones(2)))[
         0
     ].tolist() == [0, 0]
+
+
+def test_dict_order_does_not_matter() -> None:
+    """Of the parameters, between init and step, through every transform but the noise."""
+
+    def optimizer():
+        both = partition(("w", lion(lr=0.1)), rest=inject(adamw_of(0.1)))
+        clipped = chain(clip_global_norm(1.0), clip_param_norm(0.5), centralize(), both)
+        return apply_if_finite(every_k(ema(clipped, 0.9), 2))
+
+    params, grads = problem(4)
+    opt = optimizer()
+    state = opt.init(params)
+    ours, theirs = (params, state), ({k: params[k] for k in ("b", "w")}, state)
+    for g in grads:
+        ours, theirs = opt.step(ours[0], g, ours[1]), opt.step(theirs[0], g, theirs[1])
+    for k in params:
+        assert torch.allclose(ours[0][k], theirs[0][k], rtol=1e-14)
+        assert not torch.equal(ours[0][k], params[k])
+
+
+def test_kahan_where_one_part_alone_is_bfloat16() -> None:
+    params = {"w": torch.ones(2, 2).bfloat16(), "b": torch.ones(2)}
+    optimizer = partition(("w", lion(lr=0.1)), rest=adamw(lr=0.1))
+    state = optimizer.init(params, kahan_sum=True)
+    assert state.parts[0].leaves["w"].kahan_comp is not None
+    wide = pytree.tree_map(lambda x: x.float(), params)
+    with pytest.warns(UserWarning, match="kahan_sum=True has no effect"):
+        optimizer.init(wide, kahan_sum=True)
 
 
 def test_prefixes_of_the_tree_reach_the_parts() -> None:
@@ -876,7 +905,7 @@ def test_a_graph_takes_the_places_from_the_state(graphs) -> None:
     for _ in range(3):
         params, state = step(params, pytree.tree_map(torch.cos, params), state)
     assert graphs() == 1
-    assert state.places.parts == (0, 1, 0, 1)
+    assert [*state.places.tree.values()] == [0, 1, 0, 1]
     with pytest.raises(Exception, match="call init of partition and masked outside"):
         torch.compile(optimizer.init, fullgraph=True, backend="aot_eager")(params)
 
@@ -1120,6 +1149,11 @@ BAD = [
     (lambda: every_k(sgd(lr=0.1), 2, reduction="x"), ValueError, "reduction='x'"),
     (lambda: apply_if_finite(sgd(lr=0.1), max_consecutive=-1), ValueError, "=-1"),
     (lambda: inject(chain(clip_value(1.0), sgd(lr=0.1))), TypeError, "inject got a Chain"),
+    (
+        lambda: inject(adamw(lr={"w": 0.1, "b": 0.2}, decouple_lr=True)),
+        ValueError,
+        "give max_lr",
+    ),
     (lambda: partition(), ValueError, "partition got no part"),
     (lambda: partition(sgd(lr=0.1)), TypeError, "partition's part 0 is Functional"),
     (lambda: partition((1, sgd(lr=0.1))), TypeError, "got 1 to select by"),
@@ -1186,7 +1220,7 @@ def test_states_of_other_optimizers() -> None:
     with pytest.raises(ValueError, match="state holds 1 gradient transforms, chain has 2"):
         two.step(params, grads[0], one.init(params))
     split, whole = partition(("w", S), rest=S), partition(("*", S))
-    with pytest.raises(ValueError, match="of 2 leaves in 1 parts, params and partition"):
+    with pytest.raises(ValueError, match="state is of 1 parts, partition has 2"):
         split.step(params, grads[0], whole.init(params))
     with pytest.raises(ValueError, match=r"state\.hyper holds .*'betas'"):
         inject(S).step(params, grads[0], inject(adamw(lr=0.1)).init(params))

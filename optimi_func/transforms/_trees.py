@@ -76,6 +76,13 @@ def like(number: Scalar, x: Tensor) -> Scalar:
     return number.to(x.device, x.dtype) if isinstance(number, Tensor) else number
 
 
+def tensor_of(number: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor of its own."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype, copy=True)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
 def count_from(params: PyTree) -> Tensor:
     """A count of 0, where and what the step of a `TreeState` is."""
     _, tensors, _ = flatten_params(params)

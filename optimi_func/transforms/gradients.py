@@ -18,6 +18,7 @@ from optimi_func.transforms._trees import (
     check_state,
     count_from,
     like,
+    tensor_of,
 )
 from optimi_func.transforms.philox import normals
 
@@ -158,8 +159,7 @@ def clip_value(limit: Number) -> GradientTransform:
         bound = resolve("limit", limit, step)
 
         def clip(g: Tensor) -> Tensor:
-            # Of two kinds, number and tensor, clamp takes one.
-            high = torch.as_tensor(like(bound, g), dtype=g.dtype, device=g.device)
+            high = tensor_of(bound, g.dtype, g.device)
             return g.clamp(-high, high)
 
         return _each(clip, grads)

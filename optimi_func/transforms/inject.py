@@ -12,7 +12,7 @@ from optimi_func._types import PyTree, Scalar
 from optimi_func.functional import FunctionalOptimizer, TreeState, resolve_tree
 from optimi_func.rules import sgd
 from optimi_func.rules._common import scalar_dtype
-from optimi_func.transforms._trees import check_state
+from optimi_func.transforms._trees import check_state, tensor_of
 
 
 class InjectState(NamedTuple):
@@ -89,6 +89,7 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
 
     Raises:
         TypeError: optimizer is not a `FunctionalOptimizer`.
+        ValueError: lr is a tree, decay is fully decoupled and max_lr is None.
 
     >>> from optimi_func import sgd
     >>> opt = inject(sgd(lr=0.1))
@@ -106,6 +107,12 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
             f"inject got a {type(optimizer).__name__}: allowed is a FunctionalOptimizer; "
             "transforms go around it, as in chain(clip_value(1.0), inject(adamw(lr=1e-3)))"
         )
+    fully = optimizer.decay.startswith("fully")
+    if fully and optimizer.max_lr is None and not isinstance(optimizer.lr, float | int):
+        raise ValueError(
+            f"inject got lr={optimizer.lr!r} with decouple_lr=True and max_lr=None: the "
+            "largest of several learning rates cannot be told, give max_lr"
+        )
     return Injected(optimizer)
 
 
@@ -113,7 +120,6 @@ def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
     """Everything that is a number and has an effect, by name."""
     found = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.decay.startswith("fully"):
-        # _check_max_lr has seen to it that lr is a number then.
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
     if optimizer.rule is not sgd.plain:
         own = zip(optimizer.hyper._fields, optimizer.hyper)
@@ -122,12 +128,8 @@ def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
 
 
 def _tensors(name: str, numbers: PyTree, step: Tensor) -> PyTree:
-    wide = scalar_dtype(step.device)
-
     def tensor(x: Scalar) -> Tensor:
-        if isinstance(x, Tensor):
-            return x.to(step.device, wide, copy=True)
-        return torch.full((), x, dtype=wide, device=step.device)
+        return tensor_of(x, scalar_dtype(step.device), step.device)
 
     return pytree.tree_map(tensor, resolve_tree(name, numbers, step.clone()))
 

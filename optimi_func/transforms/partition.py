@@ -1,6 +1,6 @@
 """Different optimizers for different leaves, in one state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func._leaf import is_low
 from optimi_func._types import PureOptimizer, PyTree
-from optimi_func.functional import flatten_params
+from optimi_func.functional import flatten_params, match_tree
 from optimi_func.transforms._trees import Trees, check_optimizer, check_state
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
@@ -27,22 +28,28 @@ class Places:
     Static, so that a graph knows it: decided once, by `init`.
     """
 
-    __slots__ = ("parts",)
+    __slots__ = ("tree",)
 
-    def __init__(self, parts: tuple[int, ...]) -> None:
-        self.parts = parts
+    def __init__(self, tree: PyTree) -> None:
+        self.tree = tree  # the parameters' structure, a number in each place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and self.tree == other.tree
+
+    def __hash__(self) -> int:
+        return hash(frozenset(pytree.tree_leaves(self.tree)))
 
     def __repr__(self) -> str:
-        return f"Places({self.parts})"
+        return f"Places({self.tree!r})"
 
 
-def _flatten_places(places: Places) -> tuple[list[Any], tuple[int, ...]]:
-    return [], places.parts
+def _flatten_places(places: Places) -> tuple[list[Any], Places]:
+    return [], places
 
 
-def _unflatten_places(children: Any, parts: Any) -> Places:
+def _unflatten_places(children: Any, places: Any) -> Places:
     del children
-    return Places(parts)
+    return places
 
 
 pytree.register_pytree_node(
@@ -67,7 +74,7 @@ class Partition:
     """An optimizer a part of the tree: see `partition` and `masked`."""
 
     selects: tuple[Select, ...]
-    optimizers: tuple[PureOptimizer, ...]  # one more than selects: the last has the rest
+    optimizers: tuple[PureOptimizer, ...]  # theirs, and that of the rest where there is one
     freeze: bool  # what nothing selects stays as it is
 
     @property
@@ -90,31 +97,31 @@ class Partition:
                 none does.
         """
         _, tensors, spec = flatten_params(params)
-        places = Places(self._place(params, tensors))
+        places = self._place(params, tensors)
+        low = {i for i, p in zip(places, tensors) if is_low(p)}
         parts = tuple(
             optimizer.init(
                 _part(i, places, tensors, spec),
-                kahan_sum=kahan_sum,
+                # A part without low precision is no news where another has it.
+                kahan_sum=kahan_sum if i in low or not low else None,
                 state_dtype=state_dtype,
             )
             for i, optimizer in enumerate(self.optimizers)
         )
-        return PartitionState(places, parts)
+        return PartitionState(Places(pytree.tree_unflatten(places, spec)), parts)
 
     def step(
         self, params: PyTree, grads: PyTree, state: PartitionState
     ) -> tuple[PyTree, PartitionState]:
         """One update of each part."""
         state = check_state(state, PartitionState, self._name)
-        trees, places = Trees.check(params, grads), state.places
-        if len(places.parts) != len(trees.params) or len(state.parts) != len(
-            self.optimizers
-        ):
+        if len(state.parts) != len(self.optimizers):
             raise ValueError(
-                f"state is of {len(places.parts)} leaves in {len(state.parts)} parts, "
-                f"params and {self._name} have {len(trees.params)} in "
+                f"state is of {len(state.parts)} parts, {self._name} has "
                 f"{len(self.optimizers)}: make it with this optimizer's init"
             )
+        trees = Trees.check(params, grads)
+        places = match_tree("state", state.places.tree, trees.spec, params)
         new, states = list(trees.params), list(state.parts)
         for i, optimizer in enumerate(self.optimizers):
             own, states[i] = optimizer.step(
@@ -122,15 +129,15 @@ class Partition:
                 _part(i, places, trees.grads, trees.spec),
                 states[i],
             )
-            at = [j for j, part in enumerate(places.parts) if part == i]
+            at = [j for j, part in enumerate(places) if part == i]
             for j, p in zip(at, pytree.tree_leaves(own)):
                 new[j] = p
         return (
             pytree.tree_unflatten(new, trees.spec),
-            PartitionState(places, tuple(states)),
+            PartitionState(state.places, tuple(states)),
         )
 
-    def _place(self, params: PyTree, tensors: list[Tensor]) -> tuple[int, ...]:
+    def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
         paths = _dotted_paths(params)
         found: list[int] = []
         for path, p in zip(paths, tensors):
@@ -147,7 +154,7 @@ class Partition:
                     f"{self._name}: {_called(select)} selects no parameter: {known}"
                 )
         if self.freeze:
-            return tuple(-1 if i == len(self.selects) else i for i in found)
+            return [-1 if i == len(self.selects) else i for i in found]
         has_rest = len(self.optimizers) > len(self.selects)
         if at_rest and not has_rest:
             raise ValueError(
@@ -156,7 +163,7 @@ class Partition:
             )
         if has_rest and not at_rest:
             raise ValueError(f"partition: no parameter is left for rest=: {known}")
-        return tuple(found)
+        return found
 
 
 def partition(
@@ -273,6 +280,8 @@ def _key(entry: Any) -> str:
     return str(entry)
 
 
-def _part(i: int, places: Places, leaves: list[Any], spec: pytree.TreeSpec) -> PyTree:
-    own = [x if k == i else Elsewhere() for x, k in zip(leaves, places.parts)]
+def _part(
+    i: int, places: list[int], leaves: Sequence[Tensor | None], spec: pytree.TreeSpec
+) -> PyTree:
+    own = [x if k == i else Elsewhere() for x, k in zip(leaves, places)]
     return pytree.tree_unflatten(own, spec)

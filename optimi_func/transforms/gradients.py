@@ -309,8 +309,8 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
     def rewrite(grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
         scale = resolve("std", std, step)
         noisy = [
-            None if g is None else g + like(scale, g) * normals(*state, leaf, g)
-            for leaf, g in enumerate(grads)
+            None if g is None or z is None else g + like(scale, g) * z
+            for g, z in zip(grads, normals(*state, grads))
         ]
         return noisy, NoiseState(state.seed.clone(), state.step + 1)
 

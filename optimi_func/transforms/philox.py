@@ -37,24 +37,46 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return (high >> 16) + (total >> 32), total & _WORD
 
 
-def normals(seed: Tensor, step: Tensor, leaf: int, x: Tensor) -> Tensor:
-    """Standard normal numbers of x's shape and dtype (Box & Muller 1958).
+def normals(
+    seed: Tensor, step: Tensor, tensors: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Standard normal numbers of each tensor's shape and dtype (Box & Muller 1958).
+
+    Those of a tensor depend on its place in the list, not on the others: a tensor of None
+    leaves them be. One draw a dtype and device, whatever the number of tensors, takes the
+    time and the graph of one.
 
     Args:
         seed: 0-d int64, not negative: the stream.
-        step: 0-d int64, not negative: of which each step has its own part,
-        leaf: and of that each tensor.
-        x: What they are for.
+        step: 0-d int64, not negative: of which each step has its own part.
+        tensors: What they are for.
     """
-    seed, step = seed.to(x.device), step.to(x.device)
-    blocks = torch.arange((x.numel() + 3) // 4, device=x.device)
-    place = torch.full_like(blocks, leaf)
-    counter = (blocks, place, step & _WORD, step >> 32)
-    words = philox(counter, (seed & _WORD, seed >> 32))
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(tensors):
+        if x is not None:
+            kinds.setdefault((x.dtype, x.device), []).append(i)
+    found: list[Tensor | None] = [None] * len(tensors)
+    for (dtype, device), places in kinds.items():
+        some = [
+            x for x in tensors if x is not None and (x.dtype, x.device) == (dtype, device)
+        ]
+        blocks = [(x.numel() + 3) // 4 for x in some]
+        within = torch.cat([torch.arange(n, device=device) for n in blocks])
+        which = torch.cat([torch.full_like(within[:n], i) for i, n in zip(places, blocks)])
+        stream, now = seed.to(device), step.to(device)
+        counter = (within, which, now & _WORD, now >> 32)
+        drawn = _bell(philox(counter, (stream & _WORD, stream >> 32)), dtype)
+        for i, x, z in zip(places, some, drawn.split([4 * n for n in blocks])):
+            found[i] = z[: x.numel()].reshape(x.shape)
+    return found
+
+
+def _bell(words: Words, dtype: torch.dtype) -> Tensor:
+    """Four normal numbers for each four words, side by side."""
     # In the middle of its cell: never 0, whose logarithm is not finite.
-    u = [(word.to(x.dtype) + 0.5) * 2.0**-32 for word in words]
-    found: list[Tensor] = []
+    u = [(word.to(dtype) + 0.5) * 2.0**-32 for word in words]
+    parts: list[Tensor] = []
     for radius, angle in ((u[0], u[1]), (u[2], u[3])):
         r, phi = (-2.0 * radius.log()).sqrt(), 2.0 * math.pi * angle
-        found += [r * phi.cos(), r * phi.sin()]
-    return torch.stack(found, dim=-1).flatten()[: x.numel()].reshape(x.shape)
+        parts += [r * phi.cos(), r * phi.sin()]
+    return torch.stack(parts, dim=-1).flatten()

@@ -8,10 +8,11 @@ keep an exponential moving average of their weights:
 
     ema(chain(clip_global_norm(1.0), partition((is_matrix, lion(...)), rest=adamw(...))))
 
-Everything that a run carries is one pytree. What to expect: while the learning rate is at
-its peak the averaged weights are mostly ahead of the weights themselves, and the decay
-closes the gap. This shows how to mix, average and schedule; it is no contest between
-optimizers, and 1797 images would not decide one.
+Everything that a run carries is one pytree. What to expect: the average lags at first;
+then, while the learning rate is at its peak, its loss is smoother and, under AdamW, mostly
+lower than that of the weights themselves, until the decay brings both together. This shows
+how to mix, average and schedule; it is no contest between optimizers, and 1797 images would
+not decide one.
 """
 
 import argparse

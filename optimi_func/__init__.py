@@ -6,6 +6,9 @@ runs it through one kernel a dtype.
 """
 
 from optimi_func import compiled as compiled
+from optimi_func import schedules as schedules
+from optimi_func import transforms as transforms
+from optimi_func._types import PureOptimizer as PureOptimizer
 from optimi_func.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.functional import LeafState as LeafState
 from optimi_func.functional import TreeState as TreeState

@@ -7,7 +7,7 @@ package decides where and when that happens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,3 +104,25 @@ class Leaf(NamedTuple):
     p: Tensor
     state: Any  # the rule's State: a NamedTuple of tensors
     comp: Tensor | None  # Kahan compensation: what rounding took from p so far
+
+
+class PureOptimizer(Protocol):
+    """Two pure functions over pytrees: what every transform of an optimizer takes and is.
+
+    A gradient of None leaves its parameter alone. Neither function writes to what it is
+    given. A state is a pytree of tensors; no step changes its structure, shapes or dtypes.
+    """
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Fresh state for `params`: see `FunctionalOptimizer.init`."""
+        ...
+
+    def step(self, params: PyTree, grads: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """One update: new parameters and new state."""
+        ...

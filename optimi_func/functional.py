@@ -7,8 +7,9 @@ with what went in, and everything composes with torch.compile, vmap, grad and jv
 
 A parameter tree is anything torch.utils._pytree flattens into floating tensors. A gradient
 tree has its structure; a None in it leaves that parameter and its state alone. Numbers are
-floats or 0-d tensors, or callables of the 0-based step (a 0-d tensor in, a number out); lr
-and weight_decay may also be prefixes of the parameter tree, a number a subtree.
+floats or 0-d tensors, or callables of the 0-based step (a 0-d tensor in, a number out; in
+a graph a 0-d tensor too: see `schedules`); lr and weight_decay may also be prefixes of the
+parameter tree, a number a subtree.
 """
 
 import inspect
@@ -137,24 +138,24 @@ class FunctionalOptimizer:
     def __post_init__(self) -> None:
         """Refuse what no step could use, before any step."""
         for lr in pytree.tree_leaves(self.lr):
-            _check("learning rate", "lr", lr)
+            check_number("learning rate", "lr", lr)
         if hasattr(self.hyper, "betas"):
             _check_betas(self.hyper)
         for i, beta in enumerate(getattr(self.hyper, "betas", ())):
-            _check(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
+            check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
         for name, label in _LABELS.items():
             value = getattr(self.hyper, name, None)
             if value is not None and not (name == "dampening" and isinstance(value, bool)):
-                _check(label, name, value, *_BOUNDS.get(name, ()))
+                check_number(label, name, value, *_BOUNDS.get(name, ()))
         for decay in pytree.tree_leaves(self.weight_decay):
-            _check("weight decay", "weight_decay", decay)
+            check_number("weight decay", "weight_decay", decay)
         if callable(self.max_lr):
             raise TypeError(
                 f"Invalid maximum learning rate: max_lr={self.max_lr!r}: allowed are "
                 "numbers and 0-d tensors"
             )
         if self.max_lr is not None:
-            _check("maximum learning rate", "max_lr", self.max_lr)
+            check_number("maximum learning rate", "max_lr", self.max_lr)
         if self.decay.startswith("fully"):
             self._check_max_lr()
 
@@ -242,14 +243,16 @@ class FunctionalOptimizer:
             t: step + 1, on the host or traced: decides where coefficients are computed.
         """
         step = step.clone()  # a schedule may write to what it is given
-        hyper = pytree.tree_map(lambda x: _resolve(x, step), self.hyper)
+        named = zip(getattr(self.hyper, "_fields", ()), self.hyper)
+        hyper = type(self.hyper)(*(resolve_tree(name, x, step) for name, x in named))
         coeffs = self.rule.coeffs(hyper, t)
-        max_lr = None if self.max_lr is None else _resolve(self.max_lr, step)
+        max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         lrs, lr_at = _broadcast("lr", self.lr, leaves)
         decays, decay_at = _broadcast("weight_decay", self.weight_decay, leaves)
         shared: dict[tuple[int, int], Scalars] = {}
         for i, j in dict.fromkeys(zip(lr_at, decay_at)):
-            lr, decay = _resolve(lrs[i], step), _resolve(decays[j], step)
+            lr = resolve("lr", lrs[i], step)
+            decay = resolve("weight_decay", decays[j], step)
             top = lr if max_lr is None else max_lr
             r = rates(lr, decay, self.decay, top, self.maximize)
             shared[i, j] = Scalars(coeffs, r)
@@ -315,14 +318,14 @@ class Leaves(NamedTuple):
         rule: Rule[Any, Any, Any], params: PyTree, grads: PyTree, state: TreeState
     ) -> "Leaves":
         """Flatten the three trees, refusing whatever a step could not use."""
-        paths, tensors, spec = _flatten_params(params)
+        paths, tensors, spec = flatten_params(params)
         if not isinstance(state, TreeState):
             raise TypeError(
                 f"state={type(state).__name__} is not a TreeState: make one with "
                 f"{rule.name}'s init"
             )
-        flat_grads = _match("grads", grads, spec, params)
-        states = _match("state", state.leaves, spec, params)
+        flat_grads = match_tree("grads", grads, spec, params)
+        states = match_tree("state", state.leaves, spec, params)
         for path, p, g, s in zip(paths, tensors, flat_grads, states):
             check_grad(path, p, g)
             _check_state(rule, path, p, s)
@@ -371,7 +374,7 @@ def init_tree(
 ) -> TreeState:
     """Fresh state for a parameter tree."""
     check_state_dtype(state_dtype)
-    _, tensors, spec = _flatten_params(params)
+    _, tensors, spec = flatten_params(params)
     states: list[LeafState] = []
     if kahan_sum and not any(is_low(p) for p in tensors):
         warn([IDLE_KAHAN])
@@ -461,7 +464,8 @@ def _check_state(rule: Rule[Any, Any, Any], path: str, p: Tensor, s: Any) -> Non
             )
 
 
-def _flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
+def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
+    """Paths, leaves and structure of a parameter tree, checked."""
     tensors, spec = pytree.tree_flatten(params)
     if not tensors:
         raise ValueError(f"params={params!r} holds no tensor")
@@ -482,7 +486,7 @@ def _paths(tree: PyTree, count: int, stop: Any = None) -> list[str]:
     return [f"<leaf {i}>" for i in range(count)]
 
 
-def _match(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
+def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
     """Flatten `tree` as far as `spec` goes, or name the first leaf that differs."""
     try:
         return spec.flatten_up_to(tree)
@@ -528,10 +532,15 @@ def _broadcast(name: str, prefix: Any, leaves: Leaves) -> tuple[list[Any], list[
     return numbers, at
 
 
-def _resolve(number: Any, step: Tensor) -> Scalar:
+def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:
+    """Every number of a tree now: see `resolve`."""
+    return pytree.tree_map(lambda x: resolve(name, x, step), numbers)
+
+
+def resolve(name: str, number: Any, step: Tensor) -> Scalar:
     """A number now: schedules called, tensors checked and widened."""
     if callable(number):
-        number = number(step)
+        number = _call(name, number, step)
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -542,6 +551,27 @@ def _resolve(number: Any, step: Tensor) -> Scalar:
             "adamw_step(p, g, s, lr=lr))"
         )
     return number.to(scalar_dtype(number.device))
+
+
+def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
+    """A schedule's number, or why there is none in a graph or under vmap."""
+    help = (
+        f"{name} is a schedule that leaves the 0-d tensor step for a host number, which "
+        "a graph would keep for all steps and vmap for all members: compute it by torch "
+        "operations on the step (no .item(), int(), float(), math or if), or pass the "
+        "number itself"
+    )
+    if torch.compiler.is_compiling():
+        value = schedule(step)
+        if not isinstance(value, Tensor):
+            raise ValueError(help)
+        return value
+    try:
+        return schedule(step)
+    except RuntimeError as error:
+        if ".item()" in str(error) or "data-dependent control flow" in str(error):
+            raise ValueError(help) from error
+        raise
 
 
 def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
@@ -572,7 +602,7 @@ def _check_betas(hyper: Any) -> None:
         )
 
 
-def _check(
+def check_number(
     label: str,
     name: str,
     value: Any,

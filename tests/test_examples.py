@@ -44,6 +44,19 @@ def test_memory_timeline(tmp_path: Path) -> None:
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 
+def test_mixed_optimizers(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/mixed_optimizers.py")]
+    picture = tmp_path / "mixed.png"
+    options = ["--quick", "--out", str(picture)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("%")]
+    assert [row[0] for row in rows] == ["AdamW", "Lion"]
+    # Two optimizers, and in each run the average apart from the weights.
+    assert len({number for row in rows for number in row[-3:-1]}) == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_release_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/release.py")]
     numbers = tmp_path / "numbers.json"

@@ -22,9 +22,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_public_names() -> None:
     public = {n for n in dir(optimi_func) if not n.startswith("_")}
-    modules = {"compiled", "functional", "gradient_release", "optimizers", "rules", "utils"}
+    modules = {"compiled", "functional", "gradient_release", "optimizers", "rules"}
+    modules |= {"schedules", "transforms", "utils"}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
-    types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "TreeState"}
+    types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
+    types |= {"TreeState"}
     utilities = {"param_groups_weight_decay", "to_low_precision"}
     utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}
     classes = {c.__name__ for c in CLASSES.values()}
@@ -82,10 +84,10 @@ def test_readme_names_every_optimizer_and_command() -> None:
 
 LAYERS = [
     {"_types", "_torch"},
-    {"_leaf", "rules"},
+    {"_leaf", "_norms", "rules"},
     {"functional"},
     {"_saved"},
-    {"compiled"},
+    {"compiled", "schedules", "transforms"},
     {"_cohorts"},
     {"optimizers"},
     {"gradient_release"},

@@ -13,18 +13,12 @@ from torch import Tensor
 
 from optimi_func import _torch
 from optimi_func import functional as _f
+from optimi_func._norms import clip_factor, norms_of, total_norm
 from optimi_func._types import WHOLE, Scalar, Share
 from optimi_func.compiled.batching import SMALL
 from optimi_func.compiled.jobs import is_plain
 from optimi_func.gradient_release.cycle import Cycle
-from optimi_func.gradient_release.norms import (
-    all_finite,
-    at,
-    clip_factor,
-    is_finite,
-    norms_of,
-    total_norm,
-)
+from optimi_func.gradient_release.norms import all_finite, at, is_finite
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 

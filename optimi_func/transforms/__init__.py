@@ -1,0 +1,36 @@
+"""Transforms of optimizers: what goes around `adamw(lr=...)` and is an optimizer again.
+
+Each takes a `PureOptimizer` and is one: `init(params)` makes a state, `step(params, grads,
+state)` a step, so that they nest:
+
+    apply_if_finite(every_k(chain(clip_global_norm(1.0), adamw(lr=schedule)), 4))
+
+A state is a NamedTuple of tensors with the inner one's as its last field. No step looks at
+a value, so that each compiles into one graph, vmaps and differentiates. To save a state,
+save its leaves, and give them the structure of a fresh one on loading:
+
+    torch.save(pytree.tree_leaves(state), path)
+    leaves = torch.load(path, weights_only=True)
+    state = pytree.tree_unflatten(leaves, pytree.tree_structure(optimizer.init(params)))
+"""
+
+from optimi_func.transforms.accumulate import EveryState as EveryState
+from optimi_func.transforms.accumulate import every_k as every_k
+from optimi_func.transforms.average import EmaState as EmaState
+from optimi_func.transforms.average import ema as ema
+from optimi_func.transforms.gradients import ChainState as ChainState
+from optimi_func.transforms.gradients import GradientTransform as GradientTransform
+from optimi_func.transforms.gradients import NoiseState as NoiseState
+from optimi_func.transforms.gradients import add_noise as add_noise
+from optimi_func.transforms.gradients import centralize as centralize
+from optimi_func.transforms.gradients import chain as chain
+from optimi_func.transforms.gradients import clip_global_norm as clip_global_norm
+from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
+from optimi_func.transforms.gradients import clip_value as clip_value
+from optimi_func.transforms.guard import FiniteState as FiniteState
+from optimi_func.transforms.guard import apply_if_finite as apply_if_finite
+from optimi_func.transforms.inject import InjectState as InjectState
+from optimi_func.transforms.inject import inject as inject
+from optimi_func.transforms.partition import PartitionState as PartitionState
+from optimi_func.transforms.partition import masked as masked
+from optimi_func.transforms.partition import partition as partition

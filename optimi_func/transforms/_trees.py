@@ -1,0 +1,98 @@
+"""What the transforms share: checked trees, states told apart, one tree or the other."""
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import compute_dtype
+from optimi_func._types import PureOptimizer, PyTree, Scalar
+from optimi_func.functional import (
+    Number,
+    check_grad,
+    check_number,
+    flatten_params,
+    match_tree,
+)
+
+S = TypeVar("S")
+
+
+class Trees(NamedTuple):
+    """Checked params and grads, flat."""
+
+    spec: pytree.TreeSpec
+    params: list[Tensor]
+    grads: list[Tensor | None]
+
+    @staticmethod
+    def check(params: PyTree, grads: PyTree) -> "Trees":
+        """Flatten both, refusing gradients that no step could use."""
+        paths, tensors, spec = flatten_params(params)
+        flat_grads = match_tree("grads", grads, spec, params)
+        for path, p, g in zip(paths, tensors, flat_grads):
+            check_grad(path, p, g)
+        return Trees(spec, tensors, flat_grads)
+
+    def wide_grads(self) -> list[Tensor | None]:
+        """The gradients in the dtype of the arithmetic, where their steps take them too."""
+        return [
+            None if g is None else g.to(compute_dtype(p.dtype, g.dtype))
+            for p, g in zip(self.params, self.grads)
+        ]
+
+
+def check_state(state: Any, kind: type[S], name: str) -> S:
+    """Refuse another optimizer's state."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"state={type(state).__name__} is not the {kind.__name__} that {name} needs: "
+            "make it with this optimizer's init"
+        )
+    return state
+
+
+def check_optimizer(name: str, optimizer: Any) -> PureOptimizer:
+    """Refuse what has no init and step."""
+    for method in ("init", "step"):
+        if isinstance(optimizer, type) or not callable(getattr(optimizer, method, None)):
+            raise TypeError(
+                f"{name} got {optimizer!r}, which has no {method}: allowed are optimizers "
+                "of the pure API, as optimi_func.adamw(lr=1e-3), and transforms of them"
+            )
+    return optimizer
+
+
+def check_positive(label: str, name: str, value: Number) -> None:
+    """Refuse a host number that is not above 0."""
+    check_number(label, name, value)
+    if not isinstance(value, Tensor) and not callable(value) and not value > 0:
+        raise ValueError(f"Invalid {label}: {name}={value}: allowed are numbers above 0")
+
+
+def like(number: Scalar, x: Tensor) -> Scalar:
+    """A number where x is, in its dtype: a wider 0-d tensor would widen a 0-d x."""
+    return number.to(x.device, x.dtype) if isinstance(number, Tensor) else number
+
+
+def tensor_of(number: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor of its own."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype, copy=True)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def count_from(params: PyTree) -> Tensor:
+    """A count of 0, where and what the step of a `TreeState` is."""
+    _, tensors, _ = flatten_params(params)
+    return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+
+
+def choose_tree(ok: Tensor, yes: PyTree, no: PyTree) -> PyTree:
+    """`yes` where ok, a 0-d bool, is true, else `no`; what is in both stays itself."""
+
+    def pick(y: Tensor, n: Tensor) -> Tensor:
+        return n if y is n else torch.where(ok.to(y.device), y, n)
+
+    return pytree.tree_map(pick, yes, no)

@@ -1,0 +1,115 @@
+"""One step from the gradients of several micro-batches."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import compute_dtype
+from optimi_func._types import PureOptimizer, PyTree
+from optimi_func.functional import flatten_params, match_tree
+from optimi_func.transforms._trees import (
+    Trees,
+    check_optimizer,
+    check_state,
+    choose_tree,
+    count_from,
+)
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+class EveryState(NamedTuple):
+    """The state of `every_k`."""
+
+    calls: Tensor  # 0-d float32: those since the last step
+    sums: PyTree  # of their gradients, each at least float32
+    inner: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Every:
+    """An optimizer that steps every k-th time: see `every_k`."""
+
+    optimizer: PureOptimizer
+    k: int
+    reduction: Reduction
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> EveryState:
+        """Fresh state: see `FunctionalOptimizer.init`."""
+        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        _, tensors, spec = flatten_params(params)
+        zeros = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in tensors]
+        return EveryState(count_from(params), pytree.tree_unflatten(zeros, spec), inner)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: EveryState
+    ) -> tuple[PyTree, EveryState]:
+        """One micro-step: the k-th of them is an update."""
+        state = check_state(state, EveryState, "every_k")
+        trees = Trees.check(params, grads)
+        before = match_tree("state.sums", state.sums, trees.spec, params)
+        due = state.calls + 1.0 >= self.k
+        share = self.k if self.reduction == "mean" else 1
+        sums, whole = list(before), list(trees.grads)
+        for i, g in enumerate(trees.grads):
+            if g is not None:
+                total = before[i] + g.to(before[i].dtype)
+                whole[i] = total / share
+                sums[i] = torch.where(due.to(g.device), 0.0, total)
+        gradient = pytree.tree_unflatten(whole, trees.spec)
+        moved, inner = self.optimizer.step(params, gradient, state.inner)
+        return choose_tree(due, moved, params), EveryState(
+            torch.where(due, 0.0, state.calls + 1.0),
+            pytree.tree_unflatten(sums, trees.spec),
+            choose_tree(due, inner, state.inner),
+        )
+
+
+def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") -> Every:
+    """Step once every k calls, along the mean or the sum of their gradients.
+
+        s <- s + g;   every k-th call: step along s / k ("mean") or s ("sum"), then s <- 0
+
+    Exact: k micro-batches of one size, each with the mean of its losses, make the step of
+    the whole batch. Sums are float32, or float64 for float64 parameters. Between steps the
+    parameters stay, and so does the optimizer's state, its count of steps included.
+
+    A step is computed at every call and discarded but for the k-th, because a graph cannot
+    tell them apart; a loop in eager mode saves that by adding up gradients itself. A leaf
+    whose k-th gradient is None is left alone by that step and keeps its sum for the next.
+
+    Args:
+        optimizer: The optimizer.
+        k: Calls a step, at least 1.
+        reduction: "mean" divides the sum by k; "sum" is for losses divided already.
+
+    Returns:
+        An optimizer; its state is an `EveryState`.
+
+    Raises:
+        ValueError: k is not a whole number from 1, or reduction is neither.
+
+    >>> from optimi_func import sgd
+    >>> opt = every_k(sgd(lr=1.0), 2)
+    >>> p = torch.tensor(0.0)
+    >>> p, state = opt.step(p, torch.tensor(1.0), opt.init(p))
+    >>> p, state.calls
+    (tensor(0.), tensor(1.))
+    >>> p, state = opt.step(p, torch.tensor(3.0), state)
+    >>> p, state.calls
+    (tensor(-2.), tensor(0.))
+    """
+    if type(k) is not int or k < 1:
+        raise ValueError(f"k={k!r}: allowed are whole numbers from 1")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction={reduction!r}: allowed are {get_args(Reduction)}")
+    return Every(check_optimizer("every_k", optimizer), k, reduction)

@@ -1,0 +1,110 @@
+"""A running mean of the parameters beside them."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import compute_dtype
+from optimi_func._types import PureOptimizer, PyTree
+from optimi_func.functional import Number, check_number, flatten_params, match_tree, resolve
+from optimi_func.rules._common import scalar_dtype
+from optimi_func.transforms._trees import check_optimizer, check_state, count_from, like
+
+
+class EmaState(NamedTuple):
+    """The state of `ema`."""
+
+    step: Tensor  # 0-d float32: steps taken so far
+    weight: Tensor  # 0-d: what of the mean stands for parameters, not for zeros before them
+    average: PyTree  # the averaged parameters, each at least float32
+    inner: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Averaged:
+    """An optimizer that averages the parameters it makes: see `ema`."""
+
+    optimizer: PureOptimizer
+    decay: Number
+    debias: bool
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> EmaState:
+        """Fresh state: see `FunctionalOptimizer.init`."""
+        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        _, tensors, spec = flatten_params(params)
+        wide = [p.detach().to(compute_dtype(p.dtype), copy=True) for p in tensors]
+        step = count_from(params)
+        # Wide enough for a decay of 0.99999.
+        weight = torch.full_like(
+            step, 0.0 if self.debias else 1.0, dtype=scalar_dtype(step.device)
+        )
+        return EmaState(step, weight, pytree.tree_unflatten(wide, spec), inner)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: EmaState
+    ) -> tuple[PyTree, EmaState]:
+        """One update, and its parameters into the mean."""
+        state = check_state(state, EmaState, "ema")
+        params, inner = self.optimizer.step(params, grads, state.inner)
+        decay = resolve("decay", self.decay, state.step.detach().clone())
+        decay = like(decay, state.weight)
+        weight = decay * state.weight + (1.0 - decay)
+        fresh = (1.0 - decay) / weight
+        _, tensors, spec = flatten_params(params)
+        averages = match_tree("state.average", state.average, spec, params)
+        average = [a + like(fresh, a) * (p - a) for a, p in zip(averages, tensors)]
+        return params, EmaState(
+            state.step + 1.0, weight, pytree.tree_unflatten(average, spec), inner
+        )
+
+
+def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Averaged:
+    """Keep an exponential moving average of the parameters, `state.average`.
+
+        a_t <- decay * a_(t-1) + (1 - decay) * p_t
+
+    with a_0 = 0 and a_t / (1 - decay^t) in the state (debias), or with a_0 = p_0, the
+    parameters given to `init`. A debiased mean begins with p_1 and forgets p_0; the other
+    holds on to it for some 1 / (1 - decay) steps. Means are float32, or float64 for
+    float64 parameters, whatever the parameters are: a bfloat16 mean would stand still.
+
+    It goes inside `every_k` and `apply_if_finite`, where only true steps count.
+
+    Args:
+        optimizer: The optimizer.
+        decay: In [0, 1): how much of the mean a step keeps; a float, a 0-d tensor or a
+            schedule. 0.999 averages over some thousand steps.
+        debias: Divide by the weights' sum, rather than begin with p_0.
+
+    Returns:
+        An optimizer; its state is an `EmaState`, whose `average` has the structure of the
+        parameters.
+
+    Raises:
+        ValueError: decay is out of its range.
+
+    References:
+        Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM
+        J. Control Optim. 1992; Morales-Brotons et al., "Exponential Moving Average of
+        Weights in Deep Learning", arXiv:2411.18704; the correction: Kingma & Ba,
+        arXiv:1412.6980.
+
+    >>> from optimi_func import sgd
+    >>> opt = ema(sgd(lr=1.0), 0.5)
+    >>> p = torch.tensor(0.0)
+    >>> p, state = opt.step(p, torch.tensor(-1.0), opt.init(p))
+    >>> p, state = opt.step(p, torch.tensor(-1.0), state)
+    >>> p, state.average  # (0.25 * 1 + 0.5 * 2) / 0.75
+    (tensor(2.), tensor(1.6667))
+    """
+    check_number("averaging decay", "decay", decay, below=1.0)
+    return Averaged(check_optimizer("ema", optimizer), decay, debias)

@@ -1,0 +1,330 @@
+"""What a gradient goes through before an optimizer sees it: clip, noise, centralize."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._norms import clip_factor, total_norm
+from optimi_func._types import PureOptimizer, PyTree
+from optimi_func.functional import Number, flatten_params, resolve
+from optimi_func.transforms._trees import (
+    Trees,
+    check_optimizer,
+    check_positive,
+    check_state,
+    count_from,
+    like,
+    tensor_of,
+)
+from optimi_func.transforms.philox import normals
+
+Grads: TypeAlias = list[Tensor | None]
+# Named: Dynamo, tracing a factory, evaluates the annotations of its closures.
+Rewritten: TypeAlias = tuple[Grads, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientTransform:
+    """What rewrites gradients on their way into an optimizer: a value for `chain`.
+
+    Attributes:
+        init: `params -> state`, a pytree of tensors; `()` where there is nothing to keep.
+        rewrite: `(grads, state, step) -> (grads, state)`: the flat gradients, each at
+            least float32 or None, and the 0-based step, a 0-d tensor.
+    """
+
+    init: Callable[[PyTree], Any]
+    rewrite: Callable[[Grads, Any, Tensor], Rewritten]
+
+
+class ChainState(NamedTuple):
+    """The state of `chain`."""
+
+    step: Tensor  # 0-d float32: steps taken so far
+    transforms: tuple[Any, ...]  # of each gradient transform; () for those without
+    inner: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Gradient transforms before an optimizer: see `chain`."""
+
+    transforms: tuple[GradientTransform, ...]
+    optimizer: PureOptimizer
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> ChainState:
+        """Fresh state: see `FunctionalOptimizer.init`."""
+        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        states = tuple(transform.init(params) for transform in self.transforms)
+        return ChainState(count_from(params), states, inner)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: ChainState
+    ) -> tuple[PyTree, ChainState]:
+        """One update along the rewritten gradients."""
+        state = check_state(state, ChainState, "chain")
+        if len(state.transforms) != len(self.transforms):
+            raise ValueError(
+                f"state holds {len(state.transforms)} gradient transforms, chain has "
+                f"{len(self.transforms)}: make it with this optimizer's init"
+            )
+        trees = Trees.check(params, grads)
+        now, states = trees.wide_grads(), list(state.transforms)
+        for i, transform in enumerate(self.transforms):
+            now, states[i] = transform.rewrite(now, states[i], state.step.detach().clone())
+        rewritten = pytree.tree_unflatten(now, trees.spec)
+        params, inner = self.optimizer.step(params, rewritten, state.inner)
+        return params, ChainState(state.step + 1.0, tuple(states), inner)
+
+
+def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
+    """Let gradients go through transforms, from left to right, into an optimizer.
+
+        g <- t_n(...t_2(t_1(g))),   (params, state) <- step(params, g, state)
+
+    Between them gradients are float32, or float64 for float64 parameters.
+
+    Args:
+        *parts: One or more gradient transforms (`clip_global_norm(1.0)` and the like), and
+            last the optimizer.
+
+    Returns:
+        An optimizer; its state is a `ChainState`.
+
+    Raises:
+        TypeError: The last part is no optimizer, or another is no gradient transform.
+
+    >>> from optimi_func import sgd
+    >>> opt = chain(clip_global_norm(1.0), sgd(lr=1.0))
+    >>> p = torch.zeros(2)
+    >>> p, state = opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))
+    >>> p
+    tensor([-0.6000, -0.8000])
+    """
+    *transforms, optimizer = parts or (None,)
+    if isinstance(optimizer, GradientTransform) or not transforms:
+        raise TypeError(
+            f"chain got {len(parts)} parts, of which the last is {optimizer!r}: allowed "
+            "are one gradient transform or more, and last an optimizer"
+        )
+    before: list[GradientTransform] = []
+    for i, transform in enumerate(transforms):
+        if not isinstance(transform, GradientTransform):
+            raise TypeError(
+                f"chain's part {i} is {transform!r}: allowed before the last are gradient "
+                "transforms, such as clip_global_norm(1.0)"
+            )
+        before.append(transform)
+    return Chain(tuple(before), check_optimizer("chain", optimizer))
+
+
+def _stateless(rewrite: Callable[[Grads, Tensor], Grads]) -> GradientTransform:
+    return GradientTransform(
+        lambda params: (), lambda grads, state, step: (rewrite(grads, step), state)
+    )
+
+
+def _each(change: Callable[[Tensor], Tensor], grads: Grads) -> Grads:
+    return [None if g is None else change(g) for g in grads]
+
+
+def clip_value(limit: Number) -> GradientTransform:
+    """Clip each element of each gradient to [-limit, limit].
+
+    Args:
+        limit: Above 0; a float, a 0-d tensor or a schedule.
+
+    Raises:
+        ValueError: limit is not above 0.
+
+    >>> from optimi_func import sgd
+    >>> opt = chain(clip_value(1.0), sgd(lr=1.0))
+    >>> p = torch.zeros(2)
+    >>> opt.step(p, torch.tensor([0.5, -3.0]), opt.init(p))[0]
+    tensor([-0.5000,  1.0000])
+    """
+    check_positive("clipping limit", "limit", limit)
+
+    def rewrite(grads: Grads, step: Tensor) -> Grads:
+        bound = resolve("limit", limit, step)
+
+        def clip(g: Tensor) -> Tensor:
+            high = tensor_of(bound, g.dtype, g.device)
+            return g.clamp(-high, high)
+
+        return _each(clip, grads)
+
+    return _stateless(rewrite)
+
+
+def clip_param_norm(max_norm: Number) -> GradientTransform:
+    """Scale each gradient down to a Euclidean norm of max_norm, by itself.
+
+        g <- g * min(1, max_norm / (|g| + 1e-6))
+
+    Args:
+        max_norm: Above 0; a float, a 0-d tensor or a schedule.
+
+    Raises:
+        ValueError: max_norm is not above 0.
+
+    >>> from optimi_func import sgd
+    >>> opt = chain(clip_param_norm(1.0), sgd(lr=1.0))
+    >>> p = torch.zeros(2)
+    >>> opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))[0]
+    tensor([-0.6000, -0.8000])
+    """
+    check_positive("clipping norm", "max_norm", max_norm)
+
+    def rewrite(grads: Grads, step: Tensor) -> Grads:
+        limit = resolve("max_norm", max_norm, step)
+
+        def clip(g: Tensor) -> Tensor:
+            return clip_factor(like(limit, g), torch.linalg.vector_norm(g)) * g
+
+        return _each(clip, grads)
+
+    return _stateless(rewrite)
+
+
+def clip_global_norm(max_norm: Number) -> GradientTransform:
+    """Scale all gradients by one factor, down to a joint Euclidean norm of max_norm.
+
+        g_i <- g_i * min(1, max_norm / (sqrt(sum_i |g_i|^2) + 1e-6))
+
+    as torch.nn.utils.clip_grad_norm_. A leaf without a gradient has no part in it.
+
+    Args:
+        max_norm: Above 0; a float, a 0-d tensor or a schedule.
+
+    Raises:
+        ValueError: max_norm is not above 0.
+
+    References:
+        Pascanu, Mikolov & Bengio, "On the difficulty of training Recurrent Neural
+        Networks", arXiv:1211.5063.
+
+    >>> from optimi_func import sgd
+    >>> opt = chain(clip_global_norm(1.0), sgd(lr=1.0))
+    >>> p = [torch.zeros(1), torch.zeros(1)]
+    >>> opt.step(p, [torch.tensor([3.0]), torch.tensor([4.0])], opt.init(p))[0]
+    [tensor([-0.6000]), tensor([-0.8000])]
+    """
+    check_positive("clipping norm", "max_norm", max_norm)
+
+    def rewrite(grads: Grads, step: Tensor) -> Grads:
+        norms = [torch.linalg.vector_norm(g) for g in grads if g is not None]
+        if not norms:
+            return grads
+        total = total_norm(norms)
+        factor = clip_factor(like(resolve("max_norm", max_norm, step), total), total)
+        return _each(lambda g: like(factor, g) * g, grads)
+
+    return _stateless(rewrite)
+
+
+def centralize() -> GradientTransform:
+    """Take from each gradient of a weight the mean of every output unit's.
+
+        g[i] <- g[i] - mean(g[i])    for gradients of two dimensions or more
+
+    where i runs over the first, which in torch's layers is the output. Others are left as
+    they are.
+
+    References:
+        Yong, Huang, Hua & Zhang, "Gradient Centralization: A New Optimization Technique
+        for Deep Neural Networks", arXiv:2004.01461.
+
+    >>> from optimi_func import sgd
+    >>> opt = chain(centralize(), sgd(lr=1.0))
+    >>> p = torch.zeros(1, 2)
+    >>> opt.step(p, torch.tensor([[1.0, 3.0]]), opt.init(p))[0]
+    tensor([[ 1., -1.]])
+    """
+
+    def center(g: Tensor) -> Tensor:
+        if g.dim() < 2:
+            return g
+        return g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
+
+    return _stateless(lambda grads, step: _each(center, grads))
+
+
+class NoiseState(NamedTuple):
+    """The state of `add_noise`: which numbers come next."""
+
+    seed: Tensor  # 0-d int64
+    step: Tensor  # 0-d int64: steps taken so far
+
+
+def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
+    """Add normal noise to every gradient, drawn from a seed in the state.
+
+        g <- g + std * z,   z ~ N(0, 1)
+
+    z is a function of (seed, step, leaf, element) alone: no generator is read or moved, so
+    that a step repeats, resumes, compiles, and needs no `randomness` under vmap. Members
+    of a population draw the same numbers unless their seeds differ.
+
+    Args:
+        std: Above 0; a float, a 0-d tensor or a schedule. The paper's is
+            `lambda t: (eta / (1 + t) ** 0.55) ** 0.5`, eta of 0.01 to 1.
+        seed: From 0 to 2^63 - 1, or a 0-d integer tensor (vmapped: a seed a member).
+
+    Raises:
+        ValueError: std is not above 0, or seed is negative.
+        TypeError: seed is no whole number.
+
+    References:
+        Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep
+        Networks", arXiv:1511.06807; the generator, Philox: Salmon et al., "Parallel
+        random numbers: as easy as 1, 2, 3", SC 2011.
+
+    >>> from optimi_func import sgd
+    >>> opt = chain(add_noise(0.1, seed=0), sgd(lr=1.0))
+    >>> p = torch.zeros(2)
+    >>> first, _ = opt.step(p, torch.zeros(2), opt.init(p))
+    >>> again, _ = opt.step(p, torch.zeros(2), opt.init(p))
+    >>> torch.equal(first, again)
+    True
+    """
+    check_positive("noise", "std", std)
+    _check_seed(seed)
+
+    def init(params: PyTree) -> NoiseState:
+        _, tensors, _ = flatten_params(params)
+        start = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+        return NoiseState(start + seed, start)
+
+    def rewrite(grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
+        scale = resolve("std", std, step)
+        noisy = [
+            None if g is None or z is None else g + like(scale, g) * z
+            for g, z in zip(grads, normals(*state, grads))
+        ]
+        return noisy, NoiseState(state.seed.clone(), state.step + 1)
+
+    return GradientTransform(init, rewrite)
+
+
+def _check_seed(seed: object) -> None:
+    if isinstance(seed, Tensor):
+        if seed.dim() != 0 or seed.is_floating_point():
+            raise TypeError(
+                f"seed is a tensor of shape {tuple(seed.shape)} and {seed.dtype}: allowed "
+                "are 0-d integer tensors"
+            )
+    elif type(seed) is not int:
+        raise TypeError(f"seed={seed!r}: allowed are whole numbers and 0-d tensors of them")
+    elif not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: allowed are whole numbers from 0 to 2^63 - 1")

@@ -1,0 +1,156 @@
+"""Hyperparameters in the state, where they can be read, set, batched and differentiated."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._types import PyTree, Scalar
+from optimi_func.functional import FunctionalOptimizer, TreeState, resolve_tree
+from optimi_func.rules import sgd
+from optimi_func.rules._common import scalar_dtype
+from optimi_func.transforms._trees import check_state, tensor_of
+
+
+class InjectState(NamedTuple):
+    """The state of `inject`."""
+
+    hyper: dict[str, Any]  # by name, a 0-d tensor or a tree of them: the next step's
+    inner: TreeState
+
+
+@dataclass(frozen=True, eq=False)
+class Injected:
+    """A `FunctionalOptimizer` whose numbers are in its state: see `inject`."""
+
+    optimizer: FunctionalOptimizer
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> InjectState:
+        """Fresh state: see `FunctionalOptimizer.init`."""
+        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        numbers = _numbers(self.optimizer)
+        hyper = {k: _tensors(k, x, inner.step) for k, x in numbers.items()}
+        return InjectState(hyper, inner)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: InjectState
+    ) -> tuple[PyTree, InjectState]:
+        """One update by the numbers in the state; schedules then give the next step's."""
+        state = check_state(state, InjectState, "inject")
+        numbers = _numbers(self.optimizer)
+        _check_hyper(numbers, state.hyper)
+        params, inner = self._bind(state.hyper).step(params, grads, state.inner)
+        step = inner.step.detach()
+        hyper = {k: _next(k, x, state.hyper[k], step) for k, x in numbers.items()}
+        return params, InjectState(hyper, inner)
+
+    def _bind(self, values: dict[str, Any]) -> FunctionalOptimizer:
+        hyper = self.optimizer.hyper
+        own = {k: x for k, x in values.items() if k in hyper._fields}
+        return dataclasses.replace(
+            self.optimizer,
+            lr=values["lr"],
+            weight_decay=values["weight_decay"],
+            max_lr=values.get("max_lr", self.optimizer.max_lr),
+            hyper=hyper._replace(**own),
+        )
+
+
+def inject(optimizer: FunctionalOptimizer) -> Injected:
+    """Keep every hyperparameter in the state, as 0-d tensors in float64.
+
+    `state.hyper["lr"]` is the learning rate of the next step, and so for every number that
+    the rule uses: "lr", "weight_decay", "betas", "eps", "momentum" and so on; "max_lr"
+    where decay is fully decoupled (with max_lr=None: the lr that it began with). Trees of
+    numbers stay trees. Choices (nesterov, maximize, the kind of decay) are not in it.
+
+    To set one, replace it by another 0-d tensor of that dtype, or write into it:
+
+        state = state._replace(hyper={**state.hyper, "lr": torch.tensor(0.1).double()})
+        state.hyper["lr"].fill_(0.1)
+
+    A graph does not recompile for it. A schedule's number can be set too, for one step:
+    after it the schedule goes on.
+
+    Args:
+        optimizer: Of the factories (`adamw(lr=...)`); transforms go around the result.
+
+    Returns:
+        An optimizer; its state is an `InjectState`.
+
+    Raises:
+        TypeError: optimizer is not a `FunctionalOptimizer`.
+        ValueError: lr is a tree, decay is fully decoupled and max_lr is None.
+
+    >>> from optimi_func import sgd
+    >>> opt = inject(sgd(lr=0.1))
+    >>> p = torch.ones(1)
+    >>> state = opt.init(p)
+    >>> state.hyper["lr"]
+    tensor(0.1000, dtype=torch.float64)
+    >>> _ = state.hyper["lr"].fill_(0.5)
+    >>> p, state = opt.step(p, torch.ones(1), state)
+    >>> p
+    tensor([0.5000])
+    """
+    if not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            f"inject got a {type(optimizer).__name__}: allowed is a FunctionalOptimizer; "
+            "transforms go around it, as in chain(clip_value(1.0), inject(adamw(lr=1e-3)))"
+        )
+    fully = optimizer.decay.startswith("fully")
+    if fully and optimizer.max_lr is None and not isinstance(optimizer.lr, float | int):
+        raise ValueError(
+            f"inject got lr={optimizer.lr!r} with decouple_lr=True and max_lr=None: the "
+            "largest of several learning rates cannot be told, give max_lr"
+        )
+    return Injected(optimizer)
+
+
+def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
+    """Everything that is a number and has an effect, by name."""
+    found = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if optimizer.decay.startswith("fully"):
+        found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
+    if optimizer.rule is not sgd.plain:
+        own = zip(optimizer.hyper._fields, optimizer.hyper)
+        found.update({k: x for k, x in own if not isinstance(x, bool)})
+    return found
+
+
+def _tensors(name: str, numbers: PyTree, step: Tensor) -> PyTree:
+    def tensor(x: Scalar) -> Tensor:
+        return tensor_of(x, scalar_dtype(step.device), step.device)
+
+    return pytree.tree_map(tensor, resolve_tree(name, numbers, step.clone()))
+
+
+def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:
+    def after(number: Any, value: Tensor) -> Tensor:
+        return _tensors(name, number, step) if callable(number) else value.clone()
+
+    return pytree.tree_map(after, numbers, values)
+
+
+def _check_hyper(numbers: dict[str, Any], hyper: dict[str, Any]) -> None:
+    if numbers.keys() != hyper.keys():
+        raise ValueError(
+            f"state.hyper holds {list(hyper)}, but inject's optimizer has {list(numbers)}: "
+            "make the state with this optimizer's init"
+        )
+    for name, value in hyper.items():
+        for x in pytree.tree_leaves(value):
+            if not isinstance(x, Tensor) or x.dim() != 0:
+                raise TypeError(
+                    f"state.hyper[{name!r}] holds {x!r}: allowed are 0-d tensors (a host "
+                    "number would be another graph)"
+                )

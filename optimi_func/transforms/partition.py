@@ -1,0 +1,287 @@
+"""Different optimizers for different leaves, in one state."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._leaf import is_low
+from optimi_func._types import PureOptimizer, PyTree
+from optimi_func.functional import flatten_params, match_tree
+from optimi_func.transforms._trees import Trees, check_optimizer, check_state
+
+# A pattern for a leaf's path, or a predicate of path and parameter.
+Select: TypeAlias = str | Callable[[str, Tensor], bool]
+
+
+class Elsewhere(NamedTuple):
+    """Stands in a part's trees where a leaf is another part's: a node without children."""
+
+
+class Places:
+    """Which part each leaf belongs to, -1 for none; a pytree node without children.
+
+    Static, so that a graph knows it: decided once, by `init`.
+    """
+
+    __slots__ = ("tree",)
+
+    def __init__(self, tree: PyTree) -> None:
+        self.tree = tree  # the parameters' structure, a number in each place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and self.tree == other.tree
+
+    def __hash__(self) -> int:
+        return hash(frozenset(pytree.tree_leaves(self.tree)))
+
+    def __repr__(self) -> str:
+        return f"Places({self.tree!r})"
+
+
+def _flatten_places(places: Places) -> tuple[list[Any], Places]:
+    return [], places
+
+
+def _unflatten_places(children: Any, places: Any) -> Places:
+    del children
+    return places
+
+
+pytree.register_pytree_node(
+    Places,
+    _flatten_places,
+    _unflatten_places,
+    serialized_type_name="optimi_func.transforms.Places",
+    flatten_with_keys_fn=_flatten_places,
+)
+
+
+class PartitionState(NamedTuple):
+    """The state of `partition` and `masked`."""
+
+    places: Places
+    # Each part's own state, over the parameter tree with `Elsewhere()` for others' leaves.
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """An optimizer a part of the tree: see `partition` and `masked`."""
+
+    selects: tuple[Select, ...]
+    optimizers: tuple[PureOptimizer, ...]  # theirs, and that of the rest where there is one
+    freeze: bool  # what nothing selects stays as it is
+
+    @property
+    def _name(self) -> str:
+        return "masked" if self.freeze else "partition"
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> PartitionState:
+        """Fresh state, and with it the decision which leaf is whose.
+
+        See `FunctionalOptimizer.init`.
+
+        Raises:
+            ValueError: A pattern or predicate selects nothing, two select one leaf, or
+                none does.
+        """
+        _, tensors, spec = flatten_params(params)
+        places = self._place(params, tensors)
+        low = {i for i, p in zip(places, tensors) if is_low(p)}
+        parts = tuple(
+            optimizer.init(
+                _part(i, places, tensors, spec),
+                # A part without low precision is no news where another has it.
+                kahan_sum=kahan_sum if i in low or not low else None,
+                state_dtype=state_dtype,
+            )
+            for i, optimizer in enumerate(self.optimizers)
+        )
+        return PartitionState(Places(pytree.tree_unflatten(places, spec)), parts)
+
+    def step(
+        self, params: PyTree, grads: PyTree, state: PartitionState
+    ) -> tuple[PyTree, PartitionState]:
+        """One update of each part."""
+        state = check_state(state, PartitionState, self._name)
+        if len(state.parts) != len(self.optimizers):
+            raise ValueError(
+                f"state is of {len(state.parts)} parts, {self._name} has "
+                f"{len(self.optimizers)}: make it with this optimizer's init"
+            )
+        trees = Trees.check(params, grads)
+        places = match_tree("state", state.places.tree, trees.spec, params)
+        new, states = list(trees.params), list(state.parts)
+        for i, optimizer in enumerate(self.optimizers):
+            own, states[i] = optimizer.step(
+                _part(i, places, trees.params, trees.spec),
+                _part(i, places, trees.grads, trees.spec),
+                states[i],
+            )
+            at = [j for j, part in enumerate(places) if part == i]
+            for j, p in zip(at, pytree.tree_leaves(own)):
+                new[j] = p
+        return (
+            pytree.tree_unflatten(new, trees.spec),
+            PartitionState(state.places, tuple(states)),
+        )
+
+    def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
+        paths = _dotted_paths(params)
+        found: list[int] = []
+        for path, p in zip(paths, tensors):
+            hits = [i for i, s in enumerate(self.selects) if _selects(s, path, p)]
+            if len(hits) > 1:
+                both = " and ".join(_called(self.selects[i]) for i in hits)
+                raise ValueError(f"{self._name}: {path!r} is selected twice, by {both}")
+            found.append(hits[0] if hits else len(self.selects))
+        at_rest = [path for path, i in zip(paths, found) if i == len(self.selects)]
+        known = f"the parameters are {_listed(paths)}"
+        for i, select in enumerate(self.selects):
+            if i not in found:
+                raise ValueError(
+                    f"{self._name}: {_called(select)} selects no parameter: {known}"
+                )
+        if self.freeze:
+            return [-1 if i == len(self.selects) else i for i in found]
+        has_rest = len(self.optimizers) > len(self.selects)
+        if at_rest and not has_rest:
+            raise ValueError(
+                f"partition: nothing selects {_listed(at_rest)}: give them an optimizer, "
+                "or all that is left one by rest="
+            )
+        if has_rest and not at_rest:
+            raise ValueError(f"partition: no parameter is left for rest=: {known}")
+        return found
+
+
+def partition(
+    *parts: tuple[Select, PureOptimizer], rest: PureOptimizer | None = None
+) -> Partition:
+    """Give each part of the tree an optimizer of its own, in one state.
+
+    Args:
+        *parts: Pairs of what selects and the optimizer of what is selected. A string is a
+            pattern (`fnmatch`) for the leaf's path, its keys joined by dots, as
+            "body.0.weight"; a predicate takes that path and the parameter, and is asked by
+            `init` alone.
+        rest: The optimizer of all leaves that nothing selects. None: there are none.
+
+    Returns:
+        An optimizer; its state is a `PartitionState`.
+
+    Raises:
+        TypeError: A part is no such pair.
+        ValueError: There is no part; and by `init`: a part selects nothing, a leaf is
+            selected twice, or not at all where there is no rest.
+
+    >>> from optimi_func import adamw, lion
+    >>> opt = partition((lambda path, p: p.dim() == 2, lion(lr=0.1)), rest=adamw(lr=0.2))
+    >>> params = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    >>> state = opt.init(params)
+    >>> state.parts[0].leaves
+    {'weight': LeafState(State(exp_avg=tensor([[0., 0.],
+            [0., 0.]])), kahan_comp=None), 'bias': Elsewhere()}
+    """
+    if not parts:
+        raise ValueError("partition got no part: allowed is one or more")
+    for i, part in enumerate(parts):
+        if not isinstance(part, tuple) or len(part) != 2:
+            raise TypeError(
+                f"partition's part {i} is {part!r}: allowed are pairs (pattern or "
+                "predicate, optimizer)"
+            )
+        _check_select("partition", part[0])
+    optimizers = [check_optimizer("partition", optimizer) for _, optimizer in parts]
+    if rest is not None:
+        optimizers.append(check_optimizer("partition", rest))
+    return Partition(tuple(s for s, _ in parts), tuple(optimizers), False)
+
+
+def masked(optimizer: PureOptimizer, select: Select) -> Partition:
+    """Step only the leaves that are selected; the others stay as they are, without state.
+
+    Args:
+        optimizer: Of what is selected.
+        select: A pattern or a predicate: see `partition`.
+
+    Returns:
+        An optimizer; its state is a `PartitionState` of one part.
+
+    Raises:
+        TypeError: select is neither.
+        ValueError: By `init`: nothing is selected.
+
+    >>> from optimi_func import sgd
+    >>> opt = masked(sgd(lr=1.0), "head.*")
+    >>> params = {"body": torch.ones(1), "head": {"weight": torch.ones(1)}}
+    >>> opt.step(params, params, opt.init(params))[0]
+    {'body': tensor([1.]), 'head': {'weight': tensor([0.])}}
+    """
+    _check_select("masked", select)
+    return Partition((select,), (check_optimizer("masked", optimizer),), True)
+
+
+def _check_select(name: str, select: Any) -> None:
+    if not isinstance(select, str) and not callable(select):
+        raise TypeError(
+            f"{name} got {select!r} to select by: allowed are a pattern for the path, and "
+            "a predicate (path, parameter) -> bool"
+        )
+
+
+def _selects(select: Select, path: str, p: Tensor) -> bool:
+    if isinstance(select, str):
+        return fnmatchcase(path, select)
+    answer = select(path, p)
+    if not isinstance(answer, bool):
+        raise TypeError(
+            f"{_called(select)} said {answer!r} of {path!r}: allowed are True and False, "
+            "from the path and the parameter's shape and dtype"
+        )
+    return answer
+
+
+def _called(select: Select) -> str:
+    return repr(select) if isinstance(select, str) else getattr(select, "__name__", "it")
+
+
+def _listed(paths: list[str]) -> str:
+    shown = ", ".join(repr(path) for path in paths[:20])
+    return shown if len(paths) <= 20 else f"{shown} and {len(paths) - 20} more"
+
+
+def _dotted_paths(params: PyTree) -> list[str]:
+    """Each leaf's keys, joined by dots."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "a graph cannot see the paths of its parameters: call init of partition and "
+            "masked outside of the compiled function"
+        )
+    keyed, _ = pytree.tree_flatten_with_path(params)
+    return [".".join(_key(key) for key in path) for path, _ in keyed]
+
+
+def _key(entry: Any) -> str:
+    for name in ("key", "idx", "name"):
+        if hasattr(entry, name):
+            return str(getattr(entry, name))
+    return str(entry)
+
+
+def _part(
+    i: int, places: list[int], leaves: Sequence[Tensor | None], spec: pytree.TreeSpec
+) -> PyTree:
+    own = [x if k == i else Elsewhere() for x, k in zip(leaves, places)]
+    return pytree.tree_unflatten(own, spec)

@@ -1,0 +1,82 @@
+"""Random numbers that are a function of their place: Philox4x32-10 in int64 tensors.
+
+Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the
+generator of torch's CUDA kernels. A counter of four 32-bit words and a key of two make
+four random words, with nothing to advance.
+"""
+
+import math
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Four random 32-bit words for each counter; int64 tensors that broadcast."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(a, 0xD2511F53)
+        high1, low1 = _multiply(c, 0xCD9E8D57)
+        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return a, b, c, d
+
+
+def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of two words."""
+    # In halves: the whole product needs 64 bits, and a compiler may assume that a signed
+    # one does not overflow.
+    low = x * (factor & 0xFFFF)
+    high = x * (factor >> 16)
+    total = low + ((high & 0xFFFF) << 16)
+    return (high >> 16) + (total >> 32), total & _WORD
+
+
+def normals(
+    seed: Tensor, step: Tensor, tensors: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Standard normal numbers of each tensor's shape and dtype (Box & Muller 1958).
+
+    Those of a tensor depend on its place in the list, not on the others: a tensor of None
+    leaves them be. One draw a dtype and device, whatever the number of tensors, takes the
+    time and the graph of one.
+
+    Args:
+        seed: 0-d int64, not negative: the stream.
+        step: 0-d int64, not negative: of which each step has its own part.
+        tensors: What they are for.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(tensors):
+        if x is not None:
+            kinds.setdefault((x.dtype, x.device), []).append(i)
+    found: list[Tensor | None] = [None] * len(tensors)
+    for (dtype, device), places in kinds.items():
+        some = [
+            x for x in tensors if x is not None and (x.dtype, x.device) == (dtype, device)
+        ]
+        blocks = [(x.numel() + 3) // 4 for x in some]
+        within = torch.cat([torch.arange(n, device=device) for n in blocks])
+        which = torch.cat([torch.full_like(within[:n], i) for i, n in zip(places, blocks)])
+        stream, now = seed.to(device), step.to(device)
+        counter = (within, which, now & _WORD, now >> 32)
+        drawn = _bell(philox(counter, (stream & _WORD, stream >> 32)), dtype)
+        for i, x, z in zip(places, some, drawn.split([4 * n for n in blocks])):
+            found[i] = z[: x.numel()].reshape(x.shape)
+    return found
+
+
+def _bell(words: Words, dtype: torch.dtype) -> Tensor:
+    """Four normal numbers for each four words, side by side."""
+    # In the middle of its cell: never 0, whose logarithm is not finite.
+    u = [(word.to(dtype) + 0.5) * 2.0**-32 for word in words]
+    parts: list[Tensor] = []
+    for radius, angle in ((u[0], u[1]), (u[2], u[3])):
+        r, phi = (-2.0 * radius.log()).sqrt(), 2.0 * math.pi * angle
+        parts += [r * phi.cos(), r * phi.sin()]
+    return torch.stack(parts, dim=-1).flatten()

@@ -381,3 +381,13 @@ def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
         assert done.returncode == 0, done.stderr
         hits.append(done.stdout.strip())
     assert hits == ["0", "1"]
+
+
+def test_a_transformed_optimizer_is_refused() -> None:
+    from optimi_func.transforms import every_k
+
+    p = torch.ones(2)
+    optimizer = every_k(optimi_func.adamw(lr=0.1), 2)
+    for step in (compiled.step, compiled.step_):
+        with pytest.raises(TypeError, match="is not a FunctionalOptimizer"):
+            step(optimizer, p, p, optimizer.init(p))

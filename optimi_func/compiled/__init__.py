@@ -21,7 +21,7 @@ def step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
     """The step through compiled kernels, into new tensors."""
-    leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
+    leaves = _checked(optimizer, params, grads, state)
     with ambient(state.step.device):
         jobs = _jobs(optimizer, leaves, _fresh)
         _run(optimizer, leaves, list(jobs.values()))
@@ -32,7 +32,7 @@ def step_(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
     """The step through compiled kernels, written into params and state."""
-    leaves = _f.Leaves.check(optimizer.rule, params, grads, state)
+    leaves = _checked(optimizer, params, grads, state)
     for path, leaf in zip(leaves.paths, leaves.leaves):
         check_writable(path, leaf.p)
     with ambient(state.step.device):
@@ -40,6 +40,17 @@ def step_(
         _run(optimizer, leaves, list(jobs.values()))
         state.step.add_(1.0)
     return params, state
+
+
+def _checked(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> _f.Leaves:
+    if not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
+            "transformed one is compiled by torch.compile(optimizer.step)"
+        )
+    return _f.Leaves.check(optimizer.rule, params, grads, state)
 
 
 def _jobs(

@@ -3,11 +3,12 @@
 `make test` compiles the rows marked below (a kernel costs seconds); `make soak` all.
 """
 
+import json
 from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import CASES, Case, assert_moved_alike
+from cases import CASES, CLASSES, Case, assert_moved_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -231,6 +232,28 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
     key = job_key(odd, leaf, leaf.p, numbers, True, True, False)
     with pytest.raises(NotImplementedError, match="erfinv"):
         trace(key, numbers.scalars)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted({*CLASSES} - {"stableadamw"}))
+def test_foreach_needs_no_more_than_the_parameters_again(name, dtype, tmp_path) -> None:
+    """By the profiler's count of bytes; a rule with means needs whole tensors."""
+    shapes = [(512, 1024)] + [(300, 300)] * 3
+    params = [torch.ones(shape, dtype=dtype).requires_grad_() for shape in shapes]
+    optimizer = CLASSES[name](params, lr=0.1, foreach=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(3):
+        optimizer.step()
+    with torch.profiler.profile(profile_memory=True) as recorded:
+        kept = torch.ones(1)
+        optimizer.step()
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    memory = [e for e in events if e["name"] == "[memory]"]
+    totals = [e["args"]["Total Allocated"] for e in sorted(memory, key=lambda e: e["ts"])]
+    assert max(totals) - totals[0] <= sum(p.nbytes for p in params)
+    assert kept
 
 
 @pytest.mark.parametrize("name", ["adamw", "stableadamw"])

@@ -24,10 +24,14 @@ aten = torch.ops.aten
 # tensor where the device has computed it.
 Value: TypeAlias = list[Tensor] | Scalar
 
-# Elements that are updated together. At most six temporaries of as many float32 (float64)
-# numbers are alive at once; of a rule that takes means, and of tensors whose gradient lies
-# in another order, six of the largest tensor.
+# float32 (float64) numbers an element that are alive at once, at most: those of Adan with
+# a compensation.
+TEMPORARIES = 9
+# Elements that are updated together, at most and at least: between the two, as many as
+# leave the temporaries smaller than the parameters. Of a rule that takes means, and of
+# tensors whose gradient lies in another order, the largest tensor is one chunk.
 CHUNK = 1 << 18
+LEAST = 1 << 12
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -132,21 +136,24 @@ def plan_foreach(
     for (key, _), members in groups.items():
         numbers = members[0].numbers
         traced = trace(key, numbers.scalars)
-        values = numbers.values(compute_dtype(*key.dtypes), key.device)
-        slices = [s for job in members for s in _slices(rule, job)]
-        launches += [partial(_run, traced, values, c) for c in chunks(slices, CHUNK)]
+        wide = compute_dtype(*key.dtypes)
+        values = numbers.values(wide, key.device)
+        room = sum(job.source.p.nbytes for job in members) // (TEMPORARIES * wide.itemsize)
+        size = min(CHUNK, max(LEAST, room))
+        slices = [s for job in members for s in _slices(rule, job, size)]
+        launches += [partial(_run, traced, values, c) for c in chunks(slices, size)]
     return launches
 
 
-def _slices(rule: Rule[Any, Any, Any], job: Job) -> list[_Slice]:
+def _slices(rule: Rule[Any, Any, Any], job: Job, size: int) -> list[_Slice]:
     p, *state = job.source.tensors
     reads, writes = [p, job.g, *state], job.into.tensors
     count = job.source.numel
-    if count <= CHUNK or rule.per_tensor or not job.agrees():
+    if count <= size or rule.per_tensor or not job.agrees():
         return [_Slice(count, reads, writes, job.ok, job.mean)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
     rows = [
-        zip(*[x.as_strided((count,), (1,)).split(CHUNK) for x in xs])
+        zip(*[x.as_strided((count,), (1,)).split(size) for x in xs])
         for xs in (reads, writes)
     ]
     return [_Slice(r[0].numel(), list(r), list(w), job.ok, job.mean) for r, w in zip(*rows)]

@@ -6,6 +6,7 @@ runs it through one kernel a dtype.
 """
 
 from optimi_func import compiled as compiled
+from optimi_func import population as population
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
 from optimi_func._types import PureOptimizer as PureOptimizer
@@ -49,6 +50,8 @@ from optimi_func.optimizers import Lion as Lion
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
 from optimi_func.optimizers import StableAdamW as StableAdamW
+from optimi_func.unrolling import Unrolled as Unrolled
+from optimi_func.unrolling import unroll as unroll
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision
 

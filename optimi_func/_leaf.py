@@ -118,7 +118,6 @@ def init_leaf(
         kahan_sum: None compensates float16 and bfloat16 parameters; False none.
         state_dtype: The moments' dtype; None takes the parameter's.
     """
-    p = p.detach()
     comp = torch.zeros_like(p) if is_low(p) and kahan_sum is not False else None
     return Leaf(p, rule.init(p, state_dtype or p.dtype), comp)
 

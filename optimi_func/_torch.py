@@ -7,12 +7,15 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable, function, graph
 from torch.nn.parallel import DistributedDataParallel
@@ -140,3 +143,18 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
         some = torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]
+
+
+def transform_level() -> int:
+    """How many transformations of torch.func are active; 0 outside of any."""
+    return _functorch.maybe_current_level() or 0
+
+
+def level_of(x: Tensor) -> int:
+    """Which of them x belongs to, counted from 1; -1 where to none."""
+    return _functorch.maybe_get_level(x)
+
+
+def no_transforms() -> AbstractContextManager[Any]:
+    """Suspends all of them."""
+    return temporarily_clear_interpreter_stack()

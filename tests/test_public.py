@@ -23,11 +23,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 def test_public_names() -> None:
     public = {n for n in dir(optimi_func) if not n.startswith("_")}
     modules = {"compiled", "functional", "gradient_release", "optimizers", "rules"}
-    modules |= {"schedules", "transforms", "utils"}
+    modules |= {"schedules", "transforms", "utils", "population", "unrolling"}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
     types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
-    types |= {"TreeState"}
-    utilities = {"param_groups_weight_decay", "to_low_precision"}
+    types |= {"TreeState", "Unrolled"}
+    utilities = {"param_groups_weight_decay", "to_low_precision", "unroll"}
     utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}
     classes = {c.__name__ for c in CLASSES.values()}
     # `import optimi_func.x` may bind submodules beside them.
@@ -85,9 +85,11 @@ def test_readme_names_every_optimizer_and_command() -> None:
 LAYERS = [
     {"_types", "_torch"},
     {"_leaf", "_norms", "rules"},
+    {"_bound"},
     {"functional"},
     {"_saved"},
     {"compiled", "schedules", "transforms"},
+    {"population", "unrolling"},
     {"_cohorts"},
     {"optimizers"},
     {"gradient_release"},
@@ -156,6 +158,22 @@ def test_private_autograd_is_there() -> None:
     assert _torch.has_accumulate_hooks(w)
     w.sum().backward()
     assert seen == [True, "end"]
+
+
+def test_private_transforms_are_there() -> None:
+    from optimi_func import _torch
+
+    seen = []
+
+    def f(x):
+        seen.append((_torch.transform_level(), _torch.level_of(x)))
+        with _torch.no_transforms():
+            seen.append((_torch.transform_level(), _torch.level_of(torch.ones(()))))
+        return x
+
+    torch.func.grad(torch.func.grad(f))(torch.ones(()))
+    assert seen == [(2, 2), (0, -1)]
+    assert _torch.level_of(torch.ones(())) == -1
 
 
 def test_the_package_depends_on_torch_alone() -> None:

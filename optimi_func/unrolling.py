@@ -1,0 +1,329 @@
+"""Unrolled training: a run of steps as one differentiable function.
+
+`unroll` trains from given parameters on given batches, purely. Whatever comes out, such as
+a validation loss of the last parameters, is a function of the learning rate, the betas, the
+decay, the first parameters and everything in the batches, and torch.func differentiates it:
+
+    def validation(hyper):
+        return val_loss(unroll(adamw, loss_fn, params, None, batches, hyper=hyper).params)
+
+    torch.func.grad(validation)(hyper)      reverse: all numbers at once, memory ~ steps
+    torch.func.jacfwd(validation)(hyper)    forward: a pass a number, memory of one step
+
+Reverse mode keeps every step. `checkpoint_every` keeps every so manieth and computes the
+others again; `detach_at` cuts the run, as truncated backpropagation does.
+"""
+
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, jvp, vjp
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from optimi_func import _torch
+from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
+from optimi_func._types import PyTree
+
+
+class Unrolled(NamedTuple):
+    """Where a run of training steps ends."""
+
+    params: PyTree
+    state: Any
+    losses: Tensor  # [steps]: each step's loss, before it
+
+
+def unroll(
+    optimizer: Optimizer,
+    loss_fn: Callable[[PyTree, Any], Tensor],
+    params: PyTree,
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    hyper: Mapping[str, Any] | None = None,
+    detach_at: Collection[int] = (),
+    checkpoint_every: int | None = None,
+) -> Unrolled:
+    """Train purely, step by step, as a function that torch.func differentiates.
+
+        g_t       = d loss_fn(p_t, batch_t) / d p
+        p_(t+1), s_(t+1) = optimizer.step(p_t, g_t, s_t)
+
+    Nothing passed in is written. Reverse mode (torch.func.grad, backward) holds what all
+    steps computed: memory grows with their number. Forward mode (jvp, jacfwd) holds one
+    step, and computes one derivative a pass. Where neither fits, reverse mode with
+
+    * `checkpoint_every=k` holds params and state of every k-th step and k steps more, and
+      computes each step twice: k about the root of the number of steps holds least;
+    * `detach_at` forgets what lies before: the derivative is that of a run which starts
+      there (truncated backpropagation; cheap, and biased towards small learning rates: Wu
+      et al., arXiv:1803.02021).
+
+    Args:
+        optimizer: A value with `init` and `step`, such as `adamw(lr=lr)`; or, with `hyper`,
+            a factory such as `adamw`.
+        loss_fn: `(params, batch) -> loss`, a 0-d tensor.
+        params: Parameter tree to start from.
+        state: The optimizer's, to start from; None makes a fresh one.
+        batches: One a step, each any pytree of tensors; loss weights are at home there.
+        hyper: The factory's numbers by name: a pytree of numbers and tensors.
+        detach_at: Steps, 0-based, at whose start params and state lose their past, such
+            as range(0, 1000, 100).
+        checkpoint_every: Steps between kept ones; None keeps all. Derivatives then reach
+            params, state, batches and hyper alone, and a tensor that needs one is refused
+            where loss_fn or the optimizer has it from elsewhere.
+
+    Returns:
+        Params, state and losses at the end.
+
+    Raises:
+        ValueError: checkpoint_every < 1, a negative step in detach_at, no batch, or a loss
+            that is no scalar.
+        TypeError: hyper beside an optimizer whose numbers are bound, or an optimizer that
+            is neither.
+        RuntimeError: With checkpoint_every, a tensor from outside that needs a derivative.
+
+    References:
+        Maclaurin, Duvenaud & Adams, "Gradient-based Hyperparameter Optimization through
+        Reversible Learning", arXiv:1502.03492. Franceschi et al., "Forward and Reverse
+        Gradient-Based Hyperparameter Optimization", arXiv:1703.01785. Chen et al.,
+        "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+
+    >>> from optimi_func import sgd
+    >>> def end(lr):
+    ...     run = unroll(sgd, lambda p, x: (p - x) ** 2, p, None, [x, x], hyper={"lr": lr})
+    ...     return run.params
+    >>> p, x = torch.tensor(1.0), torch.tensor(0.0)
+    >>> lr = torch.tensor(0.25)
+    >>> end(lr), torch.func.grad(end)(lr)  # (1 - 2 lr)^2
+    (tensor(0.2500), tensor(-2.))
+    """
+    check_optimizer(optimizer, hyper)
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise ValueError(
+            f"Invalid checkpoint_every: checkpoint_every={checkpoint_every}: allowed are "
+            "None and integers from 1"
+        )
+    negative = [i for i in detach_at if i < 0]
+    if negative:
+        raise ValueError(f"detach_at has {negative[0]}: allowed are steps from 0")
+    numbers = dict(hyper or {})
+    if state is None:
+        state = bind(optimizer, numbers).init(params)
+    rest, losses, done = iter(batches), [], 0
+    while part := list(islice(rest, checkpoint_every or 1)):
+        cuts = [i for i in range(len(part)) if done + i in detach_at]
+        run = _segment(optimizer, loss_fn, cuts)
+        if checkpoint_every is not None:
+            if not losses:
+                _check_nothing_from_outside(run, (params, state, numbers, part[:1]))
+            run = _recomputed(run)
+        params, state, some = run((params, state, numbers, part))
+        losses += some
+        done += len(part)
+    if not losses:
+        raise ValueError("batches is empty: there is nothing to unroll")
+    return Unrolled(params, state, torch.stack(losses))
+
+
+Segment: TypeAlias = Callable[[PyTree], PyTree]
+
+
+def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int]) -> Segment:
+    """Some steps as one function: `(params, state, hyper, batches) -> (.., .., losses)`."""
+
+    def loss(params: PyTree, batch: Any) -> Tensor:
+        return scalar_loss(loss_fn(params, batch), False)
+
+    def run(given: PyTree) -> PyTree:
+        params, state, numbers, batches = given
+        bound = bind(optimizer, numbers)
+        losses: list[Tensor] = []
+        for i, batch in enumerate(batches):
+            if i in cuts:
+                params, state = pytree.tree_map_only(Tensor, Tensor.detach, (params, state))
+            grads, value = grad_and_value(loss)(params, batch)
+            params, state = bound.step(params, grads, state)
+            losses.append(value)
+        return params, state, losses
+
+    return run
+
+
+def _recomputed(run: Segment) -> Segment:
+    """The same function, which keeps its arguments for a derivative and nothing else."""
+
+    def call(given: PyTree) -> PyTree:
+        leaves, spec = pytree.tree_flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        gpus = _gpus(leaves)
+        randomness: list[_Randomness] = []
+        specs: list[pytree.TreeSpec] = []
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            whole = list(leaves)
+            for i, x in zip(places, tensors):
+                whole[i] = x
+            if not randomness:
+                randomness.append(_Randomness.now(gpus))
+                results = run(pytree.tree_unflatten(whole, spec))
+            else:
+                with randomness[0].again():
+                    results = run(pytree.tree_unflatten(whole, spec))
+            specs[:] = [pytree.tree_structure(results)]
+            return tuple(pytree.tree_leaves(results))
+
+        results = _Recomputed.apply(flat, *(leaves[i] for i in places))
+        return pytree.tree_unflatten(list(results), specs[0])
+
+    return call
+
+
+def _gpus(leaves: list[Any]) -> list[int]:
+    return sorted({x.get_device() for x in leaves if isinstance(x, Tensor) and x.is_cuda})
+
+
+class _Randomness(NamedTuple):
+    """The random states of the CPU and of some GPUs: dropout draws the same again."""
+
+    cpu: Tensor
+    gpus: dict[int, Tensor]
+
+    @staticmethod
+    def now(gpus: list[int]) -> "_Randomness":
+        states = {i: torch.cuda.get_rng_state(i) for i in gpus}
+        return _Randomness(torch.get_rng_state(), states)
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        with torch.random.fork_rng(list(self.gpus)):
+            torch.set_rng_state(self.cpu)
+            for i, state in self.gpus.items():
+                torch.cuda.set_rng_state(state, i)
+            yield
+
+
+class _Recomputed(torch.autograd.Function):
+    """Calls a function of tensors, now and again in every derivative.
+
+    torch.utils.checkpoint does this with hooks on saved tensors, which torch.func refuses.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Any:
+        own = [x.detach() for x in tensors]
+        results = run(*own)
+        # A Function cannot return an argument as a result of its own.
+        known = {id(x) for x in own}
+        return tuple(x.clone() if id(x) in known else x for x in results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.run, tensors = inputs[0], inputs[1:]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.counts = [i for i, x in enumerate(output) if not x.is_floating_point()]
+        ctx.mark_non_differentiable(*(output[i] for i in ctx.counts))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        floats, run = _of_floats(ctx.run, tensors)
+        pull = vjp(run, *(tensors[i] for i in floats))[1]
+        given = [c for i, c in enumerate(cotangents) if i not in ctx.counts]
+        pulled = dict(zip(floats, pull(tuple(given))))
+        return None, *(pulled.get(i) for i in range(len(tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        tensors, tangents = ctx.saved_tensors, tangents[1:]
+        floats, run = _of_floats(ctx.run, tensors)
+        primals = tuple(tensors[i] for i in floats)
+        along = [tangents[i] for i in floats]
+        along = [torch.zeros_like(p) if t is None else t for p, t in zip(primals, along)]
+        pushed = list(jvp(run, primals, tuple(along))[1])
+        for i in ctx.counts:
+            pushed.insert(i, None)
+        return tuple(pushed)
+
+
+def _of_floats(
+    run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]
+) -> tuple[list[int], Callable[..., tuple[Tensor, ...]]]:
+    """Which tensors can have a derivative, and the function of them to results that can."""
+    floats = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+
+    def of_floats(*some: Tensor) -> tuple[Tensor, ...]:
+        whole = list(tensors)
+        for i, x in zip(floats, some):
+            whole[i] = x
+        return tuple(x for x in run(*whole) if x.is_floating_point())
+
+    return floats, of_floats
+
+
+def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
+    """Refuse a derivative that a recomputed run would lose, by a run on zeros.
+
+    In the real one the enclosing transformations are suspended, and what belongs to their
+    levels 1, 2, .. looks as if it belonged to those inside. Here as many lie between.
+    """
+    level = _torch.transform_level()
+
+    def blank(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+    def try_out() -> None:
+        blanks = pytree.tree_map(blank, given)
+        with _Inside(level):
+            run(blanks)
+
+    with torch.random.fork_rng(_gpus(pytree.tree_leaves(given))), _torch.no_transforms():
+        _at_level(level + 1, try_out)
+
+
+def _at_level(level: int, fn: Callable[[], None]) -> None:
+    if level == 0:
+        return fn()
+
+    def inner(x: Tensor) -> Tensor:
+        _at_level(level - 1, fn)
+        return x
+
+    grad(inner)(torch.zeros(()))
+    return None
+
+
+class _Inside(TorchFunctionMode):
+    """Refuses tensors that autograd or one of the first `level` transformations follows."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._level = level
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)):
+            level = _torch.level_of(x) if isinstance(x, Tensor) else 0
+            if 0 < level <= self._level or (level < 0 and x.requires_grad):
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(x.shape)} that autograd or a transformation "
+                    "of torch.func follows came from outside: with checkpoint_every, they "
+                    "reach params, state, batches and hyper alone. Pass it in hyper, or in "
+                    "every batch"
+                )
+        return func(*args, **(kwargs or {}))

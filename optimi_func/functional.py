@@ -576,7 +576,14 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
 
 def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
     """Round every tensor among the scalars once, to where and what the leaf is."""
-    return pytree.tree_map_only(Tensor, lambda x: x.to(device, dtype), tree)
+
+    def cast(x: Tensor) -> Tensor:
+        x = x.to(device, dtype)
+        # Inductor stores what it takes a strided view of; else it would compute the
+        # powers of betas anew with every few elements of a parameter.
+        return x.as_strided((), ()) if torch.compiler.is_compiling() else x
+
+    return pytree.tree_map_only(Tensor, cast, tree)
 
 
 _LABELS = {

@@ -360,7 +360,11 @@ def _over_members(
 
 
 # How torch says it.
-_SHARED_WRITES = ("Batch norm got a batched tensor", "vmap: inplace arithmetic")
+_SHARED_WRITES = (
+    "Batch norm got a batched tensor",
+    "vmap: inplace arithmetic",
+    "would mutate a captured Tensor",
+)
 
 
 def _module_in(error: BaseException) -> str:

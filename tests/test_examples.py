@@ -122,3 +122,17 @@ def test_step_benchmark(tmp_path: Path) -> None:
     row = next(x for x in done.stdout.splitlines() if "float32: optimi_func " in x)
     assert row.endswith(" 2.00 |")
     assert "torch fused" not in done.stdout
+
+
+def test_population_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/population.py")]
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--no-compile", "--json", str(numbers)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(numbers.read_text())["cells"]["3"]
+    assert list(cells) == ["loop", "vmap"]
+    for way, cell in cells.items():
+        assert f"| {way} " in done.stdout
+        assert 0 < cell["low"] <= cell["ratio"] <= cell["high"]
+        assert cell["error"] < 1e-5

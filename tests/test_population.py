@@ -1,0 +1,587 @@
+"""Populations: members equal those trained alone, in one graph; indexing; bad input."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import NAMES, assert_moved_alike
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func import adamw, population, sgd
+from optimi_func.population import Population
+
+DOUBLE = torch.float64
+LRS = torch.tensor([0.05, 0.1, 0.2], dtype=DOUBLE)
+DECAYS = torch.tensor([0.0, 0.1, 0.2], dtype=DOUBLE)
+
+
+def numbers_of(name: str) -> dict:
+    """Everything that a rule has, different for each of three members."""
+    hyper = {"lr": LRS, "weight_decay": DECAYS}
+    if name == "sgd":
+        return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
+    betas = torch.tensor(
+        [[0.0, 0.5, 0.9], [0.8, 0.9, 0.95], [0.9, 0.8, 0.95]], dtype=DOUBLE
+    )
+    hyper["betas"] = tuple(betas[: 3 if name == "adan" else 2])
+    if name != "lion":
+        hyper["eps"] = torch.tensor([1e-8, 1e-6, 1e-2], dtype=DOUBLE)
+    if name == "ranger":
+        hyper |= {"k": torch.tensor([2.0, 3.0, 5.0]), "alpha": DECAYS + 0.4}
+    return hyper
+
+
+def at(i: int, tree):
+    return pytree.tree_map(lambda x: x[i], tree)
+
+
+def loss(params, x, y):
+    hidden = torch.tanh(x @ params["w"] + params["b"])
+    return (hidden.sum(-1) - y).square().mean()
+
+
+def members_of(name: str, dtype: torch.dtype) -> Population:
+    params = {"w": torch.randn(3, 4, 2, dtype=DOUBLE), "b": torch.randn(3, dtype=DOUBLE)}
+    params = pytree.tree_map(lambda x: x.to(dtype), params)
+    made = population.init(getattr(optimi_func, name), params, numbers_of(name))
+    # Of different ages.
+    return replace(made, state=made.state._replace(step=torch.tensor([0.0, 3.0, 7.0])))
+
+
+def train(factory, members, x, y):
+    losses, grads = population.loss_and_grad(loss, members, x, y)
+    return population.step(factory, members, grads), losses
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
+def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> None:
+    """With every number and the step count of their own; bfloat16 has compensation too."""
+    factory = getattr(optimi_func, name)
+    members = members_of(name, dtype)
+    alone = [at(i, (members.params, members.state)) for i in range(3)]
+    numbers = [at(i, members.hyper) for i in range(3)]
+    start = members
+    for _ in range(6):
+        x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)
+        members, losses = train(factory, members, x, y)
+        for i, (p, state) in enumerate(alone):
+            grads, value = torch.func.grad_and_value(loss)(p, x, y)
+            if dtype == DOUBLE:
+                torch.testing.assert_close(losses[i], value, rtol=1e-12, atol=0)
+            else:
+                # vmap reduces in another order: the step is compared, not the gradient.
+                grads = at(i, population.loss_and_grad(loss, start, x, y)[1])
+            alone[i] = factory(**numbers[i]).step(p, grads, state)
+        start = members
+    for i, (p, state) in enumerate(alone):
+        for ours, theirs in zip(
+            pytree.tree_leaves(at(i, (members.params, members.state))),
+            pytree.tree_leaves((p, state)),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    compensated = [
+        hasattr(s, "kahan_comp") and s.kahan_comp is not None
+        for s in members.state.leaves.values()
+    ]
+    assert all(compensated) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_changes_the_answer(name: str) -> None:
+    factory = getattr(optimi_func, name)
+    members = members_of(name, DOUBLE)
+    data = torch.randn(9, 8, 5, dtype=DOUBLE)
+
+    def end(members):
+        for batch in data:
+            members, _ = train(factory, members, batch[:, :4], batch[:, 4])
+        moved = pytree.tree_leaves((members.params, members.state.leaves))
+        return torch.cat([x.flatten(1) for x in moved if x.dim() > 1], 1)
+
+    want = end(members)
+    for key, value in members.hyper.items():
+        for leaf in pytree.tree_leaves(value):
+            changed = pytree.tree_map(
+                lambda v, leaf=leaf: v * 0.1 if v is leaf else v, members.hyper
+            )
+            if name == "ranger" and key == "k":
+                changed["k"] = torch.tensor([3.0, 2.0, 2.0])
+            got = end(replace(members, hyper=changed))
+            moved = (got != want).any(1)
+            # A tenth of zero is zero.
+            assert moved.tolist() == (leaf != 0).tolist(), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
+    """With compensation, which float32 does without."""
+    dtype = torch.bfloat16
+    factory = getattr(optimi_func, name)
+    members = members_of(name, dtype)
+    x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        step = torch.compile(train, fullgraph=True, backend="aot_eager")
+        got, _ = step(factory, members, x, y)
+        want, _ = train(factory, members, x, y)
+        assert graphs() == 1
+        for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(want)):
+            torch.testing.assert_close(ours, theirs)
+        got = population.clone(got, [2], [0])
+        got = population.perturb(got, factors={"lr": (0.5, 2.0)}, noise=0.1)
+        numbers = {
+            k: v if k == "k" else pytree.tree_map(lambda x: 0.9 * x, v)
+            for k, v in got.hyper.items()
+        } | {"lr": LRS / 3}
+        step(factory, replace(got, hyper=numbers), x, y)
+    assert graphs() == 1
+
+
+def test_inductor_keeps_the_compensation(graphs) -> None:
+    """Against the same members in float64, where nothing is lost."""
+    members = population.init(
+        adamw,
+        torch.ones(3, 8, dtype=torch.bfloat16),
+        {"lr": 1e-4 * LRS, "weight_decay": 0.0},
+    )
+    exact = population.init(adamw, torch.ones(3, 8, dtype=DOUBLE), members.hyper)
+    step = torch.compile(lambda m, g: population.step(adamw, m, g), fullgraph=True)
+    for _ in range(50):
+        members = step(members, torch.ones(3, 8, dtype=torch.bfloat16))
+        exact = population.step(adamw, exact, torch.ones(3, 8, dtype=DOUBLE))
+    assert graphs() == 1
+    assert (members.params == 1).all(), "one step is far below bfloat16's precision"
+    # As good as bfloat16 moments are; without compensation nothing would have moved.
+    ours = members.params.double() + members.state.leaves.kahan_comp.double()
+    assert_moved_alike(torch.ones(3, 8), ours, exact.params, 0.05)
+
+
+class Net(nn.Module):
+    def __init__(self, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, dtype=DOUBLE)
+        self.norm = nn.BatchNorm1d(8, dtype=DOUBLE) if norm else nn.Identity()
+        self.drop = nn.Dropout(dropout)
+        self.second = nn.Linear(8, 3, dtype=DOUBLE)
+
+    def forward(self, x):
+        return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def test_modules_with_buffers_equal_modules_trained_alone() -> None:
+    """BatchNorm in training mode: its buffers are threaded through and come back."""
+    models = [Net(norm=True) for _ in range(3)]
+    members = population.init(adamw, models, {"lr": LRS, "weight_decay": DECAYS})
+    assert not any(x.requires_grad for x in pytree.tree_leaves(members))
+    module = Net(norm=True)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+
+    def loss_fn(params, buffers, x, y):
+        logits, buffers = population.call_module(module, params, buffers, x)
+        return F.cross_entropy(logits, y), buffers
+
+    optimizers = [
+        torch.optim.AdamW(
+            m.parameters(),
+            lr=lr.item(),
+            weight_decay=wd.item(),
+            betas=(0.9, 0.99),
+            eps=1e-6,
+        )
+        for m, lr, wd in zip(models, LRS, DECAYS)
+    ]
+    for _ in range(5):
+        x, y = torch.randn(3, 16, 4, dtype=DOUBLE), torch.randint(3, (16,))
+        (_, buffers), grads = population.loss_and_grad(
+            loss_fn, members, x, y, in_axes=(0, None), has_aux=True
+        )
+        members = population.step(adamw, replace(members, buffers=buffers), grads)
+        for i, (model, optimizer) in enumerate(zip(models, optimizers)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[i]), y).backward()
+            optimizer.step()
+    for model, state in zip(models, population.state_dicts(members, module)):
+        assert state.keys() == model.state_dict().keys()
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-10)
+        Net(norm=True).load_state_dict(state)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+
+
+def test_one_model_many_times() -> None:
+    model = Net()
+    members = population.init(adamw, model, {"lr": LRS}, n=3)
+    assert len(members) == 3
+    for name, p in model.named_parameters():
+        assert torch.equal(members.params[name], p.detach().expand(3, *p.shape))
+    # Memory of its own, also of what vmap sees once.
+    pointers = [x.untyped_storage().data_ptr() for x in pytree.tree_leaves(members)]
+    assert len(set(pointers)) == len(pointers)
+    assert all(x.is_contiguous() for x in pytree.tree_leaves(members))
+    assert members.hyper["lr"] is not LRS
+
+
+def test_shared_or_own_data_and_randomness() -> None:
+    model = Net(dropout=0.5)
+    members = population.init(sgd, model, {"lr": 0.1}, n=3)
+    x, y = torch.randn(16, 4, dtype=DOUBLE), torch.randint(3, (16,))
+
+    def loss_fn(params, x, y):
+        return F.cross_entropy(functional_call(model, params, x), y)
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        population.loss_and_grad(loss_fn, members, x, y)
+    same, _ = population.loss_and_grad(loss_fn, members, x, y, randomness="same")
+    assert same[0] == same[1] == same[2]
+    different, _ = population.loss_and_grad(loss_fn, members, x, y, randomness="different")
+    assert len(set(different.tolist())) == 3
+    model.eval()
+    own = torch.stack([x, 2 * x, 3 * x])
+    losses, _ = population.loss_and_grad(loss_fn, members, own, y, in_axes=(0, None))
+    assert losses.tolist() == pytest.approx(
+        [F.cross_entropy(model(i * x), y).item() for i in (1, 2, 3)], rel=1e-12
+    )
+    metric = population.evaluate(loss_fn, members, own.movedim(0, 1), y, in_axes=(1, None))
+    torch.testing.assert_close(metric, losses, rtol=1e-12, atol=0)
+    assert not metric.requires_grad
+
+
+class Noisy:
+    """A step that draws a number, as transformed optimizers may."""
+
+    def init(self, params):
+        return {"count": torch.zeros((), dtype=torch.int64)}
+
+    def step(self, params, grads, state):
+        noise = torch.randn(())
+        new = pytree.tree_map(lambda p, g: p - g * noise, params, grads)
+        return new, {"count": state["count"] + 1}
+
+
+def test_any_object_with_init_and_step() -> None:
+    members = population.init(Noisy(), {"w": torch.zeros(2)}, n=3)
+    assert members.state["count"].shape == (3,)
+    grads = {"w": torch.ones(3, 2)}
+    with pytest.raises(RuntimeError, match="randomness"):
+        population.step(Noisy(), members, grads)
+    same = population.step(Noisy(), members, grads, randomness="same").params["w"]
+    assert len(same.unique()) == 1
+    members = population.step(Noisy(), members, grads, randomness="different")
+    assert len(members.params["w"].unique()) == 3
+    assert members.state["count"].tolist() == [1, 1, 1]
+    # A factory of them, with a number that this package does not know.
+    scaled = population.init(
+        lambda scale: sgd(lr=lambda step: scale / (step + 1)),
+        *({"w": torch.zeros(2)}, {"scale": torch.tensor([1.0, 2.0])}),
+        n=2,
+    )
+    assert list(scaled.hyper) == ["scale"]
+    bound = adamw(lr=0.1)
+    members = population.init(bound, {"w": torch.zeros(2)}, n=2)
+    moved = population.step(bound, members, {"w": torch.ones(2, 2)})
+    assert_moved_alike(torch.zeros(2, 2), moved.params["w"], -0.1 * torch.ones(2, 2), 1e-5)
+
+
+def test_static_options_belong_to_the_factory() -> None:
+    factory = functools.partial(adamw, amsgrad=True)
+    members = population.init(factory, {"w": torch.zeros(2)}, {"lr": LRS}, n=3)
+    assert members.state.leaves["w"].max_exp_avg_sq.shape == (3, 2)
+    half = population.init(
+        adamw, torch.zeros(2), {"lr": 0.1}, n=2, state_dtype=DOUBLE, kahan_sum=False
+    )
+    assert half.state.leaves.exp_avg.dtype == DOUBLE
+    low = torch.zeros(2, dtype=torch.bfloat16)
+    assert population.init(adamw, low, {"lr": 0.1}, n=2).state.leaves.kahan_comp is not None
+    bare = population.init(adamw, low, {"lr": 0.1}, n=2, kahan_sum=False)
+    assert bare.state.leaves.kahan_comp is None
+
+
+def test_axes_of_ones_own() -> None:
+    """Members on another axis, gradients and a step count for all, prefixes of params."""
+    params = {"a": torch.randn(2, 3, dtype=DOUBLE), "b": torch.randn(5, 3, dtype=DOUBLE)}
+    grads = {"a": torch.randn(2, dtype=DOUBLE), "b": torch.randn(5, dtype=DOUBLE)}
+    state = optimi_func.TreeState(
+        torch.tensor(4.0), vmap(adamw(lr=0.1).init, in_dims=1)(params).leaves
+    )
+    step = population.vmap_step(adamw, (1, None, optimi_func.TreeState(None, 0), 0))
+    lr = {"a": LRS, "b": 0.3}
+    hyper = {"lr": lr, "betas": (torch.tensor(0.5), LRS), "weight_decay": 0.0}
+    got, after = step(params, grads, state, hyper)
+    assert after.step.tolist() == [5.0, 5.0, 5.0]
+    for i in range(3):
+        one = {k: p[:, i] for k, p in params.items()}
+        optimizer = adamw(lr={"a": LRS[i], "b": 0.3}, betas=(0.5, LRS[i]), weight_decay=0.0)
+        leaves = at(i, state.leaves)
+        want, _ = optimizer.step(one, grads, optimi_func.TreeState(state.step, leaves))
+        for key in params:
+            assert_moved_alike(one[key], got[key][i], want[key], 1e-12)
+
+
+def test_none_gradients_leave_a_parameter_alone() -> None:
+    members = population.init(
+        adamw, {"a": torch.ones(2), "b": torch.ones(2)}, {"lr": LRS}, n=3
+    )
+    new = population.step(adamw, members, {"a": None, "b": torch.ones(3, 2)})
+    assert torch.equal(new.params["a"], members.params["a"])
+    assert (new.params["b"] < 1).all()
+
+
+def test_steps_can_be_differentiated() -> None:
+    """The gradient of each member's loss after a step, to its own learning rate."""
+    members = population.init(sgd, torch.ones(3, 2, dtype=DOUBLE), {"lr": LRS})
+
+    def after(lr):
+        new = population.step(sgd, replace(members, hyper={"lr": lr}), members.params)
+        return new.params.square().sum()
+
+    got = torch.func.grad(after)(LRS)
+    torch.testing.assert_close(got, -4 * (1 - LRS))
+
+
+def test_select_clone_and_unstack() -> None:
+    members = members_of("adamw", DOUBLE)
+    x, y = torch.randn(8, 4, dtype=DOUBLE), torch.randn(8, dtype=DOUBLE)
+    members, _ = train(adamw, members, x, y)
+    some = population.select(members, [2, 0, 0, 1])
+    assert len(some) == 4
+    for ours, theirs in zip(pytree.tree_leaves(some), pytree.tree_leaves(members)):
+        assert torch.equal(ours, theirs[[2, 0, 0, 1]])
+    kept = population.select(members, torch.tensor([True, False, True]))
+    assert torch.equal(kept.hyper["lr"], LRS[[0, 2]])
+    # Params, state and hyperparameters went along: the next step is the same.
+    for i, j in enumerate([2, 0, 0, 1]):
+        for ours, theirs in zip(
+            pytree.tree_leaves(at(i, train(adamw, some, x, y)[0])),
+            pytree.tree_leaves(at(j, train(adamw, members, x, y)[0])),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    cloned = population.clone(members, source=[1], into=[0])
+    assert cloned.state.step.tolist() == [4.0, 4.0, 8.0]
+    assert cloned.hyper["lr"].tolist() == LRS[[1, 1, 2]].tolist()
+    assert members.state.step.tolist() == [1.0, 4.0, 8.0]
+    again = population.stack(population.unstack(members))
+    assert type(again) is Population
+    for ours, theirs in zip(pytree.tree_leaves(again), pytree.tree_leaves(members)):
+        assert torch.equal(ours, theirs)
+
+
+def test_perturb() -> None:
+    members = members_of("adamw", DOUBLE)
+    factors = {"lr": (0.5, 2.0), "betas": (0.5, 1.5)}
+    moved = population.perturb(members, factors=factors, at=[0, 2])
+    ratio = moved.hyper["lr"] / LRS
+    assert ratio[1] == 1
+    assert set(ratio[[0, 2]].tolist()) <= {0.5, 2.0}
+    for ours, theirs in zip(moved.hyper["betas"], members.hyper["betas"]):
+        assert ours[1] == theirs[1]
+        for i in (0, 2):
+            allowed = [max(0.0, 1 - f * (1 - theirs[i].item())) for f in (0.5, 1.5)]
+            assert min(abs(ours[i].item() - a) for a in allowed) < 1e-12
+        assert ((ours >= 0) & (ours < 1)).all()
+    assert moved.params is members.params
+    many = [
+        population.perturb(members, factors={"lr": (0.5, 2.0)}).hyper["lr"] / LRS
+        for _ in range(20)
+    ]
+    assert set(torch.cat(many).tolist()) == {0.5, 2.0}
+    shaken = population.perturb(members, noise=0.1, at=[1])
+    change = shaken.params["w"] - members.params["w"]
+    assert (change[[0, 2]] == 0).all()
+    assert 0 < change[1].abs().mean() < 0.3
+    assert shaken.hyper == members.hyper
+    twice = [
+        population.perturb(members, noise=1.0, generator=torch.Generator().manual_seed(7))
+        for _ in range(2)
+    ]
+    assert torch.equal(*(m.params["w"] for m in twice))
+
+
+def test_tied_and_unsaved_tensors_in_state_dicts() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.out = nn.Linear(3, 5, bias=False)
+            self.out.weight = self.embed.weight
+            self.register_buffer("scale", torch.ones(1), persistent=False)
+
+        def get_extra_state(self):
+            return {"version": 1}
+
+        def set_extra_state(self, state):
+            assert state == {"version": 1}
+
+    model = Tied()
+    members = population.init(sgd, model, {"lr": 0.1}, n=2)
+    (_, state) = population.state_dicts(members, model)
+    assert set(state) == {"embed.weight", "out.weight", "_extra_state"}
+    model.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"no 'embed\.weight' of Tied"):
+        population.state_dicts(replace(members, params={"w": torch.ones(2)}), model)
+
+
+TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: population.init(adamw, Net(), {"lr": 0.1}, n=0), ValueError, "n=0"),
+        (lambda: population.init(adamw, Net(), {"lr": 0.1}, n=2.5), ValueError, "n=2.5"),
+        (
+            lambda: population.init(adamw, Net(), {"lr": 0.1}),
+            ValueError,
+            "n=None with one Net",
+        ),
+        (
+            lambda: population.init(adamw, [Net(), Net()], {"lr": 0.1}, n=3),
+            *(ValueError, "n=3 with a list of 2 modules"),
+        ),
+        (lambda: population.init(adamw, 3.0, {"lr": 0.1}), TypeError, "source holds float"),
+        (
+            lambda: population.init(adamw, TWO, {"lr": torch.ones(4)}),
+            *(ValueError, r"hyper\['lr'\] has 4 members.*params\['a'\] has 3"),
+        ),
+        (
+            lambda: population.init(adamw, {**TWO, "b": torch.ones(4)}, {"lr": 0.1}),
+            *(ValueError, r"params\['b'\] has 4 members along axis 0 of \(4,\)"),
+        ),
+        (
+            lambda: population.init(adamw, {"a": torch.ones(())}, {"lr": 0.1}),
+            *(ValueError, r"params\['a'\] has shape \(\): no axis 0"),
+        ),
+        (
+            lambda: population.init(adamw, TWO, {"lr": 0.1, "amsgrad": True}),
+            *(TypeError, r"hyper\['amsgrad'\]=True is no number.*partial"),
+        ),
+        (
+            lambda: population.init(adamw, TWO, {"lr": 0.1, "speed": 1.0}),
+            *(TypeError, "unexpected keyword argument 'speed'"),
+        ),
+        (
+            lambda: population.init(adamw(lr=0.1), TWO, {"lr": 0.1}),
+            *(TypeError, r"hyper has \['lr'\], but every number.*factory"),
+        ),
+        (
+            lambda: population.init(torch.optim.AdamW, TWO),
+            TypeError,
+            "allowed are a factory",
+        ),
+        (lambda: population.vmap_step(adamw, (0, 0, 0)), ValueError, "allowed are four"),
+        (
+            lambda: population.vmap_step(sgd, ("0", 0, 0, 0))(*three(), {"lr": 0.1}),
+            *(TypeError, "in_axes has '0' for params"),
+        ),
+        (
+            lambda: population.vmap_step(sgd, ({"c": 0}, 0, 0, 0))(*three(), {"lr": 0.1}),
+            *(ValueError, "no prefix of params"),
+        ),
+        (
+            lambda: population.vmap_step(sgd, (None,) * 4)(*three(), {"lr": 0.1}),
+            *(ValueError, "no leaf of params, grads, state, hyper has members"),
+        ),
+        (
+            lambda: population.vmap_step(sgd)(*three(), {"lr": torch.ones(2)}),
+            *(ValueError, r"hyper\['lr'\] has 2 members"),
+        ),
+        (
+            lambda: population.step(sgd, trained(), {**TWO, "b": torch.ones(2)}),
+            *(ValueError, r"grads\['b'\] has 2 members.*params\['a'\] has 3"),
+        ),
+        (
+            lambda: population.evaluate(
+                lambda p, x: x, trained(), torch.ones(4), in_axes=0
+            ),
+            *(ValueError, r"data\[0\] has 4 members"),
+        ),
+        (
+            lambda: population.evaluate(
+                lambda p, x: x, trained(), TWO["b"], in_axes=(0, 0)
+            ),
+            *(ValueError, r"in_axes=\(0, 0\) has 2 entries.*1 data"),
+        ),
+        (
+            lambda: population.loss_and_grad(lambda p: p["a"], trained()),
+            *(ValueError, r"a loss of shape \(2,\): allowed is a scalar"),
+        ),
+        (
+            lambda: population.loss_and_grad(lambda p: 1.0, trained()),
+            *(TypeError, "loss_fn returned float"),
+        ),
+        (
+            lambda: population.loss_and_grad(lambda p: p["b"], trained(), has_aux=True),
+            *(TypeError, r"has to be \(loss, aux\)"),
+        ),
+        (lambda: population.stack([]), ValueError, "at least one"),
+        (
+            lambda: population.stack([TWO, {"a": TWO["a"]}]),
+            *(ValueError, r"trees\[1\] differs"),
+        ),
+        (
+            lambda: population.stack([TWO, {**TWO, "b": torch.ones(2)}]),
+            *(ValueError, r"trees\[1\]\['b'\] has shape \(2,\)"),
+        ),
+        (lambda: population.select(TWO, [3]), IndexError, "index has 3: .* 0 to 2"),
+        (lambda: population.select(TWO, [-1]), IndexError, "index has -1"),
+        (lambda: population.select(TWO, [0.5]), IndexError, "list of numbers"),
+        (
+            lambda: population.select(TWO, torch.tensor([True])),
+            *(IndexError, r"\(1,\) bools, the population 3"),
+        ),
+        (lambda: population.clone(TWO, [0], [5]), IndexError, "into has 5"),
+        (lambda: population.clone(TWO, [0, 1], [2]), ValueError, "source has 2 members"),
+        (lambda: population.clone(TWO, [0, 1], [2, 2]), ValueError, "a place twice"),
+        (
+            lambda: population.perturb(trained(), factors={"speed": (2.0,)}),
+            *(ValueError, "no hyperparameter 'speed'"),
+        ),
+        (
+            lambda: population.perturb(trained(), factors={"lr": ()}),
+            *(ValueError, r"factors\['lr'\]=\[\]"),
+        ),
+        (
+            lambda: population.perturb(trained(), factors={"lr": (0.0,)}),
+            ValueError,
+            "positive",
+        ),
+        (lambda: population.perturb(trained(), noise=-1.0), ValueError, "noise=-1"),
+        (lambda: population.perturb(trained(), at=[7]), IndexError, "at has 7"),
+    ],
+    ids=itertools.count(),
+)
+def test_bad_input(call, error, text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def three():
+    return TWO, TWO, vmap(sgd(lr=0.1).init)(TWO)
+
+
+def trained() -> Population:
+    return population.init(sgd, TWO, {"lr": 0.1})
+
+
+def test_buffers_written_under_vmap_are_named() -> None:
+    model = Net(norm=True)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    members = population.init(sgd, params, {"lr": 0.1}, n=3)
+    x = torch.randn(8, 4, dtype=DOUBLE)
+    text = r"BatchNorm1d\(8.*running_mean, running_var.*shared?.*call_module"
+    with pytest.raises(RuntimeError, match=text):
+        population.loss_and_grad(
+            lambda p, x: functional_call(model, p, x).square().mean(), members, x
+        )
+    with pytest.raises(ValueError, match=r"lack 'norm\.running_mean' of Net"):
+        population.call_module(model, params, {}, x)
+    with pytest.raises(ValueError, match="Net has no buffer 'speed'"):
+        buffers = {**dict(model.named_buffers()), "speed": x}
+        population.call_module(model, params, buffers, x)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        population.evaluate(lambda p, x: x @ x, members, x)

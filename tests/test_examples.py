@@ -124,6 +124,19 @@ def test_step_benchmark(tmp_path: Path) -> None:
     assert "torch fused" not in done.stdout
 
 
+def test_lr_sweep(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/lr_sweep.py")]
+    pictures = [tmp_path / "sweep.png", tmp_path / "pbt.png"]
+    options = ["--quick", "--no-compile", "--pbt", "--out", str(pictures[0])]
+    options += ["--pbt-out", str(pictures[1])]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for run in ("sweep", "pbt"):
+        assert f"{run}: best of 9" in done.stdout
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_population_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/population.py")]
     numbers = tmp_path / "numbers.json"

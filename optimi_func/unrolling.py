@@ -235,10 +235,16 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         tensors = ctx.saved_tensors
-        floats, run = _of_floats(ctx.run, tensors)
-        pull = vjp(run, *(tensors[i] for i in floats))[1]
+        floats, _ = _of_floats(ctx.run, tensors)
         given = [c for i, c in enumerate(cotangents) if i not in ctx.counts]
-        pulled = dict(zip(floats, pull(tuple(given))))
+
+        def pull(*both: Tensor) -> tuple[Tensor, ...]:
+            at, along = both[: len(tensors)], both[len(tensors) :]
+            _, run = _of_floats(ctx.run, at)
+            return vjp(run, *(at[i] for i in floats))[1](tuple(along))
+
+        # torch.func records every backward, for another one: this one is computed anew.
+        pulled = dict(zip(floats, _Recomputed.apply(pull, *tensors, *given)))
         return None, *(pulled.get(i) for i in range(len(tensors)))
 
     @staticmethod

@@ -1,0 +1,434 @@
+"""Derivatives through training runs: right for every rule, in every mode; memory."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from cases import NAMES, Case
+from torch.func import grad, hessian, jacfwd, jvp, vmap
+from torch.profiler import profile
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func import adamw, sgd, unroll
+
+DOUBLE = torch.float64
+STEPS = 9  # RAdam trusts v from the sixth on, Ranger synchronises at 4 and 8
+
+
+def number(x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=DOUBLE)
+
+
+def problem():
+    """Params, and batches of inputs, integer classes and loss weights."""
+    params = {"w": 0.5 * torch.randn(4, 3, dtype=DOUBLE), "b": torch.zeros(3, dtype=DOUBLE)}
+    batches = [
+        (
+            torch.randn(6, 4, dtype=DOUBLE),
+            torch.randint(3, (6,)),
+            torch.rand(6, dtype=DOUBLE) + 0.5,
+        )
+        for _ in range(STEPS)
+    ]
+    return params, batches
+
+
+def loss(params, batch):
+    x, y, weights = batch
+    logits = torch.tanh(x @ params["w"] + params["b"])
+    picked = logits.log_softmax(-1).gather(1, y[:, None])[:, 0]
+    return -(weights * picked).mean()
+
+
+RULES = [
+    *map(Case, NAMES),
+    Case("sgd", {"momentum": 0.9}),
+    Case("sgd", {"momentum": 0.9, "nesterov": True}),
+    Case("adam", {"amsgrad": True}),
+    Case("adamw", {"decouple_lr": True, "max_lr": 0.1}),
+    Case("adan", {"adam_wd": True}),
+]
+
+
+def hyper_of(case: Case) -> dict:
+    """Every number that the rule has a derivative in."""
+    hyper = {"lr": number(0.03), "weight_decay": number(0.02)}
+    if case.name == "sgd":
+        return hyper | {"momentum": number(0.8)} if case.options else hyper
+    b2 = 0.8 if case.name in ("radam", "ranger") else 0.95
+    betas = (0.9, 0.8, 0.95) if case.name == "adan" else (0.8, b2)
+    hyper["betas"] = tuple(map(number, betas))
+    if case.name != "lion":
+        hyper["eps"] = number(1e-3)
+    if case.name == "ranger":
+        hyper["alpha"] = number(0.4)
+    return hyper
+
+
+def factory_of(case: Case):
+    """The case's factory, static options bound."""
+    options = {k: v for k, v in case.options.items() if k != "momentum"}
+    if case.name == "ranger":
+        options["k"] = 4
+    return lambda **hyper: case.factory(**hyper, **options)
+
+
+def directional(fn, at, along, h: float = 1e-6) -> float:
+    ends = [
+        fn(*pytree.tree_map(lambda x, t, s=s: x + s * h * t, at, along)) for s in (1, -1)
+    ]
+    return ((ends[0] - ends[1]) / (2 * h)).item()
+
+
+@pytest.mark.parametrize("case", RULES, ids=lambda c: c.id)
+@pytest.mark.filterwarnings("ignore:weight_decay=", "ignore:eps=")
+def test_hypergradients(case: Case) -> None:
+    """To all numbers, the first params, and loss weights; reverse, forward, differences.
+
+    Fresh state is part of the function: Ranger's slow weights begin as the params.
+    """
+    params, batches = problem()
+    validation = problem()[1][0]
+    factory = factory_of(case)
+
+    def end(hyper, params, weights):
+        data = [(x, y, w) for (x, y, _), w in zip(batches, weights)]
+        run = unroll(factory, loss, params, None, data, hyper=hyper)
+        return loss(run.params, validation)
+
+    at = (hyper_of(case), params, [w for _, _, w in batches])
+    reverse = grad(end, argnums=(0, 1, 2))(*at)
+    zeros = pytree.tree_map(torch.zeros_like, at)
+    leaves, spec = pytree.tree_flatten(zeros)
+    seen = 0
+    for i, (path, exact) in enumerate(pytree.tree_flatten_with_path(reverse)[0]):
+        along = list(leaves)
+        along[i] = torch.randn_like(leaves[i]) if leaves[i].dim() else number(1.0)
+        tangent = pytree.tree_unflatten(along, spec)
+        want = directional(end, at, tangent)
+        got = (exact * along[i]).sum().item()
+        _, forward = jvp(end, at, tangent)
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-9), pytree.keystr(path)
+        assert forward.item() == pytest.approx(got, rel=1e-9, abs=1e-13)
+        seen += abs(want) > 1e-7
+    # Lion's sign has no derivative: betas and weights move nothing, the rest does.
+    assert seen >= (4 if case.name == "lion" else len(leaves) - 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives(name: str) -> None:
+    """Of the run's end to lr, by grad of grad and hessian, against differences."""
+    case = Case(name)
+    params, batches = problem()
+
+    def end(lr):
+        hyper = {**hyper_of(case), "lr": lr}
+        run = unroll(factory_of(case), loss, params, None, batches, hyper=hyper)
+        return loss(run.params, batches[0])
+
+    lr = number(0.03)
+    second = grad(grad(end))(lr)
+    (difference,) = (directional(grad(end), (lr,), (number(1.0),)),)
+    assert second.item() == pytest.approx(difference, rel=1e-5, abs=1e-8)
+    assert hessian(end)(lr).item() == pytest.approx(second.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("betas", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype) -> None:
+    """All of v is 0, or some; to first and second order, in both modes."""
+    hyper = {"lr": number(0.1), "weight_decay": number(0.1)}
+    if name != "sgd":
+        hyper["betas"] = (number(betas),) * (3 if name == "adan" else 2)
+    else:
+        hyper["momentum"] = number(betas)
+    if name not in ("sgd", "lion"):
+        hyper["eps"] = number(1e-6)
+    factory = getattr(optimi_func, name)
+    params = torch.linspace(0.5, 1.5, 4, dtype=dtype)
+
+    def masked(p, mask):
+        return (mask * p.sin()).sum()
+
+    for mask in ([0.0, 0, 0, 0], [0.0, 1, 0, 1]):
+        batches = [torch.tensor(mask, dtype=dtype)] * 7
+
+        def end(hyper, params, batches=batches):
+            run = unroll(factory, masked, params, None, batches, hyper=hyper)
+            return run.params.square().sum()
+
+        first = grad(end, argnums=(0, 1))(hyper, params)
+        forward = jacfwd(end, argnums=(0, 1))(hyper, params)
+        second = hessian(lambda lr: end({**hyper, "lr": lr}, params))(hyper["lr"])
+        curvature = hessian(lambda p: end(hyper, p))(params)
+        found = pytree.tree_leaves((first, forward, second, curvature))
+        assert all(x.isfinite().all() for x in found)
+        for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(forward)):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_it_trains_as_a_loop_does() -> None:
+    params, batches = problem()
+    optimizer = adamw(lr=0.03)
+    run = unroll(optimizer, loss, params, None, iter(batches))
+    p, state = params, optimizer.init(params)
+    for batch, one in zip(batches, run.losses):
+        assert loss(p, batch) == one
+        p, state = optimizer.step(p, grad(loss)(p, batch), state)
+    for ours, theirs in zip(pytree.tree_leaves(run[:2]), pytree.tree_leaves((p, state))):
+        assert torch.equal(ours, theirs)
+    # In two parts, the second from the state of the first.
+    half = unroll(optimizer, loss, params, None, batches[:4])
+    rest = unroll(optimizer, loss, half.params, half.state, batches[4:])
+    assert torch.equal(rest.params["w"], run.params["w"])
+    with_grad = run.params["w"].requires_grad
+    assert not with_grad
+
+
+CHECKPOINTS = [1, 4, 100]
+
+
+@pytest.mark.parametrize("every", CHECKPOINTS)
+def test_recomputed_runs_have_the_same_derivatives(every: int) -> None:
+    """Under each of grad, backward, jvp, vmap, grad of grad and their nests."""
+    params, batches = problem()
+    hyper = hyper_of(Case("adamw"))
+    lrs = torch.tensor([0.02, 0.05], dtype=DOUBLE)
+
+    def derivatives(checkpoint_every):
+        def end(hyper, params, batches):
+            run = unroll(
+                *(adamw, loss, params, None, batches),
+                hyper=hyper,
+                checkpoint_every=checkpoint_every,
+            )
+            return run.losses.sum() + loss(run.params, batches[0]) + run.state.step
+
+        def of_lr(lr):
+            return end({**hyper, "lr": lr}, params, batches)
+
+        leaf = hyper["lr"].clone().requires_grad_()
+        of_lr(leaf).backward()
+        weights = [b[2] for b in batches]
+        return (
+            grad(end, argnums=(0, 1))(hyper, params, batches),
+            jacfwd(end, argnums=(0, 1))(hyper, params, batches),
+            grad(lambda ws: end(hyper, params, [(*b[:2], w) for b, w in zip(batches, ws)]))(
+                weights
+            ),
+            grad(grad(of_lr))(hyper["lr"]),
+            hessian(of_lr)(hyper["lr"]),
+            vmap(grad(of_lr))(lrs),
+            grad(lambda s: vmap(lambda lr: of_lr(s * lr))(lrs).sum())(number(1.0)),
+            leaf.grad,
+        )
+
+    for ours, theirs in zip(
+        pytree.tree_leaves(derivatives(every)), pytree.tree_leaves(derivatives(None))
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_recomputed_dropout_is_the_same_dropout() -> None:
+    params, batches = problem()
+
+    def end(lr, every):
+        def noisy(params, batch):
+            x, y, w = batch
+            return loss(params, (torch.nn.functional.dropout(x, 0.5), y, w))
+
+        torch.manual_seed(3)
+        run = unroll(
+            adamw, noisy, params, None, batches, hyper={"lr": lr}, checkpoint_every=every
+        )
+        return run.losses.sum(), torch.rand(())
+
+    kept, recomputed = (grad(end, has_aux=True)(number(0.03), e) for e in (None, 3))
+    torch.testing.assert_close(kept, recomputed, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_detached_runs_begin_where_they_are_cut(every: int | None) -> None:
+    params, batches = problem()
+    half = unroll(adamw(lr=0.03), loss, params, None, batches[:5])
+
+    def cut(lr, points):
+        run = unroll(
+            *(adamw, loss, params, None, batches),
+            hyper={"lr": lr},
+            detach_at=points,
+            checkpoint_every=every,
+        )
+        return loss(run.params, batches[0])
+
+    def rest(lr):
+        run = unroll(adamw(lr=lr), loss, half.params, half.state, batches[5:])
+        return loss(run.params, batches[0])
+
+    lr = number(0.03)
+    want = grad(rest)(lr)
+    for points in ([5], [2, 5], range(0, 6, 5)):
+        torch.testing.assert_close(grad(cut)(lr, points), want, rtol=1e-12, atol=0)
+        _, forward = jvp(lambda x, p=points: cut(x, p), (lr,), (number(1.0),))
+        torch.testing.assert_close(forward, want, rtol=1e-12, atol=0)
+    assert (grad(cut)(lr, []) - want).abs() > 1e-6
+
+
+def peak(call, trace) -> int:
+    """The most bytes allocated at once, above what was there, by the profiler's count."""
+    call()
+    with profile(profile_memory=True) as recorded:
+        call()
+    recorded.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    memory = [e for e in events if e["name"] == "[memory]"]
+    sizes = sorted((e["ts"], e["args"]["Total Allocated"]) for e in memory)
+    return max(size for _, size in sizes) - sizes[0][1]
+
+
+def test_memory(tmp_path) -> None:
+    """Forward mode: the same for any number of steps. Checkpointed: far from linear."""
+    params = {"w": torch.randn(64, 64)}
+    lr = torch.tensor(0.01)
+
+    def end(steps, every):
+        def of(lr):
+            run = unroll(
+                *(adamw, lambda p, x: (x @ p["w"]).square().mean(), params, None),
+                (torch.ones(8, 64) for _ in range(steps)),
+                hyper={"lr": lr},
+                checkpoint_every=every,
+            )
+            return run.params["w"].sum()
+
+        return of
+
+    def used(steps, mode, every=None):
+        of = end(steps, every)
+        calls = {
+            "forward": lambda: jvp(of, (lr,), (torch.ones(()),)),
+            "reverse": lambda: grad(of)(lr),
+        }
+        return peak(calls[mode], tmp_path / "trace.json") / params["w"].nbytes
+
+    few, many = used(6, "forward"), used(24, "forward")
+    assert many < 1.1 * few
+    reverse = used(6, "reverse"), used(24, "reverse")
+    assert reverse[1] > 3 * reverse[0] > 3 * few
+    # Three tensors kept of every fourth step, and four steps whole.
+    assert used(24, "reverse", 4) < 0.5 * reverse[1]
+
+
+def captured(every):
+    """Runs whose loss or optimizer closes over what a derivative is asked of."""
+    params, batches = problem()
+    return [
+        lambda lr: unroll(
+            adamw(lr=lr), loss, params, None, batches, checkpoint_every=every
+        ).losses.sum(),
+        lambda c: unroll(
+            *(adamw(lr=0.1), lambda p, b: c * loss(p, b), params, None, batches),
+            checkpoint_every=every,
+        ).losses.sum(),
+        lambda c: unroll(
+            *(adamw, lambda p, b: c * loss(p, b), params, None, batches),
+            hyper={"lr": lambda step: c / (step + 1)},
+            checkpoint_every=every,
+        ).losses.sum(),
+    ]
+
+
+MODES = {
+    "grad": lambda f, x: grad(f)(x),
+    "grad of grad": lambda f, x: grad(grad(f))(x),
+    "inner": lambda f, x: grad(lambda x: grad(lambda y: f(x) * y)(x))(x),
+    "jvp": lambda f, x: jvp(f, (x,), (x,)),
+    "backward": lambda f, x: f(x.clone().requires_grad_()).backward(),
+    "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack([x, x])),
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_derivative_that_would_be_lost_is_refused(mode: str) -> None:
+    for run in captured(3):
+        with pytest.raises(RuntimeError, match=r"shape \(\).*came from outside.*hyper"):
+            MODES[mode](run, number(0.1))
+    for run in captured(None):
+        MODES[mode](run, number(0.1))
+
+
+def test_bad_input() -> None:
+    params, batches = problem()
+    bad = [
+        ({"checkpoint_every": 0}, ValueError, "checkpoint_every=0: allowed"),
+        ({"detach_at": [3, -1]}, ValueError, "detach_at has -1"),
+        ({"hyper": {"lr": 0.1}}, TypeError, r"hyper has \['lr'\], but every number"),
+    ]
+    for options, error, text in bad:
+        with pytest.raises(error, match=text):
+            unroll(adamw(lr=0.1), loss, params, None, batches, **options)
+    with pytest.raises(ValueError, match="batches is empty"):
+        unroll(adamw(lr=0.1), loss, params, None, [])
+    with pytest.raises(TypeError, match="allowed are a factory"):
+        unroll(torch.optim.AdamW, loss, params, None, batches)
+    with pytest.raises(ValueError, match=r"a loss of shape \(4, 3\)"):
+        unroll(sgd(lr=0.1), lambda p, b: p["w"], params, None, batches)
+
+
+def test_members_have_hypergradients_of_their_own() -> None:
+    """Populations and unrolled runs compose: vmap over runs."""
+    params, batches = problem()
+
+    def end(lr):
+        run = unroll(adamw, loss, params, None, batches, hyper={"lr": lr})
+        return loss(run.params, batches[0])
+
+    lrs = torch.tensor([0.01, 0.03], dtype=DOUBLE)
+    got = vmap(grad(end))(lrs)
+    for lr, one in zip(lrs, got):
+        torch.testing.assert_close(one, grad(end)(lr), rtol=1e-10, atol=0)
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, w) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(w.clone())
+
+
+@pytest.mark.parametrize("name", ["MetaSGD", "MetaAdam", "MetaAdamW"])
+def test_torchopt(name: str) -> None:
+    """Gradients to the first params through the run, and where it ends."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchopt = pytest.importorskip("torchopt")
+    start = torch.randn(5, dtype=DOUBLE)
+    x, y = torch.randn(8, 5, dtype=DOUBLE), torch.randn(8, dtype=DOUBLE)
+
+    def mse(w):
+        return (x @ w - y).square().mean() + (w**4).mean()
+
+    numbers = {
+        "MetaSGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+        "MetaAdam": {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.01},
+        "MetaAdamW": {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1},
+    }[name]
+    net = Linear(start)
+    first = net.w
+    meta = getattr(torchopt, name)(net, **numbers)
+    for _ in range(6):
+        meta.step(mse(net.w))
+    (want,) = torch.autograd.grad(mse(net.w), first)
+    ours = getattr(optimi_func, name.removeprefix("Meta").lower())(**numbers)
+
+    def end(p):
+        return unroll(ours, lambda p, _: mse(p), p, None, [()] * 6).params
+
+    # Its bias corrections are float32.
+    torch.testing.assert_close(end(start), net.w.detach(), rtol=0, atol=1e-6)
+    got = grad(lambda p: mse(end(p)))(start)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert (got - grad(mse)(start)).abs().max() > 1e-2

@@ -137,6 +137,22 @@ def test_lr_sweep(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_hypergradient_examples(tmp_path: Path) -> None:
+    examples = {
+        "learned_lr": [],
+        "maml_sinusoid": ["--no-compile"],
+    }
+    lines = {"learned_lr": "learned rates:", "maml_sinusoid": "joint pretraining: mean"}
+    for name, more in examples.items():
+        command = [sys.executable, "-W", "error", str(ROOT / f"examples/{name}.py")]
+        picture = tmp_path / f"{name}.png"
+        options = ["--quick", *more, "--out", str(picture)]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert lines[name] in done.stdout
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_population_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/population.py")]
     numbers = tmp_path / "numbers.json"

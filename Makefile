@@ -14,7 +14,7 @@ help:
 	@echo "make train   train a small GPT three ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that take minutes"
-	@echo "make bench   measure the step, gradient release and accumulation (minutes)"
+	@echo "make bench   measure the step, release, accumulation, populations (minutes)"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
 	@echo "make clean   remove .venv, caches and outputs"
@@ -48,6 +48,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py $(ARGS)
 	$(BIN)/python benchmarks/accumulation.py $(ARGS)
 	$(BIN)/python benchmarks/release.py $(ARGS)
+	$(BIN)/python benchmarks/population.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -6,8 +6,8 @@ learning rate, and ``torch.func.grad`` through ``optimi_func.unroll`` has its de
 AdamW on their logarithms follows it. Each meta-step starts from new random weights, some of
 them at once under ``vmap``.
 
-The picture has the learning rates and the validation loss over meta-steps, and then the
-accuracy of whole training runs on images that were never seen before, from new weights: with
+The picture has the learning rates and the validation loss over meta-steps, and then
+the accuracy of whole training runs, on images never seen before and from new weights: with
 the learned rates, with the fixed one that they started as, and with the fixed one that is
 best of a grid for the same loss.
 """
@@ -28,6 +28,7 @@ matplotlib.use("Agg")  # Only a file is drawn: no display is needed.
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import LogLocator, NullFormatter
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
@@ -36,6 +37,7 @@ from tqdm import tqdm
 from optimi_func import FunctionalOptimizer, adamw, sgd, unroll
 
 Params = dict[str, Tensor]
+Batches = list[tuple[Tensor, Tensor]]
 LEARNED = "#2a7f62"
 PARTS = 5  # of a run, after each of which accuracy is taken
 
@@ -98,10 +100,10 @@ class Learner:
             found[name] = drawn / p.shape[1] ** 0.5 if p.dim() > 1 else 0 * drawn
         return found
 
-    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """Random ones of the images to train on."""
+    def batches(self, count: int) -> Batches:
+        """A run's, of the images to train on, others for each start."""
         x, y = self.data.train
-        shape = (steps, self.config.batch)
+        shape = (self.config.inner_steps, count, self.config.batch)
         some = torch.randint(len(x), shape, generator=self.random)
         return list(zip(x[some], y[some]))
 
@@ -118,16 +120,16 @@ class Learner:
 
     def validation(self, log_lrs: Tensor, starts: Params) -> Tensor:
         """The validation loss at the end of a run, averaged over starts."""
-        batches = self.batches(self.config.inner_steps)
         optimizer = self.optimizer(log_lrs)
 
-        def one(params: Params) -> Tensor:
+        def one(params: Params, batches: Batches) -> Tensor:
             end = unroll(optimizer, self.loss, params, None, batches).params
             return self.loss(end, self.data.validation)
 
-        return vmap(one)(starts).mean()
+        count = len(next(iter(starts.values())))
+        return vmap(one)(starts, self.batches(count)).mean()
 
-    def accuracies(self, log_lrs: Tensor, starts: Params) -> Tensor:
+    def accuracies(self, log_lrs: Tensor, starts: Params, batches: Batches) -> Tensor:
         """Test accuracy of each start every few steps: [times, starts]."""
         optimizer = self.optimizer(log_lrs)
         x, y = self.data.test
@@ -138,13 +140,14 @@ class Learner:
 
         params, state = starts, vmap(optimizer.init)(starts)
         found = [vmap(accuracy)(params)]
-        for _ in range(PARTS):
-            batches = self.batches(self.config.inner_steps // PARTS)
 
-            def on(p: Params, s: Any, batches: Any = batches) -> tuple[Params, Any]:
-                return unroll(optimizer, self.loss, p, s, batches)[:2]
+        def on(p: Params, s: Any, some: Batches) -> tuple[Params, Any]:
+            return unroll(optimizer, self.loss, p, s, some)[:2]
 
-            params, state = vmap(on)(params, state)
+        steps = len(batches) // PARTS
+        for i in range(PARTS):
+            some = batches[i * steps : (i + 1) * steps]
+            params, state = vmap(on)(params, state, some)
             found.append(vmap(accuracy)(params))
         return torch.stack(found)
 
@@ -216,9 +219,13 @@ def plot(learner: Learner, log_lrs: Tensor, history: History) -> None:
     middle.set_title(f"{config.starts} new initializations a meta-step")
     middle.legend(fontsize=9)
     for axes in (left, middle):
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("meta-step")
         axes.grid(alpha=0.3, which="both")
-    starts = learner.weights(config.tested)
+    # The same for all.
+    starts, batches = learner.weights(config.tested), learner.batches(config.tested)
     rates = {
         "learned": (log_lrs, LEARNED, "-"),
         f"best fixed, {fixed:.2g}": (learner.constant(fixed), "black", ":"),
@@ -230,7 +237,7 @@ def plot(learner: Learner, log_lrs: Tensor, history: History) -> None:
     }
     steps = [config.inner_steps // PARTS * i for i in range(PARTS + 1)]
     for name, (logs, color, line) in rates.items():
-        found = 100 * learner.accuracies(logs, starts)
+        found = 100 * learner.accuracies(logs, starts, batches)
         mean, half = found.mean(1), 1.96 * found.std(1) / config.tested**0.5
         right.plot(steps, mean.tolist(), line, color=color, label=name, linewidth=2)
         low, high = (mean - half).tolist(), (mean + half).tolist()

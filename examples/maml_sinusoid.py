@@ -29,7 +29,7 @@ matplotlib.use("Agg")  # Only a file is drawn: no display is needed.
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from tqdm import tqdm
@@ -207,8 +207,9 @@ def plot(learner: Learner, starts: dict[str, Params], path: Path) -> None:
     left.set_xlabel(f"fine-tuning steps on {config.shots} points")
     left.set_ylabel("mean squared error on other points")
     left.set_yscale("log")
-    left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    left.yaxis.set_major_formatter(LogFormatter())
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(NullFormatter())
     left.set_title(f"{config.tested} new tasks, mean and its 95 % interval")
     left.grid(alpha=0.3, which="both")
     left.legend()

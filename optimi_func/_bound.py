@@ -1,49 +1,35 @@
 """What populations and unrolled runs ask of the optimizer and the loss they are given."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from optimi_func._types import PyTree
-
-
-@runtime_checkable
-class Steps(Protocol):
-    """Whatever makes a state and steps with it; a `FunctionalOptimizer` does."""
-
-    def init(self, params: PyTree) -> Any:
-        """Fresh state for a parameter tree."""
-        ...
-
-    def step(self, params: PyTree, grads: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """One update: new parameters and new state."""
-        ...
-
+from optimi_func._types import PureOptimizer
 
 # A factory takes its numbers by name: adamw, a partial of it, a lambda of one's own.
-Optimizer: TypeAlias = Steps | Callable[..., Steps]
+Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
 
 def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
     """Refuse what cannot step, and numbers for what has its own bound already."""
     if isinstance(optimizer, type) or not (
-        isinstance(optimizer, Steps) or callable(optimizer)
+        isinstance(optimizer, PureOptimizer) or callable(optimizer)
     ):
         raise TypeError(
             f"optimizer={optimizer!r}: allowed are a factory such as optimi_func.adamw, or "
             "a value with init and step such as adamw(lr=1e-3)"
         )
-    if isinstance(optimizer, Steps) and hyper:
+    if isinstance(optimizer, PureOptimizer) and hyper:
         raise TypeError(
             f"hyper has {list(hyper)}, but every number of {type(optimizer).__name__} is "
             "bound: pass its factory, adamw in place of adamw(lr=1e-3)"
         )
 
 
-def bind(optimizer: Optimizer, hyper: Mapping[str, Any]) -> Steps:
+def bind(optimizer: Optimizer, hyper: Mapping[str, Any]) -> PureOptimizer:
     """The optimizer itself, or what the factory makes of these numbers."""
-    return optimizer if isinstance(optimizer, Steps) else optimizer(**hyper)
+    return optimizer if isinstance(optimizer, PureOptimizer) else optimizer(**hyper)
 
 
 def scalar_loss(result: Any, has_aux: bool) -> Any:

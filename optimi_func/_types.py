@@ -7,7 +7,16 @@ package decides where and when that happens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor
@@ -106,6 +115,7 @@ class Leaf(NamedTuple):
     comp: Tensor | None  # Kahan compensation: what rounding took from p so far
 
 
+@runtime_checkable
 class PureOptimizer(Protocol):
     """Two pure functions over pytrees: what every transform of an optimizer takes and is.
 

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func import adamw, population, sgd
+from optimi_func import adamw, population, sgd, transforms
 from optimi_func.population import Population
 
 DOUBLE = torch.float64
@@ -286,6 +286,22 @@ def test_any_object_with_init_and_step() -> None:
     members = population.init(bound, {"w": torch.zeros(2)}, n=2)
     moved = population.step(bound, members, {"w": torch.ones(2, 2)})
     assert_moved_alike(torch.zeros(2, 2), moved.params["w"], -0.1 * torch.ones(2, 2), 1e-5)
+
+
+def test_transformed_optimizers_with_numbers_by_member() -> None:
+    """Clipped at a bound of each member's own; counts and averages are per member."""
+
+    def factory(lr, bound):
+        clipped = transforms.chain(transforms.clip_global_norm(bound), sgd(lr=lr))
+        return transforms.ema(clipped, decay=0.9)
+
+    bounds = torch.tensor([0.5, 1.0, 100.0], dtype=DOUBLE)
+    start = {"w": torch.zeros(4, dtype=DOUBLE)}
+    members = population.init(factory, start, {"lr": LRS, "bound": bounds}, n=3)
+    grads = {"w": torch.full((3, 4), 2.0, dtype=DOUBLE)}
+    members = population.step(factory, members, grads)
+    want = -LRS * torch.minimum(bounds, torch.tensor(4.0)) / 4 * 2
+    torch.testing.assert_close(members.params["w"][:, 0], want, rtol=1e-6, atol=0)
 
 
 def test_static_options_belong_to_the_factory() -> None:

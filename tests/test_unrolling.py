@@ -11,7 +11,7 @@ from torch.profiler import profile
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func import adamw, sgd, unroll
+from optimi_func import adamw, sgd, transforms, unroll
 
 DOUBLE = torch.float64
 STEPS = 9  # RAdam trusts v from the sixth on, Ranger synchronises at 4 and 8
@@ -377,6 +377,29 @@ def test_bad_input() -> None:
         unroll(torch.optim.AdamW, loss, params, None, batches)
     with pytest.raises(ValueError, match=r"a loss of shape \(4, 3\)"):
         unroll(sgd(lr=0.1), lambda p, b: p["w"], params, None, batches)
+
+
+def test_derivatives_through_a_transformed_optimizer() -> None:
+    """To a number that a transform has, kept and recomputed, against differences."""
+    params, batches = problem()
+
+    def factory(bound):
+        return transforms.chain(transforms.clip_global_norm(bound), sgd(lr=0.1))
+
+    def end(bound, every=None):
+        run = unroll(
+            *(factory, loss, params, None, batches),
+            hyper={"bound": bound},
+            checkpoint_every=every,
+        )
+        return loss(run.params, batches[0])
+
+    bound = number(0.05)
+    want = directional(end, (bound,), (number(1.0),))
+    assert abs(want) > 1e-3
+    for every in (None, 4):
+        got = grad(end)(bound, every).item()
+        assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_members_have_hypergradients_of_their_own() -> None:

@@ -17,6 +17,8 @@ from optimi_func.compiled.jobs import Bundle, chunks, facts, is_plain
 
 # A cohort that was lost so often, to another list or to somebody's edits, stays lost.
 _PATIENCE = 3
+# Lists that are remembered: where they never come again, as with experts, the oldest go.
+_MEMORY = 32
 
 _step_of = itemgetter("step")
 _version = attrgetter("_version")
@@ -201,6 +203,8 @@ class Cohorts:
         ids = list(map(id, params))
         seen = self._seen.get(_key(group, params))
         if seen is None or seen.ids != ids:
+            if len(self._seen) >= _MEMORY:
+                del self._seen[next(iter(self._seen))]
             self._seen[_key(group, params)] = _Seen(ids)
         elif seen.lost <= _PATIENCE and _may_be_counted(members):
             seen.cohort = Cohort(members[0].asked, members)

@@ -369,3 +369,18 @@ def test_nothing_is_kept_alive() -> None:
     train(optimizer, qs, 0, 1)
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_lists_that_never_come_again_are_forgotten() -> None:
+    ends = []
+    for way in (WAYS["foreach"], EAGER):
+        ps = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(60)]
+        optimizer = AdamW(ps, lr=0.05, **way)
+        for t in range(100):
+            fill(ps, t)
+            for p in [*ps[: t % 40], *ps[41 + t % 19 :]]:
+                p.grad = None
+            optimizer.step()
+        ends.append(ps)
+        assert len(optimizer._cohorts._seen) <= 32
+    assert_alike(*ends)

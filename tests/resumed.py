@@ -1,7 +1,7 @@
 """A training run that stops, is saved, and goes on in another process.
 
-`test_resume.py` runs the first halves; `python resumed.py FOLDER` loads them, runs the second
-halves and leaves what became of them beside the checkpoints.
+`test_resume.py` runs the first halves; `python resumed.py FOLDER` loads them, runs the
+second halves and leaves what became of them beside the checkpoints.
 """
 
 import pickle

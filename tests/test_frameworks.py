@@ -7,6 +7,8 @@ skipped where it is not installed.
 
 import pytest
 import torch
+from cases import assert_moved_alike
+from test_schedulers import drive, start
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -210,6 +212,40 @@ def test_transformers_trainer_accumulates_with_the_ordinary_step(
         ends.append(model.state_dict())
     for name, x in ends[0].items():
         torch.testing.assert_close(x, ends[1][name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+SCHEDULES: dict[str, dict] = {
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {},
+    "reduce_lr_on_plateau": {"patience": 1, "factor": 0.5},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 5},
+    "greedy": {"patience": 1, "factor": 0.5},
+}
+
+
+def test_all_schedules_of_transformers_are_here(transformers) -> None:
+    assert {kind.value for kind in transformers.SchedulerType} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_transformers_schedules(transformers, name: str, release: bool) -> None:
+    def make(optimizer):
+        return transformers.get_scheduler(name, optimizer, 4, 14, SCHEDULES[name])
+
+    seen, ends = drive(torch.optim.AdamW, make, LR)
+    ours, found = drive(AdamW, make, LR, release)
+    assert ours == seen
+    assert (len({step[0][0] for step in seen}) > 1) == (name != "constant")
+    for s, p, q in zip(start(), found, ends):
+        assert_moved_alike(s, p, q, 1e-12)
 
 
 BY_TWO = {"accumulation": "buffer", "accumulation_steps": 2}

@@ -199,44 +199,6 @@ def test_a_foreign_state_changes_nothing() -> None:
             assert all(torch.equal(x, after["state"][i][k]) for k, x in entry.items())
 
 
-SCHEDULERS = [
-    lambda o: lr_scheduler.LambdaLR(o, lambda i: 0.9**i),
-    lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=20),
-    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
-    lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    lambda o: lr_scheduler.SequentialLR(
-        o,
-        [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.ExponentialLR(o, 0.9)],
-        [5],
-    ),
-]
-
-
-@pytest.mark.parametrize("make", SCHEDULERS)
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), torch.tensor([0.1])], ids=str)
-def test_schedulers_drive_us_as_they_drive_torch(make, lr) -> None:
-    pair = []
-    options = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    for cls, more in ((torch.optim.AdamW, {}), (AdamW, EAGER)):
-        ps = params(dtype=torch.float64)
-        own = lr.clone() if torch.is_tensor(lr) and lr.dim() == 0 else float(lr)
-        if cls is AdamW:
-            own = lr.clone() if torch.is_tensor(lr) else lr
-        optimizer = cls(ps, lr=own, **options, **more)
-        scheduler = make(optimizer)
-        for i in range(15):
-            fill(ps, i)
-            optimizer.step()
-            scheduler.step()
-        group = optimizer.param_groups[0]
-        pair.append((float(group["lr"]), group["betas"], ps))
-    assert pair[0][0] == pytest.approx(pair[1][0], rel=1e-6)
-    assert pair[0][1] == pytest.approx(pair[1][1])
-    for p, q, s in zip(pair[0][2], pair[1][2], params(dtype=torch.float64)):
-        tolerance = 1e-12 if lr == 0.1 and not torch.is_tensor(lr) else 1e-6
-        assert_moved_alike(s.detach(), q.detach(), p.detach(), tolerance)
-
-
 def test_one_cycle_says_what_the_largest_lr_is() -> None:
     (p,) = params((3,))
     with pytest.warns(UserWarning, match="decouple_lr"):

@@ -1,0 +1,99 @@
+"""A training run that is killed at random moments ends as if nobody had touched it."""
+
+import multiprocessing
+import random
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import resume
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Runs the example in a process of its own, forked from one that has torch loaded."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "tqdm", "optimi_func"])
+
+    def started(checkpoint: Path, epochs: int) -> Any:
+        options = ["--no-compile", "--every=3", f"--epochs={epochs}"]
+        arguments = [f"--checkpoint={checkpoint}", *options]
+        process = context.Process(target=resume.main, args=(arguments,))
+        process.start()
+        return process
+
+    return started
+
+
+def written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other):
+            assert_same(*pair)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("kills", "epochs"), [(5, 20), pytest.param(50, 100, marks=pytest.mark.soak)]
+)
+def test_whoever_is_killed_ends_as_the_uninterrupted(
+    start, tmp_path, capfd, kills: int, epochs: int
+) -> None:
+    straight, checkpoint = tmp_path / "straight" / "run.pt", tmp_path / "killed" / "run.pt"
+    begun = time.monotonic()
+    process = start(straight, epochs)
+    process.join()
+    assert process.exitcode == 0
+    usual = time.monotonic() - begun
+    assert capfd.readouterr().out.startswith("begun\n")
+
+    killed, steps, halves = 0, 0, 0
+    while killed < kills:
+        before = written(checkpoint)
+        process = start(checkpoint, epochs)
+        if killed % 2 == 0:  # the others may be killed before they have done anything
+            while process.is_alive() and written(checkpoint) == before:
+                time.sleep(0.001)
+        process.join(random.uniform(0.0, usual / kills))
+        if process.exitcode == 0:
+            checkpoint.unlink()  # too late: a new run
+            steps = 0
+            continue
+        process.kill()
+        process.join()
+        assert process.exitcode == -9
+        killed += 1
+        halves += checkpoint.with_suffix(".tmp").exists()
+        if checkpoint.exists():
+            where = torch.load(checkpoint, weights_only=True)["batches"]
+            now = where["epoch"] * (1024 // 64) + where["position"]
+            assert now >= steps and (now % 3 == 0 or now == epochs * (1024 // 64))
+            steps = now
+    process = start(checkpoint, epochs)
+    process.join()
+    assert process.exitcode == 0
+
+    out = capfd.readouterr().out
+    resumed = list(map(int, re.findall(r"resumed after step (\d+)", out)))
+    assert any(0 < step < epochs * (1024 // 64) for step in resumed)
+    print(f"{kills} kills, {halves} within a save; resumed after steps {resumed}")
+    assert_same(*[torch.load(p, weights_only=True) for p in (straight, checkpoint)])

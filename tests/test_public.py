@@ -122,9 +122,9 @@ def test_private_torch_stays_in_its_corner(path: Path) -> None:
 
 def test_private_torch_is_there() -> None:
     """What compiled/ uses of torch's private names: a torch without them fails here."""
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+    from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-    assert is_in_torch_dispatch_mode() is False
+    assert any_torch_dispatch_mode_on_stack() is False
     targets, sources = [torch.zeros(2)], [torch.ones(2)]
     torch._foreach_copy_(targets, sources)
     assert targets[0].tolist() == [1, 1]

@@ -14,6 +14,7 @@ from optimi_func._types import Leaf, PyTree
 from optimi_func.compiled.batching import plan_compiled, run_launches
 from optimi_func.compiled.jobs import Bundle, Job, check_writable
 from optimi_func.compiled.kernel import Numbers, ambient
+from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
 Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tensor]]]
@@ -42,11 +43,11 @@ def rehearse(
     with mode, torch.enable_grad(), _no_scaler():
         leaves = [convert(p.detach()).requires_grad_() for p in params]
         given = [convert(b.detach()) for b in buffers]
-        versions = [b._version for b in given]
         batch = pytree.tree_map_only(Tensor, lambda x: convert(x.detach()), batch)
-        loss, aux, after = program(leaves, list(given), batch)
+        with _Writes() as writes:
+            loss, aux, after = program(leaves, list(given), batch)
         _check_loss(loss)
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads: Any = torch.autograd.grad(loss, leaves, allow_unused=True)
     items, spec = ([], None) if aux is None else pytree.tree_flatten(aux)
     for x in items:
         if not isinstance(x, Tensor):
@@ -55,11 +56,39 @@ def rehearse(
             )
     written = [
         i
-        for i, (old, new, version) in enumerate(zip(given, after, versions))
-        if new is not old or new._version != version
+        for i, (old, new) in enumerate(zip(given, after))
+        if new is not old or writes.saw(old)
     ]
     trained = [i for i, g in enumerate(grads) if g is not None]
     return Findings(tuple(trained), tuple(written), spec)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes what is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation as it stands."""
+        kwargs = kwargs or {}
+        # These write to the running statistics, and their schemas do not say so.
+        silent = "batch_norm" in func.name()
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if silent or (argument.alias_info and argument.alias_info.is_write):
+                for x in pytree.tree_leaves(value):
+                    if isinstance(x, Tensor):
+                        self._storages.append(x.untyped_storage())
+        return func(*args, **kwargs)
+
+    def saw(self, x: Tensor) -> bool:
+        """Whether x has been, by itself or by a view."""
+        own = x.untyped_storage()._cdata
+        return any(storage._cdata == own for storage in self._storages)
 
 
 def _check_loss(loss: Any) -> None:

@@ -287,7 +287,7 @@ class PureStep(Generic[S]):
         flat, spec = pytree.tree_flatten(state.optimizer)
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        inputs = Inputs(params, buffers, flat, batch)
+        inputs = Inputs(params, buffers, flat, torch.tensor(True), batch)
         if spec not in self._wholes:
             self._wholes[spec] = _whole(settings, _traced(optimizer, params_spec, spec))
         whole = self._wholes[spec]
@@ -343,7 +343,9 @@ class _Update:
         jobs: list[Job] = []
         for i, g in zip(places, grads):
             source = Bundle(self._leaves[i])
-            jobs.append(Job(source, g, self._now(self._numbers[i], gain), source, None))
+            jobs.append(
+                Job(source, g, self._now(self._numbers[i], gain), source, None, None)
+            )
         run_launches(plan_compiled(self._rule, jobs, write=True), grads[0].device)
 
     def _now(self, numbers: Numbers, gain: Tensor | None) -> Numbers:
@@ -393,7 +395,8 @@ class ClassStep:
             optimizer.update(some, grads, [share] * len(some), write=True, count=True)
 
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
-        inputs = Inputs([p.detach() for p in params], buffers, [], batch)
+        yes = torch.tensor(True)
+        inputs = Inputs([p.detach() for p in params], buffers, [], yes, batch)
         with ambient(), running(update, params):
             outcome = _tell(self._whole, program, inputs)
         # Nothing has a gradient and nothing moves: hooks and schedulers see a step.
@@ -463,7 +466,8 @@ def _owned(module: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def _trainable(module: torch.nn.Module) -> dict[str, Tensor]:
-    found = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    found: dict[str, Tensor] = {}
+    found.update((n, p) for n, p in module.named_parameters() if p.requires_grad)
     if not found:
         raise ValueError("model_or_fn has no parameter that requires a gradient")
     return found

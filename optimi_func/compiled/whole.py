@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
     params: list[Tensor]
     buffers: list[Tensor]
     state: list[Tensor]  # for an update that is traced; others hold their own
+    yes: Tensor  # 0-d, true: what no compiler knows
     batch: PyTree
 
 
@@ -173,8 +174,8 @@ class Whole:
         try:
             if graph is None:
                 body = own_code(self._body(program, findings, last), "train_step")
-                # Dropout draws what it would eagerly.
-                options = {"options": {"fallback_random": True}}
+                # Dropout draws what it would eagerly, which takes fixed shapes.
+                options = {"dynamic": False, "options": {"fallback_random": True}}
                 graph = torch_compile(body, options)
                 outputs = _first(graph, inputs, sums)
                 self._graphs[key] = graph
@@ -209,7 +210,7 @@ class Whole:
 
         def body(inputs: Inputs, sums: list[Tensor] | None) -> Outputs:
             confirm()
-            params, buffers, state, batch = inputs
+            params, buffers, state, yes, batch = inputs
 
             def compute(moving: list[Tensor]) -> tuple[Tensor, Any]:
                 full, held = list(params), list(buffers)
@@ -237,7 +238,8 @@ class Whole:
             else:
                 if gain is not None:
                     grads = [g * gain for g in grads]
-                _trace(self.update, dict(zip(trained, grads)), params, state)
+                new = self.update(params, _placed(grads, trained, len(params)), state)
+                _write([*params, *state], [*new[0], *new[1]], yes)
             return Outputs(loss, aux, norm)
 
         return body
@@ -274,18 +276,19 @@ def _update(grads: dict[int, Tensor], params: list[Tensor], gain: Tensor | None)
         update_(its, gain, [grads[i] for i in its], [params[i] for i in its])
 
 
-def _trace(
-    update: TracedUpdate,
-    grads: dict[int, Tensor],
-    params: list[Tensor],
-    state: list[Tensor],
-) -> None:
-    """An optimizer's own step, written back."""
-    placed = [grads.get(i) for i in range(len(params))]
-    new_params, new_state = update(params, placed, state)
-    # What is new may be what is old: a copy of it, before that is overwritten.
-    news = [new.clone() for new in [*new_params, *new_state]]
-    for old, new in zip([*params, *state], news):
+def _placed(
+    grads: list[Tensor], places: tuple[int, ...], count: int
+) -> list[Tensor | None]:
+    found = dict(zip(places, grads))
+    return [found.get(i) for i in range(count)]
+
+
+def _write(olds: list[Tensor], news: list[Tensor], yes: Tensor) -> None:
+    """Write what an optimizer's own step returned onto what it was given."""
+    # A state that is the parameter of the step before is read before that is written.
+    # Inductor drops clones, and would read it after; a choice it has to make.
+    news = [torch.where(yes, new, new.new_zeros(())) for new in news]
+    for old, new in zip(olds, news):
         old.copy_(new)
 
 
@@ -330,10 +333,18 @@ def _first(
     try:
         with unprobed_vectors():
             return graph(inputs, sums)
-    except torch._dynamo.exc.BackendCompilerFailed:
+    except RuntimeError as error:
+        if not _is_compilers(error):
+            raise
         # Nothing has run yet. Perhaps the compiler knows fewer instructions than the
         # machine: find out.
         return graph(inputs, sums)
+
+
+def _is_compilers(error: Exception) -> bool:
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.BackendCompilerFailed)
 
 
 @contextmanager

@@ -116,7 +116,8 @@ def train_step(
         model_or_fn: A module, called with a batch (a tuple's or list's first element; a
             dict as keywords; a tuple as several arguments), or, with a functional
             optimizer, a function `(params, buffers, batch) -> output`, which may write to
-            buffers. Without graph breaks. A module's frozen parameters are constants.
+            buffers. Without graph breaks, and without activation checkpointing, which
+            torch.func.grad cannot trace. A module's frozen parameters are constants.
         loss_fn: `(output, batch) -> loss`, a 0-d tensor, or `(loss, aux)` with aux a tree
             of tensors. With accumulate > 1 called on each part, and meant as a mean over
             its examples: the whole batch's gradient is the mean of the parts'.

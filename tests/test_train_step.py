@@ -525,6 +525,8 @@ def test_states_are_refused_before_any_write() -> None:
     w, _ = state.params["layer"]
     twice = state._replace(params={**state.params, "layer": (w, w.view(-1)[:3])})
     refused(ValueError, "same memory", lambda: step(twice, batch))
+    one = {**state.params, "unused": torch.ones(1, dtype=w.dtype).expand(2)}
+    refused(ValueError, "is expanded", lambda: step(state._replace(params=one), batch))
     odd = state._replace(buffers={"calls": 0, "scale": state.buffers["scale"]})
     refused(TypeError, r"buffers\['calls'\]=0", lambda: step(odd, batch))
     model = nn.Linear(6, 3)

@@ -61,7 +61,7 @@ def _jobs(
 ) -> dict[int, Job]:
     step = leaves.state.step
     scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
-    numbers = {id(s): Numbers(s) for s in scalars}
+    numbers = {i: Numbers(s) for i, s in {id(s): s for s in scalars}.items()}
     jobs: dict[int, Job] = {}
     for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):
         if g is not None:

@@ -13,7 +13,7 @@ from optimi_func import functional as _f
 from optimi_func._leaf import share_scalars
 from optimi_func._types import WHOLE, PyTree, Scalar
 from optimi_func.compiled.batching import plan_compiled, run_launches
-from optimi_func.compiled.jobs import Bundle, Job, check_writable, is_plain
+from optimi_func.compiled.jobs import Bundle, Job, is_plain
 from optimi_func.compiled.kernel import Numbers
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import Inputs, Program, TracedUpdate, Whole, ambient
@@ -265,21 +265,25 @@ class PureStep(Generic[S]):
             for name in state.params:
                 if name not in ours:
                     raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
-        seen: dict[tuple[Any, int], Any] = {}
-        keyed, _ = pytree.tree_flatten_with_path(state)
-        for path, x in keyed:
-            name = "state" + pytree.keystr(path)
+        tensors = pytree.tree_leaves(state)
+        places: dict[Any, int] = {}
+        for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
-                raise TypeError(f"{name}={x!r}: allowed are trees of tensors")
-            if self._settings.donate and x.numel():
-                check_writable(name, x)
-                place = (x.device, x.data_ptr())
-                if place in seen:
-                    raise ValueError(
-                        f"{name} and {seen[place]} are the same memory, which donate=True "
-                        "would write to twice: clone one, or pass donate=False"
-                    )
-                seen[place] = name
+                raise TypeError(f"{_path(state, i)}={x!r}: allowed are trees of tensors")
+            if not self._settings.donate or not x.numel():
+                continue
+            if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
+                raise ValueError(
+                    f"{_path(state, i)} is expanded (strides {x.stride()}), which "
+                    "donate=True cannot write to: clone it, or pass donate=False"
+                )
+            other = places.setdefault((x.device, x.data_ptr()), i)
+            if other != i:
+                raise ValueError(
+                    f"{_path(state, i)} and {_path(state, other)} are the same memory, "
+                    "which donate=True would write to twice: clone one, or pass "
+                    "donate=False"
+                )
 
     def _step(self, state: TrainState[S], batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
@@ -304,6 +308,12 @@ class PureStep(Generic[S]):
             outcome = _tell(whole, program, inputs._replace(state=[]))
         tree_state.step.add_(1.0)
         return outcome
+
+
+def _path(state: TrainState[Any], index: int) -> str:
+    """How errors call a leaf; found when it is asked for, for it takes long."""
+    keyed, _ = pytree.tree_flatten_with_path(state)
+    return "state" + pytree.keystr(keyed[index][0])
 
 
 def _traced(
@@ -334,7 +344,7 @@ class _Update:
         self._leaves = leaves.leaves
         step = leaves.state.step
         scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
-        numbers = {id(x): Numbers(x) for x in scalars}
+        numbers = {i: Numbers(x) for i, x in {id(x): x for x in scalars}.items()}
         self._numbers = [numbers[id(x)] for x in scalars]
         self._scaled: dict[int, Numbers] = {}
 

@@ -83,7 +83,7 @@ class Config:
             mlp_width=32,
             rounds=2,
             warmup=1,
-            compilations=1,
+            compilations=min(self.compilations, 1),
         )
 
 

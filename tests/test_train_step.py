@@ -299,6 +299,7 @@ def test_pytrees(name, graphs, tmp_path) -> None:
     step = train_step(function, plain_loss, optimizer)
     state = start
     places = [x.data_ptr() for x in pytree.tree_leaves(state)]
+    version = start.params["layer"][0]._version
     for i, batch in enumerate(given):
         if i == 2:
             torch.save(pytree.tree_leaves(state), tmp_path / "state.pt")
@@ -308,6 +309,7 @@ def test_pytrees(name, graphs, tmp_path) -> None:
             before = graphs()
     assert graphs() == before
     assert places == [x.data_ptr() for x in pytree.tree_leaves(state)]
+    assert start.params["layer"][0]._version > version  # autograd has been told
     assert_close(state, want)
     assert torch.equal(state.params["unused"], kept.params["unused"])
     assert state.buffers["calls"] == 5
@@ -534,6 +536,9 @@ def test_states_are_refused_before_any_write() -> None:
     refused(TypeError, "a module brings its own", lambda: step.init({}))
     params = {"nothing": torch.ones(2)}
     astray = TrainState(params, {}, optimizer.init(params))
+    state = step.init()
+    more = state._replace(buffers={"mean": torch.ones(2)})
+    refused(ValueError, r"names \['mean'\]", lambda: step(more, batch))
     refused(ValueError, r"params\['nothing'\]", lambda: step(astray, batch))
 
 

@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from optimi_func import _torch
@@ -151,6 +152,8 @@ def train_step(
     True
     """
     _check_arguments(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
+    if isinstance(model_or_fn, torch.nn.Module):
+        _check_single(model_or_fn)
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
@@ -196,6 +199,16 @@ def _check_arguments(
             )
     if not isinstance(donate, bool):
         raise TypeError(f"donate={donate!r}: allowed are True and False")
+
+
+def _check_single(module: torch.nn.Module) -> None:
+    """Refuse a module whose gradients others wait for."""
+    wrapped = any(isinstance(m, DistributedDataParallel) for m in module.modules())
+    if wrapped or any(map(_torch.in_ddp, module.parameters())):
+        raise ValueError(
+            "model_or_fn is trained by DistributedDataParallel, which this step would not "
+            "ask to reduce gradients: train it by an ordinary loop"
+        )
 
 
 class PureStep(Generic[S]):
@@ -265,6 +278,12 @@ class PureStep(Generic[S]):
             for name in state.params:
                 if name not in ours:
                     raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
+            names = [name for name, _ in module.named_buffers()]
+            if set(state.buffers) != set(names):
+                raise ValueError(
+                    f"buffers has the names {sorted(state.buffers)}, and model_or_fn "
+                    f"{sorted(names)}"
+                )
         tensors = pytree.tree_leaves(state)
         places: dict[Any, int] = {}
         for i, x in enumerate(tensors):
@@ -292,7 +311,8 @@ class PureStep(Generic[S]):
         flat, spec = pytree.tree_flatten(state.optimizer)
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        inputs = Inputs(params, buffers, flat, torch.tensor(True), batch)
+        yes = torch.ones((), dtype=torch.bool, device=params[0].device)
+        inputs = Inputs(params, buffers, flat, yes, batch)
         if spec not in self._wholes:
             self._wholes[spec] = _whole(settings, _traced(optimizer, params_spec, spec))
         whole = self._wholes[spec]
@@ -406,8 +426,8 @@ class ClassStep:
             optimizer.update(some, grads, [share] * len(some), write=True, count=True)
 
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
-        yes = torch.tensor(True)
-        inputs = Inputs([p.detach() for p in params], buffers, [], yes, batch)
+        detached = [p.detach() for p in params]
+        inputs = Inputs(detached, buffers, [], torch.ones(()), batch)
         with ambient(), running(update, params):
             outcome = _tell(self._whole, program, inputs)
         # Nothing has a gradient and nothing moves: hooks and schedulers see a step.

@@ -49,7 +49,6 @@ def running(update: Update, params: list[Tensor]) -> Generator[None]:
 _running: ContextVar[tuple[Update, list[Tensor]]] = ContextVar("running")
 
 
-@torch.compiler.disable
 def _update(
     places: Sequence[int],
     gain: Tensor | None,

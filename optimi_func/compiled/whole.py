@@ -133,6 +133,10 @@ class Whole:
             assert self._changed is not None
             findings = self._found[kind] = self._changed
             outputs = self._run_parts(program, findings, inputs, parts)
+        except Exception:
+            # Who mends the model may change what it reaches.
+            del self._found[kind]
+            raise
         aux = None
         if findings.aux is not None:
             aux = pytree.tree_unflatten(outputs.aux, findings.aux)
@@ -319,7 +323,7 @@ def _rehearse(program: Program, inputs: Inputs) -> Findings:
 
 def _kind(program: Program, batch: PyTree) -> tuple[Any, ...]:
     leaves, spec = pytree.tree_flatten(batch)
-    shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
     model = program.model
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     modes = [module.training for module in modules]

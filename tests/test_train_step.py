@@ -16,6 +16,7 @@ import optimi_func
 from optimi_func.compiled import train_step
 from optimi_func.compiled.rehearsal import Findings
 from optimi_func.compiled.train_step import Outcome, TrainState
+from optimi_func.transforms import chain, clip_value
 
 LR = 0.02
 
@@ -252,11 +253,10 @@ class Transformed:
     def __init__(self, inner: optimi_func.FunctionalOptimizer) -> None:
         self.inner = inner
 
-    def init(self, params: Any) -> Any:
-        return {
-            "inner": self.inner.init(params),
-            "last": pytree.tree_map(torch.clone, params),
-        }
+    def init(self, params: Any, *, kahan_sum: Any = None, state_dtype: Any = None) -> Any:
+        last = pytree.tree_map(torch.clone, params)
+        inner = self.inner.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        return {"inner": inner, "last": last}
 
     def step(self, params: Any, grads: Any, state: Any) -> Any:
         grads = pytree.tree_map(lambda g: None if g is None else 0.5 * g, grads)
@@ -272,6 +272,7 @@ FUNCTIONAL = {
     "adamw": optimi_func.adamw(lr=schedule, weight_decay=0.1),
     "lion": optimi_func.lion(lr={"layer": 0.01, "unused": 1.0}),
     "transformed": Transformed(optimi_func.adam(lr=schedule)),
+    "chain": chain(clip_value(0.1), optimi_func.adamw(lr=schedule)),
 }
 
 
@@ -336,6 +337,9 @@ def test_a_module_with_a_pure_optimizer() -> None:
         state, _ = step(state, batch)
     loop(other, b, given[:2])
     assert_close(model.state_dict(), other.state_dict())
+    for dtype in (torch.float32, torch.float64):
+        leaves = step.init(state_dtype=dtype).optimizer.leaves
+        assert leaves["first.weight"].momentum_buffer.dtype == dtype
     apart = pytree.tree_map(torch.clone, state)
     apart, _ = step(apart, given[2])
     assert_close(model.state_dict(), other.state_dict())  # still as before
@@ -529,6 +533,7 @@ def test_states_are_refused_before_any_write() -> None:
     refused(ValueError, "same memory", lambda: step(twice, batch))
     one = {**state.params, "unused": torch.ones(1, dtype=w.dtype).expand(2)}
     refused(ValueError, "is expanded", lambda: step(state._replace(params=one), batch))
+    step(state._replace(buffers={**state.buffers, "again": state.buffers["scale"]}), batch)
     odd = state._replace(buffers={"calls": 0, "scale": state.buffers["scale"]})
     refused(TypeError, r"buffers\['calls'\]=0", lambda: step(odd, batch))
     model = nn.Linear(6, 3)
@@ -537,6 +542,7 @@ def test_states_are_refused_before_any_write() -> None:
     params = {"nothing": torch.ones(2)}
     astray = TrainState(params, {}, optimizer.init(params))
     state = step.init()
+    refused(TypeError, "params=list", lambda: step(state._replace(params=[]), batch))
     more = state._replace(buffers={"mean": torch.ones(2)})
     refused(ValueError, r"names \['mean'\]", lambda: step(more, batch))
     refused(ValueError, r"params\['nothing'\]", lambda: step(astray, batch))

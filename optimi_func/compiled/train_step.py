@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func import _torch
 from optimi_func import functional as _f
 from optimi_func._leaf import share_scalars
-from optimi_func._types import WHOLE, PyTree, Scalar
+from optimi_func._types import WHOLE, PureOptimizer, PyTree, Scalar
 from optimi_func.compiled.batching import plan_compiled, run_launches
 from optimi_func.compiled.jobs import Bundle, Job, is_plain
 from optimi_func.compiled.kernel import Numbers
@@ -20,16 +20,15 @@ from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import Inputs, Program, TracedUpdate, Whole, ambient
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
-S = TypeVar("S")
 LossFn = Callable[[Any, Any], Any]
 
 
-class TrainState(NamedTuple, Generic[S]):
+class TrainState(NamedTuple):
     """All that a training step goes on from: a pytree of tensors, to be saved as it is."""
 
     params: PyTree
     buffers: PyTree
-    optimizer: S  # the optimizer's own state
+    optimizer: Any  # the optimizer's own state
 
 
 class Outcome(NamedTuple):
@@ -38,18 +37,6 @@ class Outcome(NamedTuple):
     loss: Tensor  # 0-d; the mean over the parts of the batch
     aux: PyTree  # what loss_fn returned beside it, or None; stacked over the parts
     norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
-
-
-class Transform(Protocol[S]):
-    """Whatever steps a parameter tree: ours, or one with the same two methods."""
-
-    def init(self, params: PyTree) -> S:
-        """Fresh state, a tree of tensors."""
-        ...
-
-    def step(self, params: PyTree, grads: PyTree, state: S) -> tuple[PyTree, S]:
-        """New parameters and state; both keep their structure."""
-        ...
 
 
 @overload
@@ -68,12 +55,12 @@ def train_step(
 def train_step(
     model_or_fn: Callable[..., Any],
     loss_fn: LossFn,
-    optimizer: Transform[S],
+    optimizer: PureOptimizer,
     *,
     accumulate: int = 1,
     clip_global_norm: float | None = None,
     donate: bool = True,
-) -> "PureStep[S]": ...
+) -> "PureStep": ...
 
 
 def train_step(
@@ -84,7 +71,7 @@ def train_step(
     accumulate: int = 1,
     clip_global_norm: float | None = None,
     donate: bool = True,
-) -> "ClassStep | PureStep[Any]":
+) -> "ClassStep | PureStep":
     """A training step as one graph, in which a gradient lives until its update.
 
     For the batch in `accumulate` equal parts x_1..x_k, with L = loss_fn:
@@ -105,10 +92,11 @@ def train_step(
     are where those would have left them; schedulers, state_dict and add_param_group work
     as ever, and such steps may alternate with ordinary ones.
 
-    With `optimi_func.adamw(lr=...)` and its siblings, or anything with their `init` and
-    `step`, it is called as `state, outcome = step(state, batch)`, on from `step.init()`.
-    The state is a pytree of tensors: save it, load it, go on. A loaded one is not the
-    module's own any more, which is then left as it is.
+    With `optimi_func.adamw(lr=...)`, its siblings, or a transform of them, it is called as
+    `state, outcome = step(state, batch)`, on from `step.init()`. The state is a pytree of
+    tensors: save it, load it, go on. A loaded one is not the module's own any more, which
+    is then left as it is. The step of a transform is traced into the graph leaf by leaf,
+    which compiles longer.
 
     Dropout draws new masks at every step, those that an eager run draws from the same
     seed: the generator is the default one and moves on.
@@ -157,9 +145,7 @@ def train_step(
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
-    if not callable(getattr(optimizer, "init", None)) or not callable(
-        getattr(optimizer, "step", None)
-    ):
+    if isinstance(optimizer, type) or not isinstance(optimizer, PureOptimizer):
         raise TypeError(
             f"optimizer={optimizer!r}: allowed are optimi_func's classes, "
             "optimi_func.adamw(lr=...) and its siblings, and what has their init and step"
@@ -211,23 +197,30 @@ def _check_single(module: torch.nn.Module) -> None:
         )
 
 
-class PureStep(Generic[S]):
+class PureStep:
     """`state, outcome = step(state, batch)`: made by `train_step`."""
 
-    def __init__(self, settings: _Settings, optimizer: Transform[S]) -> None:
+    def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
         self._settings = settings
         self._optimizer = optimizer
         self._wholes: dict[pytree.TreeSpec, Whole] = {}
 
-    def init(self, params: PyTree = None, buffers: PyTree = None) -> TrainState[S]:
+    def init(
+        self,
+        params: PyTree = None,
+        buffers: PyTree = None,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> TrainState:
         """A state to begin with: these tensors, and the optimizer's fresh state.
-
-        For other state, as of another dtype: `state._replace(optimizer=...)`.
 
         Args:
             params: Parameter tree; for a module None: its own parameters that require
                 a gradient, by name, and its own buffers.
             buffers: Tree of what the function writes to; None has none.
+            kahan_sum: As the optimizer's own init takes it.
+            state_dtype: Likewise.
 
         Raises:
             ValueError, TypeError: Trees for a module, or none for a function.
@@ -247,11 +240,10 @@ class PureStep(Generic[S]):
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
             buffers = dict(module.named_buffers())
-        return TrainState(params, buffers, self._optimizer.init(params))
+        inner = self._optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        return TrainState(params, buffers, inner)
 
-    def __call__(
-        self, state: TrainState[S], batch: PyTree
-    ) -> tuple[TrainState[S], Outcome]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
         """One step.
 
         Args:
@@ -271,10 +263,16 @@ class PureStep(Generic[S]):
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
             return state, self._step(state, batch)
 
-    def _check(self, state: TrainState[S]) -> None:
+    def _check(self, state: TrainState) -> None:
         module = self._settings.module()
         if module is not None:
             ours = dict(module.named_parameters())
+            for name_of, tree in (("params", state.params), ("buffers", state.buffers)):
+                if not isinstance(tree, dict):
+                    raise TypeError(
+                        f"{name_of}={type(tree).__name__}: allowed is a dict by name, as "
+                        "model_or_fn is a module"
+                    )
             for name in state.params:
                 if name not in ours:
                     raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
@@ -289,7 +287,13 @@ class PureStep(Generic[S]):
         for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{_path(state, i)}={x!r}: allowed are trees of tensors")
-            if not self._settings.donate or not x.numel():
+        if not self._settings.donate:
+            return
+        # Whatever of the buffers is written, the graph writes as the model would.
+        first = len(pytree.tree_leaves(state.params))
+        buffers = range(first, first + len(pytree.tree_leaves(state.buffers)))
+        for i, x in enumerate(tensors):
+            if i in buffers or not x.numel():
                 continue
             if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
                 raise ValueError(
@@ -304,7 +308,7 @@ class PureStep(Generic[S]):
                     "donate=False"
                 )
 
-    def _step(self, state: TrainState[S], batch: PyTree) -> Outcome:
+    def _step(self, state: TrainState, batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
         params, params_spec = pytree.tree_flatten(state.params)
         buffers, buffers_spec = pytree.tree_flatten(state.buffers)
@@ -330,14 +334,14 @@ class PureStep(Generic[S]):
         return outcome
 
 
-def _path(state: TrainState[Any], index: int) -> str:
+def _path(state: TrainState, index: int) -> str:
     """How errors call a leaf; found when it is asked for, for it takes long."""
     keyed, _ = pytree.tree_flatten_with_path(state)
     return "state" + pytree.keystr(keyed[index][0])
 
 
 def _traced(
-    optimizer: Transform[Any], params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
+    optimizer: PureOptimizer, params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
 ) -> TracedUpdate | None:
     """The optimizer's own step on flat lists, for one that has no kernels."""
     if isinstance(optimizer, FunctionalOptimizer):

@@ -48,6 +48,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py $(ARGS)
 	$(BIN)/python benchmarks/accumulation.py $(ARGS)
 	$(BIN)/python benchmarks/release.py $(ARGS)
+	$(BIN)/python benchmarks/train_step.py $(ARGS)
 	$(BIN)/python benchmarks/population.py $(ARGS)
 
 lint: $(STAMP)

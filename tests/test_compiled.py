@@ -325,7 +325,7 @@ def test_vector_instructions_are_believed_and_forgotten(monkeypatch) -> None:
         raise AssertionError("probed")
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", probing)
-    with direct._unprobed_vectors():
+    with direct.unprobed_vectors():
         believed = cpu_vec_isa.pick_vec_isa()
     assert (
         believed.bit_width()

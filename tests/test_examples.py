@@ -70,6 +70,19 @@ def test_release_benchmark(tmp_path: Path) -> None:
         assert written["time"]["batch 4"][way]["ratio"] > 0
 
 
+def test_train_step_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/train_step.py")]
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--models", "MLP", "--compilations", "0", "--json", str(numbers)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(numbers.read_text())["models"]["MLP"]
+    for way in ("eager + fused", "compile(model) + fused", "release by hooks"):
+        assert f"| {way} " in done.stdout
+        assert rows[way]["peak"] > 0 < rows[way]["milliseconds"]
+    assert {"one graph", "one graph, pure"} < set(rows)
+
+
 def test_accumulation_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/accumulation.py")]
     numbers = tmp_path / "numbers.json"

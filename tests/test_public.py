@@ -122,9 +122,9 @@ def test_private_torch_stays_in_its_corner(path: Path) -> None:
 
 def test_private_torch_is_there() -> None:
     """What compiled/ uses of torch's private names: a torch without them fails here."""
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+    from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-    assert is_in_torch_dispatch_mode() is False
+    assert any_torch_dispatch_mode_on_stack() is False
     targets, sources = [torch.zeros(2)], [torch.ones(2)]
     torch._foreach_copy_(targets, sources)
     assert targets[0].tolist() == [1, 1]
@@ -140,6 +140,28 @@ def test_private_torch_is_there() -> None:
     for name in [*names, "reciprocal"]:
         assert hasattr(torch, f"_foreach_{name}"), name
         assert hasattr(torch, f"_foreach_{name}_"), name
+
+
+def test_private_compiler_is_there() -> None:
+    """What compiled.train_step uses beside torch.compile and torch.func."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = mode.from_tensor(torch.ones(2))
+    with mode:
+        assert (given.view(2, 1) + torch.ones(2)).shape == (2, 2)
+        assert given.view(2, 1).untyped_storage()._cdata == given.untyped_storage()._cdata
+        with _disable_current_modes():
+            assert type(torch.ones(2)) is torch.Tensor
+    (argument,) = torch.ops.aten.zero_.default._schema.arguments
+    assert argument.alias_info.is_write
+    w = torch.ones(2, requires_grad=True)
+    w.register_hook(lambda g: g)
+    assert w._backward_hooks
+    optimizer = torch.optim.SGD([w])
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert optimizer._optimizer_step_pre_hooks
 
 
 def test_private_autograd_is_there() -> None:

@@ -14,6 +14,7 @@ from optimi_func._types import Leaf, PyTree
 from optimi_func.compiled.batching import plan_compiled, run_launches
 from optimi_func.compiled.jobs import Bundle, Job, check_writable
 from optimi_func.compiled.kernel import Numbers, ambient
+from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 
@@ -60,7 +61,7 @@ def _jobs(
 ) -> dict[int, Job]:
     step = leaves.state.step
     scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
-    numbers = {id(s): Numbers(s) for s in scalars}
+    numbers = {i: Numbers(s) for i, s in {id(s): s for s in scalars}.items()}
     jobs: dict[int, Job] = {}
     for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):
         if g is not None:

@@ -12,11 +12,12 @@ expected, `compile_flat` gives torch.compile's own function, which does the same
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T", bound=Callable[..., Any])
 # A function of 1-D tensors that returns nothing and writes to some of them.
 Flat = Callable[..., None]
 Generated = Callable[[list[Any]], Any]
@@ -46,7 +47,7 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
         Exception: Whatever the compiler raised.
     """
     try:
-        with _unprobed_vectors():
+        with unprobed_vectors():
             public, record = _compile(function, example)
     except Exception:
         # Perhaps the compiler knows fewer instructions than the machine: find out.
@@ -60,7 +61,7 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
 
 def _compile(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, "_Record"]:
     record = _Record()
-    public = _torch_compile(function, record.backend)
+    public = torch_compile(function, {"dynamic": True, "backend": record.backend})
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False):
@@ -70,7 +71,7 @@ def _compile(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, "_Record"
 
 
 @contextmanager
-def _unprobed_vectors() -> Generator[None]:
+def unprobed_vectors() -> Generator[None]:
     """Believe the processor about its vector instructions.
 
     Inductor compiles and loads a test program for each of them in every new process:
@@ -194,11 +195,13 @@ class _Direct:
             self.generated([tensors[i] if i >= 0 else length for i in self.order])
 
 
-def _torch_compile(function: Flat, backend: Any) -> Flat:
+def torch_compile(function: T, options: dict[str, Any]) -> T:
+    """torch.compile as one graph, with room for every combination of ambient state."""
     compiler: Any = torch.compile
-    options = {"fullgraph": True, "dynamic": True, "backend": backend}
     if "recompile_limit" in inspect.signature(compiler).parameters:
-        return compiler(function, recompile_limit=_RECOMPILE_LIMIT, **options)
+        return compiler(
+            function, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT, **options
+        )
     # Before torch 2.13 the limit is looked up at each call.
     patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
-    return patch(compiler(function, **options))
+    return patch(compiler(function, fullgraph=True, **options))

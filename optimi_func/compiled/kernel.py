@@ -10,16 +10,18 @@ import threading
 import types
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule, Scalar, Scalars
 from optimi_func.compiled.direct import Flat, compile_flat
+
+T = TypeVar("T")
 
 # Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
 _COMPILE_LENGTH = 1 << 20
@@ -130,7 +132,7 @@ def kernel(key: Key, scalars: Scalars) -> Flat:
             which sees operations and not kernels.
         Exception: Whatever the compiler raised.
     """
-    if is_in_torch_dispatch_mode():
+    if any_torch_dispatch_mode_on_stack():
         raise DispatchModeError(
             "a TorchDispatchMode is active, which compiled steps cannot run under: "
             "leave it for the step, or pass compile=False"
@@ -177,7 +179,7 @@ def _compile_body(key: Key, run: Flat, name: str) -> Flat:
             ran_eagerly.append(True)
         run(*tensors)
 
-    body = _own_code(noticed, name)
+    body = own_code(noticed, name)
     tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
     numbers = sum(s is None for s in key.statics) + key.guarded + key.two_passes
@@ -276,8 +278,11 @@ def flat_leaf(leaf: Leaf) -> list[Tensor]:
     return tensors
 
 
-def _own_code(fn: Flat, name: str) -> Flat:
-    # Dynamo counts recompilations per code object; closures of one body would share it.
+def own_code(fn: Callable[..., T], name: str) -> Callable[..., T]:
+    """A function with a code object of its own, by which Dynamo counts recompilations.
+
+    Closures of one body would share it.
+    """
     assert isinstance(fn, types.FunctionType)
     code = fn.__code__.replace(co_name=name)
     return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)

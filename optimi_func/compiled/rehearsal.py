@@ -1,0 +1,140 @@
+"""A forward and backward on tensors without memory, to see what a step will meet.
+
+Tells what no graph says afterwards: which parameters the loss does not reach (a graph has
+zeros for their gradients, where a step must leave them alone), which buffers are written,
+and whether the loss is one. Nothing is computed and no random number drawn.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
+Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tensor]]]
+
+
+class Findings(NamedTuple):
+    """What a rehearsal found."""
+
+    trained: tuple[int, ...]  # the parameters that the loss reaches
+    written: tuple[int, ...]  # the buffers that the forward changes
+    aux: pytree.TreeSpec | None  # of what loss_fn returned beside the loss
+
+
+def rehearse(
+    program: Program, params: list[Tensor], buffers: list[Tensor], batch: Any
+) -> Findings:
+    """Run a program on shapes alone.
+
+    Raises:
+        TypeError: A loss that is not a floating tensor, or something beside it that is
+            not a tensor.
+        ValueError: A loss that is not a scalar, depends on no parameter, or is scaled by
+            a GradScaler.
+        Exception: Whatever the program raised.
+    """
+    mode, convert = _fake_mode()
+    with mode, torch.enable_grad(), _no_scaler():
+        leaves = [convert(p.detach()).requires_grad_() for p in params]
+        given = [convert(b.detach()) for b in buffers]
+        batch = pytree.tree_map_only(Tensor, lambda x: convert(x.detach()), batch)
+        with _Writes() as writes:
+            loss, aux, after = program(leaves, list(given), batch)
+        _check_loss(loss)
+        grads: Any = torch.autograd.grad(loss, leaves, allow_unused=True)
+    items, spec = ([], None) if aux is None else pytree.tree_flatten(aux)
+    for x in items:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"loss_fn returned {x!r} beside the loss: allowed are trees of tensors"
+            )
+    written = [
+        i
+        for i, (old, new) in enumerate(zip(given, after))
+        if new is not old or writes.saw(old)
+    ]
+    trained = [i for i, g in enumerate(grads) if g is not None]
+    return Findings(tuple(trained), tuple(written), spec)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes what is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation as it stands."""
+        kwargs = kwargs or {}
+        # These write to the running statistics, and their schemas do not say so.
+        silent = "batch_norm" in func.name()
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if silent or (argument.alias_info and argument.alias_info.is_write):
+                for x in pytree.tree_leaves(value):
+                    if isinstance(x, Tensor):
+                        self._storages.append(x.untyped_storage())
+        return func(*args, **kwargs)
+
+    def saw(self, x: Tensor) -> bool:
+        """Whether x has been, by itself or by a view."""
+        own = x.untyped_storage()._cdata
+        return any(storage._cdata == own for storage in self._storages)
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what backward could not start from."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}: allowed are a 0-d tensor, and a "
+            "pair of it and a tree of tensors"
+        )
+    if loss.dim() != 0:
+        raise ValueError(
+            f"loss_fn returned a loss of shape {tuple(loss.shape)}: allowed is a scalar, "
+            "a 0-d tensor; take its mean"
+        )
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"loss_fn returned a loss of dtype {loss.dtype}: allowed are floating ones"
+        )
+    if not loss.requires_grad:
+        raise ValueError("loss_fn returned a loss that depends on no parameter")
+
+
+def _fake_mode() -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Torch's own way to compute shapes: the mode, and what converts a tensor for it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, mode.from_tensor
+
+
+@contextmanager
+def _no_scaler() -> Generator[None]:
+    """Refuse a loss scaled within: nobody would unscale its gradients."""
+    scale = GradScaler.scale
+
+    def refuse(self: GradScaler, outputs: Any) -> Any:
+        if not self.is_enabled():
+            return outputs
+        raise ValueError(
+            "loss_fn scales its loss by a GradScaler, which skips steps and moves its "
+            "scale on the host, as no graph can: return the loss unscaled, and train in "
+            "bfloat16, which needs no scaler"
+        )
+
+    GradScaler.scale = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        GradScaler.scale = scale

@@ -1,0 +1,535 @@
+"""The whole training step: forward, backward, clipping and update compiled together."""
+
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from optimi_func import _torch
+from optimi_func import functional as _f
+from optimi_func._leaf import share_scalars
+from optimi_func._types import WHOLE, PureOptimizer, PyTree, Scalar
+from optimi_func.compiled.batching import plan_compiled, run_launches
+from optimi_func.compiled.jobs import Bundle, Job, is_plain
+from optimi_func.compiled.kernel import Numbers
+from optimi_func.compiled.update_op import running
+from optimi_func.compiled.whole import Inputs, Program, TracedUpdate, Whole, ambient
+from optimi_func.functional import FunctionalOptimizer, TreeState
+
+LossFn = Callable[[Any, Any], Any]
+
+
+class TrainState(NamedTuple):
+    """All that a training step goes on from: a pytree of tensors, to be saved as it is."""
+
+    params: PyTree
+    buffers: PyTree
+    optimizer: Any  # the optimizer's own state
+
+
+class Outcome(NamedTuple):
+    """What a training step tells."""
+
+    loss: Tensor  # 0-d; the mean over the parts of the batch
+    aux: PyTree  # what loss_fn returned beside it, or None; stacked over the parts
+    norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
+
+
+@overload
+def train_step(
+    model_or_fn: torch.nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    *,
+    accumulate: int = 1,
+    clip_global_norm: float | None = None,
+    donate: bool = True,
+) -> "ClassStep": ...
+
+
+@overload
+def train_step(
+    model_or_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    optimizer: PureOptimizer,
+    *,
+    accumulate: int = 1,
+    clip_global_norm: float | None = None,
+    donate: bool = True,
+) -> "PureStep": ...
+
+
+def train_step(
+    model_or_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    optimizer: Any,
+    *,
+    accumulate: int = 1,
+    clip_global_norm: float | None = None,
+    donate: bool = True,
+) -> "ClassStep | PureStep":
+    """A training step as one graph, in which a gradient lives until its update.
+
+    For the batch in `accumulate` equal parts x_1..x_k, with L = loss_fn:
+
+        g <- mean_i grad L(model(x_i)),   norm <- |g| over all parameters
+        g <- g * min(1, clip_global_norm / (norm + 1e-6))
+        params, state <- optimizer(params, g, state)
+
+    The compiler puts each update where its gradient is complete and the parameter has
+    been read for the last time: gradient release, without hooks. With clipping all
+    gradients are held until their norm is known, and with accumulate > 1 their sum is
+    (float32; float64 for float64). A call of the result compiles where a batch has a new
+    shape or the model a new mode, and never because a number of the optimizer is new.
+
+    With a class (`optimi_func.AdamW(model.parameters(), ...)`) it is called as
+    `outcome = step(batch)` and stands for zero_grad, backward, clip_grad_norm_ and
+    optimizer.step(). The model's parameters and buffers, `optimizer.state` and step counts
+    are where those would have left them; schedulers, state_dict and add_param_group work
+    as ever, and such steps may alternate with ordinary ones.
+
+    With `optimi_func.adamw(lr=...)`, its siblings, or a transform of them, it is called as
+    `state, outcome = step(state, batch)`, on from `step.init()`. The state is a pytree of
+    tensors: save it, load it, go on. A loaded one is not the module's own any more, which
+    is then left as it is. The step of a transform is traced into the graph leaf by leaf,
+    which compiles longer.
+
+    Dropout draws new masks at every step, those that an eager run draws from the same
+    seed: the generator is the default one and moves on.
+
+    Args:
+        model_or_fn: A module, called with a batch (a tuple's or list's first element; a
+            dict as keywords; a tuple as several arguments), or, with a functional
+            optimizer, a function `(params, buffers, batch) -> output`, which may write to
+            buffers. Without graph breaks, and without activation checkpointing, which
+            torch.func.grad cannot trace. A module's frozen parameters are constants.
+        loss_fn: `(output, batch) -> loss`, a 0-d tensor, or `(loss, aux)` with aux a tree
+            of tensors. With accumulate > 1 called on each part, and meant as a mean over
+            its examples: the whole batch's gradient is the mean of the parts'.
+        optimizer: A class of `optimi_func` that owns the module's parameters, or a
+            functional optimizer.
+        accumulate: Equal parts of the batch, along the first dimension of its tensors,
+            that go through the model one after the other. More than 1 takes two graphs.
+        clip_global_norm: Largest norm of all gradients together, as in
+            torch.nn.utils.clip_grad_norm_; None for no limit, inf to measure alone.
+        donate: Overwrite the parameters, buffers and optimizer state passed in, and
+            return them. False copies them first, at the cost of their memory: nothing
+            passed in changes. A class takes True alone.
+
+    Returns:
+        The step, to be called with a batch, or with a state and a batch.
+
+    Raises:
+        ValueError, TypeError: An argument that cannot be honoured, naming it, here or at
+            the call; before anything is written.
+
+    >>> from optimi_func import adamw
+    >>> model = torch.nn.Linear(2, 1)
+    >>> def loss_fn(output, batch):
+    ...     return (output - batch[1]).square().mean()
+    >>> step = train_step(model, loss_fn, adamw(lr=lambda step: 0.1 / (step + 1)))
+    >>> state = step.init()
+    >>> batch = torch.ones(4, 2), torch.full((4, 1), 5.0)
+    >>> state, first = step(state, batch)
+    >>> state, second = step(state, batch)
+    >>> bool(second.loss < first.loss)
+    True
+    """
+    _check_arguments(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
+    if isinstance(model_or_fn, torch.nn.Module):
+        _check_single(model_or_fn)
+    settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return ClassStep(settings, optimizer)
+    if isinstance(optimizer, type) or not isinstance(optimizer, PureOptimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r}: allowed are optimi_func's classes, "
+            "optimi_func.adamw(lr=...) and its siblings, and what has their init and step"
+        )
+    return PureStep(settings, optimizer)
+
+
+class _Settings(NamedTuple):
+    model: Callable[..., Any]
+    loss_fn: LossFn
+    accumulate: int
+    clip_global_norm: float | None
+    donate: bool
+
+    def module(self) -> torch.nn.Module | None:
+        return self.model if isinstance(self.model, torch.nn.Module) else None
+
+
+def _check_arguments(
+    model: Any, loss_fn: Any, accumulate: Any, clip: Any, donate: Any
+) -> None:
+    for name, x in (("model_or_fn", model), ("loss_fn", loss_fn)):
+        if not callable(x):
+            raise TypeError(f"{name}={x!r}: allowed are callables")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"accumulate={accumulate!r}: allowed are integers, at least 1")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: allowed are integers, at least 1")
+    if clip is not None:
+        if isinstance(clip, bool) or not isinstance(clip, Real):
+            raise TypeError(
+                f"clip_global_norm={clip!r}: allowed are positive numbers and None"
+            )
+        if not float(clip) > 0.0:
+            raise ValueError(
+                f"clip_global_norm={clip}: allowed are positive numbers and None"
+            )
+    if not isinstance(donate, bool):
+        raise TypeError(f"donate={donate!r}: allowed are True and False")
+
+
+def _check_single(module: torch.nn.Module) -> None:
+    """Refuse a module whose gradients others wait for."""
+    wrapped = any(isinstance(m, DistributedDataParallel) for m in module.modules())
+    if wrapped or any(map(_torch.in_ddp, module.parameters())):
+        raise ValueError(
+            "model_or_fn is trained by DistributedDataParallel, which this step would not "
+            "ask to reduce gradients: train it by an ordinary loop"
+        )
+
+
+class PureStep:
+    """`state, outcome = step(state, batch)`: made by `train_step`."""
+
+    def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
+        self._settings = settings
+        self._optimizer = optimizer
+        self._wholes: dict[pytree.TreeSpec, Whole] = {}
+
+    def init(
+        self,
+        params: PyTree = None,
+        buffers: PyTree = None,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> TrainState:
+        """A state to begin with: these tensors, and the optimizer's fresh state.
+
+        Args:
+            params: Parameter tree; for a module None: its own parameters that require
+                a gradient, by name, and its own buffers.
+            buffers: Tree of what the function writes to; None has none.
+            kahan_sum: As the optimizer's own init takes it.
+            state_dtype: Likewise.
+
+        Raises:
+            ValueError, TypeError: Trees for a module, or none for a function.
+        """
+        module = self._settings.module()
+        if module is None:
+            if params is None:
+                raise TypeError(
+                    "params=None: a function has no parameters of its own, pass its tree"
+                )
+            buffers = {} if buffers is None else buffers
+        else:
+            if params is not None or buffers is not None:
+                raise TypeError(
+                    "params, buffers: a module brings its own; for others, "
+                    "`init()._replace(params=..., buffers=...)`"
+                )
+            params = {n: p.detach() for n, p in _trainable(module).items()}
+            buffers = dict(module.named_buffers())
+        inner = self._optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        return TrainState(params, buffers, inner)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
+        """One step.
+
+        Args:
+            state: From `init` or the step before; overwritten, where donate=True.
+            batch: What the model and loss_fn are called with.
+
+        Returns:
+            The state after it and what the step tells.
+        """
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"state={type(state).__name__}: allowed is a TrainState; make one with init"
+            )
+        self._check(state)
+        with ambient():
+            if not self._settings.donate:
+                state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
+            return state, self._step(state, batch)
+
+    def _check(self, state: TrainState) -> None:
+        module = self._settings.module()
+        if module is not None:
+            ours = dict(module.named_parameters())
+            for name_of, tree in (("params", state.params), ("buffers", state.buffers)):
+                if not isinstance(tree, dict):
+                    raise TypeError(
+                        f"{name_of}={type(tree).__name__}: allowed is a dict by name, as "
+                        "model_or_fn is a module"
+                    )
+            for name in state.params:
+                if name not in ours:
+                    raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
+            names = [name for name, _ in module.named_buffers()]
+            if set(state.buffers) != set(names):
+                raise ValueError(
+                    f"buffers has the names {sorted(state.buffers)}, and model_or_fn "
+                    f"{sorted(names)}"
+                )
+        tensors = pytree.tree_leaves(state)
+        places: dict[Any, int] = {}
+        for i, x in enumerate(tensors):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{_path(state, i)}={x!r}: allowed are trees of tensors")
+        if not self._settings.donate:
+            return
+        # Whatever of the buffers is written, the graph writes as the model would.
+        first = len(pytree.tree_leaves(state.params))
+        buffers = range(first, first + len(pytree.tree_leaves(state.buffers)))
+        for i, x in enumerate(tensors):
+            if i in buffers or not x.numel():
+                continue
+            if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
+                raise ValueError(
+                    f"{_path(state, i)} is expanded (strides {x.stride()}), which "
+                    "donate=True cannot write to: clone it, or pass donate=False"
+                )
+            other = places.setdefault((x.device, x.data_ptr()), i)
+            if other != i:
+                raise ValueError(
+                    f"{_path(state, i)} and {_path(state, other)} are the same memory, "
+                    "which donate=True would write to twice: clone one, or pass "
+                    "donate=False"
+                )
+
+    def _step(self, state: TrainState, batch: PyTree) -> Outcome:
+        settings, optimizer = self._settings, self._optimizer
+        params, params_spec = pytree.tree_flatten(state.params)
+        buffers, buffers_spec = pytree.tree_flatten(state.buffers)
+        flat, spec = pytree.tree_flatten(state.optimizer)
+        params = [p.detach() for p in params]
+        program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
+        yes = torch.ones((), dtype=torch.bool, device=params[0].device)
+        inputs = Inputs(params, buffers, flat, yes, batch)
+        if spec not in self._wholes:
+            self._wholes[spec] = _whole(settings, _traced(optimizer, params_spec, spec))
+        whole = self._wholes[spec]
+        if not isinstance(optimizer, FunctionalOptimizer):
+            return _tell(whole, program, inputs)
+        tree_state = cast(TreeState, state.optimizer)
+        tree = pytree.tree_unflatten(params, params_spec)
+        # A gradient is like its parameter.
+        leaves = _f.Leaves.check(optimizer.rule, tree, tree, tree_state)
+        _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
+        update = _Update(optimizer, leaves)
+        with running(update, params):
+            outcome = _tell(whole, program, inputs._replace(state=[]))
+        tree_state.step.add_(1.0)
+        return outcome
+
+
+def _path(state: TrainState, index: int) -> str:
+    """How errors call a leaf; found when it is asked for, for it takes long."""
+    keyed, _ = pytree.tree_flatten_with_path(state)
+    return "state" + pytree.keystr(keyed[index][0])
+
+
+def _traced(
+    optimizer: PureOptimizer, params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
+) -> TracedUpdate | None:
+    """The optimizer's own step on flat lists, for one that has no kernels."""
+    if isinstance(optimizer, FunctionalOptimizer):
+        return None
+
+    def update(
+        params: list[Tensor], grads: list[Tensor | None], state: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        new_params, new_state = optimizer.step(
+            pytree.tree_unflatten(params, params_spec),
+            pytree.tree_unflatten(grads, params_spec),
+            pytree.tree_unflatten(state, state_spec),
+        )
+        return pytree.tree_leaves(new_params), pytree.tree_leaves(new_state)
+
+    return update
+
+
+class _Update:
+    """The compiled step of a parameter tree, some leaves at a time."""
+
+    def __init__(self, optimizer: FunctionalOptimizer, leaves: _f.Leaves) -> None:
+        self._rule = optimizer.rule
+        self._leaves = leaves.leaves
+        step = leaves.state.step
+        scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
+        numbers = {i: Numbers(x) for i, x in {id(x): x for x in scalars}.items()}
+        self._numbers = [numbers[id(x)] for x in scalars]
+        self._scaled: dict[int, Numbers] = {}
+
+    def __call__(
+        self, places: Sequence[int], grads: list[Tensor], gain: Tensor | None
+    ) -> None:
+        jobs: list[Job] = []
+        for i, g in zip(places, grads):
+            source = Bundle(self._leaves[i])
+            jobs.append(
+                Job(source, g, self._now(self._numbers[i], gain), source, None, None)
+            )
+        run_launches(plan_compiled(self._rule, jobs, write=True), grads[0].device)
+
+    def _now(self, numbers: Numbers, gain: Tensor | None) -> Numbers:
+        if gain is None:
+            return numbers
+        # One gain a step.
+        if id(numbers) not in self._scaled:
+            share = WHOLE._replace(gain=_number(gain))
+            scalars = share_scalars(self._rule, numbers.scalars, share, write=True)
+            self._scaled[id(numbers)] = Numbers(scalars)
+        return self._scaled[id(numbers)]
+
+
+def _number(x: Tensor) -> Scalar:
+    """A number on the host, if it is there: nobody waits for a device."""
+    return x.item() if x.device.type == "cpu" else x
+
+
+class ClassStep:
+    """`outcome = step(batch)`: made by `train_step` for a class."""
+
+    def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
+        self._settings = settings
+        self._optimizer: Any = optimizer
+        self._whole = _whole(settings, None)
+        self._params()
+
+    def __call__(self, batch: PyTree) -> Outcome:
+        """One step: what zero_grad, backward, clip_grad_norm_ and step() do.
+
+        Args:
+            batch: What the model and loss_fn are called with.
+
+        Returns:
+            What the step tells.
+        """
+        optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
+        named = self._params()
+        for name, p in named.items():
+            _check_untouched(name, p)
+        params, spec = pytree.tree_flatten(named)
+        buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
+
+        def update(places: Sequence[int], grads: list[Tensor], gain: Tensor | None) -> None:
+            share = WHOLE if gain is None else WHOLE._replace(gain=_number(gain))
+            some = [params[i] for i in places]
+            optimizer.update(some, grads, [share] * len(some), write=True, count=True)
+
+        program = Program(module, self._settings.loss_fn, spec, buffers_spec)
+        detached = [p.detach() for p in params]
+        inputs = Inputs(detached, buffers, [], torch.ones(()), batch)
+        with ambient(), running(update, params):
+            outcome = _tell(self._whole, program, inputs)
+        # Nothing has a gradient and nothing moves: hooks and schedulers see a step.
+        optimizer.step()
+        return outcome
+
+    def _params(self) -> dict[str, Tensor]:
+        """What the step trains, by name.
+
+        Raises:
+            ValueError, TypeError: An optimizer that it could not stand for.
+        """
+        settings, optimizer = self._settings, self._optimizer
+        module = settings.module()
+        if not hasattr(type(optimizer), "factory"):
+            raise TypeError(
+                f"optimizer={type(optimizer).__name__}: allowed are optimi_func's "
+                "classes, not torch.optim's"
+            )
+        if module is None:
+            raise TypeError(
+                f"model_or_fn={settings.model!r}: allowed with a class is a module, whose "
+                "parameters the optimizer has"
+            )
+        if not settings.donate:
+            raise ValueError(
+                "donate=False keeps what is passed in, but a class stays in step with its "
+                "model: pass optimi_func.adamw(lr=...) or its kin, or donate=True"
+            )
+        if optimizer.releases:
+            raise ValueError(
+                "optimizer has gradient release attached, whose hooks this step would not "
+                "call: remove_gradient_release first"
+            )
+        if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+            raise ValueError(
+                "optimizer has step pre-hooks, which would find no gradients: remove them"
+            )
+        for group in optimizer.param_groups:
+            if group["foreach"] or group["compile"] is False:
+                mode = "foreach=True" if group["foreach"] else "compile=False"
+                raise ValueError(
+                    f"optimizer has {mode}, and this step is compiled: make it without"
+                )
+        return _owned(module, optimizer)
+
+
+def _owned(module: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The module's parameters that require a gradient, all of them the optimizer's."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = set(map(id, held))
+    trainable = _trainable(module)
+    for name, p in trainable.items():
+        if id(p) not in ids:
+            raise ValueError(
+                f"optimizer has not the parameter {name!r} of model_or_fn: add it, or "
+                "freeze it with requires_grad_(False)"
+            )
+    ours = set(map(id, module.parameters()))
+    for p in held:
+        if id(p) not in ours:
+            raise ValueError(
+                f"optimizer has a parameter of shape {tuple(p.shape)} that is not one of "
+                "model_or_fn's"
+            )
+    return trainable
+
+
+def _trainable(module: torch.nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    found.update((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    if not found:
+        raise ValueError("model_or_fn has no parameter that requires a gradient")
+    return found
+
+
+def _check_untouched(name: str, p: Tensor) -> None:
+    """Refuse what an ordinary backward would do and this one would not."""
+    if p.grad is not None:
+        raise ValueError(
+            f"the parameter {name!r} has a gradient already, which this step would not "
+            "add to: call optimizer.zero_grad() first"
+        )
+    if _torch.has_accumulate_hooks(p) or p._backward_hooks:
+        raise ValueError(
+            f"the parameter {name!r} has gradient hooks, which this step would not call: "
+            "remove them"
+        )
+    if not is_plain(p):
+        raise TypeError(
+            f"the parameter {name!r} is a {type(p).__name__}: allowed are plain tensors"
+        )
+
+
+def _whole(settings: _Settings, update: TracedUpdate | None) -> Whole:
+    return Whole(settings.accumulate, settings.clip_global_norm, update)
+
+
+def _tell(whole: Whole, program: Program, inputs: Inputs) -> Outcome:
+    outputs, aux = whole.step(program, inputs)
+    return Outcome(outputs.loss, aux, outputs.norm)

@@ -1,0 +1,573 @@
+"""The whole step as one graph against the loop that it stands for."""
+
+import copy
+import gc
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func.compiled import train_step
+from optimi_func.compiled.rehearsal import Findings
+from optimi_func.compiled.train_step import Outcome, TrainState
+from optimi_func.transforms import chain, clip_value
+
+LR = 0.02
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout, tied and frozen weights, and a parameter that nothing uses."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)  # a bias would be normalized away
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 3).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x + self.table)))
+        return self.frozen(self.dropout(self.second(x)))
+
+
+def mean_loss(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = F.mse_loss(output, batch[1])
+    return loss, {"largest": output.abs().max()}
+
+
+def batches(count: int, size: int = 8, dtype: torch.dtype = torch.float64) -> list[Any]:
+    shapes = [(size, 6), (size, 3)]
+    return [tuple(torch.randn(s, dtype=dtype) for s in shapes) for _ in range(count)]
+
+
+def double(model: nn.Module) -> nn.Module:
+    return model.to(torch.float64)
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: list[Any],
+    parts: int = 1,
+    clip: float | None = None,
+    loss_fn: Callable[..., Any] = mean_loss,
+) -> list[Outcome]:
+    """The same steps as anybody writes them."""
+    told: list[Outcome] = []
+    for batch in given:
+        losses, norm = [], None
+        optimizer.zero_grad()
+        for part in zip(*[x.chunk(parts) for x in batch]):
+            loss = loss_fn(model(part[0]), part)[0]
+            (loss / parts).backward()
+            losses.append(loss.detach())
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        told.append(Outcome(torch.stack(losses).mean(), None, norm))
+    optimizer.zero_grad()
+    return told
+
+
+def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    a, b = pytree.tree_leaves(ours), pytree.tree_leaves(theirs)
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [model.state_dict(), optimizer.state_dict()["state"]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: optimi_func.AdamW(ps, lr=LR, weight_decay=0.1),
+        lambda ps: optimi_func.StableAdamW(ps, lr=LR),
+        lambda ps: optimi_func.Ranger(ps, lr=LR, k=2),
+    ],
+    ids=["adamw", "stableadamw", "ranger"],
+)
+def test_a_class_stays_in_step(make, graphs) -> None:
+    """With BatchNorm, tied, frozen and unused parameters, a scheduler, an eager step."""
+    ours = double(Net())
+    theirs = copy.deepcopy(ours)
+    a, b = make(ours.parameters()), make(theirs.parameters())
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(x, 0.7) for x in (a, b)]
+    heard = []
+    a.register_step_post_hook(lambda *_: heard.append("step"))
+    step = train_step(ours, mean_loss, a)
+    for i, batch in enumerate(batches(6)):
+        if i == 3:
+            loop(ours, a, [batch])
+        else:
+            outcome = step(batch)
+        (want,) = loop(theirs, b, [batch])
+        if i != 3:
+            assert_close(outcome.loss, want.loss)
+            assert outcome.norm is None
+            assert outcome.aux["largest"].shape == ()
+        for schedule in schedules:
+            schedule.step()
+        if i == 1:
+            before = graphs()  # with the second kernel that Ranger's lookahead is
+    assert graphs() == before
+    assert heard == ["step"] * 6
+    assert_close(everything(ours, a), everything(theirs, b))
+    assert ours.unused not in a.state
+    assert all(p.grad is None for p in ours.parameters())
+    assert ours.norm.num_batches_tracked == 6
+
+
+def test_one_graph_whatever_the_numbers_are(graphs) -> None:
+    model = double(Net())
+    optimizer = optimi_func.SGD(model.parameters(), lr=LR, momentum=0.9)
+    step = train_step(model, mean_loss, optimizer)
+    first, *rest = batches(6)
+    step(first)
+    before = graphs()
+    for i, batch in enumerate(rest):
+        optimizer.param_groups[0].update(lr=LR / (i + 1), weight_decay=0.1 * i)
+        step(batch)
+    assert graphs() == before
+    (only,) = step._whole._graphs.values()
+    assert callable(only)
+    step(batches(1, size=4)[0])
+    assert graphs() == before + 1  # another shape is another graph
+
+
+GROUPS: list[Any] = [[0.02, 0.1], [0.05, 0.0]]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_groups_clipping_and_accumulation(parts) -> None:
+    def make(model):
+        groups = [model.first.parameters(), [model.norm.weight, model.norm.bias]]
+        groups[1] += [model.second.bias, model.unused]
+        options = [
+            {"params": list(ps), "lr": lr, "weight_decay": wd}
+            for ps, (lr, wd) in zip(groups, GROUPS)
+        ]
+        return optimi_func.AdamW(options, lr=1.0)
+
+    ours = double(Net())
+    theirs = copy.deepcopy(ours)
+    a, b = make(ours), make(theirs)
+    # Between the smallest and the largest norm: some steps are clipped, some are not.
+    step = train_step(ours, mean_loss, a, accumulate=parts, clip_global_norm=0.8)
+    given = batches(5)
+    told = [step(batch) for batch in given]
+    want = loop(theirs, b, given, parts, 0.8)
+    assert_close([x.loss for x in told], [x.loss for x in want])
+    assert_close([x.norm for x in told], [x.norm for x in want])
+    norms = [float(x.norm) for x in want]
+    assert min(norms) < 0.8 < max(norms)
+    assert_close(everything(ours, a), everything(theirs, b))
+    assert told[0].aux["largest"].shape == (() if parts == 1 else (parts,))
+
+
+def test_the_mean_of_the_parts_is_the_whole_batch() -> None:
+    model = double(nn.Linear(6, 3))
+    starts = [copy.deepcopy(model) for _ in range(2)]
+    (batch,) = batches(1)
+    for start, parts in zip(starts, (1, 4)):
+        optimizer = optimi_func.SGD(start.parameters(), lr=1.0)
+        train_step(start, mean_loss, optimizer, accumulate=parts)(batch)
+    assert_close(starts[0].state_dict(), starts[1].state_dict())
+
+
+def test_dropout_is_the_eager_runs() -> None:
+    model = double(Net(dropout=0.5))
+    other = copy.deepcopy(model)
+    a, b = (optimi_func.SGD(m.parameters(), lr=LR) for m in (model, other))
+    step = train_step(model, mean_loss, a, accumulate=2)
+    given = batches(1) * 3
+    torch.manual_seed(3)
+    told = [step(batch).loss for batch in given]
+    torch.manual_seed(3)
+    want = loop(other, b, given, 2)
+    assert_close(told, [x.loss for x in want])
+    assert_close(model.state_dict(), other.state_dict())
+    frozen = {k: v.clone() for k, v in model.state_dict().items()}
+    a.param_groups[0]["lr"] = 0.0
+    model.load_state_dict(frozen)
+    one = step(given[0]).loss
+    model.load_state_dict(frozen)
+    assert step(given[0]).loss != one  # the same weights, another mask
+    # In evaluation nothing is dropped, and the running statistics stay.
+    model.eval()
+    one = step(given[0]).loss
+    assert step(given[0]).loss == one
+    assert (
+        model.norm.num_batches_tracked
+        == frozen["norm.num_batches_tracked"] + 2 * 2 - 2 * 2 + 2
+    )
+
+
+def function(params: Any, buffers: Any, batch: Any) -> Tensor:
+    """A model without a module, whose buffer counts."""
+    buffers["calls"].add_(1.0)
+    w, b = params["layer"]
+    return batch[0] @ w + b * buffers["scale"]
+
+
+def function_state(optimizer: Any, dtype: torch.dtype = torch.float64) -> TrainState:
+    params = {"layer": (torch.randn(6, 3, dtype=dtype), torch.zeros(3, dtype=dtype))}
+    params["unused"] = torch.ones(2, dtype=dtype)
+    buffers = {"calls": torch.zeros(()), "scale": torch.full((3,), 2.0, dtype=dtype)}
+    return TrainState(params, buffers, optimizer.init(params))
+
+
+def plain_loss(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch[1])
+
+
+def function_loop(optimizer: Any, state: TrainState, given: list[Any]) -> TrainState:
+    params, buffers, inner = pytree.tree_map(torch.clone, state)
+    for batch in given:
+        leaves = pytree.tree_map(lambda p: p.detach().requires_grad_(), params)
+        flat, spec = pytree.tree_flatten(leaves)
+        loss = plain_loss(function(leaves, buffers, batch), batch)
+        grads = torch.autograd.grad(loss, flat, allow_unused=True)
+        with torch.no_grad():
+            params, inner = optimizer.step(
+                params, pytree.tree_unflatten(grads, spec), inner
+            )
+    return TrainState(params, buffers, inner)
+
+
+class Transformed:
+    """An optimizer with `init` and `step` alone, which keeps the old parameters too."""
+
+    def __init__(self, inner: optimi_func.FunctionalOptimizer) -> None:
+        self.inner = inner
+
+    def init(self, params: Any, *, kahan_sum: Any = None, state_dtype: Any = None) -> Any:
+        last = pytree.tree_map(torch.clone, params)
+        inner = self.inner.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        return {"inner": inner, "last": last}
+
+    def step(self, params: Any, grads: Any, state: Any) -> Any:
+        grads = pytree.tree_map(lambda g: None if g is None else 0.5 * g, grads)
+        new, inner = self.inner.step(params, grads, state["inner"])
+        return new, {"inner": inner, "last": params}
+
+
+def schedule(step: Tensor) -> Tensor:
+    return 0.05 / (step + 1.0)
+
+
+FUNCTIONAL = {
+    "adamw": optimi_func.adamw(lr=schedule, weight_decay=0.1),
+    "lion": optimi_func.lion(lr={"layer": 0.01, "unused": 1.0}),
+    "transformed": Transformed(optimi_func.adam(lr=schedule)),
+    "chain": chain(clip_value(0.1), optimi_func.adamw(lr=schedule)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+@pytest.mark.filterwarnings("ignore:eps=")
+def test_pytrees(name, graphs, tmp_path) -> None:
+    """Schedules in one graph, donation, None for what is unused, resuming in the middle."""
+    optimizer = FUNCTIONAL[name]
+    start = function_state(optimizer)
+    given = batches(5)
+    want = function_loop(optimizer, start, given)
+
+    # Without donation nothing passed in changes, and nothing that comes out is it.
+    kept = pytree.tree_map(torch.clone, start)
+    pure = train_step(function, plain_loss, optimizer, donate=False)
+    state = start
+    for batch in given:
+        state, _ = pure(state, batch)
+    assert_close(state, want)
+    assert all(map(torch.equal, pytree.tree_leaves(start), pytree.tree_leaves(kept)))
+    pointers = {x.data_ptr() for x in pytree.tree_leaves(start)}
+    assert pointers.isdisjoint(x.data_ptr() for x in pytree.tree_leaves(state))
+
+    # With it, everything that comes out is what went in.
+    step = train_step(function, plain_loss, optimizer)
+    state = start
+    places = [x.data_ptr() for x in pytree.tree_leaves(state)]
+    version = start.params["layer"][0]._version
+    for i, batch in enumerate(given):
+        if i == 2:
+            torch.save(pytree.tree_leaves(state), tmp_path / "state.pt")
+        state, outcome = step(state, batch)
+        assert outcome.aux is None
+        if i == 0:
+            before = graphs()
+    assert graphs() == before
+    assert places == [x.data_ptr() for x in pytree.tree_leaves(state)]
+    assert start.params["layer"][0]._version > version  # autograd has been told
+    assert_close(state, want)
+    assert torch.equal(state.params["unused"], kept.params["unused"])
+    assert state.buffers["calls"] == 5
+
+    # From a file, in the middle, without another graph.
+    saved = torch.load(tmp_path / "state.pt")
+    state = pytree.tree_unflatten(saved, pytree.tree_structure(start))
+    for batch in given[2:]:
+        state, _ = step(state, batch)
+    assert_close(state, want)
+    assert graphs() == before
+
+
+def test_a_module_with_a_pure_optimizer() -> None:
+    """The state that init gives is the module's own, by name; a copy is its own."""
+    model = double(Net())
+    other = copy.deepcopy(model)
+    step = train_step(model, mean_loss, optimi_func.sgd(lr=LR, momentum=0.9))
+    state = step.init()
+    assert set(state.params) == {n for n, p in model.named_parameters() if p.requires_grad}
+    b = optimi_func.SGD(other.parameters(), lr=LR, momentum=0.9)
+    given = batches(3)
+    for batch in given[:2]:
+        state, _ = step(state, batch)
+    loop(other, b, given[:2])
+    assert_close(model.state_dict(), other.state_dict())
+    for dtype in (torch.float32, torch.float64):
+        leaves = step.init(state_dtype=dtype).optimizer.leaves
+        assert leaves["first.weight"].momentum_buffer.dtype == dtype
+    apart = pytree.tree_map(torch.clone, state)
+    apart, _ = step(apart, given[2])
+    assert_close(model.state_dict(), other.state_dict())  # still as before
+    loop(other, b, given[2:])
+    assert_close(apart.params["first.weight"], other.first.weight.detach())
+    assert_close(apart.buffers["norm.running_var"], other.norm.running_var)
+
+
+def test_bfloat16_with_kahan_sums_in_float32() -> None:
+    model = nn.Linear(64, 32).to(torch.bfloat16)
+    other = copy.deepcopy(model)
+    a, b = (optimi_func.AdamW(m.parameters(), lr=1e-3) for m in (model, other))
+    x = torch.randn(8, 64).to(torch.bfloat16)
+    batch = x, torch.randn(8, 32).to(torch.bfloat16)
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(output.float(), batch[1].float())
+
+    step = train_step(model, loss_fn, a, accumulate=4)
+    for _ in range(3):
+        step(batch)
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in other.parameters()]
+        for part in zip(*[t.chunk(4) for t in batch]):
+            loss = loss_fn(other(part[0]), part)
+            for total, g in zip(sums, torch.autograd.grad(loss, list(other.parameters()))):
+                total += g
+        shares = [optimi_func._types.Share(0.25, False, None)] * 2
+        b.update(list(other.parameters()), sums, shares, write=True, count=True)
+    assert "kahan_comp" in a.state[model.weight]
+    for p, q in zip(model.parameters(), other.parameters()):
+        exact = [x.float() + o.state[x]["kahan_comp"].float() for x, o in ((p, a), (q, b))]
+        torch.testing.assert_close(*exact, rtol=1e-3, atol=1e-5)
+
+
+class Switched(nn.Module):
+    """Another parameter is used when an attribute says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3))
+        self.b = nn.Parameter(torch.ones(3))
+        self.both = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.a * (self.b if self.both else 1.0)
+
+
+def test_what_is_unused_is_found_out_anew() -> None:
+    model = Switched()
+    optimizer = optimi_func.SGD(model.parameters(), lr=0.1)
+    step = train_step(model, lambda output, batch: output.mean(), optimizer)
+    x = torch.ones(2, 3)
+    step(x)
+    assert torch.equal(model.b.detach(), torch.ones(3)) and model.b not in optimizer.state
+    model.both = True
+    step(x)
+    assert (model.b < 1).all() and optimizer.state[model.b]["step"] == 1
+    assert optimizer.state[model.a]["step"] == 2
+
+
+def test_updates_follow_their_gradients(tmp_path) -> None:
+    """The peak above parameters and state: far less than all gradients."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = optimi_func.AdamW(model.parameters(), lr=1e-3)
+    step = train_step(model, lambda output, batch: output.square().mean(), optimizer)
+    x = torch.randn(2, 128)
+    for _ in range(2):
+        step(x)
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
+        step(x)
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    totals = [
+        (e["ts"], e["args"]["Total Allocated"]) for e in trace if e["name"] == "[memory]"
+    ]
+    allocated = [total for _, total in sorted(totals)]
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert max(allocated) - allocated[0] < 0.6 * gradients
+
+
+def refused(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_arguments_are_refused() -> None:
+    model, loss = nn.Linear(6, 3), plain_loss
+    adamw = optimi_func.adamw(lr=LR)
+
+    def make(**options: Any) -> Any:
+        return optimi_func.AdamW(model.parameters(), lr=LR, **options)
+
+    refused(TypeError, "model_or_fn=3", lambda: train_step(3, loss, adamw))
+    refused(TypeError, "loss_fn=None", lambda: train_step(model, None, adamw))
+    refused(TypeError, "optimizer=3", lambda: train_step(model, loss, 3))
+    for bad in (0, -1):
+        refused(
+            ValueError,
+            f"accumulate={bad}",
+            lambda bad=bad: train_step(model, loss, adamw, accumulate=bad),
+        )
+    for bad in (True, 2.0):
+        refused(
+            TypeError,
+            f"accumulate={bad}",
+            lambda bad=bad: train_step(model, loss, adamw, accumulate=bad),
+        )
+    for bad in (0, -1.0, float("nan")):
+        refused(
+            ValueError,
+            f"clip_global_norm={bad}",
+            lambda bad=bad: train_step(model, loss, adamw, clip_global_norm=bad),
+        )
+    refused(
+        TypeError,
+        "clip_global_norm='1'",
+        lambda: train_step(model, loss, adamw, clip_global_norm="1"),
+    )
+    refused(TypeError, "donate=1", lambda: train_step(model, loss, adamw, donate=1))
+    refused(
+        ValueError, "donate=False", lambda: train_step(model, loss, make(), donate=False)
+    )
+    refused(
+        ValueError, "compile=False", lambda: train_step(model, loss, make(compile=False))
+    )
+    refused(ValueError, "foreach=True", lambda: train_step(model, loss, make(foreach=True)))
+    torchs = torch.optim.AdamW(model.parameters())
+    refused(TypeError, "optimizer=AdamW", lambda: train_step(model, loss, torchs))
+    refused(TypeError, "model_or_fn=<function", lambda: train_step(function, loss, make()))
+    part = optimi_func.AdamW([model.weight], lr=LR)
+    refused(
+        ValueError, "optimizer has not .* 'bias'", lambda: train_step(model, loss, part)
+    )
+    stranger = optimi_func.AdamW([*model.parameters(), torch.ones(2)], lr=LR)
+    refused(ValueError, r"shape \(2,\)", lambda: train_step(model, loss, stranger))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    refused(
+        ValueError, "model_or_fn has no", lambda: train_step(frozen, loss, adamw).init()
+    )
+
+
+def test_calls_are_refused_before_any_write() -> None:
+    model = nn.Linear(6, 3)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = optimi_func.AdamW(model.parameters(), lr=LR)
+    (batch,) = batches(1, dtype=torch.float32)
+
+    def call(loss_fn: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: train_step(model, loss_fn, optimizer, **options)(batch)
+
+    refused(ValueError, r"loss_fn .* shape \(8, 3\)", call(lambda out, b: out))
+    refused(TypeError, "loss_fn returned float", call(lambda out, b: 1.0))
+    refused(TypeError, "loss_fn .*int64", call(lambda out, b: out.argmax()))
+    refused(ValueError, "no parameter", call(lambda out, b: out.detach().sum()))
+    refused(TypeError, "1.5 beside the loss", call(lambda out, b: (out.sum(), 1.5)))
+    refused(ValueError, "accumulate=3", call(plain_loss, accumulate=3))
+    scaler = torch.amp.GradScaler("cpu")
+    refused(ValueError, "GradScaler", call(lambda out, b: scaler.scale(out.sum())))
+    step = train_step(model, plain_loss, optimizer)
+    model(batch[0]).sum().backward()
+    refused(ValueError, "'weight' has a gradient", lambda: step(batch))
+    optimizer.zero_grad()
+    handle = model.weight.register_hook(lambda g: g)
+    refused(ValueError, "'weight' has gradient hooks", lambda: step(batch))
+    handle.remove()
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    refused(ValueError, "pre-hooks", lambda: step(batch))
+    handle.remove()
+    released = optimi_func.AdamW(model.parameters(), lr=LR, gradient_release=True)
+    step = train_step(model, plain_loss, released)
+    optimi_func.prepare_for_gradient_release(model, released)
+    refused(ValueError, "gradient release", lambda: step(batch))
+    optimi_func.remove_gradient_release(model)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert not optimizer.state and not released.state
+
+
+def test_states_are_refused_before_any_write() -> None:
+    optimizer = optimi_func.adamw(lr=LR)
+    step = train_step(function, plain_loss, optimizer)
+    refused(TypeError, "params=None", step.init)
+    (batch,) = batches(1)
+    state = function_state(optimizer)
+    refused(TypeError, "state=dict", lambda: step({}, batch))
+    w, _ = state.params["layer"]
+    twice = state._replace(params={**state.params, "layer": (w, w.view(-1)[:3])})
+    refused(ValueError, "same memory", lambda: step(twice, batch))
+    one = {**state.params, "unused": torch.ones(1, dtype=w.dtype).expand(2)}
+    refused(ValueError, "is expanded", lambda: step(state._replace(params=one), batch))
+    step(state._replace(buffers={**state.buffers, "again": state.buffers["scale"]}), batch)
+    odd = state._replace(buffers={"calls": 0, "scale": state.buffers["scale"]})
+    refused(TypeError, r"buffers\['calls'\]=0", lambda: step(odd, batch))
+    model = nn.Linear(6, 3)
+    step = train_step(model, plain_loss, optimizer)
+    refused(TypeError, "a module brings its own", lambda: step.init({}))
+    params = {"nothing": torch.ones(2)}
+    astray = TrainState(params, {}, optimizer.init(params))
+    state = step.init()
+    refused(TypeError, "params=list", lambda: step(state._replace(params=[]), batch))
+    more = state._replace(buffers={"mean": torch.ones(2)})
+    refused(ValueError, r"names \['mean'\]", lambda: step(more, batch))
+    refused(ValueError, r"params\['nothing'\]", lambda: step(astray, batch))
+
+
+def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:
+    from optimi_func.compiled.rehearsal import rehearse
+    from optimi_func.compiled.whole import Program
+
+    model = Net(dropout=0.5)
+    names = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    params, spec = pytree.tree_flatten(names)
+    buffers, buffers_spec = pytree.tree_flatten(dict(model.named_buffers()))
+    (batch,) = batches(1, dtype=torch.float32)
+    seed, before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    program = Program(model, mean_loss, spec, buffers_spec)
+    found = rehearse(program, params, buffers, batch)
+    assert isinstance(found, Findings)
+    assert [list(names)[i] for i in range(len(names)) if i not in found.trained] == [
+        "unused"
+    ]
+    assert [list(dict(model.named_buffers()))[i] for i in found.written] == [
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+    assert torch.equal(seed, torch.get_rng_state())
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))

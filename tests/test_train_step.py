@@ -16,13 +16,14 @@ import optimi_func
 from optimi_func.compiled import train_step
 from optimi_func.compiled.rehearsal import Findings
 from optimi_func.compiled.train_step import Outcome, TrainState
+from optimi_func.compiled.update_op import running, update_
 from optimi_func.transforms import chain, clip_value
 
 LR = 0.02
 
 
 class Net(nn.Module):
-    """BatchNorm, dropout, tied and frozen weights, and a parameter that nothing uses."""
+    """BatchNorm, dropout and noise, tied and frozen weights, a parameter without use."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -36,6 +37,8 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(6.0))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.dropout.p and self.training:
+            x = x + 0.1 * torch.randn_like(x)
         x = torch.tanh(self.norm(self.first(x + self.table)))
         return self.frozen(self.dropout(self.second(x)))
 
@@ -422,6 +425,20 @@ def test_updates_follow_their_gradients(tmp_path) -> None:
     allocated = [total for _, total in sorted(totals)]
     gradients = sum(p.nbytes for p in model.parameters())
     assert max(allocated) - allocated[0] < 0.6 * gradients
+
+
+def test_copies_that_the_compiler_makes_are_updated() -> None:
+    owned = [torch.zeros(3), torch.ones(3)]
+    handed = [owned[1].clone(), owned[0]]
+
+    def update(places: Any, grads: list[Tensor], gain: Tensor | None) -> None:
+        for i, g in zip(places, grads):
+            owned[i].sub_(g)
+
+    with running(update, owned):
+        update_([1, 0], None, [torch.ones(3), torch.full((3,), 2.0)], handed)
+    assert handed[0].tolist() == owned[1].tolist() == [0.0] * 3
+    assert handed[1].tolist() == [-2.0] * 3
 
 
 def refused(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:

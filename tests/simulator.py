@@ -54,6 +54,8 @@ def one_step(
     sure = torch.zeros_like(p, dtype=torch.bool)
     if name in ("sgd", "adam", "radam"):
         g, wd = g + wd * p, 0.0
+    else:
+        g = g + 0.0 * p  # no L2 is one of 0: what is not finite stays so
     if name == "sgd":
         b = MU * s["momentum_buffer"] + g
         return -lr * b, {"momentum_buffer": b}, sure

@@ -113,7 +113,8 @@ class Program(RuleBasedStateMachine):
         self.patch.start()
         self.handle: Any = None
         self.parts = 1
-        self.retired: list[tuple[Any, list[Slot]]] = []
+        self.retired: list[tuple[Any, list[Slot]]] = []  # what nobody steps any more
+        self.saved: tuple[dict, dict] = {}, {}  # what was loaded, and as it was
 
     def teardown(self) -> None:
         if self.handle is not None:
@@ -166,15 +167,16 @@ class Program(RuleBasedStateMachine):
         for optimizer, slots in self.retired:
             for slot in slots:
                 assert_kept(slot, optimizer)
+        for now, before in zip(*[saved.values() for saved in self.saved]):
+            for name, x in before.items():
+                assert torch.equal(now[name].nan_to_num(), x.nan_to_num()), name
         for numbers, group in zip(self.numbers, self.optimizer.param_groups):
             assert float(group["lr"]) == numbers["lr"]
             assert group["weight_decay"] == numbers["weight_decay"]
 
     # Steps
 
-    @rule(
-        kinds=kinds, seed=seeds, repeat=st.sampled_from([1, 2, 3]), closure=st.booleans()
-    )
+    @rule(kinds=kinds, seed=seeds, repeat=st.sampled_from([1, 2, 3]), closure=st.booleans())
     def step(self, kinds: list[str], seed: int, repeat: int, closure: bool) -> None:
         for i in range(repeat):
             self.step_once(kinds, torch.Generator().manual_seed(seed + i), closure)
@@ -345,7 +347,7 @@ class Program(RuleBasedStateMachine):
     @rule(
         index=picks,
         field=picks,
-        how=st.sampled_from(["write", "replace", "data", "forget", "forget all"]),
+        how=st.sampled_from(["write", "replace", "data"] * 2 + ["forget", "forget all"]),
     )
     def edit_state(self, index: int, field: int, how: str) -> None:
         slot = self.pick(index)
@@ -371,6 +373,18 @@ class Program(RuleBasedStateMachine):
             else:
                 state[slot.p][key] = new
 
+    @rule(
+        index=picks,
+        field=picks,
+        how=st.sampled_from(["write", "replace", "data"]),
+        seed=seeds,
+    )
+    def disturb_cohort(self, index: int, field: int, how: str, seed: int) -> None:
+        """What stepped together twice lies side by side: a third time after an edit."""
+        self.step(["normal"], seed, 2, False)
+        self.edit_state(index, field, how)
+        self.step(["normal"], seed + 2, 1, False)
+
     # Copies and checkpoints
 
     @rule(pickled=st.booleans())
@@ -388,15 +402,20 @@ class Program(RuleBasedStateMachine):
 
     @rule(
         elsewhere=st.booleans(),
+        through_file=st.booleans(),
         keep_dtypes=st.booleans(),
         mode=picks,
     )
-    def save_and_load(self, elsewhere: bool, keep_dtypes: bool, mode: int) -> None:
+    def save_and_load(
+        self, elsewhere: bool, through_file: bool, keep_dtypes: bool, mode: int
+    ) -> None:
         """Into this optimizer, or into another over copies of the parameters."""
-        file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
+        saved = self.optimizer.state_dict()
+        if through_file:
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
         if elsewhere:
             self.release_off()
             self.retired = [(self.optimizer, self.slots)]
@@ -409,6 +428,8 @@ class Program(RuleBasedStateMachine):
         self.optimizer.load_state_dict(saved, keep_dtypes=keep_dtypes)
         for slot in self.slots:
             self.expect_loaded(slot, keep_dtypes)
+        if through_file or elsewhere:
+            self.saved = (saved["state"], copy.deepcopy(saved["state"]))
 
     def expect_loaded(self, slot: Slot, keep_dtypes: bool) -> None:
         p = slot.want["p"]

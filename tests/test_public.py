@@ -84,7 +84,7 @@ def test_readme_names_every_optimizer_and_command() -> None:
 
 LAYERS = [
     {"_types", "_torch"},
-    {"_leaf", "_norms", "rules"},
+    {"_leaf", "_norms", "_shards", "rules"},
     {"functional"},
     {"_saved"},
     {"compiled", "schedules", "transforms"},

@@ -9,10 +9,12 @@ TWO = [
     worlds.rules,
     worlds.kernels,
     worlds.gradients,
+    worlds.memory,
     worlds.models,
     worlds.releases,
     worlds.skips,
     worlds.handles,
+    worlds.roots,
     worlds.tensor_parallel,
     worlds.replicas,
     worlds.growth,
@@ -67,3 +69,26 @@ def test_four_processes(name: str, four: dict[str, str]) -> None:
 def test_from_four_to_two(folder: Path, four: dict[str, str]) -> None:
     (ending,) = worlds.start([worlds.from_four], 2, folder / "again").values()
     assert not ending, ending
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_to_one(size: int, folder: Path, four: dict[str, str]) -> None:
+    worlds.loads_from(folder / f"from {size}", worlds.plain, worlds.batch)
+
+
+def test_state_of_plain_models_is_made_without_a_step() -> None:
+    worlds.check_made_state(worlds.plain)
+    model, optimizer = worlds.fresh_pair(worlds.plain())
+    model.first.bias.requires_grad_(False)
+    worlds.train(model, optimizer, range(2), worlds.batch)
+    model.first.bias.requires_grad_(True)
+    before = optimizer.state[model.first.weight]
+    optimizer.init_state()
+    assert optimizer.state[model.first.weight] is before
+    assert optimizer.state[model.first.bias]["step"] == 0
+    # A gradient makes it a step like any other, whatever lr is.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.state.clear()
+    worlds.train(model, optimizer, range(1), worlds.batch)
+    assert optimizer.state[model.first.bias]["step"] == 1

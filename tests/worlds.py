@@ -370,6 +370,30 @@ def gradients(folder: Path) -> None:
     del rank
 
 
+def memory(folder: Path) -> None:
+    """A shard that is put elsewhere between steps, as fully_shard may, is followed."""
+    mesh = flat_mesh()
+    for shape in ((5,), (5, 2)):
+        ends = []
+        for divided in (False, True):
+
+            def place(x: Tensor, divided: bool = divided) -> Any:
+                return distribute_tensor(x, mesh, [Shard(0)]) if divided else x
+
+            params: list[Any] = [nn.Parameter(place(torch.ones(shape))) for _ in range(2)]
+            optimizer = AdamW(params, lr=0.1, foreach=True)
+            for i in range(4):
+                if i == 3 and divided:
+                    params[0]._local_tensor = 2 * params[0]._local_tensor
+                elif i == 3:
+                    params[0].data = 2 * params[0].data
+                for p in params:
+                    p.grad = place(torch.full(shape, i - 1.5))
+                optimizer.step()
+            ends.append([full(p) for p in params])
+        assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
 # Models
 
 
@@ -383,36 +407,33 @@ def compare_models(
 ) -> None:
     """As one process, with the gradients of some modules clipped together."""
     begin = copy.deepcopy(model.state_dict())
-    for cls in (AdamW, StableAdamW, optimi_func.Ranger):
-        for foreach in (False, True):
-            model.load_state_dict(begin)
-            way = {"foreach": True} if foreach else EAGER
-            single = plain()
-            start = snapshot(single)
-            for net, get in ((single, batch), (model, data)):
-                optimizer = cls(net.parameters(), lr=1e-2, **way)
-                norms = []
-                for i in range(4):
-                    loss_of(net, get(i)).backward()
-                    some = [p for n in clipped for p in net.get_submodule(n).parameters()]
-                    norms.append(full(nn.utils.clip_grad_norm_(some, 0.5)))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if net is single:
-                    expected = norms
-            assert_close(norms, expected, [torch.zeros(())] * 4, 1e-9)
-            assert_close(snapshot(model), snapshot(single), start, 1e-9)
+    ways = ((AdamW, EAGER), (StableAdamW, {"foreach": True}))
+    for cls, way in ways:
+        model.load_state_dict(begin)
+        single = plain()
+        start = snapshot(single)
+        found: list[list[Tensor]] = []
+        for net, get in ((single, batch), (model, data)):
+            optimizer = cls(net.parameters(), lr=1e-2, **way)
+            found.append([])
+            for i in range(4):
+                loss_of(net, get(i)).backward()
+                some = [p for n in clipped for p in net.get_submodule(n).parameters()]
+                found[-1].append(full(nn.utils.clip_grad_norm_(some, 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(found[1], found[0], [torch.zeros(())] * 4, 1e-9)
+        assert_close(snapshot(model), snapshot(single), start, 1e-9)
     model.load_state_dict(begin)
 
 
 RELEASES: list[dict[str, Any]] = [
     {},
-    {"pending_bytes": 0},
     {"accumulation": "buffer", "accumulation_steps": 2},
     {"accumulation": "buffer", "grad_norm": True},
     {"accumulation": "states", "accumulation_steps": 2},
     {"clip_param_norm": 0.1, "grad_norm": True},
-    {"clip_value": 0.01},
+    {"clip_value": 0.01, "pending_bytes": 0},
     {"clip_global_norm": 0.1},
     {"clip_global_norm": 0.1, "skip_nonfinite": True, "grad_norm": True},
     {"clip_global_norm": 0.1, "how": "lagged", "grad_norm": True},
@@ -425,7 +446,8 @@ RELEASES: list[dict[str, Any]] = [
 ]
 
 
-FEW = [RELEASES[1], *RELEASES[8:]]
+# With every kind of message.
+FEW = RELEASES[-3:]
 
 
 def releases(folder: Path) -> None:
@@ -483,18 +505,21 @@ def skips(folder: Path) -> None:
         if bad[0] and rank == 0:
             part.view(-1)[:1] = float("nan")
 
-    for functional in (False, True)[: 4 - dist.get_world_size()] or (False,):
+    # With counts on the host, on the device, and a tree's.
+    for kind in ("host", "device", "tree") if dist.get_world_size() == 2 else ("host",):
+        functional = kind == "tree"
         model = sharded(mesh)
         model.second.weight.register_post_accumulate_grad_hook(spoil)
-        optimizer: Any = AdamW(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+        way = {"gradient_release": True, "capturable": kind == "device", **EAGER}
+        optimizer: Any = StableAdamW(model.parameters(), lr=1e-2, **way)
         if functional:
-            optimizer = optimi_func.adamw(lr=1e-2)
+            optimizer = optimi_func.stableadamw(lr=1e-2)
         handle = prepare_for_gradient_release(
             model, optimizer, ignore_existing_hooks=True, skip_nonfinite=True
         )
         start = snapshot(model)
         single = plain()
-        other = AdamW(single.parameters(), lr=1e-2, **EAGER)
+        other = StableAdamW(single.parameters(), lr=1e-2, **EAGER)
         for i in range(3):
             bad[0] = i == 1
             handle.backward(lambda i=i, model=model: loss_of(model, mine(i)))
@@ -551,6 +576,25 @@ def handles(folder: Path) -> None:
         found.append(prompt.grad)
     assert torch.equal(*found)
     handle.remove()
+
+
+def roots(folder: Path) -> None:
+    """Modules sharded each by itself: their last gradients come after the backward."""
+    model = plain()
+    for part in (model.first, model.second, model.last):
+        fully_shard(part, mesh=flat_mesh())
+    compare_releases(model, mine, FEW)
+    # fully_shard's own accumulation: one reduction, and one update.
+    single, start = plain(), snapshot(plain())
+    model = sharded(flat_mesh())
+    way = {"lr": 1e-2, "gradient_release": True, **EAGER}
+    prepare_for_gradient_release(model, AdamW(model.parameters(), **way))
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        loss_of(model, mine(last)).backward()
+        loss_of(single, batch(last)).backward()
+    AdamW(single.parameters(), lr=1e-2, **EAGER).step()
+    assert_close(snapshot(model), snapshot(single), start, 1e-9)
 
 
 def hybrid(folder: Path) -> None:
@@ -627,9 +671,9 @@ def growth(folder: Path) -> None:
         model, optimizer, clip_global_norm=1.0, how="lagged", skip_nonfinite=True
     )
     counts = []
-    for i in range(110):
+    for i in range(60):
         loss_of(model, mine(0)).backward()
-        if i in (9, 109):
+        if i in (9, 59):
             gc.collect()
             counts.append(len(gc.get_objects()))
     assert counts[1] <= counts[0] + 20, counts
@@ -639,8 +683,11 @@ def growth(folder: Path) -> None:
 # Checkpoints
 
 
-def fresh_pair(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    return model, AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **EAGER, **options)
+def fresh_pair(model: nn.Module, release: bool = False) -> tuple[nn.Module, Any]:
+    """With float32 state; without release it lies in buckets from the second step on."""
+    way = {"gradient_release": True, **EAGER} if release else {"foreach": True}
+    options = {"lr": 1e-2, "weight_decay": 0.1, "state_dtype": torch.float32, **way}
+    return model, AdamW(model.parameters(), **options)
 
 
 def save(model: nn.Module, optimizer: Any, path: Path) -> None:
@@ -672,13 +719,13 @@ def resume(folder: Path) -> None:
         path = folder.parent / f"from {size}" if not release else folder / "released"
         ends = []
         for stop in (False, True):
-            model, optimizer = fresh_pair(sharded(mesh), gradient_release=release)
+            model, optimizer = fresh_pair(sharded(mesh), release)
             if release:
                 prepare_for_gradient_release(model, optimizer)
             train(model, optimizer, range(5), mine)
             if stop:
                 save(model, optimizer, path)
-                model, optimizer = fresh_pair(sharded(mesh), gradient_release=release)
+                model, optimizer = fresh_pair(sharded(mesh), release)
                 if release:
                     prepare_for_gradient_release(model, optimizer)
                 load(model, optimizer, path)
@@ -726,13 +773,12 @@ def check_made_state(make: Callable[[], nn.Module]) -> None:
 def forms(folder: Path) -> None:
     """Flattened, whole on the host, and broadcast state_dicts."""
     mesh = flat_mesh()
-    options = {"state_dtype": torch.float32}
     for choice in (
         sd.StateDictOptions(flatten_optimizer_state_dict=True),
         sd.StateDictOptions(full_state_dict=True, cpu_offload=True),
         sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     ):
-        model, optimizer = fresh_pair(sharded(mesh), **options)
+        model, optimizer = fresh_pair(sharded(mesh))
         train(model, optimizer, range(3), mine)
         kept = copy.deepcopy(sd.get_optimizer_state_dict(model, optimizer, options=choice))
         weights = copy.deepcopy(model.state_dict())
@@ -742,7 +788,7 @@ def forms(folder: Path) -> None:
             choice = replace(choice, broadcast_from_rank0=True)
         elif choice.cpu_offload:
             choice = replace(choice, broadcast_from_rank0=True)
-        other, resumed = fresh_pair(sharded(mesh), **options)
+        other, resumed = fresh_pair(sharded(mesh))
         other.load_state_dict(weights)
         sd.set_optimizer_state_dict(other, resumed, kept, options=choice)
         assert resumed.state[other.first.weight]["exp_avg"].dtype == torch.float32
@@ -750,24 +796,27 @@ def forms(folder: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(snapshot(model), snapshot(other)))
 
 
-def loads_from(folder: Path, size: int) -> None:
-    """What a world of another size saved after 5 steps goes on as one process would."""
+def loads_from(
+    path: Path, make: Callable[[], nn.Module], data: Callable[[int], Tensor]
+) -> None:
+    """What was saved after 5 steps goes on as one process would, whoever saved it."""
     single = plain()
     start = snapshot(single)
     train(*fresh_pair(single), range(10), batch)
-    model, optimizer = fresh_pair(sharded(flat_mesh()))
-    load(model, optimizer, folder.parent / f"from {size}")
-    train(model, optimizer, range(5, 10), mine)
-    assert_close(snapshot(model), snapshot(single), start, 1e-9)
+    model, optimizer = fresh_pair(make())
+    load(model, optimizer, path)
+    train(model, optimizer, range(5, 10), data)
+    # The state is float32.
+    assert_close(snapshot(model), snapshot(single), start, 1e-6)
 
 
 def from_one(folder: Path) -> None:
-    loads_from(folder, 1)
+    loads_from(folder.parent / "from 1", lambda: sharded(flat_mesh()), mine)
 
 
 def from_two(folder: Path) -> None:
-    loads_from(folder, 2)
+    loads_from(folder.parent / "from 2", lambda: sharded(flat_mesh()), mine)
 
 
 def from_four(folder: Path) -> None:
-    loads_from(folder, 4)
+    loads_from(folder.parent / "from 4", lambda: sharded(flat_mesh()), mine)

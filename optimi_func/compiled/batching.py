@@ -106,10 +106,8 @@ def plan_compiled(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> li
     Raises:
         Exception: Whatever the compiler raised. Nothing has been written.
     """
-    measure = partial(_measure_compiled, rule)
-    return plan_over_shards(
-        rule, jobs, write, measure, partial(_move_compiled, rule, write)
-    )
+    measure, move = partial(_measure_compiled, rule), partial(_move_compiled, rule, write)
+    return plan_over_shards(rule, jobs, write, measure, move)
 
 
 def _measure_compiled(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Launch]:
@@ -118,11 +116,12 @@ def _measure_compiled(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Launch
     for job in jobs:
         if _is_gathered(rule, job):
             rest.append(job)
-        else:
-            run, values = _kernel(
-                rule, job, True, job.into is job.source, job.ok is not None
-            )
-            launches.append(partial(_run_measure, run, _completed(rule, values, job), job))
+            continue
+        if job.g.is_neg():
+            job = job._replace(g=job.g.resolve_neg())
+        in_place, guarded = job.into is job.source, job.ok is not None
+        run, values = _kernel(rule, job, True, in_place, guarded)
+        launches.append(partial(_run_measure, run, _completed(rule, values, job), job))
     return launches + plan_measures(rule, rest)
 
 

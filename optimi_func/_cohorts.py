@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from optimi_func._shards import leaf_here, shards_of
 from optimi_func._types import Leaf
 from optimi_func.compiled.batching import SMALL
 from optimi_func.compiled.buckets import CHUNK, Bucket, Entries, Scratch, may_share
@@ -34,7 +35,8 @@ class Known:
         rule, _, _ = self.asked = asked
         self.step: Tensor = state["step"]
         fields = rule.state(*[state[name] for name in rule.state._fields])
-        self.bundle = Bundle(Leaf(p, fields, state.get("kahan_comp")))
+        leaf = leaf_here(Leaf(p, fields, state.get("kahan_comp")))
+        self.bundle = Bundle(leaf, shards_of(p))
 
     def holds(
         self, state: dict[str, Any] | None, asked: tuple[Any, ...], p: Tensor
@@ -144,10 +146,9 @@ class Cohort:
                 and all(map(is_, map(_step_of, states), self._steps))
                 and list(map(Tensor.data_ptr, self._steps)) == self._pointers
                 and list(map(_version, self._steps)) == self._versions
-                and all(b.holds([states[i] for i in b.at]) for b in self.buckets)
                 and all(
-                    row.holds([params[i] for i in row.at], [states[i] for i in row.at])
-                    for row in self.rows
+                    x.holds([params[i] for i in x.at], [states[i] for i in x.at])
+                    for x in (*self.buckets, *self.rows)
                 )
             )
         except (KeyError, TypeError):
@@ -184,13 +185,22 @@ class Cohorts:
         group: dict[str, Any],
         asked: tuple[Any, ...],
         params: list[Tensor],
+        parts: list[Tensor],
         entries: list[dict[str, Any] | None],
     ) -> Cohort | None:
-        """The cohort of a list, if there is one that still holds."""
+        """The cohort of a list, if there is one that still holds.
+
+        Args:
+            group: The param group.
+            asked: What its state has to be.
+            params: The list.
+            parts: What lies here of each.
+            entries: What lies here of the state of each.
+        """
         seen = self._seen.get(_key(group, params))
         if seen is None or seen.cohort is None or seen.ids != list(map(id, params)):
             return None
-        if seen.cohort.asked == asked and seen.cohort.holds(params, entries):
+        if seen.cohort.asked == asked and seen.cohort.holds(parts, entries):
             return seen.cohort
         seen.cohort = None
         seen.lost += 1

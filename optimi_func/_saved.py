@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._leaf import is_low
+from optimi_func._shards import place_like
 from optimi_func._types import Rule
 from optimi_func.functional import FunctionalOptimizer, LeafState, TreeState
 
@@ -281,7 +282,8 @@ def owned(
             made[name] = x.detach().to(device, torch.float32, copy=True)
         elif name in fresh:
             dtype = x.dtype if keep_dtypes else fresh[name]
-            made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(x)
+            made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
+            made[name].copy_(place_like(p, x))
     return made
 
 

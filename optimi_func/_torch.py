@@ -35,9 +35,12 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward now running has finished without an error.
 
-    It is dropped, and with it whatever it holds, if that backward fails.
+    It is dropped, and with it whatever it holds, if that backward fails. It comes after
+    what others wanted called during the backward: fully_shard reduces the last gradients
+    there.
     """
-    Variable._execution_engine.queue_callback(callback)
+    queue = Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
 def backward_id() -> int:
@@ -58,29 +61,36 @@ def outer_loss() -> Tensor | Unknown | None:
     """
     apply = function.BackwardCFunction.apply.__code__
     engine = graph._engine_run_backward.__code__
-    losses = _calls(sys._getframe(), engine)
-    if len(losses) < 2 and not _calls(sys._getframe(), apply):
+    calls = _calls(sys._getframe(), (apply, engine))
+    while calls and calls[0][0] is apply:
+        # Not the engine: fully_shard reduces gradients in a Function's backward.
+        del calls[0]
+    if len(calls) < 2:
         return None
+    losses = [loss for code, loss in calls if code is engine]
     if len(losses) < 2:
         # A device's own thread runs the inner backward, the user's waits in the outer.
         stacks = sys._current_frames()
         del stacks[threading.get_ident()]
-        others = [_calls(stack, engine) for stack in stacks.values()]
-        losses = next((found for found in others if found), [])
+        others = [_calls(stack, (engine,)) for stack in stacks.values()]
+        losses = next(([loss for _, loss in found] for found in others if found), [])
     loss = losses[-1] if losses else None
     return loss if isinstance(loss, Tensor) else Unknown()
 
 
-def _calls(frame: FrameType | None, code: CodeType) -> list[Any]:
-    """The first argument of each running call of a function, innermost first.
+def _calls(
+    frame: FrameType | None, codes: tuple[CodeType, ...]
+) -> list[tuple[CodeType, Any]]:
+    """The running calls of some functions, with their first arguments, innermost first.
 
     No frame is kept: it would keep everything in it alive.
     """
-    found: list[Any] = []
+    found: list[tuple[CodeType, Any]] = []
     while frame is not None:
-        if frame.f_code is code:
-            first = frame.f_locals[code.co_varnames[0]]
-            found.append(first[0] if isinstance(first, tuple | list) else first)
+        if frame.f_code in codes:
+            first = frame.f_locals[frame.f_code.co_varnames[0]]
+            first = first[0] if isinstance(first, tuple | list) else first
+            found.append((frame.f_code, first))
         frame = frame.f_back
     return found
 

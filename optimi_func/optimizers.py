@@ -30,6 +30,15 @@ from optimi_func._saved import (
     match,
     owned,
 )
+from optimi_func._shards import (
+    agree,
+    align,
+    any_distributed,
+    check_placed,
+    here,
+    lie_alike,
+    place_like,
+)
 from optimi_func._torch import uncompiled
 from optimi_func._types import WHOLE, Rule, Scalar, Scalars, Share
 from optimi_func.compiled.batching import (
@@ -208,6 +217,9 @@ class BaseOptimizer(Optimizer):
     ) -> Any:
         """Update every parameter that has a gradient, or one.
 
+        With every lr and every gradient 0 a first step makes the state, as `init_state`:
+        torch.distributed.checkpoint asks for it so.
+
         Args:
             closure: Reevaluates the model and returns the loss; run once, with grad.
             param: The one parameter to update, for an optimizer made with
@@ -225,6 +237,9 @@ class BaseOptimizer(Optimizer):
                 raise ValueError("step takes a closure or a param, not both")
             self.step_params([param])
             return None
+        if closure is None and self._wants_state_alone():
+            self.init_state()
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -236,6 +251,39 @@ class BaseOptimizer(Optimizer):
                 work.append(Work(group, params, [p.grad for p in params], None))
             self._step(work, write=True, count=True)
         return loss
+
+    def init_state(self) -> None:
+        """Make the state of every trainable parameter that has none.
+
+        The first gradient of a parameter does so by itself. A checkpoint that is loaded
+        into the tensors that are there, as torch.distributed.checkpoint does, needs them
+        before. No parameter moves, and no step is counted.
+        """
+        made: dict[Tensor, dict[str, Any]] = {}
+        for group in self.param_groups:
+            rule = self._bind(group, self._host).rule
+            asked = (rule, group["kahan_sum"], group["capturable"])
+            for p in group["params"]:
+                if p.requires_grad and not self.state.get(p):
+                    with ambient(p.device):
+                        self._look_at(group, asked, p, made)
+        self.state.update(made)
+
+    def _wants_state_alone(self) -> bool:
+        """Whether this is the step by which torch.distributed.checkpoint makes state.
+
+        There is no state, every lr is 0, on the host, and so is every gradient, in every
+        process. It would move no parameter, but count as a step, and let L2 decay join
+        the moments.
+        """
+        if self.state or not all(_is_zero(group["lr"]) for group in self.param_groups):
+            return False
+        params = [p for group in self.param_groups for p in group["params"]]
+        params = [p for p in params if p.grad is not None]
+        with torch.no_grad():
+            grads = here([cast(Tensor, p.grad) for p in params])
+            flags = [torch.count_nonzero(g) == 0 for g in grads]
+            return bool(params) and all(map(bool, agree(flags, params)))
 
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, as a hook of one's own would in backward.
@@ -334,6 +382,9 @@ class BaseOptimizer(Optimizer):
         self.state.update(made)
         for plan, work in zip(plans, works):
             run_launches(plan.launches, work.params[0].device)
+            if write and any_distributed(work.params):
+                # Autograd has not seen their parts written.
+                torch.autograd.graph.increment_version(work.params)
         for plan, work in zip(plans, works):
             if count:
                 _count(plan.steps)
@@ -368,26 +419,36 @@ class BaseOptimizer(Optimizer):
         entries = list(map(self.state.get, params))
         share = _common(shares)
         together = share is not None and len(params) > 1 and group["compile"] is not False
-        cohort = self._cohorts.find(group, asked, params, entries) if together else None
+        parts = params
+        if any_distributed([*params, *grads]):
+            # From here on executors see what lies here, and nothing else.
+            parts, grads = here(params), here(_aligned(group, params, grads))
+            entries = [s and dict(zip(s, here(list(s.values())))) for s in entries]
+            # Means are messages, which every process has to send in one order.
+            together = together and not bound.rule.per_tensor
+        cohort = None
+        if together:
+            cohort = self._cohorts.find(group, asked, params, parts, entries)
         if cohort is not None and share is not None:
-            found = self._plan_cohort(cohort, work, share, numbers, plan)
+            local = Work(group, parts, grads, shares)
+            found = self._plan_cohort(cohort, local, share, numbers, plan)
             if found is not None:
                 return found
         members: list[Known] = []
         jobs: list[Job] = []
         steps: list[tuple[Tensor, Tensor | None]] = []
-        for p, g, part, state in zip(
-            params, grads, shares or [WHOLE] * len(params), entries
+        for p, part, g, its, state in zip(
+            params, parts, grads, shares or [WHOLE] * len(params), entries
         ):
             known = self._known.get(p)
-            if known is None or not known.holds(state, asked, p):
+            if known is None or not known.holds(state, asked, part):
                 known = self._known[p] = self._look_at(group, asked, p, made)
-            if not _fits(p, g):
-                _f.check_grad(_Path(group, p), p, g)
+            if not _fits(part, g):
+                _f.check_grad(_Path(group, p), part, g)
             members.append(known)
-            now = numbers(known.step, part)
-            jobs.append(Job(known.bundle, g, now, known.bundle, part.ok, None))
-            steps.append((known.step, part.ok))
+            now = numbers(known.step, its)
+            jobs.append(Job(known.bundle, g, now, known.bundle, its.ok, None, None))
+            steps.append((known.step, its.ok))
         held = [known.bundle for known in members]
         return _Plan(plan(jobs), steps, held, members if together else [])
 
@@ -408,7 +469,7 @@ class BaseOptimizer(Optimizer):
                 if not _fits(params[i], grads[i]):
                     return None
                 its = now[cohort.age_of[i]]
-                jobs.append(Job(bundle, grads[i], its, bundle, share.ok, None))
+                jobs.append(Job(bundle, grads[i], its, bundle, share.ok, None, None))
         launches = plan(jobs) if jobs else []
         for bucket in cohort.buckets:
             some = [grads[i] for i in bucket.at]
@@ -432,7 +493,8 @@ class BaseOptimizer(Optimizer):
         state = self.state.get(p, {})
         path = _Path(group, p)
         _f.check_param(path, p)
-        check_writable(path, p)
+        check_placed(path, p)
+        check_writable(path, *here([p]))
         _check_state(path, p, state)
         names = rule.state._fields
         missing = [name for name in names if name not in state]
@@ -519,6 +581,10 @@ class BaseOptimizer(Optimizer):
                 i: {k: _unshared(v) for k, v in entry.items()}
                 for i, entry in packed["state"].items()
             }
+            for group in packed["param_groups"]:
+                # Of a dtype torch.distributed.checkpoint makes no whole state_dict.
+                if group["state_dtype"] is not None:
+                    group["state_dtype"] = str(group["state_dtype"])
 
         handle = self.register_state_dict_post_hook(own, prepend=True)
         try:
@@ -684,7 +750,7 @@ class BaseOptimizer(Optimizer):
         self.state.update(made)
         with torch.no_grad():
             for name, x in (params or {}).items():
-                home[name][1].copy_(x)
+                home[name][1].copy_(place_like(home[name][1], x))
 
     def _named(self, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
         if group["params"] and "param_names" not in group:
@@ -775,6 +841,11 @@ def _count(steps: list[tuple[Tensor, Tensor | None]]) -> None:
             step.add_(ok)
 
 
+def _is_zero(lr: Any) -> bool:
+    """Whether lr is 0, as far as that is known without asking a device."""
+    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
+
+
 def _is_host(x: Any) -> bool:
     return x is None or isinstance(x, Real | Tensor)
 
@@ -791,6 +862,16 @@ def _fits(p: Tensor, g: Tensor) -> bool:
         and g.device == p.device
         and g.layout == torch.strided
     )
+
+
+def _aligned(
+    group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+) -> list[Tensor]:
+    """Gradients that lie as their parameters do."""
+    for p, g in zip(params, grads):
+        if not _fits(p, g):
+            _f.check_grad(_Path(group, p), p, g)
+    return [align(_Path(group, p), p, g) for p, g in zip(params, grads)]
 
 
 class _Path:
@@ -821,13 +902,21 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
                 f"parameter {tuple(p.shape)} on {p.device}"
             )
+        if name != "step" and not lie_alike(p, x):
+            raise ValueError(
+                f"state{path}[{name!r}] is not divided among processes as its parameter "
+                "is: load it anew, after fully_shard or distribute_tensor"
+            )
 
 
 def _unshared(x: Any) -> Any:
     """The tensor itself, or a copy where its memory holds more than it."""
-    if not isinstance(x, Tensor) or not is_plain(x) or x.is_meta:
+    if not isinstance(x, Tensor):
         return x
-    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+    (part,) = here([x])
+    if not is_plain(part) or part.is_meta:
+        return x
+    return x.clone() if part.untyped_storage().nbytes() > part.nbytes else x
 
 
 class SGD(BaseOptimizer):

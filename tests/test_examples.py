@@ -178,3 +178,24 @@ def test_population_benchmark(tmp_path: Path) -> None:
         assert f"| {way} " in done.stdout
         assert 0 < cell["low"] <= cell["ratio"] <= cell["high"]
         assert cell["error"] < 1e-5
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    """Two processes save; one goes on, with gradient release, and ends as the two did."""
+    losses: list[str] = []
+    for count, more in ((2, []), (1, ["--release"])):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(count), str(ROOT / "examples/fsdp2.py")]
+        options = ["--quick", "--no-compile", "--steps", "4", "--every", "2", *more]
+        options += ["--folder", str(tmp_path / "kept")]
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        last = done.stdout.splitlines()[-1]
+        begin = 0 if count == 2 else 2
+        assert last.startswith(f"{count} processes: steps {begin} to 4, loss "), last
+        losses.append(last.split()[-1])
+        # As if it had been stopped while it wrote its last.
+        (tmp_path / "kept" / "step 4" / ".metadata").unlink()
+    assert abs(float(losses[0]) - float(losses[1])) <= 2e-6

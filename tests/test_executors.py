@@ -231,7 +231,7 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
     leaf = Leaf(torch.ones(2), sgd.NoState(), None)
     key = job_key(odd, leaf, leaf.p, numbers, True, True, False)
     with pytest.raises(NotImplementedError, match="erfinv"):
-        trace(key, numbers.scalars)
+        trace(key, numbers.scalars, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

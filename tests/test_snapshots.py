@@ -22,7 +22,8 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     leaf = init_leaf(rule, p, None, None)
     coeffs = rule.coeffs(optimizer.hyper, t)
     numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    traced = trace(job_key(rule, leaf, p, numbers, True, True, False), numbers.scalars)
+    key = job_key(rule, leaf, p, numbers, True, True, False)
+    traced = trace(key, numbers.scalars, False)
     names = [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
     called: dict[fx.Node, str] = dict(zip(traced.inputs, names))
     lines = []
@@ -494,7 +495,7 @@ gradient_release: False
 compile: False
 maximize: False
 capturable: False
-state_dtype: torch.float32
+state_dtype: 'torch.float32'
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float32 (2, 3)

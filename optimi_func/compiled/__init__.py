@@ -5,11 +5,17 @@ These run under no_grad and return detached tensors; to differentiate a step, co
 own function over the pure one in `optimi_func`. States come from the `*_init` there.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from optimi_func import functional as _f
+from optimi_func._shards import (
+    align,
+    any_distributed,
+    check_placed,
+    here,
+    leaf_here,
+    shards_of,
+)
 from optimi_func._types import Leaf, PyTree
 from optimi_func.compiled.batching import plan_compiled, run_launches
 from optimi_func.compiled.jobs import Bundle, Job, check_writable
@@ -24,9 +30,10 @@ def step(
     """The step through compiled kernels, into new tensors."""
     leaves = _checked(optimizer, params, grads, state)
     with ambient(state.step.device):
-        jobs = _jobs(optimizer, leaves, _fresh)
-        _run(optimizer, leaves, list(jobs.values()))
-        return leaves.rebuild({i: job.into.leaf for i, job in jobs.items()})
+        given = enumerate(leaves.grads)
+        fresh = {i: _fresh(leaves.leaves[i]) for i, g in given if g is not None}
+        _run(optimizer, leaves, list(_jobs(optimizer, leaves, fresh).values()))
+        return leaves.rebuild(fresh)
 
 
 def step_(
@@ -35,10 +42,14 @@ def step_(
     """The step through compiled kernels, written into params and state."""
     leaves = _checked(optimizer, params, grads, state)
     for path, leaf in zip(leaves.paths, leaves.leaves):
-        check_writable(path, leaf.p)
+        check_writable(path, *here([leaf.p]))
     with ambient(state.step.device):
-        jobs = _jobs(optimizer, leaves, lambda source: source)
+        jobs = _jobs(optimizer, leaves, {})
         _run(optimizer, leaves, list(jobs.values()))
+        moved = [leaves.leaves[i].p for i in jobs]
+        if any_distributed(moved):
+            # Autograd has not seen their parts written.
+            torch.autograd.graph.increment_version(moved)
         state.step.add_(1.0)
     return params, state
 
@@ -55,18 +66,21 @@ def _checked(
 
 
 def _jobs(
-    optimizer: FunctionalOptimizer,
-    leaves: _f.Leaves,
-    into: Callable[[Bundle], Bundle],
+    optimizer: FunctionalOptimizer, leaves: _f.Leaves, into: dict[int, Leaf]
 ) -> dict[int, Job]:
+    """A job a gradient, onto the leaves given or, without any, in place."""
     step = leaves.state.step
     scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
     numbers = {i: Numbers(s) for i, s in {id(s): s for s in scalars}.items()}
     jobs: dict[int, Job] = {}
     for i, (leaf, g, s) in enumerate(zip(leaves.leaves, leaves.grads, scalars)):
         if g is not None:
-            source = Bundle(leaf)
-            jobs[i] = Job(source, g, numbers[id(s)], into(source), None, None)
+            path, shards = leaves.paths[i], shards_of(leaf.p)
+            check_placed(path, leaf.p)
+            (g,) = here([align(path, leaf.p, g)])
+            source = Bundle(leaf_here(leaf), shards)
+            target = Bundle(leaf_here(into[i]), shards) if into else source
+            jobs[i] = Job(source, g, numbers[id(s)], target, None, None, None)
     return jobs
 
 
@@ -76,15 +90,12 @@ def _run(optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]) -> 
     run_launches(launches, leaves.state.step.device)
 
 
-def _fresh(source: Bundle) -> Bundle:
-    p, state, comp = source.leaf
-    fields = (torch.empty_like(s) for s in state)
-    return Bundle(
-        Leaf(
-            torch.empty_like(p, requires_grad=False),
-            type(state)(*fields),
-            None if comp is None else torch.empty_like(comp),
-        )
+def _fresh(leaf: Leaf) -> Leaf:
+    p, state, comp = leaf
+    return Leaf(
+        torch.empty_like(p, requires_grad=False),
+        type(state)(*(torch.empty_like(s) for s in state)),
+        None if comp is None else torch.empty_like(comp),
     )
 
 

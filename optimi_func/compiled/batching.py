@@ -8,7 +8,7 @@ by one call of the same kernel and copied back.
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from optimi_func._leaf import compute_dtype, leaf_step
 from optimi_func._types import Rule
 from optimi_func.compiled.direct import Flat
-from optimi_func.compiled.foreach import plan_foreach
+from optimi_func.compiled.foreach import plan_measures, plan_moves
 from optimi_func.compiled.jobs import (
     Job,
     chunks,
@@ -26,12 +26,14 @@ from optimi_func.compiled.jobs import (
 )
 from optimi_func.compiled.kernel import (
     DispatchModeError,
+    TwoPasses,
     ambient,
     job_key,
     keep_unless,
     kernel,
     write_back,
 )
+from optimi_func.compiled.means import plan_over_shards
 
 # Below this many elements a kernel call costs more than copying there and back.
 SMALL = 1 << 13
@@ -43,8 +45,13 @@ CHUNK = 1 << 20
 Launch: TypeAlias = Callable[[], None]
 
 
-def plan_eager(rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool) -> list[Launch]:
+def plan_eager(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     """The pipeline op by op, a leaf at a time."""
+    measure = partial(plan_measures, rule)
+    return plan_over_shards(rule, jobs, write, measure, partial(_move_eagerly, rule, write))
+
+
+def _move_eagerly(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
     return [partial(_run_eager, rule, job, write) for job in jobs]
 
 
@@ -88,9 +95,7 @@ def plan_if_possible(
     return plan_eager(rule, jobs, write)
 
 
-def plan_compiled(
-    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
-) -> list[Launch]:
+def plan_compiled(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     """Launches through kernels, all of them compiled by the time this returns.
 
     Args:
@@ -101,6 +106,32 @@ def plan_compiled(
     Raises:
         Exception: Whatever the compiler raised. Nothing has been written.
     """
+    measure, move = partial(_measure_compiled, rule), partial(_move_compiled, rule, write)
+    return plan_over_shards(rule, jobs, write, measure, move)
+
+
+def _measure_compiled(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Launch]:
+    launches: list[Launch] = []
+    rest: list[Job] = []
+    for job in jobs:
+        if _is_gathered(rule, job):
+            rest.append(job)
+            continue
+        if job.g.is_neg():
+            job = job._replace(g=job.g.resolve_neg())
+        in_place, guarded = job.into is job.source, job.ok is not None
+        run, values = _kernel(rule, job, True, in_place, guarded)
+        launches.append(partial(_run_measure, run, _completed(rule, values, job), job))
+    return launches + plan_measures(rule, rest)
+
+
+def _is_gathered(rule: Rule[Any, Any, Any], job: Job) -> bool:
+    """Whether a kernel cannot be handed the job's tensors as they are."""
+    small = job.source.numel < SMALL and job.segments is None
+    return small or not job.agrees() or (rule.per_tensor and job.segments is not None)
+
+
+def _move_compiled(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
     launches: list[Launch] = []
     gathered: list[Job] = []
     # Looked up once for all jobs that share their dtypes and numbers.
@@ -114,9 +145,8 @@ def plan_compiled(
             )
         if job.g.is_neg():
             job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
-        source, g, numbers, into, ok, segments = job
-        small = source.numel < SMALL and segments is None
-        if small or not job.agrees() or (rule.per_tensor and segments is not None):
+        source, g, numbers, into, ok, _, given = job
+        if _is_gathered(rule, job):
             gathered += [job] if source.numel else []
             continue
         in_place = into is source
@@ -124,14 +154,13 @@ def plan_compiled(
         if kind not in found:
             found[kind] = _kernel(rule, job, write, in_place, ok is not None)
         run, values = found[kind]
-        if ok is not None:
-            values = torch.cat([values, ok.reshape(1).to(values.dtype)])
-        if rule.per_tensor and write:
-            values = torch.cat([values, values.new_zeros(1)])  # the mean's place
+        if given is not None:
+            run = cast(TwoPasses, run).move
+        values = _completed(rule, values, job) if write else _guarded(values, job)
         launches.append(partial(_run_direct, run, values, job, write))
     if rule.per_tensor:
         # Each needs a mean of its own, which a concatenation does not have.
-        return launches + plan_foreach(rule, gathered, write)
+        return launches + plan_moves(rule, write, gathered)
     buckets: dict[Any, list[Job]] = {}
     for job in gathered:
         dtypes, g = job.source.dtypes, job.g
@@ -146,7 +175,7 @@ def plan_compiled(
 def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     if sum(job.numel for job in jobs) < 2:
         # Length 1 would specialise the graph.
-        return plan_eager(rule, jobs, write)
+        return _move_eagerly(rule, write, jobs)
     run, values = _kernel(rule, jobs[0], write, True, False)
     return [partial(_run_gathered, run, values, jobs, write)]
 
@@ -157,6 +186,19 @@ def _kernel(
     key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place, guarded)
     values = job.numbers.packed(compute_dtype(*key.dtypes), key.device)
     return kernel(key, job.numbers.scalars), values
+
+
+def _guarded(values: Tensor, job: Job) -> Tensor:
+    """The numbers, and whether anything is to be written."""
+    if job.ok is None:
+        return values
+    return torch.cat([values, job.ok.reshape(1).to(values.dtype)])
+
+
+def _completed(rule: Rule[Any, Any, Any], values: Tensor, job: Job) -> Tensor:
+    """All of a kernel's numbers, with the place of the mean where it takes one."""
+    values = _guarded(values, job)
+    return torch.cat([values, values.new_zeros(1)]) if rule.per_tensor else values
 
 
 def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
@@ -174,8 +216,16 @@ def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
     write_back(job.into.tensors, new)
 
 
+def _run_measure(run: Flat, values: Tensor, job: Job) -> None:
+    assert job.given is not None
+    cast(TwoPasses, run).measure(values, job.source.p, job.g, *job.source.tensors[1:])
+    job.given.copy_(values[-1])
+
+
 def _run_direct(run: Flat, values: Tensor, job: Job, write: bool) -> None:
     p, *state = job.source.tensors
+    if job.given is not None:
+        values[-1].copy_(job.given)
     if job.into is job.source:
         written = job.source.tensors if write else state[: job.source.fields]
         run(values, p, job.g, *state)

@@ -96,12 +96,14 @@ class Bucket:
         self._grads: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
         kind = bundles[0].leaf
         comp = None if kind.comp is None else flats.pop()
-        self._bundle = Bundle(Leaf(flat, type(kind.state)(*flats), comp))
+        self._bundle = Bundle(Leaf(flat, type(kind.state)(*flats), comp), None)
 
-    def holds(self, entries: Entries) -> bool:
+    def holds(self, params: list[Tensor], entries: Entries) -> bool:
         """Whether everything still lies where it was put."""
         pointers, *others = self._pointers
-        params = self._params
+        if self._as_they_are:
+            # The same ones, but for what lies here of a DTensor: another at every step.
+            self._params = self._aliases = params
         return (
             list(map(_shape, params)) == self._shapes
             and set(map(_dtype, params)) == {self._bundle.p.dtype}
@@ -130,7 +132,7 @@ class Bucket:
     def job(self, grads: list[Tensor], numbers: Numbers, ok: Tensor | None) -> Job:
         """All leaves as one, its gradient to be gathered."""
         g, _ = self._gradient(grads[0].dtype)
-        return Job(self._bundle, g, numbers, self._bundle, ok, self._segments)
+        return Job(self._bundle, g, numbers, self._bundle, ok, self._segments, None)
 
     def launches(
         self, grads: list[Tensor], inner: list[Launch], write: bool

@@ -5,9 +5,9 @@ place where the operand is a temporary that nothing else needs. No formula stand
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +17,15 @@ from torch.utils import _pytree as pytree
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Rule, Scalar, Scalars
 from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
-from optimi_func.compiled.kernel import Key, fill, flat_leaf, job_key, unpack
+from optimi_func.compiled.kernel import (
+    Key,
+    fill,
+    flat_leaf,
+    job_key,
+    measure,
+    unpack,
+)
+from optimi_func.compiled.means import plan_over_shards
 
 aten = torch.ops.aten
 # What flows through the trace: one tensor a leaf, or one number for all, which is a 0-d
@@ -65,24 +73,33 @@ class Trace(NamedTuple):
     inputs: list[fx.Node]  # the numbers, p, g, state and comp
     # What to call, which temporaries it may overwrite, and what nothing needs after it.
     calls: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]]
-    outputs: list[fx.Node]  # p, state and comp
+    outputs: list[fx.Node]  # p, state and comp; or the mean alone
 
 
 # Made once a process.
-_traces: dict[Key, Trace] = {}
+_traces: dict[tuple[Key, bool], Trace] = {}
 
 
-def trace(key: Key, scalars: Scalars) -> Trace:
-    """The trace of a key; of the scalars only their structure counts."""
-    if key not in _traces:
-        _traces[key] = _trace(key, pytree.tree_structure(scalars))
-    return _traces[key]
+def trace(key: Key, scalars: Scalars, measured: bool) -> Trace:
+    """The trace of a key, or of its operations up to the mean.
+
+    Args:
+        key: What it is made for.
+        scalars: Of these only their structure counts.
+        measured: Up to the mean, which is then the one result.
+    """
+    if (key, measured) not in _traces:
+        spec = pytree.tree_structure(scalars)
+        _traces[key, measured] = _trace(key, spec, measured)
+    return _traces[key, measured]
 
 
-def _trace(key: Key, spec: pytree.TreeSpec) -> Trace:
+def _trace(key: Key, spec: pytree.TreeSpec, measured: bool) -> Trace:
     def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
         scalars = fill(key.statics, spec, numbers)
         leaf, g = unpack(key.rule, key.compensated, tensors)
+        if measured:
+            return [measure(key.rule, leaf, g, scalars)]
         new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)
         return flat_leaf(new)
 
@@ -121,12 +138,36 @@ class _Slice(NamedTuple):
     writes: list[Tensor]  # p, state, comp
     ok: Tensor | None  # as the job's
     mean: Callable[[Tensor], Tensor]  # likewise; never of a stretch
+    given: Tensor | None  # likewise: where a measurement goes
 
 
 def plan_foreach(
-    rule: Rule[Any, Any, Any], jobs: Iterable[Job], write: bool
+    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
 ) -> list[Callable[[], None]]:
     """Launches of jobs that share dtypes and numbers, a chunk each."""
+    measured = partial(plan_measures, rule)
+    move = partial(plan_moves, rule, write)
+    return plan_over_shards(rule, jobs, write, measured, move)
+
+
+def plan_measures(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Callable[[], None]]:
+    """Launches that leave the mean over what lies here of each job in `job.given`."""
+    return _plan(rule, True, _run_measure, jobs)
+
+
+def plan_moves(
+    rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]
+) -> list[Callable[[], None]]:
+    """As `plan_foreach`, of jobs whose means over shards are given."""
+    return _plan(rule, write, _run, jobs)
+
+
+def _plan(
+    rule: Rule[Any, Any, Any],
+    write: bool,
+    run: Callable[[Trace, list[Scalar], list[_Slice]], None],
+    jobs: list[Job],
+) -> list[Callable[[], None]]:
     groups: dict[tuple[Key, int], list[Job]] = {}
     for job in jobs:
         if job.source.numel > 0:
@@ -135,13 +176,13 @@ def plan_foreach(
     launches: list[Callable[[], None]] = []
     for (key, _), members in groups.items():
         numbers = members[0].numbers
-        traced = trace(key, numbers.scalars)
+        traced = trace(key, numbers.scalars, run is _run_measure)
         wide = compute_dtype(*key.dtypes)
         values = numbers.values(wide, key.device)
         room = sum(job.source.p.nbytes for job in members) // (TEMPORARIES * wide.itemsize)
         size = min(CHUNK, max(LEAST, room))
         slices = [s for job in members for s in _slices(rule, job, size)]
-        launches += [partial(_run, traced, values, c) for c in chunks(slices, size)]
+        launches += [partial(run, traced, values, c) for c in chunks(slices, size)]
     return launches
 
 
@@ -150,22 +191,35 @@ def _slices(rule: Rule[Any, Any, Any], job: Job, size: int) -> list[_Slice]:
     reads, writes = [p, job.g, *state], job.into.tensors
     count = job.source.numel
     if count <= size or rule.per_tensor or not job.agrees():
-        return [_Slice(count, reads, writes, job.ok, job.mean)]
+        return [_Slice(count, reads, writes, job.ok, job.mean, job.given)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
     rows = [
         zip(*[x.as_strided((count,), (1,)).split(size) for x in xs])
         for xs in (reads, writes)
     ]
-    return [_Slice(r[0].numel(), list(r), list(w), job.ok, job.mean) for r, w in zip(*rows)]
+    return [
+        _Slice(r[0].numel(), list(r), list(w), job.ok, job.mean, None)
+        for r, w in zip(*rows)
+    ]
+
+
+def _inputs(values: list[Scalar], slices: list[_Slice]) -> list[Value]:
+    return [*values, *(list(role) for role in zip(*[s.reads for s in slices]))]
+
+
+def _run_measure(trace: Trace, values: list[Scalar], slices: list[_Slice]) -> None:
+    means: list[Callable[[Tensor], Tensor]] = [whole_mean] * len(slices)
+    (found,) = _interpret(trace, _inputs(values, slices), means)
+    for s, mean in zip(slices, cast(list[Tensor], found)):
+        assert s.given is not None
+        s.given.copy_(mean)
 
 
 def _run(trace: Trace, values: list[Scalar], slices: list[_Slice]) -> None:
     """Run the trace on the slices' tensors and write the results onto their targets."""
-    reads = [list(role) for role in zip(*[s.reads for s in slices])]
-    inputs: list[Value] = [*values, *reads]
     means = [s.mean for s in slices]
     writes = zip(*[s.writes for s in slices])
-    for target, result in zip(writes, _interpret(trace, inputs, means)):
+    for target, result in zip(writes, _interpret(trace, _inputs(values, slices), means)):
         assert isinstance(result, list)
         if any(x is not y for x, y in zip(target, result)):
             kept = [

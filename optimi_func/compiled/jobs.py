@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, _utils
 
 from optimi_func._leaf import whole_mean
+from optimi_func._shards import Shards
 from optimi_func._types import Leaf
 from optimi_func.compiled.kernel import Numbers, flat_leaf
 
@@ -24,11 +25,13 @@ class Bundle:
         "facts",
         "numel",
         "plain",
+        "shards",
         "tensors",
     )
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: Leaf, shards: Shards | None) -> None:
         p = leaf.p
+        self.shards = shards  # of the parameter, where more of it lies elsewhere
         self._kind = type(leaf.state)
         self.compensated = leaf.comp is not None
         self.tensors = flat_leaf(leaf)
@@ -150,9 +153,12 @@ class Job(NamedTuple):
     into: Bundle
     ok: Tensor | None  # 0-d bool on the device; where it is false nothing is written
     segments: Segments | None  # of a bucket: where its tensors lie
+    given: Tensor | None  # 0-d: the mean over all shards, there when the launch comes
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of an elementwise quantity, over each tensor by itself."""
+        if self.given is not None:
+            return self.given.to(x.dtype)
         return whole_mean(x) if self.segments is None else self.segments.mean(x)
 
     def agrees(self) -> bool:

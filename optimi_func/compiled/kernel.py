@@ -160,15 +160,22 @@ def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
     if not key.two_passes:
         return _compile_body(key, _body(key, spec, lambda numbers: whole_mean), key.name)
     # One graph would keep everything that it computed before the mean in scratch tensors.
-    measure = _compile_body(key, _measurement(key, spec), f"{key.name}_mean")
+    first = _compile_body(key, _measurement(key, spec), f"{key.name}_mean")
     given = _body(key, spec, lambda numbers: lambda x: numbers[-1])
-    move = _compile_body(key, given, key.name)
+    return TwoPasses(first, _compile_body(key, given, key.name))
 
-    def run(values: Tensor, *tensors: Tensor) -> None:
-        measure(values, *tensors)
-        move(values, *tensors)
 
-    return run
+class TwoPasses:
+    """A kernel that takes a mean over its tensor before anything else."""
+
+    def __init__(self, measure: Flat, move: Flat) -> None:
+        self.measure = measure  # writes the mean after the numbers
+        self.move = move  # reads it there
+
+    def __call__(self, values: Tensor, *tensors: Tensor) -> None:
+        """Both."""
+        self.measure(values, *tensors)
+        self.move(values, *tensors)
 
 
 def _compile_body(key: Key, run: Flat, name: str) -> Flat:
@@ -223,16 +230,21 @@ def _measurement(key: Key, spec: pytree.TreeSpec) -> Flat:
     def run(values: Tensor, *tensors: Tensor) -> None:
         scalars = fill(key.statics, spec, values.unbind())
         leaf, g = unpack(key.rule, key.compensated, tensors[: len(key.dtypes)])
-        means: list[Tensor] = []
-
-        def mean(x: Tensor) -> Tensor:
-            means.append(whole_mean(x))
-            return means[-1]
-
-        leaf_step(key.rule, leaf, g, scalars, key.write, mean)
-        values[-1:].copy_(means[0].reshape(1))
+        values[-1:].copy_(measure(key.rule, leaf, g, scalars).reshape(1))
 
     return run
+
+
+def measure(rule: Rule[Any, Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
+    """The mean that a step of this leaf takes; a trace drops what comes after it."""
+    means: list[Tensor] = []
+
+    def mean(x: Tensor) -> Tensor:
+        means.append(whole_mean(x))
+        return means[-1]
+
+    leaf_step(rule, leaf, g, scalars, True, mean)
+    return means[0]
 
 
 def fill(

@@ -377,10 +377,9 @@ class _Update:
     ) -> None:
         jobs: list[Job] = []
         for i, g in zip(places, grads):
-            source = Bundle(self._leaves[i])
-            jobs.append(
-                Job(source, g, self._now(self._numbers[i], gain), source, None, None)
-            )
+            source = Bundle(self._leaves[i], None)
+            now = self._now(self._numbers[i], gain)
+            jobs.append(Job(source, g, now, source, None, None, None))
         run_launches(plan_compiled(self._rule, jobs, write=True), grads[0].device)
 
     def _now(self, numbers: Numbers, gain: Tensor | None) -> Numbers:

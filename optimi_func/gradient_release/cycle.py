@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from optimi_func._shards import is_distributed
+
 
 class Cycle:
     """Where an accumulation stands; it outlives the single backward.
@@ -28,7 +30,8 @@ class Cycle:
         held = self.buffer.get(p)
         if held is None:
             dtype = dtype or torch.promote_types(g.dtype, torch.float32)
-            held = self.buffer[p] = g if g.dtype == dtype else g.to(dtype)
+            # What fully_shard hands out lies in a buffer of its own, with all the others.
+            held = self.buffer[p] = g.to(dtype, copy=is_distributed(g))
             return held
         return held.add_(g)
 

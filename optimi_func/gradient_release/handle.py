@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func._shards import any_distributed, place_like
 from optimi_func.functional import FunctionalOptimizer, TreeState
 from optimi_func.gradient_release.cycle import Cycle
+from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.options import Accumulation, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
 from optimi_func.gradient_release.runner import NO_REENTRANCE, Runner
@@ -208,7 +210,7 @@ class GradientRelease:
         for name, held in saved["buffer"].items():
             p = self._runner.params[name]
             cycle.buffer[p] = torch.empty_like(p, dtype=held.dtype, requires_grad=False)
-            cycle.buffer[p].copy_(held)
+            cycle.buffer[p].copy_(place_like(p, held))
         if cycle.is_open and saved["accumulation"] != self._runner.options.accumulation:
             raise ValueError(
                 f"state_dict is from an open cycle of accumulation="
@@ -389,7 +391,7 @@ class GradientRelease:
             self._runner.gain = None
         return loss.detach()
 
-    def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Norm]]:
         """The loss and its gradients' norms; the world is as it was before."""
         model = self._model()
         if model is None:
@@ -401,6 +403,7 @@ class GradientRelease:
         runner = self._runner
         params = list(runner.params.values())
         before = {p: p.grad.clone() for p in params if p.grad is not None}
+        apart: dict[Tensor, Tensor | None] = {}
         drawn = random.getstate()
         devices = {p.device.index for p in params if p.is_cuda}
         try:
@@ -409,11 +412,18 @@ class GradientRelease:
                 if _is_reentrant(loss):
                     raise RuntimeError(NO_REENTRANCE)
                 # Other parameters' gradients must not be added twice.
-                loss.backward(inputs=[p for p in params if p.requires_grad])
+                if any_distributed(params):
+                    # What fully_shard made is no leaf: its gradients come from others.
+                    apart = {x: x.grad for x in _leaves(loss).difference(params)}
+                    for x in apart:
+                        x.grad = None
+                    loss.backward()
+                else:
+                    loss.backward(inputs=[p for p in params if p.requires_grad])
         finally:
             random.setstate(drawn)
             buffers.restore()
-            for p, g in before.items():
+            for p, g in [*before.items(), *apart.items()]:
                 p.grad = g
         sums = runner.cycle.buffer.items()
         rest = {p: x for p, x in sums if p not in measured.fired}
@@ -462,6 +472,16 @@ class _Buffers:
 
 def _is_reentrant(loss: Tensor) -> bool:
     """Whether a reentrant checkpoint lies behind the loss."""
+    return any(type(x).__name__ == "CheckpointFunctionBackward" for x in _nodes(loss))
+
+
+def _leaves(loss: Tensor) -> set[Tensor]:
+    """What backward gives gradients."""
+    return {x.variable for x in _nodes(loss) if hasattr(x, "variable")}
+
+
+def _nodes(loss: Tensor) -> set[Any]:
+    """All of the graph behind the loss."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -469,7 +489,5 @@ def _is_reentrant(loss: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
         waiting += [after for after, _ in node.next_functions]
-    return False
+    return seen

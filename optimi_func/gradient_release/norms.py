@@ -1,9 +1,49 @@
 """What release asks of gradients beside their norms."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from optimi_func._norms import norms_of, total_norm
+from optimi_func._shards import Split, add_up, agree, here, shards_of
 from optimi_func._types import Scalar
+
+
+class Norm(NamedTuple):
+    """The norm of what lies here of a tensor."""
+
+    value: Tensor  # 0-d, of at least float32
+    split: Split | None  # the processes that hold the rest of it
+
+
+def measured(tensors: list[Tensor]) -> list[Norm]:
+    """The norm of each tensor, as far as it lies here."""
+    shards = map(shards_of, tensors)
+    splits = [None if s is None else s.split for s in shards]
+    return list(map(Norm, norms_of(here(tensors)), splits))
+
+
+def whole(norms: list[Norm]) -> list[Norm]:
+    """The norms of whole tensors: a message, where any lies in shards."""
+    if all(norm.split is None for norm in norms):
+        return norms
+    squares = [norm.value.double().square() for norm in norms]
+    sums = add_up(squares, [norm.split for norm in norms])
+    return [
+        norm if norm.split is None else Norm(total.sqrt().to(norm.value.dtype), None)
+        for norm, total in zip(norms, sums)
+    ]
+
+
+def total(norms: list[Norm]) -> Tensor:
+    """The norm of all: a message of one number a mesh, where any lies in shards."""
+    parts: dict[Split | None, list[Tensor]] = {}
+    for norm in norms:
+        parts.setdefault(norm.split, []).append(norm.value)
+    here_alone = parts.pop(None, [])
+    others = whole([Norm(total_norm(values), s) for s, values in parts.items()])
+    return total_norm([*here_alone, *(norm.value for norm in others)])
 
 
 def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
@@ -11,14 +51,29 @@ def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
     return x.item() if on_host else x.to(p.device)
 
 
-def is_finite(g: Tensor, norm: Tensor) -> bool:
-    """Whether all of g is finite, asked on the host."""
+def finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Tensor]:
+    """Whether all of each gradient is finite, wherever any of it lies: 0-d bools.
+
+    Args:
+        grads: The gradients.
+        norms: Of what lies here of them.
+        hosts: Of which the device need not be spared the waiting.
+    """
+    flags = [
+        _is_finite(g, norm.value) if host else _all_finite(g)
+        for g, norm, host in zip(here(grads), norms, hosts)
+    ]
+    return agree(flags, grads)
+
+
+def _is_finite(g: Tensor, norm: Tensor) -> Tensor:
     # A finite norm needs no second look; large numbers can overflow it.
-    return bool(norm.isfinite() or g.isfinite().all())
+    ok = norm.isfinite()
+    return ok if ok else g.isfinite().all()
 
 
-def all_finite(g: Tensor) -> Tensor:
-    """A 0-d bool on g's device, found without a tensor of g's size."""
+def _all_finite(g: Tensor) -> Tensor:
+    # Without a tensor of g's size.
     if g.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=g.device)
     low, high = g.aminmax()

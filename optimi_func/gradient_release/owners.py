@@ -2,10 +2,12 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from optimi_func import functional as _f
 from optimi_func._leaf import share_scalars
+from optimi_func._shards import align, any_distributed, here, leaf_here, shards_of
 from optimi_func._types import Leaf, Scalars, Share
 from optimi_func.compiled.batching import plan_if_possible, run_launches
 from optimi_func.compiled.jobs import Bundle, Job, check_writable
@@ -110,13 +112,18 @@ class TreeOwner:
                 i = self._places[p]
                 check_writable(leaves.paths[i], p)
                 _f.check_grad(leaves.paths[i], p, g)
+                (g,) = here([align(leaves.paths[i], p, g)])
                 key = (id(scalars[i]), share.gain, share.joins)
                 if key not in shared:
                     shared[key] = Numbers(share_scalars(rule, scalars[i], share, write))
-                bundle = Bundle(Leaf(p, *leaves.leaves[i][1:]))
-                jobs.append(Job(bundle, g, shared[key], bundle, share.ok, None))
+                leaf = leaf_here(Leaf(p, *leaves.leaves[i][1:]))
+                bundle = Bundle(leaf, shards_of(p))
+                jobs.append(Job(bundle, g, shared[key], bundle, share.ok, None, None))
             launches = plan_if_possible(rule, jobs, write, self._uncompilable)
             run_launches(launches, params[0].device)
+            if write and any_distributed(params):
+                # Autograd has not seen their parts written.
+                torch.autograd.graph.increment_version(params)
 
     def _look(self) -> tuple[Leaves, list[Scalars]]:
         if self._now is None:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from optimi_func import _torch
 from optimi_func import functional as _f
-from optimi_func._norms import clip_factor, norms_of, total_norm
+from optimi_func._norms import clip_factor
+from optimi_func._shards import align, here
 from optimi_func._types import WHOLE, Scalar, Share
 from optimi_func.compiled.batching import SMALL
 from optimi_func.compiled.jobs import is_plain
 from optimi_func.gradient_release.cycle import Cycle
-from optimi_func.gradient_release.norms import all_finite, at, is_finite
+from optimi_func.gradient_release.norms import Norm, at, finite, measured, total, whole
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
@@ -57,7 +58,7 @@ class Backward:
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
         self.shelf = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.norms: list[Tensor] = []
+        self.norms: list[Norm] = []
         self.gain: Tensor | None = None  # of every gradient; None leaves them be
         self._gains: dict[torch.device | None, Scalar] = {}
 
@@ -126,12 +127,13 @@ class Runner:
                     "would have to wait for the device. Use accumulation='buffer'"
                 )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
-            odd = [n for n, p in self.params.items() if not is_plain(p.detach())]
-            if odd:
-                raise ValueError(
-                    f"clipping, skip_nonfinite and grad_norm take plain tensors, and "
-                    f"{odd[0]} is a {type(self.params[odd[0]].data).__name__}"
-                )
+            parts = here([p.detach() for p in self.params.values()])
+            for name, part in zip(self.params, parts):
+                if not is_plain(part):
+                    raise ValueError(
+                        "clipping, skip_nonfinite and grad_norm take plain tensors and "
+                        f"DTensors, and {name} is a {type(part).__name__}"
+                    )
 
     @contextmanager
     def measuring(self) -> Generator[Backward]:
@@ -179,6 +181,7 @@ class Runner:
                     )
                 if g.layout != torch.strided:
                     _f.check_grad(f"[{self.names[p]!r}]", p, g)
+                g = align(f"[{self.names[p]!r}]", p, g)
                 self._take(self._enter(p), p, g)
             except BaseException:
                 self._running = None  # the traceback keeps it alive
@@ -282,7 +285,7 @@ class Runner:
             else:
                 held = self.cycle.keep(p, g, o.buffer_dtype)
                 if o.grad_norm:
-                    backward.norms += norms_of([held])
+                    backward.norms += measured([held])
                 self._note([p])
                 return
         self._release(backward, p, g)
@@ -338,7 +341,7 @@ class Runner:
                 self._close(backward)
             elif o.grad_norm:
                 rest = [x for p, x in cycle.buffer.items() if p not in backward.fired]
-                backward.norms += norms_of(rest)
+                backward.norms += measured(rest)
             self._report(backward)
             if o.accumulation:
                 cycle.position = 0 if backward.last else cycle.position + 1
@@ -370,7 +373,7 @@ class Runner:
             return
         if o.accumulation == "states" and not backward.fired:
             return  # ended by step(), without a gradient
-        norm = total_norm(backward.norms)
+        norm = total(backward.norms)
         if o.grad_norm:
             self.grad_norm = norm
         if o.clipping == "lagged" and backward.last:
@@ -378,21 +381,20 @@ class Runner:
             before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
             self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
 
-    def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Norm]:
         """The norm of each gradient; 0 where it is skipped and must not scale others."""
-        norms = norms_of(grads)
-        if self.options.skip_nonfinite:
-            for i, (p, g) in enumerate(zip(params, grads)):
-                if self.owner.on_host(p):
-                    if not is_finite(g, norms[i]):
-                        norms[i] = torch.zeros_like(norms[i])
-                else:
-                    norms[i] = torch.where(all_finite(g), norms[i], 0.0)
-        return norms
+        norms = measured(grads)
+        if not self.options.skip_nonfinite:
+            return norms
+        oks = finite(grads, norms, list(map(self.owner.on_host, params)))
+        return [
+            norm._replace(value=torch.where(ok, norm.value, 0.0))
+            for ok, norm in zip(oks, norms)
+        ]
 
-    def gain_of(self, norms: list[Tensor]) -> Tensor:
+    def gain_of(self, norms: list[Norm]) -> Tensor:
         """The factor on all gradients, from the norm of each."""
-        return clip_factor(self.options.clip_global_norm, total_norm(norms))
+        return clip_factor(self.options.clip_global_norm, total(norms))
 
     def _lagged_gain(self) -> Tensor | None:
         if self.last_norm is None:
@@ -407,9 +409,9 @@ class Runner:
         if self._measuring is not None:
             backward.norms += self.norms_to_clip(params, grads)
             return
-        norms: list[Tensor] = []
+        norms: list[Norm] = []
         if o.grad_norm or o.skip_nonfinite or o.clipping not in (None, "clip_value"):
-            norms = norms_of(grads)
+            norms = measured(grads)
             backward.norms += norms
         arrived = params
         try:
@@ -418,7 +420,7 @@ class Runner:
             else:
                 oks = [None] * len(params)
             if o.clip_value is not None:
-                for g in grads:
+                for g in here(grads):
                     limit = min(o.clip_value, torch.finfo(g.dtype).max)
                     g.clamp_(-limit, limit)
             gains = self._gains(backward, params, norms)
@@ -443,29 +445,32 @@ class Runner:
             self._updated += [self.names[p] for p in params]
 
     def _finite(
-        self, params: list[Tensor], grads: list[Tensor], norms: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor | None]]:
+        self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
+    ) -> tuple[list[Tensor], list[Tensor], list[Norm], list[Tensor | None]]:
         """Leave out what is not finite, where the host can know; else say so by a flag."""
         kept: list[int] = []
         oks: list[Tensor | None] = []
-        for i, (p, g, norm) in enumerate(zip(params, grads, norms)):
-            if self.owner.on_host(p):
-                ok, flag = is_finite(g, norm), None
-            else:
-                ok, flag = True, all_finite(g)
-            if not ok or flag is not None:
-                if p not in self.skipped:
-                    zero = torch.zeros((), dtype=torch.int64, device=p.device)
-                    self.skipped[p] = zero
-                self.skipped[p].add_(1 if flag is None else ~flag)
-            if ok:
+        hosts = list(map(self.owner.on_host, params))
+        for i, (p, ok, host) in enumerate(zip(params, finite(grads, norms, hosts), hosts)):
+            if host and ok:
                 kept.append(i)
-                oks.append(flag)
-        chosen = [[xs[i] for i in kept] for xs in (params, grads, norms)]
-        return chosen[0], chosen[1], chosen[2], oks
+                oks.append(None)
+                continue
+            if p not in self.skipped:
+                self.skipped[p] = torch.zeros((), dtype=torch.int64, device=p.device)
+            self.skipped[p].add_(~ok)
+            if not host:
+                kept.append(i)
+                oks.append(ok)
+        return (
+            [params[i] for i in kept],
+            [grads[i] for i in kept],
+            [norms[i] for i in kept],
+            oks,
+        )
 
     def _gains(
-        self, backward: Backward, params: list[Tensor], norms: list[Tensor]
+        self, backward: Backward, params: list[Tensor], norms: list[Norm]
     ) -> list[Scalar]:
         limit = self.options.clip_param_norm
         if limit is None and backward.gain is None:
@@ -474,8 +479,8 @@ class Runner:
         if limit is None:
             return [backward.gain_for(p, host) for p, host in zip(params, hosts)]
         return [
-            at(clip_factor(limit, norm), p, host)
-            for p, norm, host in zip(params, norms, hosts)
+            at(clip_factor(limit, norm.value), p, host)
+            for p, norm, host in zip(params, whole(norms), hosts)
         ]
 
 

@@ -1,0 +1,173 @@
+"""Tensors whose elements lie on several processes (DTensor): what of them is here.
+
+Executors are handed what lies here, which is memory like any other; only what concerns a
+whole tensor, a mean, a norm or a decision, is a message between processes. Messages are
+sent in an order that depends on nothing that one process alone knows.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from optimi_func._types import Leaf
+
+
+class Split(NamedTuple):
+    """The processes among which something is divided: some dimensions of a mesh."""
+
+    mesh: Any  # a DeviceMesh
+    dims: tuple[int, ...]
+
+
+class Shards(NamedTuple):
+    """How a tensor lies on its mesh."""
+
+    split: Split  # each of whose processes holds other elements of it
+    numel: int  # of all of it
+
+
+def _dtensor() -> Any:
+    # Whoever has one has imported it; for the others that would take a second.
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether x is a DTensor."""
+    kind = _dtensor()
+    return kind is not None and isinstance(x, kind)
+
+
+def any_distributed(tensors: list[Tensor]) -> bool:
+    """Whether any of these is a DTensor."""
+    kind = _dtensor()
+    return kind is not None and any(issubclass(k, kind) for k in set(map(type, tensors)))
+
+
+def here(tensors: list[Tensor]) -> list[Tensor]:
+    """Of each DTensor the part that lies here, in place; others as they are."""
+    if not any_distributed(tensors):
+        return tensors
+    kind = _dtensor()
+    with torch.no_grad():
+        return [_part(x) if isinstance(x, kind) else x for x in tensors]
+
+
+def _part(x: Any) -> Tensor:
+    part = x.to_local()
+    # An asynchronous collective's result, which may not have arrived.
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def leaf_here(leaf: Leaf) -> Leaf:
+    """Of a leaf's tensors the parts that lie here."""
+    p, state, comp = leaf
+    p, *fields = here([p, *state] if comp is None else [p, *state, comp])
+    comp = None if comp is None else fields.pop()
+    return Leaf(p, type(state)(*fields), comp)
+
+
+def shards_of(x: Any) -> Shards | None:
+    """How x lies on its mesh; None where all of it lies here."""
+    if not is_distributed(x):
+        return None
+    mesh = x.device_mesh
+    dims = [i for i, place in enumerate(x.placements) if not place.is_replicate()]
+    split = Split(mesh, _several(mesh, dims))
+    return Shards(split, x.numel()) if split.dims else None
+
+
+def holders(x: Any) -> Split | None:
+    """The processes that hold any of x, its copies too; None where only this one does."""
+    if not is_distributed(x):
+        return None
+    dims = _several(x.device_mesh, list(range(x.device_mesh.ndim)))
+    return Split(x.device_mesh, dims) if dims else None
+
+
+def _several(mesh: Any, dims: list[int]) -> tuple[int, ...]:
+    if mesh.get_coordinate() is None:
+        return ()  # this process is not part of it
+    return tuple(i for i in dims if mesh.size(i) > 1)
+
+
+def lie_alike(p: Any, x: Any) -> bool:
+    """Whether the parts of p and x that lie here are of the same elements."""
+    if not is_distributed(p) and not is_distributed(x):
+        return True
+    return (
+        is_distributed(p)
+        and is_distributed(x)
+        and p.device_mesh == x.device_mesh
+        and p.placements == x.placements
+    )
+
+
+def check_placed(path: object, p: Any) -> None:
+    """Refuse a parameter whose elements are sums still to be taken."""
+    if is_distributed(p) and any(place.is_partial() for place in p.placements):
+        raise ValueError(
+            f"params{path} has placements {p.placements}: allowed are Shard and Replicate"
+        )
+
+
+def align(path: object, p: Any, g: Any) -> Tensor:
+    """The gradient g as p lies: parts of a sum added up, a copy cut, shards moved.
+
+    Raises:
+        TypeError: One of the two alone is a DTensor.
+        ValueError: They lie on different meshes.
+    """
+    if lie_alike(p, g):
+        return g
+    if not (is_distributed(p) and is_distributed(g)):
+        raise TypeError(
+            f"grads{path} is a {type(g).__name__}, its parameter a {type(p).__name__}: "
+            "allowed are two DTensors, or none"
+        )
+    if p.device_mesh != g.device_mesh:
+        raise ValueError(
+            f"grads{path} lies on {g.device_mesh}, its parameter on {p.device_mesh}"
+        )
+    with torch.no_grad():
+        return g.redistribute(placements=p.placements)
+
+
+def place_like(p: Any, x: Tensor) -> Tensor:
+    """A whole tensor, the same on every process, cut as p lies; a DTensor as it is."""
+    if not is_distributed(p) or is_distributed(x):
+        return x
+    tensor: Any = sys.modules["torch.distributed.tensor"]
+    x = x.to(p.device)
+    return tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def add_up(numbers: list[Tensor], splits: list[Split | None]) -> list[Tensor]:
+    """Each 0-d number summed over its split: one message for all of the same split.
+
+    Summed in float64 and given back in their dtype and on their device.
+    """
+    places: dict[Split, list[int]] = {}
+    for i, split in enumerate(splits):
+        if split is not None:
+            places.setdefault(split, []).append(i)
+    sums = list(numbers)
+    for (mesh, dims), some in places.items():
+        # The mesh's, to which what is offloaded has to return.
+        device = numbers[some[0]].to(mesh.device_type).device
+        flat = torch.stack([numbers[i].to(device, torch.float64) for i in some])
+        for dim in dims:
+            distributed.all_reduce(flat, group=mesh.get_group(dim))
+        for i, total in zip(some, flat.unbind()):
+            sums[i] = total.to(numbers[i].device, numbers[i].dtype)
+    return sums
+
+
+def agree(flags: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Of 0-d bools about tensors, whether each is true wherever any of its tensor lies."""
+    splits = [holders(x) for x in tensors]
+    if not any(splits):
+        return flags
+    denials = add_up([(~flag).double() for flag in flags], splits)
+    return [denied == 0 for denied in denials]

@@ -1,0 +1,94 @@
+"""DTensor, FSDP2, tensor parallelism, DDP and distributed checkpoints, on gloo."""
+
+from pathlib import Path
+
+import pytest
+import worlds
+
+TWO = [
+    worlds.rules,
+    worlds.kernels,
+    worlds.gradients,
+    worlds.memory,
+    worlds.models,
+    worlds.releases,
+    worlds.skips,
+    worlds.handles,
+    worlds.roots,
+    worlds.tensor_parallel,
+    worlds.replicas,
+    worlds.growth,
+    worlds.made_state,
+    worlds.forms,
+    worlds.resume,
+    worlds.from_one,
+]
+FOUR = [
+    worlds.rules,
+    worlds.planes,
+    worlds.hybrid,
+    worlds.tensor_parallel,
+    worlds.skips,
+    worlds.resume,
+    worlds.from_two,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("worlds")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> None:
+    model, optimizer = worlds.fresh_pair(worlds.plain())
+    worlds.train(model, optimizer, range(5), worlds.batch)
+    worlds.save(model, optimizer, folder / "from 1")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, one: None) -> dict[str, str]:
+    return worlds.start(TWO, 2, folder / "two")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: dict[str, str]) -> dict[str, str]:
+    return worlds.start(FOUR, 4, folder / "four")
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in TWO])
+def test_two_processes(name: str, two: dict[str, str]) -> None:
+    assert not two[name], two[name]
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in FOUR])
+def test_four_processes(name: str, four: dict[str, str]) -> None:
+    assert not four[name], four[name]
+
+
+def test_from_four_to_two(folder: Path, four: dict[str, str]) -> None:
+    (ending,) = worlds.start([worlds.from_four], 2, folder / "again").values()
+    assert not ending, ending
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_to_one(size: int, folder: Path, four: dict[str, str]) -> None:
+    worlds.loads_from(folder / f"from {size}", worlds.plain, worlds.batch)
+
+
+def test_state_of_plain_models_is_made_without_a_step() -> None:
+    worlds.check_made_state(worlds.plain)
+    model, optimizer = worlds.fresh_pair(worlds.plain())
+    model.first.bias.requires_grad_(False)
+    worlds.train(model, optimizer, range(2), worlds.batch)
+    model.first.bias.requires_grad_(True)
+    before = optimizer.state[model.first.weight]
+    optimizer.init_state()
+    assert optimizer.state[model.first.weight] is before
+    assert optimizer.state[model.first.bias]["step"] == 0
+    # A gradient makes it a step like any other, whatever lr is.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.state.clear()
+    worlds.train(model, optimizer, range(1), worlds.batch)
+    assert optimizer.state[model.first.bias]["step"] == 1

@@ -3,6 +3,7 @@
 A new optimizer is rows here; what they are run through stands in the tests.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,11 @@ from torch import Tensor
 import optimi_func
 
 LR = 0.02
+
+
+def shown(x: Any) -> str:
+    """As str, without addresses: two runs give a test the same name."""
+    return re.sub(r" at 0x\w+", "", str(x))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from cases import CLASSES, NAMES, assert_moved_alike
+from cases import CLASSES, NAMES, assert_moved_alike, shown
 from torch.optim import lr_scheduler
 
 import optimi_func
@@ -280,7 +280,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=str)
+@pytest.mark.parametrize(("options", "error", "text"), BAD, ids=shown)
 def test_bad_arguments(options, error, text: str) -> None:
     with pytest.raises(error, match=text):
         AdamW(params(), **options)

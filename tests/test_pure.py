@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import CASES, NAMES, Case, assert_moved_alike, problem
+from cases import CASES, NAMES, Case, assert_moved_alike, problem, shown
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
@@ -314,7 +314,7 @@ BAD_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), BAD_NUMBERS, ids=str)
+@pytest.mark.parametrize(("options", "text"), BAD_NUMBERS, ids=shown)
 def test_bad_numbers(options, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         adamw(**options)

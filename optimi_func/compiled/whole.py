@@ -26,7 +26,7 @@ from optimi_func.compiled.update_op import update_
 
 # About as many updates has a step: each takes the host some time, and the fewer there are
 # the more gradients wait for each other.
-UPDATES = 16
+UPDATES = 8
 
 
 class Inputs(NamedTuple):

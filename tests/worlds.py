@@ -324,7 +324,7 @@ def kernels(folder: Path) -> None:
 
 def gradients(folder: Path) -> None:
     """Gradients that lie otherwise are brought to the parameter, or refused."""
-    mesh, rank, size = flat_mesh(), dist.get_rank(), dist.get_world_size()
+    mesh, size = flat_mesh(), dist.get_world_size()
     start, g = torch.randn(5, 3), torch.randn(5, 3)
     whole = nn.Parameter(start.clone())
     whole.grad = g.clone()
@@ -368,7 +368,6 @@ def gradients(folder: Path) -> None:
     optimizer.step()
     with raises(RuntimeError, "modified by an inplace operation"):
         loss.backward()
-    del rank
 
 
 def memory(folder: Path) -> None:

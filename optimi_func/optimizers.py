@@ -420,7 +420,7 @@ class BaseOptimizer(Optimizer):
         share = _common(shares)
         together = share is not None and len(params) > 1 and group["compile"] is not False
         parts = params
-        if any_distributed([*params, *grads]):
+        if any_distributed(params) or any_distributed(grads):
             # From here on executors see what lies here, and nothing else.
             parts, grads = here(params), here(_aligned(group, params, grads))
             entries = [s and dict(zip(s, here(list(s.values())))) for s in entries]

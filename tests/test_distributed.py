@@ -13,6 +13,7 @@ TWO = [
     worlds.models,
     worlds.releases,
     worlds.skips,
+    worlds.trees,
     worlds.handles,
     worlds.roots,
     worlds.tensor_parallel,

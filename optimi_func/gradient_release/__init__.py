@@ -71,6 +71,10 @@ def prepare_for_gradient_release(
                    Nesterov and Lion look ahead along the last part alone: README has
                    what that costs
 
+    Under fully_shard (FSDP2), prepared after it, each process updates its shards as soon
+    as they are reduced; norms are those of whole gradients, and what one process skips, all
+    skip. Backwards that fully_shard does not reduce (set_requires_gradient_sync) are none.
+
     Args:
         model: Its trainable parameters get the hooks.
         optimizer: A class of this package made with `gradient_release=True`, which may

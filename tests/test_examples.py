@@ -1,9 +1,12 @@
 """The examples and benchmarks run."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -199,3 +202,73 @@ def test_fsdp2(tmp_path: Path) -> None:
         # As if it had been stopped while it wrote its last.
         (tmp_path / "kept" / "step 4" / ".metadata").unlink()
     assert abs(float(losses[0]) - float(losses[1])) <= 2e-6
+
+
+def run(example: str, *options: str, strict: bool = True) -> str:
+    """What an example prints; `strict` makes its warnings errors."""
+    flags = ["-W", "error"] if strict else []
+    command = [sys.executable, *flags, str(ROOT / "examples" / example), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_resume(tmp_path: Path) -> None:
+    """What becomes of it when it is killed is in test_killed.py."""
+    checkpoint = tmp_path / "run.pt"
+    out = run("resume.py", "--no-compile", "--epochs=50", f"--checkpoint={checkpoint}")
+    (right,) = re.findall(r"begun\n800 steps: (\S+)% of the points", out)
+    assert float(right) > 90
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_safetensors_state(tmp_path: Path) -> None:
+    out = run("safetensors_state.py", f"--out={tmp_path}")
+    assert re.search(r"2\.weight\.kahan_comp +bfloat16 +\[1, 32\]", out)
+    assert out.endswith("the same weights as 20 steps: True\n")
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out = run("trainers/transformers_trainer.py", f"--out={tmp_path}", strict=False)
+    assert "20 resumed for the rest: the same weights: True" in out
+    (losses,) = re.findall(r"loss every 10 steps: (.*)", out)
+    losses = list(map(float, losses.split(", ")))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
+
+
+def test_lightning_fit(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    out = run("trainers/lightning_fit.py", f"--out={tmp_path}", strict=False)
+    found = re.findall(r"(\w+) +loss .*, the weights of the automatic run: True", out)
+    assert found == ["automatic", "manual", "resumed"]
+
+
+def test_accelerate_loop(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    out = run("trainers/accelerate_loop.py", f"--out={tmp_path}", strict=False)
+    (apart,) = re.findall(r"4 parts a step or one batch: weights differ by (\S+)", out)
+    assert float(apart) < 1e-5
+
+
+def test_grad_scaler() -> None:
+    out = run("trainers/grad_scaler.py")
+    rows = re.findall(r"^(\S.*\S) +(\d+) of 200 steps taken, loss (\S+)$", out, re.M)
+    taken = {name: int(steps) for name, steps, _ in rows}
+    loss = {name: float(x) for name, _, x in rows}
+    assert taken["float32"] == taken["float16"] == 200
+    assert 150 < taken["float16, scaled"] < 200
+    assert loss["float16, scaled"] < 2 * loss["float32"] < loss["float16"] / 10
+
+
+def test_averaged_model() -> None:
+    out = run("trainers/averaged_model.py")
+    last, swa, ema = map(float, re.findall(r"loss without the noise (\S+)", out))
+    assert max(swa, ema) < last / 2
+
+
+def test_optimizer_in_backward(tmp_path: Path) -> None:
+    out = run("trainers/optimizer_in_backward.py", f"--out={tmp_path / 'run.pt'}")
+    assert "gradients freed: True" in out
+    assert "within a cycle: the same weights: True" in out

@@ -38,8 +38,9 @@ $(FRAMEWORKS): $(STAMP)
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# Two at a time, a file by one of them: what it compiles, it compiles once.
 test: $(STAMP) $(FRAMEWORKS)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)

@@ -41,6 +41,8 @@ _EAGER: dict[str, Any] = {"compile": False, "gradient_release": True}
 MODES = {
     "eager": Mode({"compile": False}),
     "capturable": Mode({"compile": False, "capturable": True}),
+    "wide moments": Mode({"compile": False, "state_dtype": torch.float32}),
+    "uncompensated": Mode({"compile": False, "kahan_sum": False}),
     "foreach": Mode({"foreach": True}),
     "bucketed": Mode({"foreach": True}, small=True),
     "compiled": Mode({"compile": True}),

@@ -51,19 +51,19 @@ def one_step(
         lr: Learning rate.
         wd: Weight decay: L2 for sgd, adam and radam, else decoupled; adan's proximal.
     """
-    sure = torch.zeros_like(p, dtype=torch.bool)
-    if name in ("sgd", "adam", "radam"):
-        g, wd = g + wd * p, 0.0
-    else:
-        g = g + 0.0 * p  # no L2 is one of 0: what is not finite stays so
+    raw, l2 = g, wd if name in ("sgd", "adam", "radam") else 0.0
+    g = raw + l2 * p  # also by 0: what is not finite stays so
+    wd = wd if l2 == 0.0 else 0.0
+    # What is left of two that cancel is rounding, which Adam makes a whole step of.
+    unsure = (l2 * p != 0) & (g.abs() < 1e-2 * raw.abs())
     if name == "sgd":
         b = MU * s["momentum_buffer"] + g
-        return -lr * b, {"momentum_buffer": b}, sure
+        return -lr * b, {"momentum_buffer": b}, unsure
     b1, b2, *rest = BETAS.get(name, (0.9, 0.99))
     m = s["exp_avg"]
     if name == "lion":
         c = b1 * m + (1 - b1) * g
-        tie = (c != 0) & (c.abs() <= 1e-6 * (m.abs() + g.abs()))
+        tie = (c != 0) & (c.abs() < 1e-6 * (m.abs() + g.abs()))
         return -lr * c.sign() - lr * wd * p, {"exp_avg": b2 * m + (1 - b2) * g}, tie
     if name == "adan":
         (b3,) = rest
@@ -74,7 +74,7 @@ def one_step(
         d = m / (1 - b1**t) + b2 * w / (1 - b2**t)
         d = d / ((n / (1 - b3**t)).sqrt() + EPS)
         new = {"exp_avg": m, "exp_avg_diff": w, "exp_avg_sq": n, "prev_grad": g}
-        return (p - lr * d) / (1 + lr * wd) - p, new, sure
+        return (p - lr * d) / (1 + lr * wd) - p, new, unsure
     m = b1 * m + (1 - b1) * g
     v = b2 * s["exp_avg_sq"] + (1 - b2) * g**2
     new = {"exp_avg": m, "exp_avg_sq": v}
@@ -93,7 +93,7 @@ def one_step(
             slow = slow + ALPHA * (p + u - slow)
             u = slow - p
         new["slow_param"] = slow
-    return u, new, sure
+    return u, new, unsure
 
 
 def options(name: str) -> dict[str, Any]:

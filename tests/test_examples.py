@@ -216,7 +216,8 @@ def run(example: str, *options: str, strict: bool = True) -> str:
 def test_resume(tmp_path: Path) -> None:
     """What becomes of it when it is killed is in test_killed.py."""
     checkpoint = tmp_path / "run.pt"
-    out = run("resume.py", "--no-compile", "--epochs=50", f"--checkpoint={checkpoint}")
+    options = ["--no-compile", "--epochs=50", "--every=100"]
+    out = run("resume.py", *options, f"--checkpoint={checkpoint}")
     (right,) = re.findall(r"begun\n800 steps: (\S+)% of the points", out)
     assert float(right) > 90
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]

@@ -199,10 +199,10 @@ class Program(RuleBasedStateMachine):
                 for p, g in grads.items():
                     if self.handle:
                         wide = torch.promote_types(p.dtype, torch.float32)
-                        sum = g if p.grad is None else p.grad + g
+                        total = g if p.grad is None else p.grad + g
                         if part:
-                            sum = released[p] + sum
-                        released[p] = sum.to(wide) if self.parts > 1 else sum
+                            total = released[p] + total
+                        released[p] = total.to(wide) if self.parts > 1 else total
                     else:
                         p.grad = g
                 if self.handle and grads:
@@ -218,7 +218,11 @@ class Program(RuleBasedStateMachine):
             self.optimizer.step(backward)
         else:
             backward()
+            makes_state = self.makes_state(given, released)
             self.optimizer.step()
+            if makes_state:
+                self.expect_state_alone()
+                return
         for slot in self.slots:
             p = slot.p
             if p in given:
@@ -229,12 +233,32 @@ class Program(RuleBasedStateMachine):
                 self.check_step(slot, g)
                 slot.keep(self.optimizer)
 
+    def makes_state(self, given: dict, released: dict) -> bool:
+        """Whether a first step has nothing but zeros, and so is none."""
+        begun = any(len(slot.want) > 1 for slot in self.slots)
+        begun = begun or any(p not in given for p in released)
+        zero = not any(numbers["lr"] for numbers in self.numbers)
+        return (
+            zero and not begun and bool(given) and not any(map(torch.any, given.values()))
+        )
+
+    def expect_state_alone(self) -> None:
+        for slot in self.slots:
+            p = slot.want["p"]
+            if slot.p.requires_grad:
+                slot.want |= {**fresh(self.name, p), "step": torch.zeros(())}
+                if self.is_compensated(slot):
+                    slot.want["kahan_comp"] = torch.zeros_like(p)
+
+    def is_compensated(self, slot: Slot) -> bool:
+        asked = self.numbers[slot.group].get("kahan_sum")
+        return slot.want["p"].dtype == torch.bfloat16 and asked is not False
+
     def check_step(self, slot: Slot, g: Tensor) -> None:
         before, after = dict(slot.want), slot.found(self.optimizer)
         p = before.pop("p")
         numbers = self.numbers[slot.group]
-        low = p.dtype == torch.bfloat16
-        compensated = low and numbers.get("kahan_sum") is not False
+        compensated = self.is_compensated(slot)
         comp = before.pop("kahan_comp", torch.zeros_like(p)) if compensated else None
         before.pop("kahan_comp", None)
         if not before:
@@ -433,9 +457,7 @@ class Program(RuleBasedStateMachine):
 
     def expect_loaded(self, slot: Slot, keep_dtypes: bool) -> None:
         p = slot.want["p"]
-        wanted = p.dtype == torch.bfloat16
-        wanted = wanted and self.numbers[slot.group].get("kahan_sum") is not False
-        if not wanted:
+        if not self.is_compensated(slot):
             slot.want.pop("kahan_comp", None)
         if not keep_dtypes:
             likes = {**fresh(self.name, p), "kahan_comp": p}

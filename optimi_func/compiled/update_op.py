@@ -16,7 +16,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    any_torch_dispatch_mode_on_stack,
+)
 
 # (places of parameters, their gradients, what those are scaled by): updates them in place.
 Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Tensor | None], None]
@@ -56,8 +59,11 @@ def _update(
     params: Sequence[Tensor],
 ) -> None:
     update, owned = _running.get()
-    # The first call of a graph is watched by a dispatch mode of the compiler's own.
-    with _disable_current_modes():
+    if any_torch_dispatch_mode_on_stack():
+        # The first call of a graph is watched by a dispatch mode of the compiler's own.
+        with _disable_current_modes():
+            update(places, list(grads), gain)
+    else:
         update(places, list(grads), gain)
     for i, p in zip(places, params):
         # The compiler may hand in copies, and copy them back later.

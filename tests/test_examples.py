@@ -60,6 +60,7 @@ def test_mixed_optimizers(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_release_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/release.py")]
     numbers = tmp_path / "numbers.json"
@@ -73,6 +74,7 @@ def test_release_benchmark(tmp_path: Path) -> None:
         assert written["time"]["batch 4"][way]["ratio"] > 0
 
 
+@pytest.mark.soak
 def test_train_step_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/train_step.py")]
     numbers = tmp_path / "numbers.json"
@@ -86,6 +88,7 @@ def test_train_step_benchmark(tmp_path: Path) -> None:
     assert {"one graph", "one graph, pure"} < set(rows)
 
 
+@pytest.mark.soak
 def test_accumulation_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/accumulation.py")]
     numbers = tmp_path / "numbers.json"
@@ -107,6 +110,7 @@ def test_accumulation_benchmark(tmp_path: Path) -> None:
     assert extra == {"flag": 0, "states": 0, "buffer": 4, "bfloat16 buffer": 2}
 
 
+@pytest.mark.soak
 def test_step_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/step.py")]
     options = ["--sets", "tiny", "--parts", "steps", "scaling", "--largest", "1e4"]
@@ -169,6 +173,7 @@ def test_hypergradient_examples(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_population_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/population.py")]
     numbers = tmp_path / "numbers.json"

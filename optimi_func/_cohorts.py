@@ -29,7 +29,7 @@ _numel = attrgetter("numel")
 class Known:
     """What was found out about a parameter, and whether it still is so."""
 
-    __slots__ = ("asked", "bundle", "fields", "step")
+    __slots__ = ("asked", "bundle", "step")
 
     def __init__(self, asked: tuple[Any, ...], p: Tensor, state: dict[str, Any]) -> None:
         rule, _, _ = self.asked = asked

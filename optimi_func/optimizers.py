@@ -5,9 +5,11 @@ read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tenso
 where kept, `kahan_comp`.
 """
 
+import gc
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from optimi_func import functional as _f
-from optimi_func._cohorts import Cohort, Cohorts, Known
+from optimi_func._cohorts import Asked, Cohort, Cohorts, Known
 from optimi_func._leaf import init_leaf, is_low, rates, share_scalars
 from optimi_func._saved import (
     LoadReport,
@@ -50,8 +52,16 @@ from optimi_func.compiled.batching import (
     run_launches,
 )
 from optimi_func.compiled.foreach import plan_foreach
-from optimi_func.compiled.jobs import Bundle, Job, check_writable, foreach_add_, is_plain
+from optimi_func.compiled.jobs import (
+    Bundle,
+    Job,
+    check_writable,
+    fits,
+    foreach_add_,
+    is_plain,
+)
 from optimi_func.compiled.kernel import Numbers, ambient
+from optimi_func.compiled.lists import Roles
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 Params: TypeAlias = (
@@ -247,8 +257,12 @@ class BaseOptimizer(Optimizer):
         with ambient(self._first().device):
             work: list[Work] = []
             for group in self.param_groups:
-                params = [p for p in group["params"] if p.grad is not None]
-                work.append(Work(group, params, [p.grad for p in params], None))
+                params = list(group["params"])
+                grads = [p.grad for p in params]
+                if not all(map(_is_given, grads)):
+                    params = [p for p, g in zip(params, grads) if g is not None]
+                    grads = list(filter(_is_given, grads))
+                work.append(Work(group, params, grads, None))
             self._step(work, write=True, count=True)
         return loss
 
@@ -262,7 +276,7 @@ class BaseOptimizer(Optimizer):
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
             rule = self._bind(group, self._host).rule
-            asked = (rule, group["kahan_sum"], group["capturable"])
+            asked = _asked(group, rule, group["capturable"])
             for p in group["params"]:
                 if p.requires_grad and not self.state.get(p):
                     with ambient(p.device):
@@ -413,7 +427,7 @@ class BaseOptimizer(Optimizer):
         counted = shares is not None and any(share.ok is not None for share in shares)
         capturable = group["capturable"] or counted
         bound = self._bind(group, self._device if capturable else self._host)
-        asked = (bound.rule, group["kahan_sum"], capturable)
+        asked = _asked(group, bound.rule, capturable)
         numbers = _NumbersOf(bound, capturable, write)
         plan = partial(self._launches, group, bound.rule, write)
         entries = list(map(self.state.get, params))
@@ -426,51 +440,50 @@ class BaseOptimizer(Optimizer):
             entries = [s and dict(zip(s, here(list(s.values())))) for s in entries]
             # Means are messages, which every process has to send in one order.
             together = together and not bound.rule.per_tensor
-        cohort = None
-        if together:
+        if together and share is not None:
             cohort = self._cohorts.find(group, asked, params, parts, entries)
-        if cohort is not None and share is not None:
-            local = Work(group, parts, grads, shares)
-            found = self._plan_cohort(cohort, local, share, numbers, plan)
+            found = cohort and self._plan_cohort(
+                *cohort, group, grads, share, numbers, plan
+            )
             if found is not None:
                 return found
         members: list[Known] = []
         jobs: list[Job] = []
         steps: list[tuple[Tensor, Tensor | None]] = []
-        for p, part, g, its, state in zip(
-            params, parts, grads, shares or [WHOLE] * len(params), entries
-        ):
-            known = self._known.get(p)
-            if known is None or not known.holds(state, asked, part):
-                known = self._known[p] = self._look_at(group, asked, p, made)
-            if not _fits(part, g):
-                _f.check_grad(_Path(group, p), part, g)
-            members.append(known)
-            now = numbers(known.step, its)
-            jobs.append(Job(known.bundle, g, now, known.bundle, its.ok, None, None))
-            steps.append((known.step, its.ok))
+        its_of = shares or [WHOLE] * len(params)
+        with _uncollected():
+            for p, part, g, its, state in zip(params, parts, grads, its_of, entries):
+                known = self._known.get(p)
+                if known is None or not known.holds(state, asked, part):
+                    known = self._known[p] = self._look_at(group, asked, p, made)
+                if not fits(part, g):
+                    _f.check_grad(_Path(group, p), part, g)
+                members.append(known)
+                now = numbers(known.step, its)
+                jobs.append(Job(known.bundle, g, now, known.bundle, its.ok, None, None))
+                steps.append((known.step, its.ok))
         held = [known.bundle for known in members]
         return _Plan(plan(jobs), steps, held, members if together else [])
 
     def _plan_cohort(
         self,
         cohort: Cohort,
-        work: "Work",
+        rows: list[Roles],
+        group: dict[str, Any],
+        grads: list[Tensor],
         share: Share,
         numbers: "_NumbersOf",
         plan: Callable[[list[Job]], list[Launch]],
     ) -> "_Plan | None":
         """The plan of parameters that step together, or None if not this time."""
-        _, params, grads, _ = work
         now = [numbers(count, share) for count in cohort.ages]
-        jobs: list[Job] = []
-        for row in cohort.rows:
-            for i, bundle in zip(row.at, row.bundles):
-                if not _fits(params[i], grads[i]):
-                    return None
-                its = now[cohort.age_of[i]]
-                jobs.append(Job(bundle, grads[i], its, bundle, share.ok, None, None))
-        launches = plan(jobs) if jobs else []
+        kind = (numbers.write, *(group[name] for name in ("foreach", "compile", "triton")))
+        launches: list[Launch] = []
+        for row, roles in zip(cohort.rows, rows):
+            found = row.launches(kind, roles, row.pick(grads), now, share.ok, plan)
+            if found is None:
+                return None
+            launches += found
         for bucket in cohort.buckets:
             some = [grads[i] for i in bucket.at]
             if not bucket.fits(some):
@@ -478,18 +491,18 @@ class BaseOptimizer(Optimizer):
             its = now[cohort.age_of[bucket.at[0]]]
             inner = plan([bucket.job(some, its, share.ok)])
             launches += bucket.launches(some, inner, numbers.write)
-        held = [bundle for row in cohort.rows for bundle in row.bundles]
+        held = [bundle for row in cohort.rows for bundle in row.held]
         return _Plan(launches, [(cohort.counts, share.ok)], held, [])
 
     def _look_at(
         self,
         group: dict[str, Any],
-        asked: tuple[Any, ...],
+        asked: Asked,
         p: Tensor,
         made: dict[Tensor, dict[str, Any]],
     ) -> Known:
         """A parameter's state as its group asks for it now, checked and completed."""
-        rule, _, capturable = asked
+        rule, capturable = asked.rule, asked.capturable
         state = self.state.get(p, {})
         path = _Path(group, p)
         _f.check_param(path, p)
@@ -706,7 +719,7 @@ class BaseOptimizer(Optimizer):
         names: list[list[str]] = []
         for group in self.param_groups:
             bounds.append(self._bind(group, self._host))
-            asked = (bounds[-1].rule, group["kahan_sum"], group["capturable"])
+            asked = _asked(group, bounds[-1].rule, group["capturable"])
             names.append([])
             for name, p in self._named(group):
                 if self.state.get(p) or p.requires_grad:
@@ -818,6 +831,26 @@ class _NumbersOf:
         return self._shared[age]
 
 
+def _asked(group: dict[str, Any], rule: Rule[Any, Any, Any], capturable: bool) -> Asked:
+    return Asked(rule, group["kahan_sum"], capturable, bool(group["foreach"]))
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Without Python's collector: for every hundred thousand objects it looks at all."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _is_given(x: Any) -> bool:
+    return x is not None
+
+
 def _common(shares: list[Share] | None) -> Share | None:
     """What all gradients are to their step, if it is the same for all."""
     if shares is None:
@@ -835,6 +868,10 @@ def _is_same(a: Scalar, b: Scalar) -> bool:
 
 
 def _count(steps: list[tuple[Tensor, Tensor | None]]) -> None:
+    if len(steps) == 1:
+        ((step, ok),) = steps
+        step.add_(1.0 if ok is None else ok)
+        return
     foreach_add_([step for step, ok in steps if ok is None], 1.0)
     for step, ok in steps:
         if ok is not None:
@@ -854,22 +891,12 @@ def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
 
 
-def _fits(p: Tensor, g: Tensor) -> bool:
-    """The usual case, told cheaply; anything else is looked at closely."""
-    return (
-        g.dtype == p.dtype
-        and g.shape == p.shape
-        and g.device == p.device
-        and g.layout == torch.strided
-    )
-
-
 def _aligned(
     group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
 ) -> list[Tensor]:
     """Gradients that lie as their parameters do."""
     for p, g in zip(params, grads):
-        if not _fits(p, g):
+        if not fits(p, g):
             _f.check_grad(_Path(group, p), p, g)
     return [align(_Path(group, p), p, g) for p, g in zip(params, grads)]
 

@@ -14,6 +14,8 @@ import optimi_func
 from optimi_func import compiled
 from optimi_func._leaf import init_leaf
 from optimi_func._types import Rates, Scalars
+from optimi_func.compiled import direct, loop
+from optimi_func.compiled import kernel as kernels
 from optimi_func.compiled.kernel import Numbers, job_key, kernel
 
 SHAPES = [
@@ -92,10 +94,16 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_is_one_parallel_kernel_without_allocations(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("parallel", [0, 1])
+def test_a_step_is_one_kernel_without_allocations(
+    dtype: torch.dtype, parallel: int, monkeypatch
+) -> None:
+    """For one thread where a loop of ours shares a list among them, else for all."""
+    if parallel:
+        monkeypatch.setattr(kernels, "_sweepless", {"cpu"})
     (code,) = code_of("adamw", dtype)
     assert code.count("async_compile.cpp_pybinding(") == 1
-    assert code.count("#pragma omp for") == 1
+    assert code.count("#pragma omp for") == parallel
     assert "empty_strided_cpu(" not in code
     assert "extern_kernels." not in code
 
@@ -228,10 +236,19 @@ def test_cuda_equals_cpu(name: str, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("part", ["generated", "arguments"])
-def test_without_inductors_private_parts_torch_compile_does_the_same(part, monkeypatch):
-    """The fallback of compiled/direct.py, and that it is not what runs here."""
-    from optimi_func.compiled import direct
+PARTS = {
+    "compiler": (loop, "_loop", lambda: None),
+    "machine code": (loop, "_machine_code", lambda *a: None),
+    "generated": (direct, "generated_code", lambda compiled: None),
+    "arguments": (direct._Record, "order", lambda self, example: None),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_without_inductors_private_parts_the_same_is_done(part, monkeypatch):
+    """The fallbacks of compiled/, and that they are not what runs here."""
+    monkeypatch.setattr(kernels, "_sweepless", set())
+    monkeypatch.setattr(kernels, "_kernels", {})
 
     def run() -> tuple[torch.Tensor, str]:
         optimizer = fresh("sgd", lr=0.1, momentum=0.9)
@@ -240,27 +257,26 @@ def test_without_inductors_private_parts_torch_compile_does_the_same(part, monke
         for i in range(3):
             grads = [torch.full_like(p, i + 1.0) for p in params]
             compiled.step_(optimizer, params, grads, state)
-        ways = [c.__self__.__class__.__name__ for c in made]
-        return torch.cat([p.flatten() for p in params]), ways[-1]
+        made = [getattr(c, "__self__", c) for c in kernels._kernels.values()]
+        return torch.cat([p.flatten() for p in params]), type(made[-1]).__name__
 
-    made: list = []
-    original = direct.compile_flat
-    monkeypatch.setattr(
-        "optimi_func.compiled.kernel.compile_flat",
-        lambda *a: made.append(original(*a)) or made[-1],
-    )
     fast, way = run()
-    assert way == "_Direct"
-    if part == "generated":
-        monkeypatch.setattr(direct, "generated_code", lambda compiled: None)
-    else:
-        monkeypatch.setattr(direct._Record, "order", lambda self, example: None)
+    assert way == "Sweep"
+    kernels._kernels.clear()
+    monkeypatch.setattr(*PARTS[part])
     slow, way = run()
-    assert way == "_Public"
+    assert way == ("_Public" if part in ("generated", "arguments") else "_Direct")
     assert torch.equal(fast, slow)
+    # It is not tried again.
+    assert not kernels.sweeps(torch.device("cpu"))
 
 
-def test_another_number_of_threads_is_another_graph_and_no_more(graphs) -> None:
+@pytest.mark.parametrize("sweeps", [True, False])
+def test_only_kernels_of_one_tensor_know_a_number_of_threads(
+    sweeps, graphs, monkeypatch
+) -> None:
+    if not sweeps:
+        monkeypatch.setattr(kernels, "_sweepless", {"cpu"})
     optimizer = fresh("sgd", lr=0.1)
     before = torch.get_num_threads()
     p = torch.ones(9000)
@@ -271,7 +287,7 @@ def test_another_number_of_threads_is_another_graph_and_no_more(graphs) -> None:
             compiled.step_(optimizer, p, torch.ones_like(p), state)
     finally:
         torch.set_num_threads(before)
-    assert graphs() == 3
+    assert graphs() == (1 if sweeps else 3)
 
 
 def test_ambient_state_costs_no_graph(graphs) -> None:
@@ -320,8 +336,6 @@ def test_vector_instructions_are_believed_and_forgotten(monkeypatch) -> None:
     """Probing them takes a new process longer than all the rest of its first step."""
     from torch._inductor import cpu_vec_isa
 
-    from optimi_func.compiled import direct
-
     def probing():
         raise AssertionError("probed")
 
@@ -336,11 +350,11 @@ def test_vector_instructions_are_believed_and_forgotten(monkeypatch) -> None:
     # Where the belief was wrong, the machine is asked.
     seen = []
 
-    def compile_(function, example):
+    def compile_(function, example, options):
         seen.append(cpu_vec_isa.valid_vec_isa_list is probing)
         if len(seen) == 1:
             raise RuntimeError("unknown instruction")
-        return function, direct._Record()
+        return function, direct._Record(options)
 
     monkeypatch.setattr(direct, "_compile", compile_)
     direct.compile_flat(lambda *xs: None, [torch.ones(2)])

@@ -1,8 +1,9 @@
 """Which tensors share a launch, and how each reaches a kernel: as itself or gathered.
 
-A large dense tensor is handed to the kernel as it is and written in place. Small ones,
-and those whose memory order is not shared by gradient and state, are concatenated, updated
-by one call of the same kernel and copied back.
+Where kernels sweep over lists, on CPU, dense tensors are handed over as they are, all in
+one launch. Elsewhere a large one is a launch by itself; small ones, and everywhere those
+whose memory order is not shared by gradient and state, are concatenated, updated by one
+call of the same kernel and copied back.
 """
 
 import warnings
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from optimi_func._leaf import compute_dtype, leaf_step
 from optimi_func._types import Rule
-from optimi_func.compiled.direct import Flat
 from optimi_func.compiled.foreach import plan_measures, plan_moves
 from optimi_func.compiled.jobs import (
     Job,
@@ -26,19 +26,25 @@ from optimi_func.compiled.jobs import (
 )
 from optimi_func.compiled.kernel import (
     DispatchModeError,
+    Kernel,
     TwoPasses,
     ambient,
     job_key,
     keep_unless,
     kernel,
+    sweeps,
     write_back,
 )
+from optimi_func.compiled.lists import apart, list_launch, with_ok
+from optimi_func.compiled.loop import Sweep
 from optimi_func.compiled.means import plan_over_shards
 
 # Below this many elements a kernel call costs more than copying there and back.
 SMALL = 1 << 13
 # Elements gathered at once, which bounds the scratch memory.
 CHUNK = 1 << 20
+# Elements measured before they are moved: they are still in a cache then.
+MEASURED = 1 << 20
 
 
 # One call that updates some jobs, with everything it needs; nothing happens before it.
@@ -112,52 +118,28 @@ def plan_compiled(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> li
 
 def _measure_compiled(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Launch]:
     launches: list[Launch] = []
-    rest: list[Job] = []
-    for job in jobs:
-        if _is_gathered(rule, job):
-            rest.append(job)
-            continue
-        if job.g.is_neg():
-            job = job._replace(g=job.g.resolve_neg())
-        in_place, guarded = job.into is job.source, job.ok is not None
-        run, values = _kernel(rule, job, True, in_place, guarded)
-        launches.append(partial(_run_measure, run, _completed(rule, values, job), job))
-    return launches + plan_measures(rule, rest)
-
-
-def _is_gathered(rule: Rule[Any, Any, Any], job: Job) -> bool:
-    """Whether a kernel cannot be handed the job's tensors as they are."""
-    small = job.source.numel < SMALL and job.segments is None
-    return small or not job.agrees() or (rule.per_tensor and job.segments is not None)
+    alone, gathered = _sorted(rule, jobs)
+    for some in alone:
+        run = cast(TwoPasses, _kernel(rule, some[0], True))
+        if isinstance(run.measure, Sweep):
+            launches += [list_launch(run, c, True).measure for c in chunks(some, MEASURED)]
+        else:
+            launches += [partial(_run_measure, run, _values(run, j), j) for j in some]
+    return launches + plan_measures(rule, gathered)
 
 
 def _move_compiled(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
     launches: list[Launch] = []
-    gathered: list[Job] = []
-    # Looked up once for all jobs that share their dtypes and numbers.
-    found: dict[Any, tuple[Flat, Tensor]] = {}
-    for job in jobs:
-        if not job.is_plain():
-            raise TypeError(
-                "compiled steps take plain tensors, not "
-                f"{type(job.source.p).__name__} with a gradient of "
-                f"{type(job.g).__name__}: pass compile=False"
-            )
-        if job.g.is_neg():
-            job = job._replace(g=job.g.resolve_neg())  # kernels see memory, not signs
-        source, g, numbers, into, ok, _, given = job
-        if _is_gathered(rule, job):
-            gathered += [job] if source.numel else []
-            continue
-        in_place = into is source
-        kind = (source.dtypes, g.dtype, g.device, id(numbers), in_place, ok is None)
-        if kind not in found:
-            found[kind] = _kernel(rule, job, write, in_place, ok is not None)
-        run, values = found[kind]
-        if given is not None:
-            run = cast(TwoPasses, run).move
-        values = _completed(rule, values, job) if write else _guarded(values, job)
-        launches.append(partial(_run_direct, run, values, job, write))
+    alone, gathered = _sorted(rule, jobs)
+    for some in alone:
+        run = _kernel(rule, some[0], write)
+        if isinstance(run, Sweep):
+            launches += [list_launch(run, part, write) for part in apart(some)]
+        elif isinstance(run, TwoPasses) and isinstance(run.move, Sweep):
+            for part in apart(some):
+                launches += [list_launch(run, c, write) for c in chunks(part, MEASURED)]
+        else:
+            launches += [partial(_run_direct, run, _values(run, j), j, write) for j in some]
     if rule.per_tensor:
         # Each needs a mean of its own, which a concatenation does not have.
         return launches + plan_moves(rule, write, gathered)
@@ -172,33 +154,57 @@ def _move_compiled(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> l
     return launches
 
 
+def _sorted(
+    rule: Rule[Any, Any, Any], jobs: list[Job]
+) -> tuple[list[list[Job]], list[Job]]:
+    """Those that a kernel can be handed as they are, by kernel and numbers; the others."""
+    alone: dict[Any, list[Job]] = {}
+    gathered: list[Job] = []
+    for job in jobs:
+        source, g, numbers, into, ok, segments, given = job
+        if not source.numel:
+            continue
+        if not job.is_plain():
+            raise TypeError(
+                "compiled steps take plain tensors, not "
+                f"{type(source.p).__name__} with a gradient of "
+                f"{type(g).__name__}: pass compile=False"
+            )
+        if g.is_neg():
+            job = job._replace(g=g.resolve_neg())  # kernels see memory, not signs
+        small = source.numel < SMALL and segments is None and not sweeps(g.device)
+        if small or not job.agrees() or (rule.per_tensor and segments is not None):
+            gathered.append(job)
+            continue
+        in_place = into is source
+        kind = (source.dtypes, g.dtype, g.device, id(numbers), in_place, id(ok))
+        alone.setdefault((*kind, given is None), []).append(job)
+    return list(alone.values()), gathered
+
+
 def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     if sum(job.numel for job in jobs) < 2:
         # Length 1 would specialise the graph.
         return _move_eagerly(rule, write, jobs)
-    run, values = _kernel(rule, jobs[0], write, True, False)
-    return [partial(_run_gathered, run, values, jobs, write)]
+    # What is gathered is the kernel's to write, and ok decides on the way back.
+    flat = jobs[0]._replace(into=jobs[0].source, ok=None)
+    run = _kernel(rule, flat, write)
+    return [partial(_run_gathered, run, _values(run, flat), jobs, write)]
 
 
-def _kernel(
-    rule: Rule[Any, Any, Any], job: Job, write: bool, in_place: bool, guarded: bool
-) -> tuple[Flat, Tensor]:
+def _kernel(rule: Rule[Any, Any, Any], job: Job, write: bool) -> Kernel:
+    in_place, guarded = job.into is job.source, job.ok is not None
     key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place, guarded)
-    values = job.numbers.packed(compute_dtype(*key.dtypes), key.device)
-    return kernel(key, job.numbers.scalars), values
+    return kernel(key, job.numbers.scalars)
 
 
-def _guarded(values: Tensor, job: Job) -> Tensor:
-    """The numbers, and whether anything is to be written."""
-    if job.ok is None:
-        return values
-    return torch.cat([values, job.ok.reshape(1).to(values.dtype)])
-
-
-def _completed(rule: Rule[Any, Any, Any], values: Tensor, job: Job) -> Tensor:
-    """All of a kernel's numbers, with the place of the mean where it takes one."""
-    values = _guarded(values, job)
-    return torch.cat([values, values.new_zeros(1)]) if rule.per_tensor else values
+def _values(run: Kernel, job: Job) -> Tensor:
+    """All of a kernel's numbers, with a place for the mean where it takes one."""
+    dtype = compute_dtype(job.g.dtype, *job.source.dtypes)
+    values = with_ok(job.numbers.packed(dtype, job.g.device), job.ok)
+    if isinstance(run, TwoPasses):
+        values = torch.cat([values, values.new_zeros(1)])
+    return values
 
 
 def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
@@ -216,16 +222,17 @@ def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
     write_back(job.into.tensors, new)
 
 
-def _run_measure(run: Flat, values: Tensor, job: Job) -> None:
+def _run_measure(run: TwoPasses, values: Tensor, job: Job) -> None:
     assert job.given is not None
-    cast(TwoPasses, run).measure(values, job.source.p, job.g, *job.source.tensors[1:])
+    run.measure(values, job.source.p, job.g, *job.source.tensors[1:])
     job.given.copy_(values[-1])
 
 
-def _run_direct(run: Flat, values: Tensor, job: Job, write: bool) -> None:
+def _run_direct(run: Kernel, values: Tensor, job: Job, write: bool) -> None:
     p, *state = job.source.tensors
     if job.given is not None:
         values[-1].copy_(job.given)
+        run = cast(TwoPasses, run).move
     if job.into is job.source:
         written = job.source.tensors if write else state[: job.source.fields]
         run(values, p, job.g, *state)
@@ -239,7 +246,7 @@ def _run_direct(run: Flat, values: Tensor, job: Job, write: bool) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _run_gathered(run: Flat, values: Tensor, jobs: list[Job], write: bool) -> None:
+def _run_gathered(run: Kernel, values: Tensor, jobs: list[Job], write: bool) -> None:
     p, *state = (list(role) for role in zip(*[job.source.tensors for job in jobs]))
     scratch = [flatten(role) for role in (p, [job.g for job in jobs], *state)]
     run(values, *scratch)

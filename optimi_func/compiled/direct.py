@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from optimi_func.compiled.loop import Sweep, sweep_of
+
+S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])
 # A function of 1-D tensors that returns nothing and writes to some of them.
 Flat = Callable[..., None]
@@ -46,21 +49,43 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     Raises:
         Exception: Whatever the compiler raised.
     """
+
+    def made() -> Flat:
+        public, record = _compile(function, example, {})
+        order = record.order(example)
+        if record.generated is None or order is None:
+            return _Public(public).run
+        return _Direct(public, record.generated, order).run
+
+    return _with_vectors(made)
+
+
+def compile_sweep(function: Flat, example: Sequence[Tensor]) -> Sweep | None:
+    """As `compile_flat`, for CPU and lists of tensors; None where that cannot be had."""
+
+    def made() -> Sweep | None:
+        _, record = _compile(function, example, {"cpp.threads": 1})
+        order = record.order(example)
+        if record.generated is None or order is None:
+            return None
+        return sweep_of(record.generated, order, example)
+
+    return _with_vectors(made)
+
+
+def _with_vectors(made: Callable[[], S]) -> S:
     try:
         with unprobed_vectors():
-            public, record = _compile(function, example)
+            return made()
     except Exception:
         # Perhaps the compiler knows fewer instructions than the machine: find out.
-        public, record = _compile(function, example)
-    generated = record.generated
-    order = record.order(example)
-    if generated is None or order is None:
-        return _Public(public).run
-    return _Direct(public, generated, order).run
+        return made()
 
 
-def _compile(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, "_Record"]:
-    record = _Record()
+def _compile(
+    function: Flat, example: Sequence[Tensor], options: dict[str, Any]
+) -> tuple[Flat, "_Record"]:
+    record = _Record(options)
     public = torch_compile(function, {"dynamic": True, "backend": record.backend})
     from torch._functorch import config
 
@@ -107,7 +132,8 @@ def unprobed_vectors() -> Generator[None]:
 class _Record:
     """What Inductor made of the one graph, and the arguments it was first called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options  # of Inductor
         self.generated: Generated | None = None
         self.arguments: list[Any] | None = None
 
@@ -116,7 +142,7 @@ class _Record:
         from torch._inductor.compile_fx import compile_fx
 
         # Without size asserts the generated code takes any dense tensor for a flat one.
-        patches = {"size_asserts": False}
+        patches = {"size_asserts": False, **self.options}
         # Attention, convolutions: patterns that no leaf has, and that take long to load.
         for name in ("use_pre_grad_passes", "use_joint_graph_passes"):
             if hasattr(config, name):

@@ -1,8 +1,7 @@
 """What the executors are handed: leaves to update, and where the results go."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -11,36 +10,71 @@ from torch import Tensor, _utils
 from optimi_func._leaf import whole_mean
 from optimi_func._shards import Shards
 from optimi_func._types import Leaf
+from optimi_func.compiled.facts import facts
 from optimi_func.compiled.kernel import Numbers, flat_leaf
+
+
+class Kind(NamedTuple):
+    """What follows from the facts about a leaf's tensors."""
+
+    facts: tuple[Any, ...]
+    dtypes: tuple[torch.dtype, ...]
+    numel: int
+    plain: bool  # all are memory, and nothing else
+    dense: bool  # all fill their memory in one and the same order
+
+
+def kind_of(tensors: list[Tensor]) -> Kind:
+    """The kind of p and its state, found out once for all that are alike."""
+    found = facts(tensors)
+    kind = _kinds.get(found)
+    if kind is None:
+        if len(_kinds) > _DIFFERENT:
+            _kinds.clear()
+        p, dtypes = tensors[0], tuple(x.dtype for x in tensors)
+        dense = is_dense(p) and all(same_order(p, x) for x in tensors)
+        kind = Kind(found, dtypes, p.numel(), lie_plainly(tensors), dense)
+        _kinds[found] = kind
+    return kind
+
+
+_kinds: dict[tuple[Any, ...], Kind] = {}
+# Of which so many are remembered.
+_DIFFERENT = 1 << 12
 
 
 class Bundle:
     """A leaf, and what executors ask of it at every step, answered once."""
 
-    __slots__ = (
-        "_kind",
-        "compensated",
-        "dense",
-        "dtypes",
-        "facts",
-        "numel",
-        "plain",
-        "shards",
-        "tensors",
-    )
+    __slots__ = ("_kind", "_state", "compensated", "pointers", "shards", "tensors")
 
     def __init__(self, leaf: Leaf, shards: Shards | None) -> None:
-        p = leaf.p
         self.shards = shards  # of the parameter, where more of it lies elsewhere
-        self._kind = type(leaf.state)
+        self._state = type(leaf.state)
         self.compensated = leaf.comp is not None
         self.tensors = flat_leaf(leaf)
-        self.facts = facts(self.tensors)
-        self.dtypes = tuple(x.dtype for x in self.tensors)
-        self.numel = p.numel()
-        self.plain = all(is_plain(x) and not x.is_neg() for x in self.tensors)
-        # Whether all fill their memory in one and the same order, as it stands there.
-        self.dense = is_dense(p) and all(same_order(p, x) for x in self.tensors)
+        self.pointers = tuple(map(Tensor.data_ptr, self.tensors))
+        self._kind = kind_of(self.tensors)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of parameter, state and compensation."""
+        return self._kind.dtypes
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self._kind.numel
+
+    @property
+    def plain(self) -> bool:
+        """Whether all tensors are memory, and nothing else."""
+        return self._kind.plain
+
+    @property
+    def dense(self) -> bool:
+        """Whether all fill their memory in one and the same order, as it stands there."""
+        return self._kind.dense
 
     @property
     def p(self) -> Tensor:
@@ -50,41 +84,42 @@ class Bundle:
     @property
     def fields(self) -> int:
         """How many tensors the rule's state has."""
-        return len(self.tensors) - 1 - self.compensated
+        return len(self.dtypes) - 1 - self.compensated
 
     @property
     def leaf(self) -> Leaf:
         """The tensors as the pipeline takes them."""
         p, *state = self.tensors
         comp = state.pop() if self.compensated else None
-        return Leaf(p, self._kind(*state), comp)
+        return Leaf(p, self._state(*state), comp)
 
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether what was found out is true of these, which then take their place."""
-        if facts(tensors) != self.facts:
+        if tuple(map(Tensor.data_ptr, tensors)) != self.pointers:
+            return False
+        if facts(tensors) != self._kind.facts:
             return False
         self.tensors = tensors
         return True
 
     def let_go(self) -> None:
         """Keep the facts and not the tensors: `holds` brings them back."""
-        del self.tensors
+        self.tensors = []
 
 
-# What must not change about a tensor behind one's back.
-_FACTS: list[Callable[[Tensor], Any]] = [
-    Tensor.data_ptr,
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    Tensor.stride,
-    attrgetter("device"),
-    Tensor.is_neg,
-]
+def fits(p: Tensor, g: Tensor) -> bool:
+    """The usual case, told cheaply; anything else is looked at closely."""
+    return (
+        g.dtype == p.dtype
+        and g.shape == p.shape
+        and g.device == p.device
+        and g.layout == torch.strided
+    )
 
 
-def facts(tensors: list[Tensor]) -> list[list[Any]]:
-    """Of each kind of fact a list, of all tensors."""
-    return [list(map(fact, tensors)) for fact in _FACTS]
+def lie_plainly(grads: list[Tensor]) -> bool:
+    """Whether these are memory, all of them, and nothing else."""
+    return all(g.layout == torch.strided and is_plain(g) and not g.is_neg() for g in grads)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -1,13 +1,15 @@
 """One compiled kernel a (rule, static choices, dtypes): the leaf pipeline on flat tensors.
 
 A kernel takes 1-D tensors of any length from 2 up, and all scalars as one small tensor:
-neither a shape nor a number is part of its graph. The number of threads is: another one
-makes another graph. Grad mode, inference mode and autocast are fixed on entry, and what
-torch.compile guards on beside them is left out by calling its result directly.
+neither a shape nor a number is part of its graph. Where threads share a list of tensors
+(`sweeps`) their number is neither; elsewhere another one makes another graph. Grad mode,
+inference mode and autocast are fixed on entry, and what torch.compile guards on beside
+them is left out by calling its result directly.
 """
 
 import threading
 import types
+from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -19,7 +21,8 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._types import Leaf, Rule, Scalar, Scalars
-from optimi_func.compiled.direct import Flat, compile_flat
+from optimi_func.compiled.direct import Flat, compile_flat, compile_sweep
+from optimi_func.compiled.loop import Sweep
 
 T = TypeVar("T")
 
@@ -53,7 +56,11 @@ class Numbers:
 
     def _pack(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._on_host():
-            values = torch.tensor(self._values, dtype=dtype, device="cpu")
+            if not self._values:
+                return torch.empty(0, dtype=dtype, device=device)
+            # torch.tensor takes ten times as long to look at a list.
+            code = "d" if dtype == torch.float64 else "f"
+            values = torch.frombuffer(array(code, self._values), dtype=dtype)
             return values.to(device, non_blocking=True)
         values = [
             x.detach().to(device, dtype)
@@ -81,7 +88,7 @@ class Key(NamedTuple):
     in_place: bool  # results onto the inputs, or onto tensors passed beside them
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
-    threads: int  # Inductor writes their number into a CPU loop
+    threads: int  # Inductor writes their number into a CPU loop; 0 makes a sweep
     guarded: bool  # one number more, the last: where it is 0 nothing changes
 
     @property
@@ -116,13 +123,13 @@ def job_key(
     """The kernel that one leaf needs."""
     p, *rest = flat_leaf(leaf)
     dtypes = tuple(x.dtype for x in (p, g, *rest))
-    threads = torch.get_num_threads()
     statics, device = numbers.statics, p.device
+    threads = 0 if sweeps(device) else torch.get_num_threads()
     return Key(rule, statics, write, in_place, dtypes, device, threads, guarded)
 
 
-def kernel(key: Key, scalars: Scalars) -> Flat:
-    """The compiled kernel of a key: `run(values, p, g, *state, *comp, *targets)`.
+def kernel(key: Key, scalars: Scalars) -> "Kernel":
+    """The compiled kernel of a key.
 
     Compiled here and now, on tensors of its own, so that a compiler that fails has not
     touched anybody's parameters; of the scalars only their structure counts.
@@ -142,12 +149,24 @@ def kernel(key: Key, scalars: Scalars) -> Flat:
         with _lock:
             spec = pytree.tree_structure(scalars)
             found = _kernels.get(key) or _compile(key, spec)
+            if found is None:
+                _sweepless.add(key.device.type)
+                key = key._replace(threads=torch.get_num_threads())
+                found = _compile(key, spec)
+            assert found is not None
             _kernels[key] = found
     return found
 
 
+def sweeps(device: torch.device) -> bool:
+    """Whether a device's kernels update a whole list of tensors in one call."""
+    return device.type == "cpu" and device.type not in _sweepless
+
+
 # Made once a process.
-_kernels: dict[Key, Flat] = {}
+_kernels: dict[Key, "Kernel"] = {}
+# Devices where that was tried, and torch was not as expected.
+_sweepless: set[str] = set()
 # Compiled by one thread, found by the others.
 _lock = threading.RLock()
 
@@ -156,13 +175,18 @@ class DispatchModeError(RuntimeError):
     """Not now, rather than not at all."""
 
 
-def _compile(key: Key, spec: pytree.TreeSpec) -> Flat:
+def _compile(key: Key, spec: pytree.TreeSpec) -> "Kernel | None":
     if not key.two_passes:
         return _compile_body(key, _body(key, spec, lambda numbers: whole_mean), key.name)
     # One graph would keep everything that it computed before the mean in scratch tensors.
     first = _compile_body(key, _measurement(key, spec), f"{key.name}_mean")
     given = _body(key, spec, lambda numbers: lambda x: numbers[-1])
-    return TwoPasses(first, _compile_body(key, given, key.name))
+    second = first and _compile_body(key, given, key.name)
+    return TwoPasses(first, second) if first and second else None
+
+
+# `run(values, p, g, *state, *comp, *targets)`.
+Kernel: TypeAlias = "Flat | Sweep | TwoPasses"
 
 
 class TwoPasses:
@@ -178,7 +202,8 @@ class TwoPasses:
         self.move(values, *tensors)
 
 
-def _compile_body(key: Key, run: Flat, name: str) -> Flat:
+def _compile_body(key: Key, run: Flat, name: str) -> Flat | None:
+    """The kernel; None where it should be a sweep and cannot."""
     ran_eagerly: list[bool] = []
 
     def noticed(*tensors: Tensor) -> None:
@@ -193,7 +218,8 @@ def _compile_body(key: Key, run: Flat, name: str) -> Flat:
     dtype = compute_dtype(*key.dtypes)
     values = torch.ones(numbers, dtype=dtype, device=key.device)
     with ambient(key.device):
-        compiled = compile_flat(body, [values, *tensors, *targets])
+        make = compile_flat if key.threads else compile_sweep
+        compiled = make(body, [values, *tensors, *targets])
     if ran_eagerly:
         raise RuntimeError(
             "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE "

@@ -1,0 +1,247 @@
+"""One call for a whole list of tensors: a loop in C++ around Inductor's machine code.
+
+A kernel called from Python for each tensor costs some microseconds a call, and all threads
+wait for each other at the end of it. Here the kernel is compiled for one thread, and the
+loop around it cuts the list into pieces, which the threads take one after the other. So
+ten thousand tensors cost what one of their size would, and neither the number of threads
+nor what else is in the list changes a bit of any result.
+
+What it needs of Inductor is private: the C++ function within the code that it generated.
+Where that is not as expected, and wherever it does not give bit for bit what the generated
+code gives, `sweep_of` says None, and a kernel is called for each tensor as before.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import BuiltinFunctionType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# Elements of a piece, and of the longest where nothing depends on it.
+PIECE = 1 << 16
+_LONGEST = 1 << 20
+
+_SOURCE = """
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+// A kernel takes pointers and, last, how many elements they point to.
+constexpr size_t MOST = 32;
+typedef void (*Apply)(void* kernel, void** pointers, int64_t length);
+
+template <size_t... I>
+static void spread(void* kernel, void** p, int64_t length, std::index_sequence<I...>) {
+    typedef void (*Kernel)(decltype((void)I, (void*)nullptr)..., int64_t);
+    reinterpret_cast<Kernel>(kernel)(p[I]..., length);
+}
+
+template <size_t N>
+static void apply(void* kernel, void** pointers, int64_t length) {
+    spread(kernel, pointers, length, std::make_index_sequence<N>());
+}
+
+template <size_t... N>
+static Apply chosen(size_t count, std::index_sequence<N...>) {
+    static const Apply all[] = {apply<N>...};
+    return all[count];
+}
+
+// roles: of each argument its column in the table; -1 the numbers; less, a scratch slot.
+// widths: of each argument the bytes of an element.
+// table: a column of pointers for each role, `rows` long.
+// per_row, per_piece: bytes from the numbers of one row, or piece, to those of the next.
+extern "C" void sweep(
+    void* kernel, int64_t count, const int64_t* roles, const int64_t* widths,
+    int64_t rows, const int64_t* lengths, const int64_t* table,
+    char* numbers, int64_t per_row, int64_t per_piece, int64_t threads) {
+    const Apply call = chosen(count, std::make_index_sequence<MOST>());
+    int64_t total = 0;
+    for (int64_t i = 0; i < rows; ++i) total += lengths[i];
+    // Fewer are done before a second thread has woken up.
+    if (total < $PIECE / 2) threads = 1;
+    // Long pieces read memory faster, as long as every thread gets a share of them. Those
+    // with numbers of their own stay as they are.
+    int64_t size = $PIECE;
+    while (per_piece == 0 && size < $LONGEST && size * threads * 16 < total) size *= 2;
+    std::atomic<int64_t> next{0};
+    auto work = [&]() {
+        void* pointers[MOST];
+        alignas(64) char scratch[$SLOTS][64];
+        int64_t row = 0, before = 0;
+        for (;;) {
+            const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
+            while (row < rows && piece >= before + (lengths[row] + size - 1) / size) {
+                before += (lengths[row] + size - 1) / size;
+                ++row;
+            }
+            if (row == rows) return;
+            const int64_t start = (piece - before) * size;
+            const int64_t left = lengths[row] - start;
+            for (int64_t i = 0; i < count; ++i) {
+                if (roles[i] >= 0) {
+                    char* whole = reinterpret_cast<char*>(table[roles[i] * rows + row]);
+                    pointers[i] = whole + start * widths[i];
+                } else if (roles[i] == -1) {
+                    pointers[i] = numbers + row * per_row + piece * per_piece;
+                } else {
+                    pointers[i] = scratch[-2 - roles[i]];
+                }
+            }
+            call(kernel, pointers, left < size ? left : size);
+        }
+    };
+    #pragma omp parallel num_threads(threads)
+    work();
+}
+"""
+_SLOTS = 4  # of scratch, for what a kernel keeps in a tensor of one element
+_MOST = 31
+
+
+class Sweep:
+    """A kernel over rows of tensors: of each row the tensors are of one length."""
+
+    def __init__(self, code: int, roles: list[int], widths: list[int]) -> None:
+        self._roles, self._widths = array("q", roles), array("q", widths)
+        self._head = (code, len(roles), _address(self._roles), _address(self._widths))
+
+    def __call__(self, numbers: Tensor, *tensors: Tensor) -> None:
+        """One row."""
+        table = array("q", map(Tensor.data_ptr, tensors))
+        self.run(numbers, table, array("q", [tensors[-1].numel()]))
+
+    def run(
+        self,
+        numbers: Tensor,
+        table: "array[int]",
+        lengths: "array[int]",
+        each: Literal["row", "piece"] | None = None,
+    ) -> None:
+        """All rows, by all of torch's threads.
+
+        Args:
+            numbers: The kernel's first argument, 1-D; 2-D where each row or piece has
+                its own.
+            table: Pointers: those of the kernel's second argument for all rows, then of
+                its third, and so on.
+            lengths: Elements of each row.
+            each: What a row of `numbers` belongs to: a row, or a piece of PIECE elements
+                (or of what is left of its row), counted through all rows.
+        """
+        loop = _loop()
+        assert loop is not None
+        step = 0 if each is None else numbers.stride(0) * numbers.element_size()
+        loop(
+            *self._head,
+            len(lengths),
+            _address(lengths),
+            _address(table),
+            numbers.data_ptr(),
+            step if each == "row" else 0,
+            step if each == "piece" else 0,
+            torch.get_num_threads(),
+        )
+
+
+def _address(x: "array[int]") -> int:
+    return x.buffer_info()[0]
+
+
+def pieces(length: int) -> int:
+    """Into how many pieces a row is cut."""
+    return -(-length // PIECE)
+
+
+@cache
+def _loop() -> Callable[..., None] | None:
+    """The loop, compiled once a machine; None without a compiler."""
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    source = _SOURCE
+    for name, value in (("PIECE", PIECE), ("LONGEST", _LONGEST), ("SLOTS", _SLOTS)):
+        source = source.replace(f"${name}", str(value))
+    try:
+        with config.patch(cpp_cache_precompile_headers=False):
+            library: Any = CppCodeCache.load(source)
+        loop = library.sweep
+    except Exception:
+        return None
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    loop.argtypes = [address, number, address, address, number, address, address]
+    loop.argtypes += [address, number, number, number]
+    loop.restype = None
+    return loop
+
+
+def sweep_of(
+    generated: Callable[[list[Any]], Any], order: list[int], example: Sequence[Tensor]
+) -> Sweep | None:
+    """The sweep of what Inductor generated, where it gives the same.
+
+    Args:
+        generated: Generated for one thread; takes a list of arguments.
+        order: For each of them the index of ours, or -1 for the length.
+        example: Our arguments: the numbers, then tensors of one length. Not written to.
+    """
+    found = _machine_code(generated, order, [x[:64].clone() for x in example])
+    if found is None or _loop() is None:
+        return None
+    sweep = Sweep(*found)
+    # What nobody promised is tried, on a length that no vector divides.
+    own = torch.Generator().manual_seed(0)
+    trial = [x[:1003].clone().uniform_(0.25, 0.75, generator=own) for x in example]
+    both = [trial, [x.clone() for x in trial]]
+    generated([1003 if i < 0 else both[0][i] for i in order])
+    sweep(*both[1])
+    same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*both))
+    return sweep if same else None
+
+
+def _machine_code(
+    generated: Any, order: list[int], example: list[Tensor]
+) -> tuple[int, list[int], list[int]] | None:
+    """The address of the one C++ function that is called, its roles and widths."""
+    scope = getattr(getattr(generated, "__func__", generated), "__globals__", {})
+    kernels = {
+        name: value
+        for name, value in scope.items()
+        if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
+    }
+    if len(kernels) != 1:
+        return None
+    ((name, kernel),) = kernels.items()
+    calls: list[tuple[Any, ...]] = []
+    length = example[-1].numel()
+    scope[name] = lambda *arguments: calls.append(arguments)
+    try:
+        generated([length if i < 0 else example[i] for i in order])
+    finally:
+        scope[name] = kernel
+    file = getattr(kernel.__self__, "__file__", None)
+    if len(calls) != 1 or calls[0][-1] != length or file is None or len(calls[0]) > _MOST:
+        return None
+    places = {x.data_ptr(): i - 1 for i, x in enumerate(example)}
+    roles: list[int] = []
+    slots: dict[int, int] = {}
+    for x in calls[0][:-1]:
+        if not isinstance(x, Tensor):
+            return None
+        role = places.get(x.data_ptr())
+        if role is None:
+            # A tensor of its own.
+            if x.nbytes > 64:
+                return None
+            role = -2 - slots.setdefault(x.data_ptr(), len(slots))
+        roles.append(role)
+    if len(slots) > _SLOTS:
+        return None
+    widths = [x.element_size() for x in calls[0][:-1]]
+    code = ctypes.cast(ctypes.CDLL(file).kernel, ctypes.c_void_p).value
+    return None if code is None else (code, roles, widths)

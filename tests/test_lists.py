@@ -1,0 +1,289 @@
+"""One call for a list of leaves: the same bits whatever the threads and the neighbours."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import CLASSES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimi_func import AdamW, StableAdamW, compiled, stableadamw
+from optimi_func.compiled import batching, facts, loop
+from optimi_func.compiled import kernel as kernels
+from optimi_func.compiled.facts import Facts, guards
+from optimi_func.compiled.loop import PIECE, Sweep
+
+# Around vectors, and around the pieces that threads take; a large one first.
+SIZES = [3 * PIECE + 5, 1, 3, 16, 17, 64, 1000, PIECE - 1, PIECE, PIECE + 1]
+EAGER = {"compile": False}
+
+
+def params(dtype: torch.dtype, sizes: list[int] = SIZES) -> list[Tensor]:
+    made = []
+    for n in sizes:
+        generator = torch.Generator().manual_seed(n)
+        made.append(torch.randn(n, generator=generator).to(dtype).requires_grad_())
+    return made
+
+
+def fill(ps: list[Tensor], t: int) -> None:
+    """Gradients that grow: means of what is below 1 change nothing."""
+    for p in ps:
+        generator = torch.Generator().manual_seed(1000 * t + p.numel())
+        p.grad = 3**t * torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: Any, ps: list[Tensor], steps: int = 4) -> list[Tensor]:
+    for t in range(steps):
+        fill(ps, t)
+        optimizer.step()
+    return [x.detach() for p in ps for x in (p, *optimizer.state[p].values())]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[int]:
+    """The number of rows of each call of the loop."""
+    calls: list[int] = []
+    run = Sweep.run
+
+    def counted(self: Sweep, numbers: Tensor, table: Any, lengths: Any, *each: Any) -> None:
+        calls.append(len(lengths))
+        run(self, numbers, table, lengths, *each)
+
+    monkeypatch.setattr(Sweep, "run", counted)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
+def test_neither_threads_nor_neighbours_change_a_bit(cls, dtype, threads) -> None:
+    ends = []
+    for count in (1, 2, 3):
+        threads(count)
+        ps = params(dtype)
+        ends.append(train(cls(ps, lr=0.1, weight_decay=0.1), ps))
+    alone = []
+    for n in SIZES:
+        ps = params(dtype, [n])
+        alone += train(cls(ps, lr=0.1, weight_decay=0.1), ps)
+    for end in [*ends[1:], alone]:
+        assert all(map(torch.equal, ends[0], end))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_pieces_give_what_the_pipeline_gives(name: str) -> None:
+    ps, qs = params(torch.float64), params(torch.float64)
+    ours = train(CLASSES[name](ps, lr=0.05, weight_decay=0.1), ps)
+    plain = train(CLASSES[name](qs, lr=0.05, weight_decay=0.1, **EAGER), qs)
+    for x, y in zip(ours, plain):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> None:
+    for cls in (AdamW, StableAdamW):
+        train(cls(qs := params(torch.float32, [64]), lr=0.1), qs)  # is compiled here
+    launched.clear()
+    ps = params(torch.float32)
+    train(AdamW(ps, lr=0.1), ps, 5)
+    assert launched == [len(SIZES)] * 5
+    launched.clear()
+    ps = params(torch.float32, [*SIZES, 1 << 20, 1 << 20])
+    train(StableAdamW(ps, lr=0.1), ps, 5)
+    assert launched == [len(SIZES), len(SIZES), 1, 1, 1, 1] * 5
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "l2"])
+def test_means_read_parameters_for_l2_alone(decay: Any, monkeypatch) -> None:
+    """Where gradients do not depend on them these take their place."""
+    tables: list[list[int]] = []
+    run = Sweep.run
+
+    def seen(self: Sweep, numbers: Tensor, table: Any, *rest: Any) -> None:
+        tables.append(list(table))
+        run(self, numbers, table, *rest)
+
+    monkeypatch.setattr(Sweep, "run", seen)
+    optimizer = dataclasses.replace(stableadamw(lr=0.1, weight_decay=0.3), decay=decay)
+    (p,) = params(torch.bfloat16, [1000])
+    g = torch.ones(1000, dtype=torch.bfloat16)
+    q, start, state = p.detach(), p.detach().clone(), optimizer.init(p)
+    for _ in range(3):
+        compiled.step_(optimizer, q, g, state)
+        *_, measured, moved = tables
+        for x in (q, state.leaves.kahan_comp):
+            assert x.data_ptr() in moved
+            assert (x.data_ptr() in measured) == (decay == "l2")
+    plain, state = start, optimizer.init(start)
+    for _ in range(3):
+        plain, state = optimizer.step(plain, g, state)
+    assert torch.equal(q, plain)
+
+
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")
+def test_a_float16_gradient_beside_a_bfloat16_parameter_is_not_taken_for_it() -> None:
+    """Of one width, but bits that are a number in one can be none in the other."""
+    p, g = torch.ones(100, dtype=torch.bfloat16), torch.full((100,), 60000.0).half()
+    optimizer = stableadamw(lr=0.1)
+    ends = []
+    for step in (compiled.step, type(optimizer).step):
+        if step is compiled.step:
+            ends.append(step(optimizer, p, g, optimizer.init(p))[0])
+        else:
+            ends.append(optimizer.step(p, g, optimizer.init(p))[0])
+    assert torch.equal(*ends)
+
+
+def test_later_steps_plan_nothing(monkeypatch) -> None:
+    ps = params(torch.float32)
+    optimizer = AdamW(ps, lr=0.1)
+    train(optimizer, ps)
+    planned: list[int] = []
+    plan = batching.plan_compiled
+    monkeypatch.setattr(
+        batching, "plan_compiled", lambda *a: planned.append(len(a[1])) or plan(*a)
+    )
+    train(optimizer, ps)
+    assert planned == []
+    # A gradient of another kind is looked at, once.
+    for _ in range(2):
+        fill(ps, 0)
+        ps[5].grad = torch.stack([ps[5].grad, ps[5].grad], -1)[..., 0]
+        optimizer.step()
+    assert planned == [len(ps), len(ps)]  # it is gathered: no list has it
+    train(optimizer, ps)
+    assert planned == [len(ps)] * 3
+
+
+def test_a_dispatch_mode_sees_operations(launched) -> None:
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(op)
+            return op(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    ps = params(torch.float32)
+    optimizer = AdamW(ps, lr=0.1)
+    train(optimizer, ps)
+    launched.clear()
+    fill(ps, 0)
+    with Watch():
+        optimizer.step()
+    assert launched == []
+    assert sum(op is torch.ops.aten.sqrt.default for op in seen) == len(ps)
+
+
+def test_one_gradient_for_two_parameters() -> None:
+    """Guards know no list with the same tensor twice; facts do."""
+    ends = []
+    for options in ({}, EAGER):
+        ps = params(torch.float64, [64, 64])
+        optimizer = AdamW(ps, lr=0.1, **options)
+        for t in range(6):
+            fill(ps, t)
+            ps[1].grad = ps[0].grad
+            optimizer.step()
+        ends.append(ps)
+    for p, q in zip(*ends):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
+def test_parameters_on_one_memory_take_turns(cls, launched) -> None:
+    """Views of one weight, as where layers are tied: two threads would race for it."""
+    ends = []
+    for options in ({}, EAGER):
+        whole = torch.ones(4 * PIECE, dtype=torch.float64)
+        ps = [whole[: 3 * PIECE], whole[PIECE:], whole[:PIECE], whole[PIECE:].view(3, -1)]
+        ps = [p.detach().requires_grad_() for p in ps]
+        train(cls(ps, lr=0.1, weight_decay=0.1, **options), ps)
+        ends.append(whole)
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+    if cls is AdamW:
+        assert launched[-3:] == [1, 2, 1]
+
+
+# What a sweep is made of
+
+
+def test_what_does_not_give_the_same_is_not_used(monkeypatch) -> None:
+    found = loop._machine_code
+
+    def broken(*args: Any) -> Any:
+        code, roles, widths = found(*args)
+        roles[-1], roles[-2] = roles[-2], roles[-1]
+        return code, roles, widths
+
+    monkeypatch.setattr(loop, "_machine_code", broken)
+    monkeypatch.setattr(kernels, "_sweepless", set())
+    monkeypatch.setattr(kernels, "_kernels", {})
+    ps, qs = params(torch.float32, [9000]), params(torch.float32, [9000])
+    train(AdamW(ps, lr=0.1), ps)
+    assert kernels._sweepless == {"cpu"}
+    train(AdamW(qs, lr=0.1, **EAGER), qs)
+    torch.testing.assert_close(ps[0], qs[0])
+
+
+def test_compiling_leaves_the_users_random_numbers_alone(monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "_kernels", {})
+    (p,) = params(torch.float32, [9000])
+    fill([p], 0)
+    torch.manual_seed(3)
+    AdamW([p], lr=0.1).step()
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(3))
+
+
+# What is compared at every step
+
+CHANGES: dict[str, Any] = {
+    "shape": lambda x: x.view(2, 4),
+    "strides": lambda x: torch.stack([x, x], -1)[..., 0],
+    "dtype": lambda x: x.double(),
+    "device": lambda x: x.to("meta"),
+    "negated": torch._neg_view,
+    "zero": lambda x: torch._efficientzerotensor(x.shape),
+    "type": torch.nn.Parameter,
+    "sparse": lambda x: x.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("guarded", [True, False])
+def test_facts_notice(change: Any, guarded: bool, monkeypatch) -> None:
+    """Dynamo's guards in one call, and without them every fact by itself."""
+    if not guarded:
+        monkeypatch.setattr(facts, "guards", lambda tensors: None)
+    xs = [torch.ones(8), torch.ones(3, 5).t(), torch.ones(()), torch.ones(0)]
+    known = Facts(xs)
+    assert known.hold([x.clone() for x in xs])
+    xs[0] = change(xs[0])
+    assert not known.hold(xs)
+
+
+def test_guards_are_there_and_give_way() -> None:
+    xs = [torch.ones(8), torch.ones(3, 5)]
+    known = Facts(xs)
+    assert guards(xs) is not None
+    for _ in range(10):
+        # What guards look at beyond the facts: it does not matter, and they are let go.
+        xs[0].requires_grad_(not xs[0].requires_grad)
+        assert known.hold(xs)
+    assert known._guards is None
+    assert known.hold(xs)
+
+
+def test_guards_are_left_alone_in_versions_nobody_has_looked_at(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "3.0.1+cpu")
+    assert guards([torch.ones(8)]) is None
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert guards([torch.ones(8)]) is None

@@ -1,5 +1,12 @@
 """What all tests share."""
 
+import os
+
+# Threads of several processes share a few cores here: one that waits by spinning takes
+# the time of one that has work. OpenMP reads this when torch is loaded, also in processes
+# that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 

@@ -21,9 +21,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# Elements of a piece, and of the longest where nothing depends on it.
+# Elements of a piece that has a mean.
 PIECE = 1 << 16
-_LONGEST = 1 << 20
+# Of others the fewest and the most, those that are worth a thread, and scratch slots.
+_SLOTS = 4
+_SIZES = {
+    "PIECE": PIECE,
+    "SHORTEST": 1 << 12,
+    "LONGEST": 1 << 20,
+    "GRAIN": 1 << 15,
+    "SLOTS": _SLOTS,
+}
 
 _SOURCE = """
 #include <atomic>
@@ -63,11 +71,11 @@ extern "C" void sweep(
     const Apply call = chosen(count, std::make_index_sequence<MOST>());
     int64_t total = 0;
     for (int64_t i = 0; i < rows; ++i) total += lengths[i];
-    // Fewer are done before a second thread has woken up.
-    if (total < $PIECE / 2) threads = 1;
+    // Fewer are done before another thread has woken up.
+    if (threads > total / $GRAIN) threads = total / $GRAIN + 1;
     // Long pieces read memory faster, as long as every thread gets a share of them. Those
-    // with numbers of their own stay as they are.
-    int64_t size = $PIECE;
+    // with numbers of their own are what they are.
+    int64_t size = per_piece == 0 ? $SHORTEST : $PIECE;
     while (per_piece == 0 && size < $LONGEST && size * threads * 16 < total) size *= 2;
     std::atomic<int64_t> next{0};
     auto work = [&]() {
@@ -100,7 +108,7 @@ extern "C" void sweep(
     work();
 }
 """
-_SLOTS = 4  # of scratch, for what a kernel keeps in a tensor of one element
+# Arguments of a kernel.
 _MOST = 31
 
 
@@ -165,7 +173,7 @@ def _loop() -> Callable[..., None] | None:
     from torch._inductor.codecache import CppCodeCache
 
     source = _SOURCE
-    for name, value in (("PIECE", PIECE), ("LONGEST", _LONGEST), ("SLOTS", _SLOTS)):
+    for name, value in _SIZES.items():
         source = source.replace(f"${name}", str(value))
     try:
         with config.patch(cpp_cache_precompile_headers=False):

@@ -9,7 +9,8 @@ Five questions, each a part that ``--parts`` can pick:
   (reads p, g, m, v, writes p, m, v), as a share of what a compiled kernel without any
   arithmetic worth the name, with the same reads and writes, reaches; a copy is beside it;
 * ``rules``: the other rules on the same matrices: time per byte, relative to AdamW's. The
-  bytes are those of p, g and the state's fields. Ranger's slow weights move in every
+  bytes are those of p, g and the state's fields; StableAdamW's g and v count twice, for
+  its mean has to be known before anything moves. Ranger's slow weights move in every
   sixth step only, which is not the median one: they are not counted;
 * ``first``: seconds until the first step is done in a new process, with empty caches and
   with warm ones, beyond the import of torch and of its compiler;
@@ -473,17 +474,19 @@ class Rule:
     make: Callable[..., Any]
     state: int
     options: dict[str, Any] = field(default_factory=dict)
+    again: int = 0  # tensors that have to be read a second time
 
     def bytes_per_parameter(self) -> int:
         """Reads of p, g and the state, writes of p and the state, in float32."""
-        return 4 * (3 + 2 * self.state)
+        return 4 * (3 + 2 * self.state + self.again)
 
 
 RULES = {
     "AdamW": Rule(optimi_func.AdamW, 2),
     "SGD, momentum": Rule(optimi_func.SGD, 1, {"momentum": 0.9}),
     "Adam": Rule(optimi_func.Adam, 2),
-    "StableAdamW": Rule(optimi_func.StableAdamW, 2),
+    # The mean of g^2 / v over a whole tensor comes before its first element moves.
+    "StableAdamW": Rule(optimi_func.StableAdamW, 2, again=2),
     "RAdam": Rule(optimi_func.RAdam, 2),
     "Ranger": Rule(optimi_func.Ranger, 2),
     "Adan": Rule(optimi_func.Adan, 4),

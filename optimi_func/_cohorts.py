@@ -33,7 +33,7 @@ from optimi_func.compiled.jobs import (
     lie_plainly,
 )
 from optimi_func.compiled.kernel import Numbers, sweeps
-from optimi_func.compiled.lists import List, ListLaunch, Roles
+from optimi_func.compiled.lists import LeafList, ListLaunch, Roles
 
 # A cohort that was lost so often, to another list or to somebody's edits, stays lost.
 _PATIENCE = 3
@@ -183,7 +183,7 @@ class _Launched(NamedTuple):
 
     facts: Facts  # of the gradients
     # With the places of their leaves in the row; all of them only in the row's order.
-    lists: list[tuple[List, list[int]]]
+    lists: list[tuple[LeafList, list[int]]]
 
 
 class Cohort:

@@ -11,14 +11,14 @@ from torch import Tensor
 from optimi_func._leaf import compute_dtype
 from optimi_func.compiled.jobs import Bundle, Job
 from optimi_func.compiled.kernel import Numbers, TwoPasses
-from optimi_func.compiled.loop import PIECE, Sweep, pieces
+from optimi_func.compiled.loop import PIECE, Sweep
 
 Table: TypeAlias = "array[int]"
 # Of each role, p first, a tensor for each leaf.
 Roles: TypeAlias = list[list[Tensor]]
 
 
-class List:
+class LeafList:
     """Leaves that share a kernel, and all that is the same at each of its launches.
 
     Addresses and lengths, but no tensor: those come with each launch.
@@ -104,13 +104,15 @@ class _Means:
 
     def __init__(self, sweep: Sweep, lengths: Table) -> None:
         self._sweep, self._lengths = sweep, lengths
-        counts = torch.tensor(list(map(pieces, lengths)))
-        self._pieces = int(counts.sum())
-        # Of each piece the row, and its share of that.
-        self._rows = torch.repeat_interleave(counts)
-        sizes = torch.tensor(lengths, dtype=torch.float64)
-        self._shares = (PIECE / sizes)[self._rows]
-        self._shares[counts.cumsum(0) - 1] = 1 - (counts - 1) * PIECE / sizes
+        cuts = [
+            (i, n, start) for i, n in enumerate(lengths) for start in range(0, n, PIECE)
+        ]
+        self._pieces = len(cuts)
+        if self._pieces > len(lengths):
+            # Of each piece the row, and its share of that.
+            self._rows = torch.tensor([i for i, _, _ in cuts])
+            shares = [min(PIECE, n - start) / n for _, n, start in cuts]
+            self._shares = torch.tensor(shares, dtype=torch.float64)
 
     def measure(self, values: Tensor, table: Table) -> Tensor:
         """The mean of each row."""
@@ -126,7 +128,7 @@ class _Means:
 class ListLaunch(NamedTuple):
     """One update of a list."""
 
-    leaves: List
+    leaves: LeafList
     written: Roles
     grads: list[Tensor]
     values: Tensor  # the numbers
@@ -149,7 +151,7 @@ def list_launch(run: Sweep | TwoPasses, jobs: list[Job], write: bool) -> ListLau
     given = [job.given for job in jobs if job.given is not None]
     grads, first = [job.g for job in jobs], jobs[0]
     targets = list(map(list, zip(*[job.into.tensors for job in jobs])))
-    return List(run, jobs, write).launch(targets, grads, first.numbers, first.ok, given)
+    return LeafList(run, jobs, write).launch(targets, grads, first.numbers, first.ok, given)
 
 
 def apart(jobs: list[Job]) -> Iterator[list[Job]]:

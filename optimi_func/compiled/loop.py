@@ -161,11 +161,6 @@ def _address(x: "array[int]") -> int:
     return x.buffer_info()[0]
 
 
-def pieces(length: int) -> int:
-    """Into how many pieces a row is cut."""
-    return -(-length // PIECE)
-
-
 @cache
 def _loop() -> Callable[..., None] | None:
     """The loop, compiled once a machine; None without a compiler."""

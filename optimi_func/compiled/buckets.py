@@ -1,9 +1,9 @@
 """Small leaves that step together: their state side by side, one launch for all.
 
 For foreach, and for kernels that do not sweep over lists: a call takes as long as a
-thousand elements do. What the step owns, the state, can
-lie in one flat tensor for good; parameters and gradients belong to others, and are copied
-into scratch and back. To an executor a bucket is one flat leaf.
+thousand elements do. What the step owns, the state, can lie in one flat tensor for good;
+parameters and gradients belong to others, and are copied into scratch and back. To an
+executor a bucket is one flat leaf.
 """
 
 from collections.abc import Callable

@@ -104,14 +104,12 @@ class _Means:
 
     def __init__(self, sweep: Sweep, lengths: Table) -> None:
         self._sweep, self._lengths = sweep, lengths
-        cuts = [
-            (i, n, start) for i, n in enumerate(lengths) for start in range(0, n, PIECE)
-        ]
-        self._pieces = len(cuts)
+        # Of each piece the row, and its share of that.
+        starts = [(i, start) for i, n in enumerate(lengths) for start in range(0, n, PIECE)]
+        shares = [min(PIECE, lengths[i] - start) / lengths[i] for i, start in starts]
+        self._pieces = len(starts)
         if self._pieces > len(lengths):
-            # Of each piece the row, and its share of that.
-            self._rows = torch.tensor([i for i, _, _ in cuts])
-            shares = [min(PIECE, n - start) / n for _, n, start in cuts]
+            self._rows = torch.tensor([i for i, _ in starts])
             self._shares = torch.tensor(shares, dtype=torch.float64)
 
     def measure(self, values: Tensor, table: Table) -> Tensor:

@@ -1,11 +1,11 @@
-"""What populations and unrolled runs ask of the optimizer and the loss they are given."""
+"""What those who run a loss themselves ask of it and of the optimizer they are given."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from optimi_func._types import PureOptimizer
+from optimi_func._types import PureOptimizer, is_pure
 
 # A factory takes its numbers by name: adamw, a partial of it, a lambda of one's own.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
@@ -13,14 +13,13 @@ Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
 def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
     """Refuse what cannot step, and numbers for what has its own bound already."""
-    if isinstance(optimizer, type) or not (
-        isinstance(optimizer, PureOptimizer) or callable(optimizer)
-    ):
+    pure = is_pure(optimizer)
+    if not pure and (isinstance(optimizer, type) or not callable(optimizer)):
         raise TypeError(
             f"optimizer={optimizer!r}: allowed are a factory such as optimi_func.adamw, or "
             "a value with init and step such as adamw(lr=1e-3)"
         )
-    if isinstance(optimizer, PureOptimizer) and hyper:
+    if pure and hyper:
         raise TypeError(
             f"hyper has {list(hyper)}, but every number of {type(optimizer).__name__} is "
             "bound: pass its factory, adamw in place of adamw(lr=1e-3)"
@@ -39,15 +38,23 @@ def scalar_loss(result: Any, has_aux: bool) -> Any:
             f"loss_fn returned {type(result).__name__}: with has_aux=True it has to be "
             "(loss, aux)"
         )
-    loss = result[0] if has_aux else result
+    check_loss(result[0] if has_aux else result)
+    return result
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what no backward starts from."""
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"loss_fn returned {type(loss).__name__}: allowed is a 0-d tensor, or with "
-            "has_aux=True (loss, aux)"
+            f"loss_fn returned {type(loss).__name__}: allowed is a 0-d tensor, or "
+            "(loss, aux) where aux is asked for"
         )
     if loss.dim() != 0:
         raise ValueError(
             f"loss_fn returned a loss of shape {tuple(loss.shape)}: allowed is a scalar, "
             "such as its mean"
         )
-    return result
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"loss_fn returned a loss of dtype {loss.dtype}: allowed are floating ones"
+        )

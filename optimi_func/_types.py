@@ -14,6 +14,7 @@ from typing import (
     NamedTuple,
     Protocol,
     TypeAlias,
+    TypeGuard,
     TypeVar,
     runtime_checkable,
 )
@@ -136,3 +137,10 @@ class PureOptimizer(Protocol):
     def step(self, params: PyTree, grads: PyTree, state: Any) -> tuple[PyTree, Any]:
         """One update: new parameters and new state."""
         ...
+
+
+def is_pure(x: Any) -> TypeGuard[PureOptimizer]:
+    """Whether x can initialise and step; a class of such things cannot."""
+    return not isinstance(x, type) and all(
+        callable(getattr(x, method, None)) for method in ("init", "step")
+    )

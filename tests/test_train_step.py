@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -427,6 +428,28 @@ def test_updates_follow_their_gradients(tmp_path) -> None:
     assert max(allocated) - allocated[0] < 0.6 * gradients
 
 
+def test_gradients_read_parameters_before_they_move() -> None:
+    """Each product's gradients are the other factors, of which some move earlier."""
+    sizes = [20000, 20000, 20000, 4, 4, 1]
+    params = [torch.rand(n, dtype=torch.float64) for n in sizes]
+    params.append(torch.rand((), dtype=torch.float64))
+
+    def product(p: list[Tensor], buffers: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, c, d, e, f, g = p
+        return (a * b * x + b * c * x).sum() + (a[:4] * d * e).sum() * f[0] * g, g.exp()
+
+    def loss_fn(output: Any, x: Tensor) -> Any:
+        return output
+
+    x = torch.rand(20000, dtype=torch.float64)
+    olds = [p.clone().requires_grad_() for p in params]
+    loss, aux = product(olds, None, x)
+    news = [p - 0.1 * g for p, g in zip(olds, torch.autograd.grad(loss, olds))]
+    step = train_step(product, loss_fn, optimi_func.sgd(lr=0.1))
+    state, outcome = step(step.init(params), x)
+    assert_close([state.params, outcome.aux, outcome.loss], [news, aux, loss])
+
+
 def test_copies_that_the_compiler_makes_are_updated() -> None:
     owned = [torch.zeros(3), torch.ones(3)]
     handed = [owned[1].clone(), owned[0]]
@@ -436,9 +459,12 @@ def test_copies_that_the_compiler_makes_are_updated() -> None:
             owned[i].sub_(g)
 
     with running(update, owned):
-        update_([1, 0], None, [torch.ones(3), torch.full((3,), 2.0)], handed)
-    assert handed[0].tolist() == owned[1].tolist() == [0.0] * 3
-    assert handed[1].tolist() == [-2.0] * 3
+        gradients = [torch.ones(3), torch.full((3,), 2.0)]
+        update_(torch.ones(()), [1, 0], None, gradients, handed)
+    assert handed[0].tolist() == [0.0] * 3
+    assert handed[1].tolist() == owned[0].tolist() == [-2.0] * 3
+    # A graph reads it after, and copies the copy back.
+    assert owned[1].tolist() == [1.0] * 3
 
 
 def refused(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
@@ -563,6 +589,98 @@ def test_states_are_refused_before_any_write() -> None:
     more = state._replace(buffers={"mean": torch.ones(2)})
     refused(ValueError, r"names \['mean'\]", lambda: step(more, batch))
     refused(ValueError, r"params\['nothing'\]", lambda: step(astray, batch))
+
+
+class Lookup(nn.Module):
+    """Fails on its data: a class that is not there. Lends its weights to whoever calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.norm(self.table(x)) + self.shift, self.table.weight.t(), self.shift
+
+
+def lookup_loss(output: Any, batch: Any) -> Any:
+    return F.cross_entropy(output[0], batch[1]), output[1:]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_error_of_the_data_leaves_the_state_as_it_was(traced: bool) -> None:
+    """Of the traced one in its last part, where buffers have changed before."""
+    optimizer: Any = optimi_func.adamw(lr=LR)
+    if traced:
+        optimizer = chain(clip_value(1.0), optimizer)
+    step = train_step(Lookup(), lookup_loss, optimizer, accumulate=1 + traced)
+    good, x = (torch.arange(4), torch.arange(4)), torch.arange(4)
+    state, _ = step(step.init(), good)
+    before = pytree.tree_map(torch.clone, state)
+    for bad in ((x + 3, x), (x, x + 3)):
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            step(state, bad)
+        assert all(map(torch.equal, pytree.tree_leaves(state), pytree.tree_leaves(before)))
+    # What aux lends is as it was before the step, and stays.
+    _, outcome = step(state, good)
+    step(state, good)
+    table, shift = outcome.aux
+    assert (table == before.params["table.weight"].t()).all()
+    assert (shift == before.params["shift"]).all()
+
+
+def test_a_transforms_gradients_are_clipped() -> None:
+    """Traced, they are scaled in the graph."""
+    weight, x = torch.ones(2, dtype=torch.float64), torch.tensor([[3.0, 0], [3.0, 8.0]])
+
+    def linear(p: Tensor, buffers: Any, x: Tensor) -> Tensor:
+        return (x @ p).mean()
+
+    def loss_fn(output: Tensor, x: Tensor) -> Tensor:
+        return output
+
+    optimizer = chain(clip_value(9.0), optimi_func.sgd(lr=1.0))
+    step = train_step(linear, loss_fn, optimizer, accumulate=2, clip_global_norm=1.0)
+    state, outcome = step(step.init(weight.clone()), x.double())
+    assert outcome.norm is not None
+    assert_close([outcome.norm], [torch.tensor(5.0, dtype=torch.float64)])
+    assert_close(state.params, weight - torch.tensor([0.6, 0.8]).double(), 1e-6)
+
+
+def test_a_loss_that_is_a_parameter() -> None:
+    step = train_step(lambda p, b, x: p, lambda out, x: out, optimi_func.sgd(lr=0.5))
+    state, outcome = step(step.init(torch.tensor(2.0)), torch.ones(1))
+    assert (state.params.item(), outcome.loss.item()) == (1.5, 2.0)
+
+
+def test_two_threads_rehearse() -> None:
+    from optimi_func.compiled.rehearsal import rehearse
+
+    scale, scaler = torch.amp.GradScaler.scale, torch.amp.GradScaler("cpu")
+    meet, leave = threading.Barrier(2, timeout=60), threading.Event()
+
+    def work(wait: Callable[[], Any]) -> None:
+        def program(params: Any, buffers: Any, batch: Any) -> Any:
+            meet.wait()
+            wait()
+            return params[0].sum(), None, []
+
+        rehearse(program, [torch.ones(2)], [], None)
+
+    def stay() -> None:
+        leave.wait(60)
+
+    first = threading.Thread(target=work, args=(lambda: None,))
+    second = threading.Thread(target=work, args=(stay,))
+    for thread in (first, second):
+        thread.start()
+    first.join()
+    # Others scale meanwhile.
+    assert scaler.scale(torch.ones(())).item() == 65536.0
+    leave.set()
+    second.join()
+    assert torch.amp.GradScaler.scale is scale
 
 
 def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:

@@ -5,6 +5,7 @@ zeros for their gradients, where a step must leave them alone), which buffers ar
 and whether the loss is one. Nothing is computed and no random number drawn.
 """
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimi_func._bound import check_loss
+
 # (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
 Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tensor]]]
 
@@ -24,6 +27,7 @@ class Findings(NamedTuple):
 
     trained: tuple[int, ...]  # the parameters that the loss reaches
     written: tuple[int, ...]  # the buffers that the forward changes
+    lent: tuple[int, ...]  # the leaves of aux that are parameters, or parts of them
     aux: pytree.TreeSpec | None  # of what loss_fn returned beside the loss
 
 
@@ -46,7 +50,9 @@ def rehearse(
         batch = pytree.tree_map_only(Tensor, lambda x: convert(x.detach()), batch)
         with _Writes() as writes:
             loss, aux, after = program(leaves, list(given), batch)
-        _check_loss(loss)
+        check_loss(loss)
+        if not loss.requires_grad:
+            raise ValueError("loss_fn returned a loss that depends on no parameter")
         grads: Any = torch.autograd.grad(loss, leaves, allow_unused=True)
     items, spec = ([], None) if aux is None else pytree.tree_flatten(aux)
     for x in items:
@@ -60,7 +66,9 @@ def rehearse(
         if new is not old or writes.saw(old)
     ]
     trained = [i for i, g in enumerate(grads) if g is not None]
-    return Findings(tuple(trained), tuple(written), spec)
+    memory = {p.untyped_storage()._cdata for p in leaves}
+    lent = [i for i, x in enumerate(items) if x.untyped_storage()._cdata in memory]
+    return Findings(tuple(trained), tuple(written), tuple(lent), spec)
 
 
 class _Writes(TorchDispatchMode):
@@ -91,26 +99,6 @@ class _Writes(TorchDispatchMode):
         return any(storage._cdata == own for storage in self._storages)
 
 
-def _check_loss(loss: Any) -> None:
-    """Refuse what backward could not start from."""
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"loss_fn returned {type(loss).__name__}: allowed are a 0-d tensor, and a "
-            "pair of it and a tree of tensors"
-        )
-    if loss.dim() != 0:
-        raise ValueError(
-            f"loss_fn returned a loss of shape {tuple(loss.shape)}: allowed is a scalar, "
-            "a 0-d tensor; take its mean"
-        )
-    if not loss.is_floating_point():
-        raise TypeError(
-            f"loss_fn returned a loss of dtype {loss.dtype}: allowed are floating ones"
-        )
-    if not loss.requires_grad:
-        raise ValueError("loss_fn returned a loss that depends on no parameter")
-
-
 def _fake_mode() -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Torch's own way to compute shapes: the mode, and what converts a tensor for it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -119,22 +107,48 @@ def _fake_mode() -> tuple[Any, Callable[[Tensor], Tensor]]:
     return mode, mode.from_tensor
 
 
+class _Scalers:
+    """GradScaler.scale while threads rehearse: it is one for all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rehearsing: list[int] = []
+        self._scale: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._rehearsing:
+                self._scale = GradScaler.scale
+                GradScaler.scale = self._refusing(self._scale)
+            self._rehearsing.append(threading.get_ident())
+
+    def leave(self) -> None:
+        with self._lock:
+            self._rehearsing.remove(threading.get_ident())
+            if not self._rehearsing:
+                GradScaler.scale = self._scale
+
+    def _refusing(self, scale: Any) -> Any:
+        def refuse(scaler: GradScaler, outputs: Any) -> Any:
+            if threading.get_ident() not in self._rehearsing or not scaler.is_enabled():
+                return scale(scaler, outputs)
+            raise ValueError(
+                "loss_fn scales its loss by a GradScaler, which skips steps and moves its "
+                "scale on the host, as no graph can: return the loss unscaled, and train "
+                "in bfloat16, which needs no scaler"
+            )
+
+        return refuse
+
+
+_scalers = _Scalers()
+
+
 @contextmanager
 def _no_scaler() -> Generator[None]:
     """Refuse a loss scaled within: nobody would unscale its gradients."""
-    scale = GradScaler.scale
-
-    def refuse(self: GradScaler, outputs: Any) -> Any:
-        if not self.is_enabled():
-            return outputs
-        raise ValueError(
-            "loss_fn scales its loss by a GradScaler, which skips steps and moves its "
-            "scale on the host, as no graph can: return the loss unscaled, and train in "
-            "bfloat16, which needs no scaler"
-        )
-
-    GradScaler.scale = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    _scalers.enter()
     try:
         yield
     finally:
-        GradScaler.scale = scale
+        _scalers.leave()

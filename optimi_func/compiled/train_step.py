@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func import _torch
 from optimi_func import functional as _f
 from optimi_func._leaf import share_scalars
-from optimi_func._types import WHOLE, PureOptimizer, PyTree, Scalar
+from optimi_func._types import WHOLE, PureOptimizer, PyTree, Scalar, is_pure
 from optimi_func.compiled.batching import plan_compiled, run_launches
 from optimi_func.compiled.jobs import Bundle, Job, is_plain
 from optimi_func.compiled.kernel import Numbers
@@ -145,7 +145,7 @@ def train_step(
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
-    if isinstance(optimizer, type) or not isinstance(optimizer, PureOptimizer):
+    if not is_pure(optimizer):
         raise TypeError(
             f"optimizer={optimizer!r}: allowed are optimi_func's classes, "
             "optimi_func.adamw(lr=...) and its siblings, and what has their init and step"
@@ -315,8 +315,7 @@ class PureStep:
         flat, spec = pytree.tree_flatten(state.optimizer)
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        yes = torch.ones((), dtype=torch.bool, device=params[0].device)
-        inputs = Inputs(params, buffers, flat, yes, batch)
+        inputs = Inputs(params, buffers, flat, _yes(params), batch)
         if spec not in self._wholes:
             self._wholes[spec] = _whole(settings, _traced(optimizer, params_spec, spec))
         whole = self._wholes[spec]
@@ -430,7 +429,7 @@ class ClassStep:
 
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
         detached = [p.detach() for p in params]
-        inputs = Inputs(detached, buffers, [], torch.ones(()), batch)
+        inputs = Inputs(detached, buffers, [], _yes(detached), batch)
         with ambient(), running(update, params):
             outcome = _tell(self._whole, program, inputs)
         # Nothing has a gradient and nothing moves: hooks and schedulers see a step.
@@ -527,6 +526,10 @@ def _check_untouched(name: str, p: Tensor) -> None:
 
 def _whole(settings: _Settings, update: TracedUpdate | None) -> Whole:
     return Whole(settings.accumulate, settings.clip_global_norm, update)
+
+
+def _yes(params: list[Tensor]) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=params[0].device)
 
 
 def _tell(whole: Whole, program: Program, inputs: Inputs) -> Outcome:

@@ -9,6 +9,7 @@ Only gradients and parameters pass through the graph. The optimizer's state is n
 a forward could read: it stays with whoever runs the graph.
 """
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,17 +27,50 @@ Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Tensor | None], None]
 
 
 def update_(
-    places: list[int], gain: Tensor | None, grads: list[Tensor], params: list[Tensor]
+    after: Tensor,
+    places: list[int],
+    gain: Tensor | None,
+    grads: list[Tensor],
+    params: list[Tensor],
 ) -> None:
     """Have the update of `running` update these parameters, here in the graph.
 
     Args:
+        after: What has to be computed first: an error there finds nothing written.
         places: Where the parameters stand among those of the step.
         gain: What the gradients are scaled by, 0-d; None for 1.
         grads: A gradient for each.
         params: The parameters; written.
     """
-    torch.ops.optimi_func.update_(places, gain, grads, params)
+    torch.ops.optimi_func.update_(after, places, gain, grads, params)
+
+
+@functools.cache
+def read_before_written() -> None:
+    """Have Inductor compute what reads a parameter before the update that writes to it.
+
+    It computes an elementwise expression where it is used. What is used after an operation
+    of one's own it computes after that too, from parameters already written: the product
+    of two parameters would have one gradient of the other's new value.
+    """
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+    from torch._library.utils import get_layout_constraint_tag
+
+    update = torch.ops.optimi_func.update_.default
+    layout = lowering.tag_to_layout_constraint(
+        get_layout_constraint_tag(update, with_default=True)
+    )
+    # What it does with every operation that it does not know.
+    lowering.make_fallback(update, layout_constraint=layout)
+    call = lowering.lowerings[update]
+
+    def lower(*args: Any) -> Any:
+        for p in args[-1]:
+            V.graph.mark_buffer_mutated(p.get_name())
+        return call(*args)
+
+    lowering.lowerings[update] = lower
 
 
 @contextmanager
@@ -53,22 +87,30 @@ _running: ContextVar[tuple[Update, list[Tensor]]] = ContextVar("running")
 
 
 def _update(
+    after: Tensor,
     places: Sequence[int],
     gain: Tensor | None,
     grads: Sequence[Tensor],
     params: Sequence[Tensor],
 ) -> None:
+    del after
     update, owned = _running.get()
+    # Where the graph reads an old parameter later the compiler hands in a copy, to copy it
+    # back in the end: until then the parameter has to be the old one.
+    copies = [
+        (owned[i], owned[i].clone(), p)
+        for i, p in zip(places, params)
+        if p.data_ptr() != owned[i].data_ptr()
+    ]
     if any_torch_dispatch_mode_on_stack():
         # The first call of a graph is watched by a dispatch mode of the compiler's own.
         with _disable_current_modes():
             update(places, list(grads), gain)
     else:
         update(places, list(grads), gain)
-    for i, p in zip(places, params):
-        # The compiler may hand in copies, and copy them back later.
-        if p.data_ptr() != owned[i].data_ptr():
-            p.copy_(owned[i])
+    for own, old, p in copies:
+        p.copy_(own)
+        own.copy_(old)
 
 
 def _trace(*arguments: Any) -> None:
@@ -77,7 +119,8 @@ def _trace(*arguments: Any) -> None:
 
 _library = torch.library.Library("optimi_func", "FRAGMENT")
 _library.define(
-    "update_(int[] places, Tensor? gain, Tensor[] grads, Tensor(a!)[] params) -> ()"
+    "update_(Tensor after, int[] places, Tensor? gain, Tensor[] grads, "
+    "Tensor(a!)[] params) -> ()"
 )
 _library.impl("update_", _update, "CompositeExplicitAutograd")
 torch.library.register_fake("optimi_func::update_", _trace, lib=_library)

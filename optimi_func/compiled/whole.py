@@ -22,7 +22,7 @@ from optimi_func.compiled.direct import torch_compile, unprobed_vectors
 from optimi_func.compiled.jobs import chunks
 from optimi_func.compiled.kernel import own_code
 from optimi_func.compiled.rehearsal import Findings, rehearse
-from optimi_func.compiled.update_op import update_
+from optimi_func.compiled.update_op import read_before_written, update_
 
 # About as many updates has a step: each takes the host some time, and the fewer there are
 # the more gradients wait for each other.
@@ -147,7 +147,7 @@ class Whole:
     ) -> Outputs:
         if self.accumulate == 1:
             return self._run(program, findings, inputs, None, True)
-        trained, written, _ = findings
+        trained, written, *_ = findings
         params = [inputs.params[i] for i in trained]
         sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
         # Not into the buffers themselves: the graph of the last part may fail to compile.
@@ -180,6 +180,7 @@ class Whole:
                 body = own_code(self._body(program, findings, last), "train_step")
                 # Dropout draws what it would eagerly, which takes fixed shapes.
                 options = {"dynamic": False, "options": {"fallback_random": True}}
+                read_before_written()
                 graph = torch_compile(body, options)
                 outputs = _first(graph, inputs, sums)
                 self._graphs[key] = graph
@@ -210,7 +211,7 @@ class Whole:
             traced.append(True)
             return True
 
-        trained, written, _ = findings
+        trained, written, lent, _ = findings
 
         def body(inputs: Inputs, sums: list[Tensor] | None) -> Outputs:
             confirm()
@@ -228,8 +229,14 @@ class Whole:
 
             moving = [params[i] for i in trained]
             grads, (loss, (aux, after)) = grad_and_value(compute, has_aux=True)(moving)
+            # Every write waits for the loss: where the forward fails on its data, such as
+            # an index out of range, it finds everything as it was.
+            yes = yes | loss.isnan()
+            loss = _chosen(loss, yes)
+            for i in lent:
+                aux[i] = _chosen(aux[i], yes)
             for j, new in zip(written, after):
-                buffers[j].copy_(new)
+                buffers[j].copy_(_chosen(new, yes))
             if sums is not None:
                 for total, g in zip(sums, grads):
                     total.add_(g)
@@ -238,7 +245,7 @@ class Whole:
                 return Outputs(loss, aux, None)
             gain, norm = self._gain(grads)
             if self.update is None:
-                _update(dict(zip(trained, grads)), params, gain)
+                _update(dict(zip(trained, grads)), params, gain, loss)
             else:
                 if gain is not None:
                     grads = [g * gain for g in grads]
@@ -266,7 +273,9 @@ class _Place(NamedTuple):
     numel: int
 
 
-def _update(grads: dict[int, Tensor], params: list[Tensor], gain: Tensor | None) -> None:
+def _update(
+    grads: dict[int, Tensor], params: list[Tensor], gain: Tensor | None, loss: Tensor
+) -> None:
     """Large neighbours together, as their gradients come one after the other.
 
     All small ones together: they share a launch, and their gradients can wait.
@@ -277,7 +286,7 @@ def _update(grads: dict[int, Tensor], params: list[Tensor], gain: Tensor | None)
     most = sum(place.numel for place in places) // UPDATES
     for chunk in [*(chunks(large, most) if large else ()), *([small] if small else ())]:
         its = [place.at for place in chunk]
-        update_(its, gain, [grads[i] for i in its], [params[i] for i in its])
+        update_(loss, its, gain, [grads[i] for i in its], [params[i] for i in its])
 
 
 def _placed(
@@ -290,10 +299,14 @@ def _placed(
 def _write(olds: list[Tensor], news: list[Tensor], yes: Tensor) -> None:
     """Write what an optimizer's own step returned onto what it was given."""
     # A state that is the parameter of the step before is read before that is written.
-    # Inductor drops clones, and would read it after; a choice it has to make.
-    news = [torch.where(yes, new, new.new_zeros(())) for new in news]
+    news = [_chosen(new, yes) for new in news]
     for old, new in zip(olds, news):
         old.copy_(new)
+
+
+def _chosen(x: Tensor, yes: Tensor) -> Tensor:
+    """X as it is now. Inductor drops clones, and would read it after a write."""
+    return torch.where(yes.to(x.device), x, x.new_zeros(()))
 
 
 def split(batch: PyTree, parts: int) -> list[PyTree]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype
-from optimi_func._types import PureOptimizer, PyTree, Scalar
+from optimi_func._types import PureOptimizer, PyTree, Scalar, is_pure
 from optimi_func.functional import (
     Number,
     check_grad,
@@ -55,12 +55,12 @@ def check_state(state: Any, kind: type[S], name: str) -> S:
 
 def check_optimizer(name: str, optimizer: Any) -> PureOptimizer:
     """Refuse what has no init and step."""
-    for method in ("init", "step"):
-        if isinstance(optimizer, type) or not callable(getattr(optimizer, method, None)):
-            raise TypeError(
-                f"{name} got {optimizer!r}, which has no {method}: allowed are optimizers "
-                "of the pure API, as optimi_func.adamw(lr=1e-3), and transforms of them"
-            )
+    if not is_pure(optimizer):
+        raise TypeError(
+            f"{name} got {optimizer!r}, which has no init or no step: allowed are "
+            "optimizers of the pure API, as optimi_func.adamw(lr=1e-3), and transforms of "
+            "them"
+        )
     return optimizer
 
 

@@ -1121,6 +1121,21 @@ def test_averages_of_bfloat16_parameters_are_float32() -> None:
     assert state.average.item() == pytest.approx(2 - 0.999**100, rel=1e-5)
 
 
+@pytest.mark.parametrize("debias", [True, False])
+def test_averages_differentiate_by_the_first_parameters(debias: bool) -> None:
+    optimizer = ema(sgd(lr=0.1), 0.9, debias=debias)
+
+    def average(p):
+        state = optimizer.init(p)
+        for _ in range(3):
+            p, state = optimizer.step(p, 2 * p, state)
+        return state.average
+
+    p = torch.tensor(2.0, dtype=torch.float64)
+    # Everything is a multiple of the first parameter.
+    assert grad(average)(p).item() == pytest.approx(average(p).item() / 2.0, rel=1e-12)
+
+
 BAD = [
     (lambda: clip_value(0.0), ValueError, r"limit=0\.0: allowed are numbers above 0"),
     (lambda: clip_value(float("inf")), ValueError, "limit=inf"),
@@ -1212,6 +1227,15 @@ def test_wrong_states_and_trees(row: Row) -> None:
         optimizer.step(params, {"w": g["b"], "b": g["b"]}, state)
     with pytest.raises(ValueError, match="holds no tensor"):
         optimizer.init({})
+
+
+def test_set_numbers_of_another_structure_are_refused() -> None:
+    optimizer = inject(adamw(lr={"w": 0.1, "b": 0.2}))
+    params = {"w": torch.ones(2), "b": torch.ones(1)}
+    state = optimizer.init(params)
+    state = state._replace(hyper={**state.hyper, "lr": torch.tensor(0.1)})
+    with pytest.raises(ValueError, match=r"state\.hyper\['lr'\]=tensor.*one by one"):
+        optimizer.step(params, params, state)
 
 
 def test_states_of_other_optimizers() -> None:

@@ -41,7 +41,8 @@ class Averaged:
         """Fresh state: see `FunctionalOptimizer.init`."""
         inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
         _, tensors, spec = flatten_params(params)
-        wide = [p.detach().to(compute_dtype(p.dtype), copy=True) for p in tensors]
+        # Not detached: where a_0 is p_0, the mean's derivative by p_0 has a part of it.
+        wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]
         step = count_from(params)
         # Wide enough for a decay of 0.99999.
         weight = torch.full_like(

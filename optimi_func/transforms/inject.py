@@ -148,6 +148,11 @@ def _check_hyper(numbers: dict[str, Any], hyper: dict[str, Any]) -> None:
             "make the state with this optimizer's init"
         )
     for name, value in hyper.items():
+        if pytree.tree_structure(value) != pytree.tree_structure(numbers[name]):
+            raise ValueError(
+                f"state.hyper[{name!r}]={value!r} has not the structure of the "
+                f"optimizer's {name}={numbers[name]!r}: set the numbers in it one by one"
+            )
         for x in pytree.tree_leaves(value):
             if not isinstance(x, Tensor) or x.dim() != 0:
                 raise TypeError(

@@ -15,7 +15,7 @@ others again; `detach_at` cuts the run, as truncated backpropagation does.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -84,8 +84,8 @@ def unroll(
     Raises:
         ValueError: checkpoint_every < 1, a negative step in detach_at, no batch, or a loss
             that is no scalar.
-        TypeError: hyper beside an optimizer whose numbers are bound, or an optimizer that
-            is neither.
+        TypeError: A loss that is no floating tensor, hyper beside an optimizer whose
+            numbers are bound, or an optimizer that is neither.
         RuntimeError: With checkpoint_every, a tensor from outside that needs a derivative.
 
     References:
@@ -104,14 +104,16 @@ def unroll(
     (tensor(0.2500), tensor(-2.))
     """
     check_optimizer(optimizer, hyper)
-    if checkpoint_every is not None and checkpoint_every < 1:
+    if checkpoint_every is not None and (
+        type(checkpoint_every) is not int or checkpoint_every < 1
+    ):
         raise ValueError(
-            f"Invalid checkpoint_every: checkpoint_every={checkpoint_every}: allowed are "
+            f"Invalid checkpoint_every: checkpoint_every={checkpoint_every!r}: allowed are "
             "None and integers from 1"
         )
-    negative = [i for i in detach_at if i < 0]
-    if negative:
-        raise ValueError(f"detach_at has {negative[0]}: allowed are steps from 0")
+    for i in detach_at:
+        if type(i) is not int or i < 0:
+            raise ValueError(f"detach_at has {i!r}: allowed are steps, integers from 0")
     numbers = dict(hyper or {})
     if state is None:
         state = bind(optimizer, numbers).init(params)
@@ -161,19 +163,18 @@ def _recomputed(run: Segment) -> Segment:
     def call(given: PyTree) -> PyTree:
         leaves, spec = pytree.tree_flatten(given)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        gpus = _gpus(leaves)
-        randomness: list[_Randomness] = []
+        ambient: list[_Ambient] = []
         specs: list[pytree.TreeSpec] = []
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
             whole = list(leaves)
             for i, x in zip(places, tensors):
                 whole[i] = x
-            if not randomness:
-                randomness.append(_Randomness.now(gpus))
+            if not ambient:
+                ambient.append(_Ambient.now(leaves))
                 results = run(pytree.tree_unflatten(whole, spec))
             else:
-                with randomness[0].again():
+                with ambient[0].again():
                     results = run(pytree.tree_unflatten(whole, spec))
             specs[:] = [pytree.tree_structure(results)]
             return tuple(pytree.tree_leaves(results))
@@ -188,20 +189,32 @@ def _gpus(leaves: list[Any]) -> list[int]:
     return sorted({x.get_device() for x in leaves if isinstance(x, Tensor) and x.is_cuda})
 
 
-class _Randomness(NamedTuple):
-    """The random states of the CPU and of some GPUs: dropout draws the same again."""
+class _Ambient(NamedTuple):
+    """What is around a run and changes its results: to compute the same again."""
 
+    # Random states, of which dropout draws.
     cpu: Tensor
     gpus: dict[int, Tensor]
+    # A backward may come after the autocast that the run was in: by type of device.
+    autocast: dict[str, tuple[torch.dtype, bool]]
 
     @staticmethod
-    def now(gpus: list[int]) -> "_Randomness":
-        states = {i: torch.cuda.get_rng_state(i) for i in gpus}
-        return _Randomness(torch.get_rng_state(), states)
+    def now(leaves: list[Any]) -> "_Ambient":
+        states = {i: torch.cuda.get_rng_state(i) for i in _gpus(leaves)}
+        kinds = {"cpu", *(x.device.type for x in leaves if isinstance(x, Tensor))}
+        autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind)
+        }
+        return _Ambient(torch.get_rng_state(), states, autocast)
 
     @contextmanager
     def again(self) -> Generator[None]:
-        with torch.random.fork_rng(list(self.gpus)):
+        with ExitStack() as stack:
+            for kind, (dtype, enabled) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            stack.enter_context(torch.random.fork_rng(list(self.gpus)))
             torch.set_rng_state(self.cpu)
             for i, state in self.gpus.items():
                 torch.cuda.set_rng_state(state, i)
@@ -276,16 +289,19 @@ def _of_floats(
 
 
 def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
-    """Refuse a derivative that a recomputed run would lose, by a run on zeros.
+    """Refuse a derivative that a recomputed run would lose, by a run on copies.
 
     In the real one the enclosing transformations are suspended, and what belongs to their
     levels 1, 2, .. looks as if it belonged to those inside. Here as many lie between.
+    What is followed itself has no values here: zeros stand for it.
     """
     level = _torch.transform_level()
 
     def blank(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        if _torch.level_of(x) < 0:
+            return x.detach().clone()
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
     def try_out() -> None:

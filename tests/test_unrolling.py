@@ -232,6 +232,41 @@ def test_recomputed_runs_have_the_same_derivatives(every: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
+def test_recomputed_runs_are_under_the_same_autocast() -> None:
+    """A backward usually comes after the autocast that its forward was in."""
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+
+    def loss_fn(p, batch):
+        return ((x @ p) - y).float().square().mean()
+
+    found = []
+    for every in (None, 2):
+        lr = torch.tensor(0.1, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            run = unroll(
+                *(adamw, loss_fn, torch.ones(4, 3), None, range(5)),
+                hyper={"lr": lr},
+                checkpoint_every=every,
+            )
+        run.params.square().sum().backward()
+        found.append(lr.grad)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+def test_the_rehearsal_sees_the_values_that_there_are() -> None:
+    """Zeros in the place of a batch would not have a Cholesky factor."""
+
+    def loss_fn(p, batch):
+        return torch.linalg.cholesky(batch).sum() * p
+
+    def end(lr):
+        start, batches = number(1.0), [torch.eye(2, dtype=DOUBLE)] * 4
+        run = unroll(sgd(lr=0.1), loss_fn, start * lr, None, batches, checkpoint_every=2)
+        return run.params
+
+    assert grad(end)(number(0.5)).item() == 1.0
+
+
 def test_recomputed_dropout_is_the_same_dropout() -> None:
     params, batches = problem()
 
@@ -365,7 +400,9 @@ def test_bad_input() -> None:
     params, batches = problem()
     bad = [
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every=0: allowed"),
+        ({"checkpoint_every": 2.5}, ValueError, r"checkpoint_every=2\.5: allowed"),
         ({"detach_at": [3, -1]}, ValueError, "detach_at has -1"),
+        ({"detach_at": [1.5]}, ValueError, r"detach_at has 1\.5"),
         ({"hyper": {"lr": 0.1}}, TypeError, r"hyper has \['lr'\], but every number"),
     ]
     for options, error, text in bad:
@@ -377,6 +414,8 @@ def test_bad_input() -> None:
         unroll(torch.optim.AdamW, loss, params, None, batches)
     with pytest.raises(ValueError, match=r"a loss of shape \(4, 3\)"):
         unroll(sgd(lr=0.1), lambda p, b: p["w"], params, None, batches)
+    with pytest.raises(TypeError, match=r"a loss of dtype torch\.int64"):
+        unroll(sgd(lr=0.1), lambda p, b: p["w"].argmax(), params, None, batches)
 
 
 def test_derivatives_through_a_transformed_optimizer() -> None:

@@ -15,9 +15,10 @@ pytree beside params and state, and each member binds its own. What is no number
 for all and part of the factory: `functools.partial(adamw, amsgrad=True)`.
 """
 
+import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -91,7 +92,8 @@ def init(
         a new value is no new graph.
 
     Raises:
-        ValueError: n < 1, or a leaf with another number of members than the rest.
+        ValueError: n < 1, a leaf with another number of members than the rest, or a module
+            with a frozen parameter, which the members would train.
         TypeError: A source that is none of these, or a hyperparameter that is no number.
 
     >>> from optimi_func import adamw
@@ -122,6 +124,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
                 f"Invalid number of members: n=None with one {type(source).__name__}: "
                 "give n, or a list of modules"
             )
+        _check_trainable(source)
         trees: PyTree = (dict(source.named_parameters()), dict(source.named_buffers()))
         return _copies(trees, n)
     modules = isinstance(source, list | tuple) and bool(source)
@@ -129,6 +132,8 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
     if modules and n is not None:
         raise ValueError(f"n={n} with a list of {len(source)} modules: give one of the two")
     if modules:
+        for module in source:
+            _check_trainable(module)
         params, buffers = stack_module_state(list(source))
         return pytree.tree_map(Tensor.detach, (params, buffers))
     leaves = pytree.tree_leaves(source)
@@ -139,6 +144,17 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
             "and a tree of tensors"
         )
     return (_copies(source, n) if n is not None else pytree.tree_map(_own, source)), {}
+
+
+def _check_trainable(module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            raise ValueError(
+                f"the parameter {name!r} of {type(module).__name__} is frozen, and a "
+                "population trains what it holds: make it of a tree of the others, and "
+                "let the loss have this one from the module; or unfreeze it, and leave it "
+                "out by transforms.masked"
+            )
 
 
 def _copies(tree: T, n: int) -> T:
@@ -247,6 +263,7 @@ def step(
     >>> step(sgd, members, {"w": torch.ones(2, 3)}).params["w"][:, 0]
     tensor([-0.1000, -0.2000])
     """
+    _check_members(members)
     update = vmap_step(optimizer, randomness=randomness)
     params, state = update(members.params, grads, members.state, members.hyper)
     return replace(members, params=params, state=state)
@@ -278,7 +295,7 @@ def loss_and_grad(
 
     Raises:
         ValueError: A loss that is no scalar; data of another number of members.
-        TypeError: A loss that is no tensor.
+        TypeError: A loss that is no floating tensor; members that are no Population.
         RuntimeError: The loss writes to a tensor that all members share.
 
     >>> from optimi_func import sgd
@@ -332,6 +349,7 @@ def _over_members(
     in_axes: Any,
     randomness: Randomness,
 ) -> Any:
+    _check_members(members)
     args: dict[str, PyTree] = {"params": members.params}
     if members.buffers:
         args["buffers"] = members.buffers
@@ -478,6 +496,12 @@ def state_dicts(members: Population, module: nn.Module) -> list[dict[str, Any]]:
     >>> linear.load_state_dict(state_dicts(members, linear)[2])
     <All keys matched successfully>
     """
+    _check_members(members)
+    if not isinstance(members.params, Mapping):
+        raise TypeError(
+            f"the population's params are a {type(members.params).__name__}: allowed are "
+            "those of a module, by name"
+        )
     names = {id(x): name for name, x in module.named_parameters()}
     names |= {id(x): name for name, x in module.named_buffers()}
     own = {**members.params, **members.buffers}
@@ -571,7 +595,7 @@ def perturb(
 
     Raises:
         ValueError: A hyperparameter that the population has not, no factors for one, a
-            factor that is not positive, or negative noise.
+            factor that is not positive and finite, or noise that is not from 0.
         IndexError: A number that no member has.
 
     >>> from optimi_func import sgd
@@ -579,21 +603,25 @@ def perturb(
     >>> perturb(members, factors={"lr": [2.0]}, at=[1]).hyper["lr"]
     tensor([0.1000, 0.2000], dtype=torch.float64)
     """
+    _check_members(members)
+    if isinstance(noise, bool) or not isinstance(noise, numbers.Real):
+        raise TypeError(f"Invalid noise: noise={noise!r}: allowed are numbers from 0")
+    if not 0.0 <= noise < math.inf:
+        raise ValueError(f"Invalid noise: noise={noise}: allowed are numbers from 0")
     n = len(members)
     device = pytree.tree_leaves(members)[0].device
     at = _index("at", range(n) if at is None else at, n, device)
-    if noise < 0:
-        raise ValueError(f"Invalid noise: noise={noise}: allowed are numbers from 0")
     for name, some in factors.items():
         if name not in members.hyper:
             raise ValueError(
                 f"the population has no hyperparameter {name!r}: it has "
                 f"{list(members.hyper)}"
             )
-        if not some or min(some) <= 0:
+        listed = isinstance(some, Sequence) and bool(some)
+        if not listed or not all(_is_factor(f) for f in some):
             raise ValueError(
-                f"Invalid factors: factors[{name!r}]={list(some)}: allowed are positive "
-                "numbers, at least one"
+                f"Invalid factors: factors[{name!r}]={some!r}: allowed are lists of "
+                "positive numbers, at least one"
             )
 
     def scale(x: Tensor, some: Sequence[float], below_one: bool) -> Tensor:
@@ -618,10 +646,21 @@ def perturb(
     return replace(members, params=params, hyper=hyper)
 
 
+def _is_factor(f: object) -> bool:
+    return isinstance(f, numbers.Real) and 0.0 < float(f) < math.inf
+
+
+def _check_members(members: Any) -> None:
+    if not isinstance(members, Population):
+        raise TypeError(f"members={members!r}: allowed is a Population, which init makes")
+
+
 def _index(
     name: str, index: Sequence[int] | Tensor, n: int, device: torch.device
 ) -> Tensor:
     """Numbers of members as a checked 1-D tensor."""
+    if isinstance(index, str) or not isinstance(index, Iterable):
+        raise TypeError(f"{name}={index!r}: allowed are lists of numbers of members")
     at = torch.as_tensor(index if isinstance(index, Tensor) else list(index), device=device)
     if at.dtype == torch.bool:
         if at.shape != (n,):

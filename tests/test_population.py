@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -406,6 +407,8 @@ def test_perturb() -> None:
         for _ in range(20)
     ]
     assert set(torch.cat(many).tolist()) == {0.5, 2.0}
+    # Each member draws for itself.
+    assert any(len(set(ratios.tolist())) == 2 for ratios in many)
     shaken = population.perturb(members, noise=0.1, at=[1])
     change = shaken.params["w"] - members.params["w"]
     assert (change[[0, 2]] == 0).all()
@@ -559,14 +562,39 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         ),
         (
             lambda: population.perturb(trained(), factors={"lr": ()}),
-            *(ValueError, r"factors\['lr'\]=\[\]"),
+            *(ValueError, r"factors\['lr'\]=\(\)"),
         ),
         (
             lambda: population.perturb(trained(), factors={"lr": (0.0,)}),
             ValueError,
             "positive",
         ),
+        (
+            lambda: population.perturb(trained(), factors={"lr": (math.nan,)}),
+            *(ValueError, r"factors\['lr'\]=\(nan,\)"),
+        ),
+        (
+            lambda: population.perturb(trained(), factors={"lr": 2.0}),
+            *(ValueError, r"factors\['lr'\]=2\.0"),
+        ),
         (lambda: population.perturb(trained(), noise=-1.0), ValueError, "noise=-1"),
+        (lambda: population.perturb(trained(), noise=math.nan), ValueError, "noise=nan"),
+        (lambda: population.perturb(trained(), noise="1"), TypeError, "noise='1'"),
+        (lambda: population.perturb(TWO, noise=1.0), TypeError, "allowed is a Population"),
+        (lambda: population.step(sgd, TWO, TWO), TypeError, "allowed is a Population"),
+        (lambda: population.select(TWO, 0), TypeError, "index=0: allowed are lists"),
+        (
+            lambda: population.init(sgd, frozen(), {"lr": 0.1}, n=2),
+            *(ValueError, "the parameter 'bias' of Linear is frozen"),
+        ),
+        (
+            lambda: population.init(sgd, [frozen(), frozen()], {"lr": 0.1}),
+            *(ValueError, "the parameter 'bias' of Linear is frozen"),
+        ),
+        (
+            lambda: population.loss_and_grad(lambda p: (p["b"] > 0).sum(), trained()),
+            *(TypeError, "a loss of dtype torch.int64"),
+        ),
         (lambda: population.perturb(trained(), at=[7]), IndexError, "at has 7"),
     ],
     ids=itertools.count(),
@@ -574,6 +602,12 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
 def test_bad_input(call, error, text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def frozen() -> nn.Module:
+    linear = nn.Linear(2, 1)
+    linear.bias.requires_grad_(False)
+    return linear
 
 
 def three():

@@ -46,7 +46,8 @@ class Schedule:
             base_lr: The learning rate that the torch.optim.Optimizer was made with.
 
         Raises:
-            ValueError: base_lr is not a positive number.
+            ValueError: base_lr is not above 0.
+            TypeError: It is no number.
 
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         >>> schedule = linear(0.2, 0.0, steps=4)
@@ -54,9 +55,7 @@ class Schedule:
         >>> torch.optim.lr_scheduler.LambdaLR(optimizer, factor).get_last_lr()
         [0.2]
         """
-        check_number("base learning rate", "base_lr", base_lr)
-        if not base_lr > 0:
-            raise ValueError(f"base_lr={base_lr}: allowed are numbers above 0")
+        _check_positive("base learning rate", "base_lr", base_lr)
         return lambda step: float(self(step)) / base_lr
 
 
@@ -324,10 +323,10 @@ def one_cycle(
     [0.04, 0.52, 1.0, 0.95]
     """
     _check_length("total", total, 1)
-    for name, value in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
-        check_number("divisor", name, value)
-        if not value > 0:
-            raise ValueError(f"{name}={value}: allowed are numbers above 0")
+    _check_constant("peak", peak)
+    _check_positive("share of steps", "pct_start", pct_start)
+    _check_positive("divisor", "div_factor", div_factor)
+    _check_positive("divisor", "final_div_factor", final_div_factor)
     if not 1.0 < pct_start * total < total:
         raise ValueError(
             f"pct_start={pct_start} with total={total}: allowed is above 1 / total and "
@@ -341,13 +340,25 @@ def one_cycle(
 
 
 def _ramp(start: Scalar, end: Scalar, steps: float, shape: Shape) -> Ramp:
-    for name, value in (("start", start), ("end", end)):
-        if callable(value):
-            raise TypeError(f"{name}={value!r}: allowed are numbers and 0-d tensors")
-        check_number(f"{name} of a schedule", name, value)
+    _check_constant("start", start)
+    _check_constant("end", end)
     if shape not in get_args(Shape):
         raise ValueError(f"shape={shape!r}: allowed are {get_args(Shape)}")
     return Ramp(start, end, steps, shape)
+
+
+def _check_constant(name: str, value: Scalar) -> None:
+    if callable(value):
+        raise TypeError(f"{name}={value!r}: allowed are numbers and 0-d tensors")
+    check_number(f"{name} of a schedule", name, value)
+
+
+def _check_positive(label: str, name: str, value: Scalar) -> None:
+    if callable(value):
+        raise TypeError(f"{name}={value!r}: allowed are numbers above 0")
+    check_number(label, name, value)
+    if not value > 0:
+        raise ValueError(f"{name}={value}: allowed are numbers above 0")
 
 
 def _check_length(name: str, value: object, least: int) -> None:

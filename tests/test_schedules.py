@@ -316,6 +316,11 @@ BAD = [
     (lambda: join([0.1, 0.2], [0]), ValueError, r"boundaries\[0\]=0"),
     (lambda: join([0.1, "x"], [1]), TypeError, r"parts\[1\]='x'"),
     (lambda: linear(0.1, 0.0, steps=2).as_lambda(0.0), ValueError, "base_lr=0.0"),
+    (lambda: linear(0.1, 0.0, steps=2).as_lambda(math.sin), TypeError, "base_lr=<built"),
+    (lambda: one_cycle("0.1", total=9), TypeError, "peak='0.1'"),
+    (lambda: one_cycle(math.sin, total=9), TypeError, "peak=<built"),
+    (lambda: one_cycle(0.1, total=9, pct_start=None), TypeError, "pct_start=None"),
+    (lambda: one_cycle(0.1, total=9, div_factor=math.sin), TypeError, "div_factor=<built"),
 ]
 
 

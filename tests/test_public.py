@@ -123,8 +123,15 @@ def test_private_torch_stays_in_its_corner(path: Path) -> None:
 
 def test_private_torch_is_there() -> None:
     """What compiled/ uses of torch's private names: a torch without them fails here."""
+    from torch._inductor import lowering
+    from torch._inductor.graph import GraphLowering
+    from torch._library.utils import get_layout_constraint_tag
     from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
+    assert callable(GraphLowering.mark_buffer_mutated)
+    assert callable(get_layout_constraint_tag)
+    assert callable(lowering.make_fallback) and lowering.lowerings
+    assert callable(lowering.tag_to_layout_constraint)
     assert any_torch_dispatch_mode_on_stack() is False
     targets, sources = [torch.zeros(2)], [torch.ones(2)]
     torch._foreach_copy_(targets, sources)

@@ -259,9 +259,10 @@ def test_the_rehearsal_sees_the_values_that_there_are() -> None:
     def loss_fn(p, batch):
         return torch.linalg.cholesky(batch).sum() * p
 
-    def end(lr):
-        start, batches = number(1.0), [torch.eye(2, dtype=DOUBLE)] * 4
-        run = unroll(sgd(lr=0.1), loss_fn, start * lr, None, batches, checkpoint_every=2)
+    batches = [torch.eye(2, dtype=DOUBLE)] * 4
+
+    def end(p):
+        run = unroll(sgd(lr=0.1), loss_fn, p, None, batches, checkpoint_every=2)
         return run.params
 
     assert grad(end)(number(0.5)).item() == 1.0

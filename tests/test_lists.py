@@ -211,6 +211,21 @@ def test_parameters_on_one_memory_take_turns(cls, launched) -> None:
         assert launched[-3:] == [1, 2, 1]
 
 
+@pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
+def test_the_users_default_device_is_not_ours(cls) -> None:
+    ends = []
+    for options in ({"compile": True}, EAGER):
+        ps = params(torch.float64)
+        optimizer = cls(ps, lr=0.1, **options)
+        for t in range(4):
+            fill(ps, t)
+            with torch.device("meta"):
+                optimizer.step()
+        ends.append(ps)
+    for p, q in zip(*ends):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
 # What a sweep is made of
 
 

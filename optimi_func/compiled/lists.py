@@ -109,8 +109,9 @@ class _Means:
         shares = [min(PIECE, lengths[i] - start) / lengths[i] for i, start in starts]
         self._pieces = len(starts)
         if self._pieces > len(lengths):
-            self._rows = torch.tensor([i for i, _ in starts])
-            self._shares = torch.tensor(shares, dtype=torch.float64)
+            # Whatever device the user's own tensors are made on by default.
+            self._rows = torch.tensor([i for i, _ in starts], device="cpu")
+            self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def measure(self, values: Tensor, table: Table) -> Tensor:
         """The mean of each row."""
@@ -119,7 +120,7 @@ class _Means:
         found = own[:, -1]
         if self._pieces == len(self._lengths):
             return found
-        sums = torch.zeros(len(self._lengths), dtype=torch.float64)
+        sums = torch.zeros(len(self._lengths), dtype=torch.float64, device="cpu")
         return sums.index_add_(0, self._rows, found * self._shares)
 
 

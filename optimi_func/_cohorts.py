@@ -208,8 +208,11 @@ class Cohort:
         # age a count.
         ages = self.counts.tolist()
         places = {age: i for i, age in enumerate(dict.fromkeys(ages))}
+        firsts = [ages.index(age) for age in places]
         self.age_of = [places[age] for age in ages]
-        self.ages = [self.counts[ages.index(age)] for age in places]
+        self.ages = [self.counts[i] for i in firsts]
+        like = [firsts[place] for place in self.age_of]
+        self._like = torch.tensor(like, device=self.counts.device)
         self._names = [*asked.rule.state._fields, "kahan_comp"]
         self.buckets: list[Bucket] = []
         self.rows: list[Row] = []
@@ -266,6 +269,7 @@ class Cohort:
                 and all(map(is_, map(_step_of, states), self._steps))
                 and list(map(Tensor.data_ptr, self._steps)) == self._pointers
                 and list(map(_version, self._steps)) == self._versions
+                and self._ages_hold()
                 and all(
                     bucket.holds(
                         [params[i] for i in bucket.at], [states[i] for i in bucket.at]
@@ -279,6 +283,14 @@ class Cohort:
             return None  # a field has gone, or a whole state
         found = [roles for roles in rows if roles is not None]
         return found if len(found) == len(rows) else None
+
+    def _ages_hold(self) -> bool:
+        """Whether those of one age still are, though `.data` and numpy tell no version.
+
+        Asked where nobody waits for the answer.
+        """
+        counts = self.counts
+        return counts.device.type != "cpu" or counts.equal(counts[self._like])
 
 
 class _Member(NamedTuple):
@@ -355,6 +367,8 @@ def _key(group: dict[str, Any], params: list[Tensor]) -> tuple[int, ...]:
 def _may_be_counted(members: list[Known]) -> bool:
     """Whether the step counts can lie in one tensor, and the host may read them."""
     steps = [known.step for known in members]
+    if len(set(map(id, steps))) < len(steps):
+        return False  # a parameter that is there twice steps twice
     device = steps[0].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False

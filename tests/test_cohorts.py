@@ -135,6 +135,10 @@ def _reload(optimizer: Any, p: Tensor) -> None:
     optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
+def _first_step(optimizer: Any) -> Tensor:
+    return optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]
+
+
 EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
     "state replaced": _set("exp_avg", lambda x: x + 1),
     "state written to": lambda o, p: o.state[p]["exp_avg"].add_(1),
@@ -145,6 +149,9 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
     "count replaced": _set("step", lambda x: x + 3),
     "count written to": lambda o, p: o.state[p]["step"].fill_(20.0),
     "count's data": lambda o, p: setattr(o.state[p]["step"], "data", torch.tensor(7.0)),
+    "count's data written to": lambda o, p: o.state[p]["step"].data.fill_(20.0),
+    "count written to by numpy": lambda o, p: o.state[p]["step"].numpy().fill(20.0),
+    "first count's data": lambda o, p: _first_step(o).data.fill_(20.0),
     "field gone": lambda o, p: o.state[p].pop("exp_avg"),
     "entry gone": lambda o, p: o.state.pop(p),
     "all gone": lambda o, p: o.state.clear(),
@@ -226,6 +233,17 @@ def test_gradients_of_every_make(grad: Callable[[Tensor], Tensor], how: Any) -> 
             ps[index].grad = grad(ps[index])
         optimizer.step()
         ends.append(ps)
+    assert_alike(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_there_twice_steps_twice() -> None:
+    ends = []
+    for way in ({}, EAGER):
+        ps = params()[:4]
+        optimizer = AdamW([*ps, ps[0]], lr=0.05, **way)
+        train(optimizer, ps, 0, 6)
+        ends.append([*ps, optimizer.state[ps[0]]["step"]])
     assert_alike(*ends)
 
 

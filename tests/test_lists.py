@@ -101,8 +101,9 @@ def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> 
     assert launched == [len(SIZES), len(SIZES), 1, 1, 1, 1] * 5
 
 
+@pytest.mark.parametrize("number", [float, torch.tensor], ids=["float", "tensor"])
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
-def test_means_read_parameters_for_l2_alone(decay: Any, monkeypatch) -> None:
+def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch) -> None:
     """Where gradients do not depend on them these take their place."""
     tables: list[list[int]] = []
     run = Sweep.run
@@ -112,7 +113,9 @@ def test_means_read_parameters_for_l2_alone(decay: Any, monkeypatch) -> None:
         run(self, numbers, table, *rest)
 
     monkeypatch.setattr(Sweep, "run", seen)
-    optimizer = dataclasses.replace(stableadamw(lr=0.1, weight_decay=0.3), decay=decay)
+    optimizer = dataclasses.replace(
+        stableadamw(lr=0.1, weight_decay=number(0.3)), decay=decay
+    )
     (p,) = params(torch.bfloat16, [1000])
     g = torch.ones(1000, dtype=torch.bfloat16)
     q, start, state = p.detach(), p.detach().clone(), optimizer.init(p)

@@ -341,6 +341,23 @@ def test_a_backward_that_saved_a_small_parameter_or_its_state_raises(how) -> Non
             y.backward()
 
 
+def test_versions_count_what_is_written_and_nothing_else(how) -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **how)
+    train(optimizer, ps, 0, 4)
+    small, large = ps[0], ps[8]
+    for write in (False, True):
+        for _ in range(2):
+            fill(ps, 4)
+            tensors = [[p, optimizer.state[p]["exp_avg"], p.grad] for p in (small, large)]
+            before = [[x._version for x in role] for role in tensors]
+            grads = [p.grad for p in ps]
+            optimizer.update(ps, grads, [WHOLE] * len(ps), write=write, count=write)
+            moved = [[x._version for x in role] for role in tensors]
+            for (p, m, g), (q, n, h) in zip(before, moved):
+                assert (q > p, n > m, h > g) == (write, True, False)
+
+
 @pytest.mark.parametrize("how", ["lists", "buckets"], indirect=True)
 def test_steps_allocate_nothing_that_lasts_and_launch_once(how, monkeypatch) -> None:
     shapes = [(16,)] * 200 + [(8, 8)] * 50

@@ -341,6 +341,7 @@ def test_a_backward_that_saved_a_small_parameter_or_its_state_raises(how) -> Non
             y.backward()
 
 
+@pytest.mark.parametrize("how", ["lists", "buckets"], indirect=True)
 def test_versions_count_what_is_written_and_nothing_else(how) -> None:
     ps = params()
     optimizer = AdamW(ps, lr=0.05, **how)

@@ -88,6 +88,16 @@ def test_pieces_give_what_the_pipeline_gives(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+def test_means_of_a_long_tensor_are_of_pieces_too(threads) -> None:
+    """Others' pieces are longer where there are many of them."""
+    threads(1)
+    ps, qs = (params(torch.float64, [20 * PIECE + 7]) for _ in range(2))
+    ours = train(StableAdamW(ps, lr=0.05), ps)
+    plain = train(StableAdamW(qs, lr=0.05, **EAGER), qs)
+    for x, y in zip(ours, plain):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
 def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> None:
     for cls in (AdamW, StableAdamW):
         train(cls(qs := params(torch.float32, [64]), lr=0.1), qs)  # is compiled here

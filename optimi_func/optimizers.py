@@ -929,6 +929,11 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
                 f"parameter {tuple(p.shape)} on {p.device}"
             )
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
+            raise ValueError(
+                f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
+                "written to; clone it"
+            )
         if name != "step" and not lie_alike(p, x):
             raise ValueError(
                 f"state{path}[{name!r}] is not divided among processes as its parameter "

@@ -331,6 +331,12 @@ def test_nothing_is_half_updated(how) -> None:
     ps[1].grad = torch.ones(5)
     with pytest.raises(ValueError, match=r"state\[1\]\['exp_avg'\] has shape \(3,\)"):
         optimizer.step()
+    state = optimizer.state[ps[1]]
+    kept_whole = dict(state)
+    state.update({k: torch.zeros(1).expand(5) for k in state if k != "step"})
+    with pytest.raises(ValueError, match=r"state\[1\]\['exp_avg'\] is expanded"):
+        optimizer.step()
+    state.update(kept_whole)
     assert torch.equal(ps[0], before[0])
     assert torch.equal(ps[2], before[2])
     after = optimizer.state_dict()["state"]

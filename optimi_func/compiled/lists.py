@@ -1,6 +1,7 @@
 """Launches of one kernel over a list of leaves, which a later step can repeat."""
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
@@ -155,26 +156,32 @@ def list_launch(run: Sweep | TwoPasses, jobs: list[Job], write: bool) -> ListLau
 
 def apart(jobs: list[Job]) -> Iterator[list[Job]]:
     """Runs of jobs that write to different memory: tied weights take turns."""
-    if not _meet(jobs):
+    ranges = sorted(chain.from_iterable(map(_written, jobs)))
+    if all(end <= start for (_, end), (start, _) in pairwise(ranges)):
         yield jobs
         return
     run: list[Job] = []
+    taken: list[tuple[int, int]] = []
     for job in jobs:
-        if _meet([*run, job]):
+        if any(_meets(taken, start, end) for start, end in _written(job)):
             yield run
-            run = []
+            run, taken = [], []
         run.append(job)
+        for one in _written(job):
+            insort(taken, one)
     yield run
 
 
-def _meet(jobs: list[Job]) -> bool:
-    """Whether any two tensors that are written overlap."""
-    ranges = sorted(
-        (start, start + job.numel * dtype.itemsize)
-        for job in jobs
-        for start, dtype in zip(job.into.pointers, job.into.dtypes)
-    )
-    return any(start < end for (_, end), (start, _) in pairwise(ranges))
+def _written(job: Job) -> list[tuple[int, int]]:
+    """Where each tensor that may be written begins and ends."""
+    places = zip(job.into.pointers, job.into.dtypes)
+    return [(start, start + job.numel * dtype.itemsize) for start, dtype in places]
+
+
+def _meets(taken: list[tuple[int, int]], start: int, end: int) -> bool:
+    i = bisect_left(taken, (start, end))
+    after = i < len(taken) and taken[i][0] < end
+    return after or (i > 0 and taken[i - 1][1] > start)
 
 
 def with_ok(values: Tensor, ok: Tensor | None) -> Tensor:

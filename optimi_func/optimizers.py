@@ -707,7 +707,7 @@ class BaseOptimizer(Optimizer):
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = SGD(model.named_parameters(), lr=0.1, momentum=0.9)
         >>> sgd, state = optimizer.functional()
-        >>> params = dict(model.named_parameters())
+        >>> params = {name: p.detach() for name, p in model.named_parameters()}
         >>> grads = {name: torch.ones_like(p) for name, p in params.items()}
         >>> params, state = sgd.step(params, grads, state)
         >>> optimizer.load_functional(state, params)

@@ -239,6 +239,21 @@ def test_the_users_default_device_is_not_ours(cls) -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
+def test_one_parameter_turned_around_in_its_memory() -> None:
+    """Alone it is no cohort: what is known of it is compared by itself."""
+    ends = []
+    for options in ({}, EAGER):
+        p = torch.arange(16.0, dtype=torch.float64).view(4, 4).requires_grad_()
+        optimizer = AdamW([p], lr=0.1, weight_decay=0.1, **options)
+        for t in range(6):
+            if t == 3:
+                p.data = p.data.t()
+            p.grad = torch.empty_like(p).copy_(torch.arange(16.0).view(4, 4) - t)
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
 # What a sweep is made of
 
 

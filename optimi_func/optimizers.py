@@ -58,6 +58,7 @@ from optimi_func.compiled.jobs import (
     check_writable,
     fits,
     foreach_add_,
+    is_expanded,
     is_plain,
 )
 from optimi_func.compiled.kernel import Numbers, ambient
@@ -929,7 +930,7 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
                 f"parameter {tuple(p.shape)} on {p.device}"
             )
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
+        if is_expanded(x):
             raise ValueError(
                 f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
                 "written to; clone it"

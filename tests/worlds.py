@@ -709,20 +709,22 @@ def fresh_pair(model: nn.Module, release: bool = False) -> tuple[nn.Module, Any]
     return model, AdamW(model.parameters(), **options)
 
 
-def save(model: nn.Module, optimizer: Any, path: Path) -> None:
+def passed_to(transfer: Any, model: nn.Module, optimizer: Any, path: Path) -> Any:
+    """The state of both, once dcp.save or dcp.load has had it."""
     weights, state = sd.get_state_dict(model, optimizer)
     kept = {"model": weights, "optimizer": state}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(kept, checkpoint_id=path)
+        transfer(kept, checkpoint_id=path)
+    return kept
+
+
+def save(model: nn.Module, optimizer: Any, path: Path) -> None:
+    passed_to(dcp.save, model, optimizer, path)
 
 
 def load(model: nn.Module, optimizer: Any, path: Path) -> None:
-    weights, state = sd.get_state_dict(model, optimizer)
-    kept = {"model": weights, "optimizer": state}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(kept, checkpoint_id=path)
+    kept = passed_to(dcp.load, model, optimizer, path)
     sd.set_state_dict(
         model,
         optimizer,

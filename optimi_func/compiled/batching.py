@@ -22,6 +22,7 @@ from optimi_func.compiled.jobs import (
     chunks,
     flatten,
     foreach_copy_,
+    tell_autograd,
     unflatten,
 )
 from optimi_func.compiled.kernel import (
@@ -239,11 +240,7 @@ def _run_direct(run: Kernel, values: Tensor, job: Job, write: bool) -> None:
     else:
         written = job.into.tensors
         run(values, p, job.g, *state, *written)
-    if p.is_inference():
-        written = [x for x in written if not x.is_inference()]
-    # Autograd has not seen the kernel write: a backward that saved one of these must
-    # still raise.
-    torch.autograd.graph.increment_version(written)
+    tell_autograd(written, p.is_inference())
 
 
 def _run_gathered(run: Kernel, values: Tensor, jobs: list[Job], write: bool) -> None:

@@ -117,9 +117,9 @@ def fits(p: Tensor, g: Tensor) -> bool:
     )
 
 
-def lie_plainly(grads: list[Tensor]) -> bool:
+def lie_plainly(xs: list[Tensor]) -> bool:
     """Whether these are memory, all of them, and nothing else."""
-    return all(g.layout == torch.strided and is_plain(g) and not g.is_neg() for g in grads)
+    return all(x.layout == torch.strided and is_plain(x) and not x.is_neg() for x in xs)
 
 
 def is_plain(x: Tensor) -> bool:
@@ -135,9 +135,14 @@ def is_plain_type(kind: Any) -> bool:
 _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 
+def is_expanded(x: Tensor) -> bool:
+    """Whether several of x's elements are one place in memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
+
+
 def check_writable(path: object, p: Tensor) -> None:
-    """Refuse a parameter several of whose elements are one place in memory."""
-    if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride())):
+    """Refuse a parameter that is expanded."""
+    if is_expanded(p):
         raise ValueError(
             f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
             "clone it"
@@ -234,6 +239,20 @@ def chunks(jobs: list[T], size: int) -> Iterator[list[T]]:
         chunk.append(job)
         total += job.numel
     yield chunk
+
+
+def tell_autograd(written: list[Tensor], inference: bool) -> None:
+    """Count the writes of a kernel, which autograd has not seen.
+
+    A backward that saved one of these must still raise.
+
+    Args:
+        written: What was written.
+        inference: Whether any was made under inference_mode: such have no count.
+    """
+    if inference:
+        written = [x for x in written if not x.is_inference()]
+    torch.autograd.graph.increment_version(written)
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:

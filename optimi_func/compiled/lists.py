@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._leaf import compute_dtype
-from optimi_func.compiled.jobs import Bundle, Job
+from optimi_func.compiled.jobs import Bundle, Job, tell_autograd
 from optimi_func.compiled.kernel import Numbers, TwoPasses
 from optimi_func.compiled.loop import PIECE, Sweep
 
@@ -38,7 +38,7 @@ class LeafList:
         # The roles that the kernel writes.
         self._written = slice(0, None) if write else slice(1, 1 + first.source.fields)
         moved = chain.from_iterable(job.into.tensors for job in jobs)
-        self._counted = not any(map(Tensor.is_inference, moved))
+        self._inference = any(map(Tensor.is_inference, moved))
         self._means: _Means | None = None
         if isinstance(run, TwoPasses):
             assert isinstance(run.measure, Sweep) and isinstance(run.move, Sweep)
@@ -81,11 +81,7 @@ class LeafList:
             means = torch.stack([*given]) if given else self.means(g, launch)
             self._run.run(_rows(launch.values, means), table, self._lengths, "row")
         for moved in launch.written:
-            if not self._counted:
-                moved = [x for x in moved if not x.is_inference()]
-            # Autograd has not seen the kernel write: a backward that saved one of these
-            # must still raise.
-            torch.autograd.graph.increment_version(moved)
+            tell_autograd(moved, self._inference)
 
     def means(self, g: Table, launch: "ListLaunch") -> Tensor:
         """Of each leaf the mean that the rule takes, measured."""

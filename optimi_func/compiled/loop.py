@@ -15,6 +15,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
+from string import Template
 from types import BuiltinFunctionType
 from typing import Any, Literal
 
@@ -23,14 +24,17 @@ from torch import Tensor
 
 # Elements of a piece that has a mean.
 PIECE = 1 << 16
-# Of others the fewest and the most, those that are worth a thread, and scratch slots.
-_SLOTS = 4
+# Pointers that a kernel can take, its scratch slots, and bytes in one.
+_MOST, _SLOTS, _SLOT = 32, 4, 64
+# Of others than those the fewest elements and the most, and those worth a thread.
 _SIZES = {
     "PIECE": PIECE,
     "SHORTEST": 1 << 12,
     "LONGEST": 1 << 20,
     "GRAIN": 1 << 15,
+    "MOST": _MOST,
     "SLOTS": _SLOTS,
+    "SLOT": _SLOT,
 }
 
 _SOURCE = """
@@ -40,7 +44,7 @@ _SOURCE = """
 #include <utility>
 
 // A kernel takes pointers and, last, how many elements they point to.
-constexpr size_t MOST = 32;
+constexpr size_t MOST = $MOST;
 typedef void (*Apply)(void* kernel, void** pointers, int64_t length);
 
 template <size_t... I>
@@ -80,7 +84,7 @@ extern "C" void sweep(
     std::atomic<int64_t> next{0};
     auto work = [&]() {
         void* pointers[MOST];
-        alignas(64) char scratch[$SLOTS][64];
+        alignas($SLOT) char scratch[$SLOTS][$SLOT];
         int64_t row = 0, before = 0;
         for (;;) {
             const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
@@ -108,8 +112,6 @@ extern "C" void sweep(
     work();
 }
 """
-# Arguments of a kernel.
-_MOST = 31
 
 
 class Sweep:
@@ -167,9 +169,7 @@ def _loop() -> Callable[..., None] | None:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    source = _SOURCE
-    for name, value in _SIZES.items():
-        source = source.replace(f"${name}", str(value))
+    source = Template(_SOURCE).substitute(_SIZES)
     try:
         with config.patch(cpp_cache_precompile_headers=False):
             library: Any = CppCodeCache.load(source)
@@ -228,7 +228,7 @@ def _machine_code(
     finally:
         scope[name] = kernel
     file = getattr(kernel.__self__, "__file__", None)
-    if len(calls) != 1 or calls[0][-1] != length or file is None or len(calls[0]) > _MOST:
+    if len(calls) != 1 or calls[0][-1] != length or file is None or len(calls[0]) >= _MOST:
         return None
     places = {x.data_ptr(): i - 1 for i, x in enumerate(example)}
     roles: list[int] = []
@@ -239,7 +239,7 @@ def _machine_code(
         role = places.get(x.data_ptr())
         if role is None:
             # A tensor of its own.
-            if x.nbytes > 64:
+            if x.nbytes > _SLOT:
                 return None
             role = -2 - slots.setdefault(x.data_ptr(), len(slots))
         roles.append(role)

@@ -14,7 +14,7 @@ from optimi_func import functional as _f
 from optimi_func._leaf import share_scalars
 from optimi_func._types import WHOLE, PureOptimizer, PyTree, Scalar, is_pure
 from optimi_func.compiled.batching import plan_compiled, run_launches
-from optimi_func.compiled.jobs import Bundle, Job, is_plain
+from optimi_func.compiled.jobs import Bundle, Job, is_expanded, is_plain
 from optimi_func.compiled.kernel import Numbers
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import Inputs, Program, TracedUpdate, Whole, ambient
@@ -295,7 +295,7 @@ class PureStep:
         for i, x in enumerate(tensors):
             if i in buffers or not x.numel():
                 continue
-            if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
+            if is_expanded(x):
                 raise ValueError(
                     f"{_path(state, i)} is expanded (strides {x.stride()}), which "
                     "donate=True cannot write to: clone it, or pass donate=False"

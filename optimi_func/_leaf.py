@@ -95,7 +95,10 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     bits = torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
     # Down by as much first: the largest finite numbers would overflow.
     x = x * (0.5 / bits)
-    scaled = x * (bits + 1.0)
+    # Not x * (bits + 1): compilers (Triton's, by default) round a product and the sum that
+    # it goes into only once, and scaled - x would no longer lose any bits. All products
+    # here are by powers of two and so exact: one rounding or two, the result is the same.
+    scaled = x * bits + x
     return (scaled - (scaled - x)) * (2.0 * bits)
 
 

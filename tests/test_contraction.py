@@ -1,0 +1,159 @@
+"""Steps under a compiler that rounds a product and the sum it goes into only once.
+
+Triton, and with it every GPU, contracts a * b + c into one operation by default. Whatever
+leans on two roundings, as compensated summation might, is lost there without a sign.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import NAMES
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func import transforms
+
+aten = torch.ops.aten
+STEPS = 120
+
+
+class Contracting(fx.Interpreter):
+    """Runs a trace with every float32 product that meets a sum in one rounding.
+
+    Where both operands of a sum are products only one can be contracted: `first` says
+    which.
+    """
+
+    def __init__(self, module: fx.GraphModule, first: int | None) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.first = first  # None contracts nothing
+        self.contracted = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self.first is not None and n.target in (aten.add.Tensor, aten.sub.Tensor):
+            found = self._contract(n)
+            if found is not None:
+                self.contracted += 1
+                return found
+        return super().run_node(n)
+
+    def _contract(self, n: fx.Node) -> Tensor | None:
+        sides = [1.0, -1.0 if n.target is aten.sub.Tensor else 1.0]
+        for i in (self.first, 1 - self.first):
+            sign, factor = _signed(n.args[i], sides[i])
+            if not isinstance(factor, fx.Node) or factor.target is not aten.mul.Tensor:
+                continue
+            values = [self.env.get(x, x) for x in (*factor.args, n.args[1 - i])]
+            tensors = [x for x in values if isinstance(x, Tensor)]
+            if any(x.dtype != torch.float32 for x in tensors):
+                continue
+            # A product of two float32 numbers is exact in float64.
+            a, b, c = (x.double() if isinstance(x, Tensor) else x for x in values)
+            return (sign * a * b + sides[1 - i] * c).float()
+        return None
+
+
+def _signed(node: Any, sign: float) -> tuple[float, Any]:
+    while isinstance(node, fx.Node) and node.target is aten.neg.default:
+        node, sign = node.args[0], -sign
+    return sign, node
+
+
+def movements(optimizer: Any, dtype: torch.dtype, vmap: bool) -> list[Tensor]:
+    """How the parameters as meant, p + compensation, move: without contraction, and with."""
+    torch.manual_seed(0)
+    p = (1.0 + 0.2 * torch.rand(2, 8)).to(dtype)
+    g = torch.where(torch.rand(2, 8) < 0.5, -1.0, 1.0).to(dtype)
+    init, step = optimizer.init, optimizer.step
+    if vmap:
+        init, step = torch.vmap(init), torch.vmap(step)
+    state = init(p)
+    leaves, spec = pytree.tree_flatten(state)
+
+    def flat(p: Tensor, *leaves: Tensor) -> list[Tensor]:
+        new, state = step(p, g, pytree.tree_unflatten(leaves, spec))
+        return [new, *pytree.tree_leaves(state)]
+
+    module = make_fx(flat)(p, *leaves)
+    return [
+        _movement(Contracting(module, first), p, leaves, spec) for first in (None, 0, 1)
+    ]
+
+
+def _movement(
+    interpreter: Contracting, p: Tensor, leaves: list[Tensor], spec: pytree.TreeSpec
+) -> Tensor:
+    start = p.double()
+    for _ in range(STEPS):
+        p, *leaves = interpreter.run(p, *leaves)
+    assert interpreter.first is None or interpreter.contracted > STEPS
+    keyed, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
+    (comp,) = [x for path, x in keyed if "kahan_comp" in pytree.keystr(path)]
+    return p.double() + comp.double() - start
+
+
+def assert_same_movement(optimizer: Any, dtype: torch.dtype, vmap: bool = False) -> None:
+    want, *contracted = movements(optimizer, dtype, vmap)
+    # Steps of 1e-4 are far below what the dtype resolves: they add up only if kept.
+    assert (want.abs() > 0.2 * STEPS * 1e-4).all()
+    for got in contracted:
+        assert ((got - want).abs() <= 0.02 * want.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_add_up_whatever_is_contracted(name: str, dtype: torch.dtype) -> None:
+    # Moments in float32: bfloat16 ones of betas this large are a matter of their own.
+    optimizer = getattr(optimi_func, name)(lr=1e-4, weight_decay=0.0)
+    assert_same_movement(_WideState(optimizer), dtype)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_decay_adds_up_too(name: str) -> None:
+    kind = {"decouple_wd": True} if name == "sgd" else {}
+    optimizer = getattr(optimi_func, name)(lr=1e-4, weight_decay=0.1, **kind)
+    assert_same_movement(_WideState(optimizer), torch.bfloat16)
+
+
+def test_members_of_a_population() -> None:
+    assert_same_movement(
+        _WideState(optimi_func.adamw(lr=1e-4, weight_decay=0.0)), torch.bfloat16, vmap=True
+    )
+
+
+def test_a_chain_of_transforms() -> None:
+    inner = transforms.chain(
+        transforms.clip_value(2.0),
+        transforms.clip_global_norm(1e3),
+        optimi_func.adamw(lr=1e-4, weight_decay=0.0),
+    )
+    optimizer = transforms.apply_if_finite(
+        transforms.every_k(transforms.ema(inner, 0.9), 1)
+    )
+    assert_same_movement(_WideState(optimizer), torch.bfloat16)
+
+
+class _WideState:
+    """An optimizer with its moments in float32."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.step = optimizer.step
+
+    def init(self, params: Any) -> Any:
+        return self._optimizer.init(params, state_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
+    """Where x is about to overflow or is denormal a compensated step is as ever."""
+    top = torch.finfo(dtype).max
+    for value in (top, -top, 1e-30, torch.finfo(dtype).tiny, 0.0):
+        p = torch.full((2,), value, dtype=dtype)
+        optimizer = optimi_func.sgd(lr=1e-3)
+        new, state = optimizer.step(p, torch.zeros_like(p), optimizer.init(p))
+        assert new.equal(p)
+        assert not state.leaves.kahan_comp.any()

@@ -9,7 +9,7 @@ from optimi_func import compiled as compiled
 from optimi_func import population as population
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
-from optimi_func._types import PureOptimizer as PureOptimizer
+from optimi_func._rule import PureOptimizer as PureOptimizer
 from optimi_func.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.functional import LeafState as LeafState
 from optimi_func.functional import TreeState as TreeState

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from optimi_func._types import PureOptimizer, is_pure
+from optimi_func._rule import PureOptimizer, is_pure
 
 # A factory takes its numbers by name: adamw, a partial of it, a lambda of one's own.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]

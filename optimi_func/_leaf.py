@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._types import WHOLE, DecayKind, Leaf, Rates, Rule, Scalar, Scalars, Share
+from optimi_func._rule import (
+    WHOLE_BATCH,
+    DecayKind,
+    Leaf,
+    Microbatch,
+    Rates,
+    Rule,
+    Scalar,
+    Scalars,
+)
 
 
 def whole_mean(x: Tensor) -> Tensor:
@@ -35,7 +44,7 @@ def leaf_step(
 
     With x = p + comp the parameter as it is meant (comp = 0 where there is none):
 
-        g <- gain * g + l2 * x
+        g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
         u <- -(lr * d + decay * x) / max(1, sqrt(mean(spread)))
         u, state <- after(x, u, state)
@@ -58,7 +67,7 @@ def leaf_step(
     c, r = scalars
     p32 = _to(p, wide)
     x = p32 if comp is None else p32 + _to(comp, wide)
-    g = r.gain * _to(g, wide) + r.l2 * x
+    g = r.grad_scale * _to(g, wide) + r.l2 * x
     d, new, spread = rule.direction(g, type(state)(*(_to(s, wide) for s in state)), c)
     if write:
         u = -(r.lr * d + r.decay * x)
@@ -125,24 +134,24 @@ def init_leaf(
     return Leaf(p, rule.init(p, state_dtype or p.dtype), comp)
 
 
-def share_scalars(
-    rule: Rule[Any, Any, Any], scalars: Scalars, share: Share, write: bool
+def microbatch_scalars(
+    rule: Rule[Any, Any, Any], scalars: Scalars, microbatch: Microbatch, write: bool
 ) -> Scalars:
     """A step's numbers for a gradient that is a part of it, or scaled.
 
     Args:
-        rule: The mathematics; it has a `join` wherever `share.joins`.
+        rule: The mathematics; it has a `accumulate` wherever `microbatch.accumulate`.
         scalars: The numbers of the whole step.
-        share: What the gradient is to it.
+        microbatch: What the gradient is to it.
         write: Whether the parameter moves now. Decay, also that within the gradient,
             belongs to the moment that it does.
     """
     coeffs, r = scalars
-    if share.joins:
-        assert rule.join is not None
-        coeffs = rule.join(coeffs)
-    if share.gain is not WHOLE.gain:
-        r = r._replace(gain=share.gain * r.gain)
+    if microbatch.accumulate:
+        assert rule.accumulate is not None
+        coeffs = rule.accumulate(coeffs)
+    if microbatch.grad_scale is not WHOLE_BATCH.grad_scale:
+        r = r._replace(grad_scale=microbatch.grad_scale * r.grad_scale)
     return Scalars(coeffs, r if write else r._replace(l2=0.0))
 
 
@@ -170,14 +179,14 @@ def rates(
         max_lr: The largest scheduled lr; used by the two fully kinds alone.
         maximize: Climb instead of descend.
     """
-    gain = -1.0 if maximize else 1.0
+    grad_scale = -1.0 if maximize else 1.0
     if kind == "l2":
-        return Rates(lr, 0.0, weight_decay, gain)
+        return Rates(lr, 0.0, weight_decay, grad_scale)
     scheduled = lr
     if kind.startswith("fully") and max_lr is not None:
         scheduled = lr / max_lr
     share = scheduled * weight_decay
     if kind.endswith("proximal"):
         # (p - lr*d) / (1 + share) = p - (lr*d + share*p) / (1 + share)
-        return Rates(lr / (1.0 + share), share / (1.0 + share), 0.0, gain)
-    return Rates(lr, share, 0.0, gain)
+        return Rates(lr / (1.0 + share), share / (1.0 + share), 0.0, grad_scale)
+    return Rates(lr, share, 0.0, grad_scale)

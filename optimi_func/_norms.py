@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from optimi_func import _torch
-from optimi_func._types import Scalar
+from optimi_func._rule import Scalar
 
 
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func._distributed import distribute_like
 from optimi_func._leaf import is_low
-from optimi_func._shards import place_like
-from optimi_func._types import Rule
+from optimi_func._rule import Rule
 from optimi_func.functional import FunctionalOptimizer, LeafState, TreeState
 
 # How the step is carried out is the running optimizer's affair, not the file's.
@@ -283,7 +283,7 @@ def owned(
         elif name in fresh:
             dtype = x.dtype if keep_dtypes else fresh[name]
             made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
-            made[name].copy_(place_like(p, x))
+            made[name].copy_(distribute_like(p, x))
     return made
 
 

@@ -41,7 +41,7 @@ from optimi_func._leaf import (
     rates,
     whole_mean,
 )
-from optimi_func._types import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars
+from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars
 from optimi_func.rules import adam as _adam
 from optimi_func.rules import adan as _adan
 from optimi_func.rules import lion as _lion
@@ -176,7 +176,7 @@ class FunctionalOptimizer:
                     "will be scheduled, unless lr is a positive float"
                 )
 
-    def advice(self) -> list[str]:
+    def likely_mistakes(self) -> list[str]:
         """What is allowed, but probably not meant, as warning texts."""
         found: list[str] = []
         eps = getattr(self.hyper, "eps", 0.0)
@@ -188,8 +188,8 @@ class FunctionalOptimizer:
         if self.max_lr is not None and not self.decay.startswith("fully"):
             found.append(f"max_lr={self.max_lr} has no effect without decouple_lr=True.")
         if isinstance(self.hyper, _sgd.Hyper):
-            found += _sgd_advice(self.rule, self.hyper)
-        return found + decay_advice([(self.decay, self.weight_decay)])
+            found += _sgd_mistakes(self.rule, self.hyper)
+        return found + decay_mistakes([(self.decay, self.weight_decay)])
 
     def init(
         self,
@@ -206,7 +206,7 @@ class FunctionalOptimizer:
             state_dtype: The moments' dtype; None takes each parameter's. A second
                 moment is never float16.
         """
-        warn(self.advice())
+        warn(self.likely_mistakes())
         return init_tree(self.rule, params, kahan_sum, state_dtype)
 
     def step(
@@ -222,9 +222,9 @@ class FunctionalOptimizer:
         Returns:
             New parameters and new state; where a gradient is None, the same objects.
         """
-        leaves = Leaves.check(self.rule, params, grads, state)
+        leaves = FlatTree.check(self.rule, params, grads, state)
         if not torch.compiler.is_compiling():
-            warn(self.advice() + leaves.stuck_moments(self.hyper))
+            warn(self.likely_mistakes() + leaves.stuck_moments(self.hyper))
         step = state.step.detach()
         scalars = self.scalars(leaves, step, step.to(scalar_dtype(step.device)) + 1.0)
         stepped: dict[int, Leaf] = {}
@@ -234,7 +234,7 @@ class FunctionalOptimizer:
                 stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_mean)
         return leaves.rebuild(stepped)
 
-    def scalars(self, leaves: "Leaves", step: Tensor, t: Scalar) -> list[Scalars]:
+    def scalars(self, leaves: "FlatTree", step: Tensor, t: Scalar) -> list[Scalars]:
         """The numbers of each leaf; one object where leaves share them.
 
         Args:
@@ -259,7 +259,7 @@ class FunctionalOptimizer:
         return [shared[pair] for pair in zip(lr_at, decay_at)]
 
 
-def _sgd_advice(rule: Rule[Any, Any, Any], hyper: _sgd.Hyper) -> list[str]:
+def _sgd_mistakes(rule: Rule[Any, Any, Any], hyper: _sgd.Hyper) -> list[str]:
     if rule is _sgd.plain and hyper.dampening is not False and hyper.dampening != 0:
         return [f"dampening={hyper.dampening} has no effect without momentum."]
     if hyper.torch_init and hyper.dampening is not True:
@@ -267,7 +267,7 @@ def _sgd_advice(rule: Rule[Any, Any, Any], hyper: _sgd.Hyper) -> list[str]:
     return []
 
 
-def decay_advice(groups: list[tuple[DecayKind, Any]]) -> list[str]:
+def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
     """One warning for all groups whose fully decoupled decay looks like a decoupled."""
     high = [
         wd
@@ -293,9 +293,9 @@ def step_to_come(step: Tensor) -> Scalar:
     return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
 
 
-def check_joins(optimizer: FunctionalOptimizer) -> None:
+def check_accumulates(optimizer: FunctionalOptimizer) -> None:
     """Refuse a rule whose state cannot take a step's gradient in parts."""
-    if optimizer.rule.join is None:
+    if optimizer.rule.accumulate is None:
         name = {"sgd": "SGD without momentum"}.get(optimizer.rule.name, optimizer.rule.name)
         raise ValueError(
             f"accumulation='states' adds gradients into the state, and {name} has none "
@@ -303,7 +303,7 @@ def check_joins(optimizer: FunctionalOptimizer) -> None:
         )
 
 
-class Leaves(NamedTuple):
+class FlatTree(NamedTuple):
     """A checked (params, grads, state), flat."""
 
     paths: list[str]
@@ -316,7 +316,7 @@ class Leaves(NamedTuple):
     @staticmethod
     def check(
         rule: Rule[Any, Any, Any], params: PyTree, grads: PyTree, state: TreeState
-    ) -> "Leaves":
+    ) -> "FlatTree":
         """Flatten the three trees, refusing whatever a step could not use."""
         paths, tensors, spec = flatten_params(params)
         if not isinstance(state, TreeState):
@@ -330,7 +330,7 @@ class Leaves(NamedTuple):
             check_grad(path, p, g)
             _check_state(rule, path, p, s)
         leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
-        return Leaves(paths, spec, leaves, flat_grads, state, states)
+        return FlatTree(paths, spec, leaves, flat_grads, state, states)
 
     def rebuild(self, stepped: dict[int, Leaf]) -> tuple[PyTree, TreeState]:
         """Trees again, with the leaves that moved."""
@@ -512,7 +512,7 @@ def _difference(tree: PyTree, params: PyTree) -> str:
     return ": the containers are of different types"
 
 
-def _broadcast(name: str, prefix: Any, leaves: Leaves) -> tuple[list[Any], list[int]]:
+def _broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
     """The numbers of a prefix of the parameter tree, and which of them each leaf has."""
     count = len(leaves.leaves)
     numbers, spec = pytree.tree_flatten(prefix)
@@ -1059,7 +1059,7 @@ TreeStep: TypeAlias = Callable[
 ]
 
 
-def stepper(
+def make_step(
     factory: Callable[P, FunctionalOptimizer],
     run: Callable[
         [FunctionalOptimizer, PyTree, PyTree, TreeState], tuple[PyTree, TreeState]
@@ -1177,11 +1177,11 @@ ranger_init = _initializer("ranger", _ranger.ranger)
 adan_init = _initializer("adan", _adan.adan)
 lion_init = _initializer("lion", _lion.lion)
 
-sgd_step = stepper(sgd, pure_step, "sgd_step")
-adam_step = stepper(adam, pure_step, "adam_step")
-adamw_step = stepper(adamw, pure_step, "adamw_step")
-stableadamw_step = stepper(stableadamw, pure_step, "stableadamw_step")
-radam_step = stepper(radam, pure_step, "radam_step")
-ranger_step = stepper(ranger, pure_step, "ranger_step")
-adan_step = stepper(adan, pure_step, "adan_step")
-lion_step = stepper(lion, pure_step, "lion_step")
+sgd_step = make_step(sgd, pure_step, "sgd_step")
+adam_step = make_step(adam, pure_step, "adam_step")
+adamw_step = make_step(adamw, pure_step, "adamw_step")
+stableadamw_step = make_step(stableadamw, pure_step, "stableadamw_step")
+radam_step = make_step(radam, pure_step, "radam_step")
+ranger_step = make_step(ranger, pure_step, "ranger_step")
+adan_step = make_step(adan, pure_step, "adan_step")
+lion_step = make_step(lion, pure_step, "lion_step")

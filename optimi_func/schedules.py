@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from optimi_func._types import Scalar
+from optimi_func._rule import Scalar
 from optimi_func.functional import check_number
 from optimi_func.rules._common import choose, scalar_dtype, sqrt
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func import _torch
 from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
-from optimi_func._types import PyTree
+from optimi_func._rule import PyTree
 
 
 class Unrolled(NamedTuple):

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
-from optimi_func.compiled import direct
+from optimi_func.execution import direct
 
 # Hundreds of kernels are compiled here, where a program has one or two.
 direct.PRECOMPILE_HEADERS = True

@@ -14,10 +14,10 @@ from cases import CLASSES
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
-from optimi_func._cohorts import Cohort
-from optimi_func._types import WHOLE
-from optimi_func.compiled import batching, kernel, loop
-from optimi_func.compiled.jobs import Segments
+from optimi_func._rule import WHOLE_BATCH
+from optimi_func.execution import batching, kernel, loop
+from optimi_func.execution.cohorts import Cohort
+from optimi_func.execution.jobs import Segments
 
 SHAPES = [(16,), (3, 4), (), (1,), (7,), (16,), (4, 4), (0,), (100, 100), (2, 3, 5)]
 # Lists and rows, buckets and launches of one leaf, as where kernels do not sweep.
@@ -259,7 +259,7 @@ def test_a_wider_gradient_and_a_mixture_of_them(how) -> None:
                     torch.full(p.shape, 0.3, dtype=torch.float32 if i < count else p.dtype)
                     for i, p in enumerate(ps)
                 ]
-                optimizer.update(ps, grads, [WHOLE] * len(ps), write=True, count=True)
+                optimizer.update(ps, grads, [WHOLE_BATCH] * len(ps), write=True, count=True)
         ends.append(ps)
     assert_alike(*ends, 0.0)
 
@@ -271,8 +271,8 @@ def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
         optimizer = AdamW(ps, lr=0.05, capturable=True, **way)
         for t in range(12):
             fill(ps, t)
-            skippable = WHOLE._replace(ok=torch.tensor(t % 3 > 0))
-            share = skippable if t % 2 else WHOLE
+            skippable = WHOLE_BATCH._replace(ok=torch.tensor(t % 3 > 0))
+            share = skippable if t % 2 else WHOLE_BATCH
             grads = [p.grad for p in ps]
             optimizer.update(ps, grads, [share] * len(ps), write=True, count=True)
         ends.append(ps)
@@ -353,7 +353,7 @@ def test_versions_count_what_is_written_and_nothing_else(how) -> None:
             tensors = [[p, optimizer.state[p]["exp_avg"], p.grad] for p in (small, large)]
             before = [[x._version for x in role] for role in tensors]
             grads = [p.grad for p in ps]
-            optimizer.update(ps, grads, [WHOLE] * len(ps), write=write, count=write)
+            optimizer.update(ps, grads, [WHOLE_BATCH] * len(ps), write=write, count=write)
             moved = [[x._version for x in role] for role in tensors]
             for (p, m, g), (q, n, h) in zip(before, moved):
                 assert (q > p, n > m, h > g) == (write, True, False)

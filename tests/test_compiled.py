@@ -13,10 +13,10 @@ from torch._inductor.utils import run_and_get_code
 import optimi_func
 from optimi_func import compiled
 from optimi_func._leaf import init_leaf
-from optimi_func._types import Rates, Scalars
-from optimi_func.compiled import direct, loop
-from optimi_func.compiled import kernel as kernels
-from optimi_func.compiled.kernel import Numbers, job_key, kernel
+from optimi_func._rule import Rates, Scalars
+from optimi_func.execution import direct, loop
+from optimi_func.execution import kernel as kernels
+from optimi_func.execution.kernel import Numbers, job_key, kernel
 
 SHAPES = [
     *[(1,), (), (2,), (3,), (5, 1), (7, 11), (64,), (100, 3), (0,), (8193,)],

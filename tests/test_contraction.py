@@ -63,7 +63,7 @@ def _signed(node: Any, sign: float) -> tuple[float, Any]:
 
 
 def movements(optimizer: Any, dtype: torch.dtype, vmap: bool) -> list[Tensor]:
-    """How the parameters as meant, p + compensation, move: without contraction, and with."""
+    """How p + compensation moves: without contraction, and with each choice of it."""
     torch.manual_seed(0)
     p = (1.0 + 0.2 * torch.rand(2, 8)).to(dtype)
     g = torch.where(torch.rand(2, 8) < 0.5, -1.0, 1.0).to(dtype)

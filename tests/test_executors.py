@@ -215,9 +215,9 @@ def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None
 
 
 def test_foreach_names_an_operation_it_does_not_know() -> None:
-    from optimi_func._types import Direction, Leaf, Rates, Rule, Scalars
-    from optimi_func.compiled.foreach import trace
-    from optimi_func.compiled.kernel import Numbers, job_key
+    from optimi_func._rule import Direction, Leaf, Rates, Rule, Scalars
+    from optimi_func.execution.foreach import trace
+    from optimi_func.execution.kernel import Numbers, job_key
     from optimi_func.rules import sgd
 
     odd = Rule(
@@ -262,7 +262,7 @@ def test_foreach_in_slices_of_large_tensors(
     name: str, transposed: bool, monkeypatch
 ) -> None:
     """Also where a slice is cut out of a tensor in memory order."""
-    from optimi_func.compiled import foreach
+    from optimi_func.execution import foreach
 
     monkeypatch.setattr(foreach, "CHUNK", 1000)
     order = "transposed" if transposed else "contiguous"

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimi_func import AdamW, StableAdamW, compiled, stableadamw
-from optimi_func.compiled import batching, facts, loop
-from optimi_func.compiled import kernel as kernels
-from optimi_func.compiled.facts import Facts, guards
-from optimi_func.compiled.loop import PIECE, Sweep
+from optimi_func.execution import batching, facts, loop
+from optimi_func.execution import kernel as kernels
+from optimi_func.execution.facts import Facts, guards
+from optimi_func.execution.loop import PIECE, Sweep
 
 # Around vectors, and around the pieces that threads take; a large one first.
 SIZES = [3 * PIECE + 5, 1, 3, 16, 17, 64, 1000, PIECE - 1, PIECE, PIECE + 1]

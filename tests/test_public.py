@@ -22,8 +22,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_public_names() -> None:
     public = {n for n in dir(optimi_func) if not n.startswith("_")}
-    modules = {"compiled", "functional", "gradient_release", "optimizers", "rules"}
-    modules |= {"schedules", "transforms", "utils", "population", "unrolling"}
+    modules = {
+        "compiled",
+        "execution",
+        "functional",
+        "gradient_release",
+        "optimizers",
+        "rules",
+    }
+    modules |= {"rules", "schedules", "transforms", "utils", "population", "unrolling"}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
     types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
     types |= {"TreeState", "Unrolled"}
@@ -84,14 +91,14 @@ def test_readme_names_every_optimizer_and_command() -> None:
 
 
 LAYERS = [
-    {"_types", "_torch"},
-    {"_leaf", "_norms", "_shards", "rules"},
+    {"_rule", "_torch"},
+    {"_leaf", "_norms", "_distributed", "rules"},
     {"_bound"},
     {"functional"},
     {"_saved"},
+    {"execution"},
     {"compiled", "schedules", "transforms"},
     {"population", "unrolling"},
-    {"_cohorts"},
     {"optimizers"},
     {"gradient_release"},
     {"utils"},
@@ -117,7 +124,7 @@ PRIVATE = re.compile(r"torch\._(?!_version__)(\w+)")
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
 def test_private_torch_stays_in_its_corner(path: Path) -> None:
-    if path.parent.name != "compiled" and path.name != "_torch.py":
+    if path.parent.name not in ("compiled", "execution") and path.name != "_torch.py":
         assert not PRIVATE.findall(path.read_text())
 
 
@@ -142,7 +149,7 @@ def test_private_torch_is_there() -> None:
     views = torch._utils._unflatten_dense_tensors(flat, parts)
     assert [v.shape for v in views] == [p.shape for p in parts]
     assert callable(torch._dynamo.config.patch)
-    from optimi_func.compiled import foreach
+    from optimi_func.execution import foreach
 
     names = [name for name, _ in foreach._BINARY.values()] + list(foreach._UNARY.values())
     for name in [*names, "reciprocal"]:

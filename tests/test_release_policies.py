@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import optimi_func
 from optimi_func import SGD, AdamW, Adan, adamw, prepare_for_gradient_release
-from optimi_func._types import WHOLE
+from optimi_func._rule import WHOLE_BATCH
 from optimi_func.gradient_release import CLIPPING
 
 MICRO = 4
@@ -91,7 +91,7 @@ def test_the_sum_of_bfloat16_gradients_has_the_dtype_asked_for(buffer_dtype) -> 
         for i in range(MICRO):
             grads = torch.autograd.grad(loss_of(model, step * MICRO + i), params)
             sums = [s.add_(g) for s, g in zip(sums, grads)]
-        optimizer.update(params, sums, [WHOLE] * len(params), True, True)
+        optimizer.update(params, sums, [WHOLE_BATCH] * len(params), True, True)
     released(*other, 5, **BUFFER, buffer_dtype=buffer_dtype)
     assert_same((model, optimizer), other)
 

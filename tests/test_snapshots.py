@@ -9,9 +9,9 @@ from torch import fx
 
 import optimi_func
 from optimi_func._leaf import init_leaf
-from optimi_func._types import Rates, Scalars
-from optimi_func.compiled.foreach import trace
-from optimi_func.compiled.kernel import Numbers, job_key
+from optimi_func._rule import Rates, Scalars
+from optimi_func.execution.foreach import trace
+from optimi_func.execution.kernel import Numbers, job_key
 
 
 def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **options) -> str:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func.compiled import train_step
-from optimi_func.compiled.rehearsal import Findings
+from optimi_func.compiled.dry_run import DryRun
 from optimi_func.compiled.train_step import Outcome, TrainState
 from optimi_func.compiled.update_op import running, update_
 from optimi_func.transforms import chain, clip_value
@@ -145,7 +145,7 @@ def test_one_graph_whatever_the_numbers_are(graphs) -> None:
         optimizer.param_groups[0].update(lr=LR / (i + 1), weight_decay=0.1 * i)
         step(batch)
     assert graphs() == before
-    (only,) = step._whole._graphs.values()
+    (only,) = step._step_graph._graphs.values()
     assert callable(only)
     step(batches(1, size=4)[0])
     assert graphs() == before + 1  # another shape is another graph
@@ -344,12 +344,12 @@ def test_a_module_with_a_pure_optimizer() -> None:
     for dtype in (torch.float32, torch.float64):
         leaves = step.init(state_dtype=dtype).optimizer.leaves
         assert leaves["first.weight"].momentum_buffer.dtype == dtype
-    apart = pytree.tree_map(torch.clone, state)
-    apart, _ = step(apart, given[2])
+    split_aliasing = pytree.tree_map(torch.clone, state)
+    split_aliasing, _ = step(split_aliasing, given[2])
     assert_close(model.state_dict(), other.state_dict())  # still as before
     loop(other, b, given[2:])
-    assert_close(apart.params["first.weight"], other.first.weight.detach())
-    assert_close(apart.buffers["norm.running_var"], other.norm.running_var)
+    assert_close(split_aliasing.params["first.weight"], other.first.weight.detach())
+    assert_close(split_aliasing.buffers["norm.running_var"], other.norm.running_var)
 
 
 def test_bfloat16_with_kahan_sums_in_float32() -> None:
@@ -370,8 +370,8 @@ def test_bfloat16_with_kahan_sums_in_float32() -> None:
             loss = loss_fn(other(part[0]), part)
             for total, g in zip(sums, torch.autograd.grad(loss, list(other.parameters()))):
                 total += g
-        shares = [optimi_func._types.Share(0.25, False, None)] * 2
-        b.update(list(other.parameters()), sums, shares, write=True, count=True)
+        microbatches = [optimi_func._rule.Microbatch(0.25, False, None)] * 2
+        b.update(list(other.parameters()), sums, microbatches, write=True, count=True)
     assert "kahan_comp" in a.state[model.weight]
     for p, q in zip(model.parameters(), other.parameters()):
         exact = [x.float() + o.state[x]["kahan_comp"].float() for x, o in ((p, a), (q, b))]
@@ -454,7 +454,7 @@ def test_copies_that_the_compiler_makes_are_updated() -> None:
     owned = [torch.zeros(3), torch.ones(3)]
     handed = [owned[1].clone(), owned[0]]
 
-    def update(places: Any, grads: list[Tensor], gain: Tensor | None) -> None:
+    def update(places: Any, grads: list[Tensor], grad_scale: Tensor | None) -> None:
         for i, g in zip(places, grads):
             owned[i].sub_(g)
 
@@ -655,7 +655,7 @@ def test_a_loss_that_is_a_parameter() -> None:
 
 
 def test_two_threads_rehearse() -> None:
-    from optimi_func.compiled.rehearsal import rehearse
+    from optimi_func.compiled.dry_run import dry_run
 
     scale, scaler = torch.amp.GradScaler.scale, torch.amp.GradScaler("cpu")
     meet, leave = threading.Barrier(2, timeout=60), threading.Event()
@@ -666,7 +666,7 @@ def test_two_threads_rehearse() -> None:
             wait()
             return params[0].sum(), None, []
 
-        rehearse(program, [torch.ones(2)], [], None)
+        dry_run(program, [torch.ones(2)], [], None)
 
     def stay() -> None:
         leave.wait(60)
@@ -684,7 +684,7 @@ def test_two_threads_rehearse() -> None:
 
 
 def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:
-    from optimi_func.compiled.rehearsal import rehearse
+    from optimi_func.compiled.dry_run import dry_run
     from optimi_func.compiled.whole import Program
 
     model = Net(dropout=0.5)
@@ -694,12 +694,12 @@ def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:
     (batch,) = batches(1, dtype=torch.float32)
     seed, before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     program = Program(model, mean_loss, spec, buffers_spec)
-    found = rehearse(program, params, buffers, batch)
-    assert isinstance(found, Findings)
-    assert [list(names)[i] for i in range(len(names)) if i not in found.trained] == [
+    found = dry_run(program, params, buffers, batch)
+    assert isinstance(found, DryRun)
+    assert [list(names)[i] for i in range(len(names)) if i not in found.used_params] == [
         "unused"
     ]
-    assert [list(dict(model.named_buffers()))[i] for i in found.written] == [
+    assert [list(dict(model.named_buffers()))[i] for i in found.mutated_buffers] == [
         "norm.running_mean",
         "norm.running_var",
         "norm.num_batches_tracked",

@@ -321,7 +321,7 @@ ROWS = {
 }
 
 
-def own_code(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def with_own_code_object(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Dynamo counts recompilations per code object: a function a row."""
     code = fn.__code__.replace(co_name=name)
     return types.FunctionType(code, fn.__globals__, name, None, fn.__closure__)
@@ -364,7 +364,9 @@ def test_compiles_into_one_graph(row: Row, graphs) -> None:
         return row.make(lr, number).step(p, g, s)
 
     name = next(name for name in ROWS if ROWS[name] is row)
-    compiled = torch.compile(own_code(step, name), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        with_own_code_object(step, name), fullgraph=True, backend="aot_eager"
+    )
     params, grads = problem(4)
     ours = theirs = (params, row.make(LR, row.number).init(params))
     for i, g in enumerate(grads):

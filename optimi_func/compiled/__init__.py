@@ -8,19 +8,19 @@ own function over the pure one in `optimi_func`. States come from the `*_init` t
 import torch
 
 from optimi_func import functional as _f
-from optimi_func._shards import (
-    align,
+from optimi_func._distributed import (
     any_distributed,
     check_placed,
-    here,
-    leaf_here,
+    leaf_to_local,
+    redistribute_like,
     shards_of,
+    to_local,
 )
-from optimi_func._types import Leaf, PyTree
-from optimi_func.compiled.batching import plan_compiled, run_launches
-from optimi_func.compiled.jobs import Bundle, Job, check_writable
-from optimi_func.compiled.kernel import Numbers, ambient
+from optimi_func._rule import Leaf, PyTree
 from optimi_func.compiled.train_step import train_step as train_step
+from optimi_func.execution.batching import plan_compiled, run_launches
+from optimi_func.execution.jobs import Bundle, Job, check_writable
+from optimi_func.execution.kernel import Numbers, kernel_context
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 
@@ -29,7 +29,7 @@ def step(
 ) -> tuple[PyTree, TreeState]:
     """The step through compiled kernels, into new tensors."""
     leaves = _checked(optimizer, params, grads, state)
-    with ambient(state.step.device):
+    with kernel_context(state.step.device):
         given = enumerate(leaves.grads)
         fresh = {i: _fresh(leaves.leaves[i]) for i, g in given if g is not None}
         _run(optimizer, leaves, list(_jobs(optimizer, leaves, fresh).values()))
@@ -42,8 +42,8 @@ def step_(
     """The step through compiled kernels, written into params and state."""
     leaves = _checked(optimizer, params, grads, state)
     for path, leaf in zip(leaves.paths, leaves.leaves):
-        check_writable(path, *here([leaf.p]))
-    with ambient(state.step.device):
+        check_writable(path, *to_local([leaf.p]))
+    with kernel_context(state.step.device):
         jobs = _jobs(optimizer, leaves, {})
         _run(optimizer, leaves, list(jobs.values()))
         moved = [leaves.leaves[i].p for i in jobs]
@@ -56,17 +56,17 @@ def step_(
 
 def _checked(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
-) -> _f.Leaves:
+) -> _f.FlatTree:
     if not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
             f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
-    return _f.Leaves.check(optimizer.rule, params, grads, state)
+    return _f.FlatTree.check(optimizer.rule, params, grads, state)
 
 
 def _jobs(
-    optimizer: FunctionalOptimizer, leaves: _f.Leaves, into: dict[int, Leaf]
+    optimizer: FunctionalOptimizer, leaves: _f.FlatTree, into: dict[int, Leaf]
 ) -> dict[int, Job]:
     """A job a gradient, onto the leaves given or, without any, in place."""
     step = leaves.state.step
@@ -77,15 +77,15 @@ def _jobs(
         if g is not None:
             path, shards = leaves.paths[i], shards_of(leaf.p)
             check_placed(path, leaf.p)
-            (g,) = here([align(path, leaf.p, g)])
-            source = Bundle(leaf_here(leaf), shards)
-            target = Bundle(leaf_here(into[i]), shards) if into else source
+            (g,) = to_local([redistribute_like(path, leaf.p, g)])
+            source = Bundle(leaf_to_local(leaf), shards)
+            target = Bundle(leaf_to_local(into[i]), shards) if into else source
             jobs[i] = Job(source, g, numbers[id(s)], target, None, None, None)
     return jobs
 
 
-def _run(optimizer: FunctionalOptimizer, leaves: _f.Leaves, jobs: list[Job]) -> None:
-    _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
+def _run(optimizer: FunctionalOptimizer, leaves: _f.FlatTree, jobs: list[Job]) -> None:
+    _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer.hyper))
     launches = plan_compiled(optimizer.rule, jobs, write=True)
     run_launches(launches, leaves.state.step.device)
 
@@ -99,19 +99,19 @@ def _fresh(leaf: Leaf) -> Leaf:
     )
 
 
-sgd_step = _f.stepper(_f.sgd, step, "sgd_step")
-sgd_step_ = _f.stepper(_f.sgd, step_, "sgd_step_")
-adam_step = _f.stepper(_f.adam, step, "adam_step")
-adam_step_ = _f.stepper(_f.adam, step_, "adam_step_")
-adamw_step = _f.stepper(_f.adamw, step, "adamw_step")
-adamw_step_ = _f.stepper(_f.adamw, step_, "adamw_step_")
-stableadamw_step = _f.stepper(_f.stableadamw, step, "stableadamw_step")
-stableadamw_step_ = _f.stepper(_f.stableadamw, step_, "stableadamw_step_")
-radam_step = _f.stepper(_f.radam, step, "radam_step")
-radam_step_ = _f.stepper(_f.radam, step_, "radam_step_")
-ranger_step = _f.stepper(_f.ranger, step, "ranger_step")
-ranger_step_ = _f.stepper(_f.ranger, step_, "ranger_step_")
-adan_step = _f.stepper(_f.adan, step, "adan_step")
-adan_step_ = _f.stepper(_f.adan, step_, "adan_step_")
-lion_step = _f.stepper(_f.lion, step, "lion_step")
-lion_step_ = _f.stepper(_f.lion, step_, "lion_step_")
+sgd_step = _f.make_step(_f.sgd, step, "sgd_step")
+sgd_step_ = _f.make_step(_f.sgd, step_, "sgd_step_")
+adam_step = _f.make_step(_f.adam, step, "adam_step")
+adam_step_ = _f.make_step(_f.adam, step_, "adam_step_")
+adamw_step = _f.make_step(_f.adamw, step, "adamw_step")
+adamw_step_ = _f.make_step(_f.adamw, step_, "adamw_step_")
+stableadamw_step = _f.make_step(_f.stableadamw, step, "stableadamw_step")
+stableadamw_step_ = _f.make_step(_f.stableadamw, step_, "stableadamw_step_")
+radam_step = _f.make_step(_f.radam, step, "radam_step")
+radam_step_ = _f.make_step(_f.radam, step_, "radam_step_")
+ranger_step = _f.make_step(_f.ranger, step, "ranger_step")
+ranger_step_ = _f.make_step(_f.ranger, step_, "ranger_step_")
+adan_step = _f.make_step(_f.adan, step, "adan_step")
+adan_step_ = _f.make_step(_f.adan, step_, "adan_step_")
+lion_step = _f.make_step(_f.lion, step, "lion_step")
+lion_step_ = _f.make_step(_f.lion, step_, "lion_step_")

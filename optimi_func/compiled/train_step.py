@@ -11,13 +11,19 @@ from torch.utils import _pytree as pytree
 
 from optimi_func import _torch
 from optimi_func import functional as _f
-from optimi_func._leaf import share_scalars
-from optimi_func._types import WHOLE, PureOptimizer, PyTree, Scalar, is_pure
-from optimi_func.compiled.batching import plan_compiled, run_launches
-from optimi_func.compiled.jobs import Bundle, Job, is_expanded, is_plain
-from optimi_func.compiled.kernel import Numbers
+from optimi_func._leaf import microbatch_scalars
+from optimi_func._rule import WHOLE_BATCH, PureOptimizer, PyTree, Scalar, is_pure
 from optimi_func.compiled.update_op import running
-from optimi_func.compiled.whole import Inputs, Program, TracedUpdate, Whole, ambient
+from optimi_func.compiled.whole import (
+    Inputs,
+    Program,
+    StepGraph,
+    TracedUpdate,
+    no_grad_context,
+)
+from optimi_func.execution.batching import plan_compiled, run_launches
+from optimi_func.execution.jobs import Bundle, Job, is_expanded, is_plain
+from optimi_func.execution.kernel import Numbers
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 LossFn = Callable[[Any, Any], Any]
@@ -203,7 +209,7 @@ class PureStep:
     def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
         self._settings = settings
         self._optimizer = optimizer
-        self._wholes: dict[pytree.TreeSpec, Whole] = {}
+        self._step_graphs: dict[pytree.TreeSpec, StepGraph] = {}
 
     def init(
         self,
@@ -258,7 +264,7 @@ class PureStep:
                 f"state={type(state).__name__}: allowed is a TrainState; make one with init"
             )
         self._check(state)
-        with ambient():
+        with no_grad_context():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
             return state, self._step(state, batch)
@@ -315,17 +321,19 @@ class PureStep:
         flat, spec = pytree.tree_flatten(state.optimizer)
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        inputs = Inputs(params, buffers, flat, _yes(params), batch)
-        if spec not in self._wholes:
-            self._wholes[spec] = _whole(settings, _traced(optimizer, params_spec, spec))
-        whole = self._wholes[spec]
+        inputs = Inputs(params, buffers, flat, _opaque_true(params), batch)
+        if spec not in self._step_graphs:
+            self._step_graphs[spec] = _step_graph(
+                settings, _traced(optimizer, params_spec, spec)
+            )
+        whole = self._step_graphs[spec]
         if not isinstance(optimizer, FunctionalOptimizer):
             return _tell(whole, program, inputs)
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # A gradient is like its parameter.
-        leaves = _f.Leaves.check(optimizer.rule, tree, tree, tree_state)
-        _f.warn(optimizer.advice() + leaves.stuck_moments(optimizer.hyper))
+        leaves = _f.FlatTree.check(optimizer.rule, tree, tree, tree_state)
+        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer.hyper))
         update = _Update(optimizer, leaves)
         with running(update, params):
             outcome = _tell(whole, program, inputs._replace(state=[]))
@@ -362,7 +370,7 @@ def _traced(
 class _Update:
     """The compiled step of a parameter tree, some leaves at a time."""
 
-    def __init__(self, optimizer: FunctionalOptimizer, leaves: _f.Leaves) -> None:
+    def __init__(self, optimizer: FunctionalOptimizer, leaves: _f.FlatTree) -> None:
         self._rule = optimizer.rule
         self._leaves = leaves.leaves
         step = leaves.state.step
@@ -372,22 +380,24 @@ class _Update:
         self._scaled: dict[int, Numbers] = {}
 
     def __call__(
-        self, places: Sequence[int], grads: list[Tensor], gain: Tensor | None
+        self, places: Sequence[int], grads: list[Tensor], grad_scale: Tensor | None
     ) -> None:
         jobs: list[Job] = []
         for i, g in zip(places, grads):
             source = Bundle(self._leaves[i], None)
-            now = self._now(self._numbers[i], gain)
+            now = self._now(self._numbers[i], grad_scale)
             jobs.append(Job(source, g, now, source, None, None, None))
         run_launches(plan_compiled(self._rule, jobs, write=True), grads[0].device)
 
-    def _now(self, numbers: Numbers, gain: Tensor | None) -> Numbers:
-        if gain is None:
+    def _now(self, numbers: Numbers, grad_scale: Tensor | None) -> Numbers:
+        if grad_scale is None:
             return numbers
-        # One gain a step.
+        # One scale a step.
         if id(numbers) not in self._scaled:
-            share = WHOLE._replace(gain=_number(gain))
-            scalars = share_scalars(self._rule, numbers.scalars, share, write=True)
+            microbatch = WHOLE_BATCH._replace(grad_scale=_number(grad_scale))
+            scalars = microbatch_scalars(
+                self._rule, numbers.scalars, microbatch, write=True
+            )
             self._scaled[id(numbers)] = Numbers(scalars)
         return self._scaled[id(numbers)]
 
@@ -403,7 +413,7 @@ class ClassStep:
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._whole = _whole(settings, None)
+        self._step_graph = _step_graph(settings, None)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
@@ -422,16 +432,22 @@ class ClassStep:
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
 
-        def update(places: Sequence[int], grads: list[Tensor], gain: Tensor | None) -> None:
-            share = WHOLE if gain is None else WHOLE._replace(gain=_number(gain))
+        def update(
+            places: Sequence[int], grads: list[Tensor], grad_scale: Tensor | None
+        ) -> None:
+            microbatch = (
+                WHOLE_BATCH
+                if grad_scale is None
+                else WHOLE_BATCH._replace(grad_scale=_number(grad_scale))
+            )
             some = [params[i] for i in places]
-            optimizer.update(some, grads, [share] * len(some), write=True, count=True)
+            optimizer.update(some, grads, [microbatch] * len(some), write=True, count=True)
 
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
         detached = [p.detach() for p in params]
-        inputs = Inputs(detached, buffers, [], _yes(detached), batch)
-        with ambient(), running(update, params):
-            outcome = _tell(self._whole, program, inputs)
+        inputs = Inputs(detached, buffers, [], _opaque_true(detached), batch)
+        with no_grad_context(), running(update, params):
+            outcome = _tell(self._step_graph, program, inputs)
         # Nothing has a gradient and nothing moves: hooks and schedulers see a step.
         optimizer.step()
         return outcome
@@ -524,14 +540,14 @@ def _check_untouched(name: str, p: Tensor) -> None:
         )
 
 
-def _whole(settings: _Settings, update: TracedUpdate | None) -> Whole:
-    return Whole(settings.accumulate, settings.clip_global_norm, update)
+def _step_graph(settings: _Settings, update: TracedUpdate | None) -> StepGraph:
+    return StepGraph(settings.accumulate, settings.clip_global_norm, update)
 
 
-def _yes(params: list[Tensor]) -> Tensor:
+def _opaque_true(params: list[Tensor]) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=params[0].device)
 
 
-def _tell(whole: Whole, program: Program, inputs: Inputs) -> Outcome:
+def _tell(whole: StepGraph, program: Program, inputs: Inputs) -> Outcome:
     outputs, aux = whole.step(program, inputs)
     return Outcome(outputs.loss, aux, outputs.norm)

@@ -29,7 +29,7 @@ Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Tensor | None], None]
 def update_(
     after: Tensor,
     places: list[int],
-    gain: Tensor | None,
+    grad_scale: Tensor | None,
     grads: list[Tensor],
     params: list[Tensor],
 ) -> None:
@@ -38,11 +38,11 @@ def update_(
     Args:
         after: What has to be computed first: an error there finds nothing written.
         places: Where the parameters stand among those of the step.
-        gain: What the gradients are scaled by, 0-d; None for 1.
+        grad_scale: What the gradients are scaled by, 0-d; None for 1.
         grads: A gradient for each.
         params: The parameters; written.
     """
-    torch.ops.optimi_func.update_(after, places, gain, grads, params)
+    torch.ops.optimi_func.update_(after, places, grad_scale, grads, params)
 
 
 @functools.cache
@@ -89,7 +89,7 @@ _running: ContextVar[tuple[Update, list[Tensor]]] = ContextVar("running")
 def _update(
     after: Tensor,
     places: Sequence[int],
-    gain: Tensor | None,
+    grad_scale: Tensor | None,
     grads: Sequence[Tensor],
     params: Sequence[Tensor],
 ) -> None:
@@ -105,9 +105,9 @@ def _update(
     if any_torch_dispatch_mode_on_stack():
         # The first call of a graph is watched by a dispatch mode of the compiler's own.
         with _disable_current_modes():
-            update(places, list(grads), gain)
+            update(places, list(grads), grad_scale)
     else:
-        update(places, list(grads), gain)
+        update(places, list(grads), grad_scale)
     for own, old, p in copies:
         p.copy_(own)
         own.copy_(old)
@@ -119,7 +119,7 @@ def _trace(*arguments: Any) -> None:
 
 _library = torch.library.Library("optimi_func", "FRAGMENT")
 _library.define(
-    "update_(Tensor after, int[] places, Tensor? gain, Tensor[] grads, "
+    "update_(Tensor after, int[] places, Tensor? grad_scale, Tensor[] grads, "
     "Tensor(a!)[] params) -> ()"
 )
 _library.impl("update_", _update, "CompositeExplicitAutograd")

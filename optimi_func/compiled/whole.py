@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype
 from optimi_func._norms import clip_factor, norms_of, total_norm
-from optimi_func._types import PyTree
-from optimi_func.compiled.batching import SMALL
-from optimi_func.compiled.direct import torch_compile, unprobed_vectors
-from optimi_func.compiled.jobs import chunks
-from optimi_func.compiled.kernel import own_code
-from optimi_func.compiled.rehearsal import Findings, rehearse
+from optimi_func._rule import PyTree
+from optimi_func.compiled.dry_run import DryRun, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
+from optimi_func.execution.batching import SMALL
+from optimi_func.execution.direct import torch_compile, unprobed_vectors
+from optimi_func.execution.jobs import chunks
+from optimi_func.execution.kernel import with_own_code_object
 
 # About as many updates has a step: each takes the host some time, and the fewer there are
 # the more gradients wait for each other.
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     params: list[Tensor]
     buffers: list[Tensor]
     state: list[Tensor]  # for an update that is traced; others hold their own
-    yes: Tensor  # 0-d, true: what no compiler knows
+    opaque_true: Tensor  # 0-d, true: what no compiler knows
     batch: PyTree
 
 
@@ -90,11 +90,11 @@ def arguments(batch: PyTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-class FindingsChanged(Exception):
-    """The model takes another way than when it was rehearsed."""
+class DryRunChanged(Exception):
+    """The model takes another way than in the dry run."""
 
 
-class Whole:
+class StepGraph:
     """The graphs of a train_step."""
 
     def __init__(
@@ -103,11 +103,11 @@ class Whole:
         self.accumulate = accumulate
         self.clip = clip
         self.update = update
-        self._found: dict[Any, Findings] = {}
+        self._found: dict[Any, DryRun] = {}
         self._graphs: dict[Any, Callable[..., Outputs]] = {}
         # What a graph that is traced anew would have to be traced for.
         self._now: tuple[Program, Inputs] | None = None
-        self._changed: Findings | None = None
+        self._changed: DryRun | None = None
 
     def step(self, program: Program, inputs: Inputs) -> tuple[Outputs, PyTree]:
         """Run a step; what is not compiled is, before anything is written.
@@ -124,31 +124,31 @@ class Whole:
         inputs = inputs._replace(batch=parts[0])
         kind = _kind(program, parts[0])
         if kind not in self._found:
-            self._found[kind] = _rehearse(program, inputs)
-        findings = self._found[kind]
+            self._found[kind] = _dry_run(program, inputs)
+        dry = self._found[kind]
         try:
-            outputs = self._run_parts(program, findings, inputs, parts)
-        except FindingsChanged:
+            outputs = self._run_parts(program, dry, inputs, parts)
+        except DryRunChanged:
             # What the model is asked by a trace is the same the next time.
             assert self._changed is not None
-            findings = self._found[kind] = self._changed
-            outputs = self._run_parts(program, findings, inputs, parts)
+            dry = self._found[kind] = self._changed
+            outputs = self._run_parts(program, dry, inputs, parts)
         except Exception:
             # Who mends the model may change what it reaches.
             del self._found[kind]
             raise
         aux = None
-        if findings.aux is not None:
-            aux = pytree.tree_unflatten(outputs.aux, findings.aux)
+        if dry.aux is not None:
+            aux = pytree.tree_unflatten(outputs.aux, dry.aux)
         return outputs, aux
 
     def _run_parts(
-        self, program: Program, findings: Findings, inputs: Inputs, parts: list[PyTree]
+        self, program: Program, dry: DryRun, inputs: Inputs, parts: list[PyTree]
     ) -> Outputs:
         if self.accumulate == 1:
-            return self._run(program, findings, inputs, None, True)
-        trained, written, *_ = findings
-        params = [inputs.params[i] for i in trained]
+            return self._run(program, dry, inputs, None, True)
+        used_params, mutated_buffers, *_ = dry
+        params = [inputs.params[i] for i in used_params]
         sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
         # Not into the buffers themselves: the graph of the last part may fail to compile.
         buffers = [x.clone() for x in inputs.buffers]
@@ -157,8 +157,8 @@ class Whole:
         for i, batch in enumerate(parts):
             last = i + 1 == len(parts)
             given = given._replace(batch=batch)
-            found.append(self._run(program, findings, given, sums, last))
-        for j in written:
+            found.append(self._run(program, dry, given, sums, last))
+        for j in mutated_buffers:
             inputs.buffers[j].copy_(buffers[j])
         aux = [torch.stack(xs) for xs in zip(*[x.aux for x in found])]
         loss = torch.stack([x.loss for x in found]).mean()
@@ -167,17 +167,17 @@ class Whole:
     def _run(
         self,
         program: Program,
-        findings: Findings,
+        dry: DryRun,
         inputs: Inputs,
         sums: list[Tensor] | None,
         last: bool,
     ) -> Outputs:
-        key = (program.params, program.buffers, findings, last)
+        key = (program.params, program.buffers, dry, last)
         graph = self._graphs.get(key)
         self._now, self._changed = (program, inputs), None
         try:
             if graph is None:
-                body = own_code(self._body(program, findings, last), "train_step")
+                body = with_own_code_object(self._body(program, dry, last), "train_step")
                 # Dropout draws what it would eagerly, which takes fixed shapes.
                 options = {"dynamic": False, "options": {"fallback_random": True}}
                 read_before_written()
@@ -190,12 +190,12 @@ class Whole:
             # The compiler wraps what was raised while it traced.
             if self._changed is None:
                 raise
-            raise FindingsChanged from None
+            raise DryRunChanged from None
         finally:
             self._now = None
 
     def _body(
-        self, program: Program, findings: Findings, last: bool
+        self, program: Program, dry: DryRun, last: bool
     ) -> Callable[[Inputs, list[Tensor] | None], Outputs]:
         traced: list[bool] = []
 
@@ -204,58 +204,58 @@ class Whole:
             # Run by whoever traces. Later than the first time because something about
             # the model is new, with it perhaps which parameters the loss reaches.
             if traced and self._now is not None:
-                found = _rehearse(*self._now)
-                if found != findings:
+                found = _dry_run(*self._now)
+                if found != dry:
                     self._changed = found
-                    raise FindingsChanged
+                    raise DryRunChanged
             traced.append(True)
             return True
 
-        trained, written, lent, _ = findings
+        used_params, mutated_buffers, aliased_aux, _ = dry
 
         def body(inputs: Inputs, sums: list[Tensor] | None) -> Outputs:
             confirm()
-            params, buffers, state, yes, batch = inputs
+            params, buffers, state, opaque_true, batch = inputs
 
             def compute(moving: list[Tensor]) -> tuple[Tensor, Any]:
                 full, held = list(params), list(buffers)
-                for i, p in zip(trained, moving):
+                for i, p in zip(used_params, moving):
                     full[i] = p
-                for j in written:
+                for j in mutated_buffers:
                     held[j] = buffers[j].clone()
                 loss, aux, after = program(full, held, batch)
                 items = [] if aux is None else pytree.tree_leaves(aux)
-                return loss, (items, [after[j] for j in written])
+                return loss, (items, [after[j] for j in mutated_buffers])
 
-            moving = [params[i] for i in trained]
+            moving = [params[i] for i in used_params]
             grads, (loss, (aux, after)) = grad_and_value(compute, has_aux=True)(moving)
             # Every write waits for the loss: where the forward fails on its data, such as
             # an index out of range, it finds everything as it was.
-            yes = yes | loss.isnan()
-            loss = _chosen(loss, yes)
-            for i in lent:
-                aux[i] = _chosen(aux[i], yes)
-            for j, new in zip(written, after):
-                buffers[j].copy_(_chosen(new, yes))
+            opaque_true = opaque_true | loss.isnan()
+            loss = _chosen(loss, opaque_true)
+            for i in aliased_aux:
+                aux[i] = _chosen(aux[i], opaque_true)
+            for j, new in zip(mutated_buffers, after):
+                buffers[j].copy_(_chosen(new, opaque_true))
             if sums is not None:
                 for total, g in zip(sums, grads):
                     total.add_(g)
                 grads = sums
             if not last:
                 return Outputs(loss, aux, None)
-            gain, norm = self._gain(grads)
+            grad_scale, norm = self._grad_scale(grads)
             if self.update is None:
-                _update(dict(zip(trained, grads)), params, gain, loss)
+                _update(dict(zip(used_params, grads)), params, grad_scale, loss)
             else:
-                if gain is not None:
-                    grads = [g * gain for g in grads]
-                new = self.update(params, _placed(grads, trained, len(params)), state)
-                _write([*params, *state], [*new[0], *new[1]], yes)
+                if grad_scale is not None:
+                    grads = [g * grad_scale for g in grads]
+                new = self.update(params, _placed(grads, used_params, len(params)), state)
+                _write([*params, *state], [*new[0], *new[1]], opaque_true)
             return Outputs(loss, aux, norm)
 
         return body
 
-    def _gain(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    def _grad_scale(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """What the gradients, or their sums, are scaled by; and the norm of their mean."""
         share = 1.0 / self.accumulate
         if self.clip is None:
@@ -274,7 +274,7 @@ class _Place(NamedTuple):
 
 
 def _update(
-    grads: dict[int, Tensor], params: list[Tensor], gain: Tensor | None, loss: Tensor
+    grads: dict[int, Tensor], params: list[Tensor], grad_scale: Tensor | None, loss: Tensor
 ) -> None:
     """Large neighbours together, as their gradients come one after the other.
 
@@ -286,7 +286,7 @@ def _update(
     most = sum(place.numel for place in places) // UPDATES
     for chunk in [*(chunks(large, most) if large else ()), *([small] if small else ())]:
         its = [place.at for place in chunk]
-        update_(loss, its, gain, [grads[i] for i in its], [params[i] for i in its])
+        update_(loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its])
 
 
 def _placed(
@@ -296,17 +296,17 @@ def _placed(
     return [found.get(i) for i in range(count)]
 
 
-def _write(olds: list[Tensor], news: list[Tensor], yes: Tensor) -> None:
+def _write(olds: list[Tensor], news: list[Tensor], opaque_true: Tensor) -> None:
     """Write what an optimizer's own step returned onto what it was given."""
     # A state that is the parameter of the step before is read before that is written.
-    news = [_chosen(new, yes) for new in news]
+    news = [_chosen(new, opaque_true) for new in news]
     for old, new in zip(olds, news):
         old.copy_(new)
 
 
-def _chosen(x: Tensor, yes: Tensor) -> Tensor:
+def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
     """X as it is now. Inductor drops clones, and would read it after a write."""
-    return torch.where(yes.to(x.device), x, x.new_zeros(()))
+    return torch.where(opaque_true.to(x.device), x, x.new_zeros(()))
 
 
 def split(batch: PyTree, parts: int) -> list[PyTree]:
@@ -330,8 +330,8 @@ def split(batch: PyTree, parts: int) -> list[PyTree]:
     return [pytree.tree_unflatten(part, spec) for part in zip(*pieces)]
 
 
-def _rehearse(program: Program, inputs: Inputs) -> Findings:
-    return rehearse(program, inputs.params, inputs.buffers, inputs.batch)
+def _dry_run(program: Program, inputs: Inputs) -> DryRun:
+    return dry_run(program, inputs.params, inputs.buffers, inputs.batch)
 
 
 def _kind(program: Program, batch: PyTree) -> tuple[Any, ...]:
@@ -359,7 +359,7 @@ def _first(
 
 
 @contextmanager
-def ambient() -> Generator[None]:
+def no_grad_context() -> Generator[None]:
     """No gradient but the graph's own; autocast is the forward's to choose."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():

@@ -16,7 +16,7 @@ from optimi_func.functional import FunctionalOptimizer
 from optimi_func.gradient_release.handle import GradientRelease, attached
 from optimi_func.gradient_release.options import (
     CLIPPING,
-    Accumulation,
+    AccumulationMode,
     How,
     ReleaseOptions,
 )
@@ -41,7 +41,7 @@ def prepare_for_gradient_release(
     ignore_existing_hooks: bool = False,
     *,
     pending_bytes: int = PENDING_BYTES,
-    accumulation: Accumulation | None = None,
+    accumulation: AccumulationMode | None = None,
     accumulation_steps: int | None = None,
     buffer_dtype: torch.dtype | None = None,
     clip_param_norm: float | None = None,

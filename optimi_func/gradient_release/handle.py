@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._shards import any_distributed, place_like
+from optimi_func._distributed import any_distributed, distribute_like
 from optimi_func.functional import FunctionalOptimizer, TreeState
-from optimi_func.gradient_release.cycle import Cycle
+from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.norms import Norm
-from optimi_func.gradient_release.options import Accumulation, How, ReleaseOptions
+from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
 from optimi_func.gradient_release.runner import NO_REENTRANCE, Runner
 from optimi_func.optimizers import BaseOptimizer
@@ -92,12 +92,12 @@ class GradientRelease:
         self._runner.options = options
 
     @property
-    def accumulation(self) -> Accumulation | None:
+    def accumulation(self) -> AccumulationMode | None:
         """How backwards make a step together; assign between two cycles."""
         return self._runner.options.accumulation
 
     @accumulation.setter
-    def accumulation(self, accumulation: Accumulation | None) -> None:
+    def accumulation(self, accumulation: AccumulationMode | None) -> None:
         steps = self._runner.options.accumulation_steps if accumulation else None
         dtype = self._runner.options.buffer_dtype if accumulation == "buffer" else None
         self.options = replace(
@@ -169,7 +169,7 @@ class GradientRelease:
         return {
             "accumulation": self._runner.options.accumulation,
             "position": cycle.position,
-            "begun": sorted(self._runner.names[p] for p in cycle.begun),
+            "begun": sorted(self._runner.names[p] for p in cycle.partially_updated),
             "buffer": {self._runner.names[p]: held for p, held in cycle.buffer.items()},
             "last_norm": self._runner.last_norm,
             "skipped": self.skipped,
@@ -202,15 +202,15 @@ class GradientRelease:
                     f"state_dict['buffer'][{name!r}] is not a tensor of shape "
                     f"{tuple(p.shape)}"
                 )
-        cycle = Cycle()
+        cycle = Accumulation()
         cycle.position = int(saved["position"])
         if cycle.position < 0:
             raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
-        cycle.begun = {self._runner.params[name] for name in saved["begun"]}
+        cycle.partially_updated = {self._runner.params[name] for name in saved["begun"]}
         for name, held in saved["buffer"].items():
             p = self._runner.params[name]
             cycle.buffer[p] = torch.empty_like(p, dtype=held.dtype, requires_grad=False)
-            cycle.buffer[p].copy_(place_like(p, held))
+            cycle.buffer[p].copy_(distribute_like(p, held))
         if cycle.is_open and saved["accumulation"] != self._runner.options.accumulation:
             raise ValueError(
                 f"state_dict is from an open cycle of accumulation="
@@ -241,15 +241,15 @@ class GradientRelease:
             model = self._model()
             if model is not None and model in attached:
                 _take_out(attached[model], self)
-            cycle, self._runner.cycle = self._runner.cycle, Cycle()
+            cycle, self._runner.cycle = self._runner.cycle, Accumulation()
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)
                 p.grad = held if p.grad is None else p.grad + held
-            if cycle.begun:
+            if cycle.partially_updated:
                 warnings.warn(
                     "gradient release removed inside a cycle of accumulation='states': "
-                    f"the state of {len(cycle.begun)} parameters has taken gradients "
-                    "that will not move them in this step",
+                    f"the state of {len(cycle.partially_updated)} parameters has taken "
+                    "gradients that will not move them in this step",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -282,12 +282,12 @@ class GradientRelease:
             RuntimeError: With accumulation="states", whose gradients cannot be told
                 from the state any more.
         """
-        if self._runner.cycle.begun:
+        if self._runner.cycle.partially_updated:
             raise RuntimeError(
                 "accumulation='states' cannot take gradients back out of the state: "
                 "use accumulation='buffer'"
             )
-        self._runner.cycle = Cycle()
+        self._runner.cycle = Accumulation()
 
     def before_zero_grad(self) -> None:
         """Say that zero_grad() finds no gradients, where that may surprise."""
@@ -384,11 +384,11 @@ class GradientRelease:
                 f"loss_fn gave {measured.item()} and then {loss.item()}: how='two_pass' "
                 "needs it to do the same thing twice"
             )
-        self._runner.gain = self._runner.gain_of(norms)
+        self._runner.grad_scale = self._runner.grad_scale_of(norms)
         try:
             loss.backward()
         finally:
-            self._runner.gain = None
+            self._runner.grad_scale = None
         return loss.detach()
 
     def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Norm]]:
@@ -403,7 +403,7 @@ class GradientRelease:
         runner = self._runner
         params = list(runner.params.values())
         before = {p: p.grad.clone() for p in params if p.grad is not None}
-        apart: dict[Tensor, Tensor | None] = {}
+        split_aliasing: dict[Tensor, Tensor | None] = {}
         drawn = random.getstate()
         devices = {p.device.index for p in params if p.is_cuda}
         try:
@@ -414,8 +414,8 @@ class GradientRelease:
                 # Other parameters' gradients must not be added twice.
                 if any_distributed(params):
                     # What fully_shard made is no leaf: its gradients come from others.
-                    apart = {x: x.grad for x in _leaves(loss).difference(params)}
-                    for x in apart:
+                    split_aliasing = {x: x.grad for x in _leaves(loss).difference(params)}
+                    for x in split_aliasing:
                         x.grad = None
                     loss.backward()
                 else:
@@ -423,7 +423,7 @@ class GradientRelease:
         finally:
             random.setstate(drawn)
             buffers.restore()
-            for p, g in [*before.items(), *apart.items()]:
+            for p, g in [*before.items(), *split_aliasing.items()]:
                 p.grad = g
         sums = runner.cycle.buffer.items()
         rest = {p: x for p, x in sums if p not in measured.fired}

@@ -5,9 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func._distributed import (
+    Split,
+    all_reduce_all,
+    all_reduce_sum,
+    shards_of,
+    to_local,
+)
 from optimi_func._norms import norms_of, total_norm
-from optimi_func._shards import Split, add_up, agree, here, shards_of
-from optimi_func._types import Scalar
+from optimi_func._rule import Scalar
 
 
 class Norm(NamedTuple):
@@ -21,7 +27,7 @@ def measured(tensors: list[Tensor]) -> list[Norm]:
     """The norm of each tensor, as far as it lies here."""
     shards = map(shards_of, tensors)
     splits = [None if s is None else s.split for s in shards]
-    return list(map(Norm, norms_of(here(tensors)), splits))
+    return list(map(Norm, norms_of(to_local(tensors)), splits))
 
 
 def whole(norms: list[Norm]) -> list[Norm]:
@@ -29,7 +35,7 @@ def whole(norms: list[Norm]) -> list[Norm]:
     if all(norm.split is None for norm in norms):
         return norms
     squares = [norm.value.double().square() for norm in norms]
-    sums = add_up(squares, [norm.split for norm in norms])
+    sums = all_reduce_sum(squares, [norm.split for norm in norms])
     return [
         norm if norm.split is None else Norm(total.sqrt().to(norm.value.dtype), None)
         for norm, total in zip(norms, sums)
@@ -51,7 +57,7 @@ def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
     return x.item() if on_host else x.to(p.device)
 
 
-def finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Tensor]:
+def are_finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Tensor]:
     """Whether all of each gradient is finite, wherever any of it lies: 0-d bools.
 
     Args:
@@ -61,15 +67,15 @@ def finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Te
     """
     flags = [
         _is_finite(g, norm.value) if host else _all_finite(g)
-        for g, norm, host in zip(here(grads), norms, hosts)
+        for g, norm, host in zip(to_local(grads), norms, hosts)
     ]
-    return agree(flags, grads)
+    return all_reduce_all(flags, grads)
 
 
 def _is_finite(g: Tensor, norm: Tensor) -> Tensor:
     # A finite norm needs no second look; large numbers can overflow it.
-    ok = norm.isfinite()
-    return ok if ok else g.isfinite().all()
+    finite = norm.isfinite()
+    return finite if finite else g.isfinite().all()
 
 
 def _all_finite(g: Tensor) -> Tensor:

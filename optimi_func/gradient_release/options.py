@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-Accumulation: TypeAlias = Literal["states", "buffer"]
+AccumulationMode: TypeAlias = Literal["states", "buffer"]
 How: TypeAlias = Literal["two_pass", "lagged"]
 Fidelity: TypeAlias = Literal["exact", "approximate", "raises"]
 
@@ -49,7 +49,7 @@ class ReleaseOptions:
     """
 
     pending_bytes: int
-    accumulation: Accumulation | None
+    accumulation: AccumulationMode | None
     accumulation_steps: int | None
     buffer_dtype: torch.dtype | None
     clip_param_norm: float | None
@@ -85,9 +85,10 @@ class ReleaseOptions:
 
     def _check_accumulation(self) -> None:
         chosen, steps = self.accumulation, self.accumulation_steps
-        if chosen not in (None, *get_args(Accumulation)):
+        if chosen not in (None, *get_args(AccumulationMode)):
             raise ValueError(
-                f"accumulation={chosen!r}: allowed are {get_args(Accumulation)} and None"
+                f"accumulation={chosen!r}: allowed are {get_args(AccumulationMode)} and "
+                "None"
             )
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ValueError(

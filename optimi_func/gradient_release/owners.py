@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 
 from optimi_func import functional as _f
-from optimi_func._leaf import share_scalars
-from optimi_func._shards import align, any_distributed, here, leaf_here, shards_of
-from optimi_func._types import Leaf, Scalars, Share
-from optimi_func.compiled.batching import plan_if_possible, run_launches
-from optimi_func.compiled.jobs import Bundle, Job, check_writable
-from optimi_func.compiled.kernel import Numbers, ambient
-from optimi_func.functional import FunctionalOptimizer, Leaves, TreeState
+from optimi_func._distributed import (
+    any_distributed,
+    leaf_to_local,
+    redistribute_like,
+    shards_of,
+    to_local,
+)
+from optimi_func._leaf import microbatch_scalars
+from optimi_func._rule import Leaf, Microbatch, Scalars
+from optimi_func.execution.batching import plan_if_possible, run_launches
+from optimi_func.execution.jobs import Bundle, Job, check_writable
+from optimi_func.execution.kernel import Numbers, kernel_context
+from optimi_func.functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func.optimizers import BaseOptimizer
 
 
@@ -23,14 +29,14 @@ class Owner(Protocol):
         self,
         params: list[Tensor],
         grads: list[Tensor],
-        shares: list[Share],
+        microbatches: list[Microbatch],
         write: bool,
         count: bool,
     ) -> None:
         """Update parameters by their gradients, as `BaseOptimizer.update`."""
         ...
 
-    def check_joins(self) -> None:
+    def check_accumulates(self) -> None:
         """Refuse a rule whose state cannot take a gradient in parts."""
         ...
 
@@ -53,7 +59,7 @@ class ClassOwner:
     def __init__(self, optimizer: BaseOptimizer) -> None:
         self.optimizer = optimizer
         self.update = optimizer.update
-        self.check_joins = optimizer.check_joins
+        self.check_accumulates = optimizer.check_accumulates
 
     def accumulates(self) -> bool:
         """As the flag stands now."""
@@ -85,49 +91,53 @@ class TreeOwner:
 
     @state.setter
     def state(self, state: TreeState) -> None:
-        Leaves.check(self.optimizer.rule, self._params, self._params, state)
+        FlatTree.check(self.optimizer.rule, self._params, self._params, state)
         self._set(state)
 
     def _set(self, state: TreeState) -> None:
         self._state = state
         # What a backward found out about the step that it is in.
-        self._now: tuple[Leaves, list[Scalars]] | None = None
+        self._now: tuple[FlatTree, list[Scalars]] | None = None
 
     def update(
         self,
         params: list[Tensor],
         grads: list[Tensor],
-        shares: list[Share],
+        microbatches: list[Microbatch],
         write: bool,
         count: bool,
     ) -> None:
         """Update leaves in place; the tree's one step ends with the backward."""
         del count
-        with ambient(params[0].device):
+        with kernel_context(params[0].device):
             leaves, scalars = self._look()
             rule = self.optimizer.rule
             shared: dict[tuple[int, object, bool], Numbers] = {}
             jobs: list[Job] = []
-            for p, g, share in zip(params, grads, shares):
+            for p, g, microbatch in zip(params, grads, microbatches):
                 i = self._places[p]
                 check_writable(leaves.paths[i], p)
                 _f.check_grad(leaves.paths[i], p, g)
-                (g,) = here([align(leaves.paths[i], p, g)])
-                key = (id(scalars[i]), share.gain, share.joins)
+                (g,) = to_local([redistribute_like(leaves.paths[i], p, g)])
+                key = (id(scalars[i]), microbatch.grad_scale, microbatch.accumulate)
                 if key not in shared:
-                    shared[key] = Numbers(share_scalars(rule, scalars[i], share, write))
-                leaf = leaf_here(Leaf(p, *leaves.leaves[i][1:]))
+                    shared[key] = Numbers(
+                        microbatch_scalars(rule, scalars[i], microbatch, write)
+                    )
+                leaf = leaf_to_local(Leaf(p, *leaves.leaves[i][1:]))
                 bundle = Bundle(leaf, shards_of(p))
-                jobs.append(Job(bundle, g, shared[key], bundle, share.ok, None, None))
+                jobs.append(
+                    Job(bundle, g, shared[key], bundle, microbatch.finite, None, None)
+                )
             launches = plan_if_possible(rule, jobs, write, self._uncompilable)
             run_launches(launches, params[0].device)
             if write and any_distributed(params):
                 # Autograd has not seen their parts written.
                 torch.autograd.graph.increment_version(params)
 
-    def _look(self) -> tuple[Leaves, list[Scalars]]:
+    def _look(self) -> tuple[FlatTree, list[Scalars]]:
         if self._now is None:
-            leaves = Leaves.check(
+            leaves = FlatTree.check(
                 self.optimizer.rule, self._params, self._params, self._state
             )
             step = self._state.step.detach()
@@ -135,9 +145,9 @@ class TreeOwner:
             self._now = leaves, self.optimizer.scalars(leaves, step, t)
         return self._now
 
-    def check_joins(self) -> None:
+    def check_accumulates(self) -> None:
         """Refuse a rule without a sum over gradients."""
-        _f.check_joins(self.optimizer)
+        _f.check_accumulates(self.optimizer)
 
     def accumulates(self) -> bool:
         """The flag is the classes'."""
@@ -151,5 +161,5 @@ class TreeOwner:
         """Count the tree's step."""
         self._now = None
         if count:
-            with ambient(self._state.step.device):
+            with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)

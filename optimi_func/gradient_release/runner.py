@@ -13,13 +13,13 @@ from torch import Tensor
 
 from optimi_func import _torch
 from optimi_func import functional as _f
+from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
-from optimi_func._shards import align, here
-from optimi_func._types import WHOLE, Scalar, Share
-from optimi_func.compiled.batching import SMALL
-from optimi_func.compiled.jobs import is_plain
-from optimi_func.gradient_release.cycle import Cycle
-from optimi_func.gradient_release.norms import Norm, at, finite, measured, total, whole
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
+from optimi_func.execution.batching import SMALL
+from optimi_func.execution.jobs import is_plain
+from optimi_func.gradient_release.accumulation import Accumulation
+from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
@@ -57,19 +57,19 @@ class Backward:
         self.fired: set[Tensor] = set()
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
-        self.shelf = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.norms: list[Norm] = []
-        self.gain: Tensor | None = None  # of every gradient; None leaves them be
-        self._gains: dict[torch.device | None, Scalar] = {}
+        self.grad_scale: Tensor | None = None  # of every gradient; None leaves them be
+        self._grad_scales: dict[torch.device | None, Scalar] = {}
 
-    def gain_for(self, p: Tensor, on_host: bool) -> Scalar:
-        """The common gain where p's numbers are; one object for all that share it."""
-        if self.gain is None:
-            return WHOLE.gain
+    def grad_scale_for(self, p: Tensor, on_host: bool) -> Scalar:
+        """The common scale where p's numbers are; one object for all that share it."""
+        if self.grad_scale is None:
+            return WHOLE_BATCH.grad_scale
         place = None if on_host else p.device
-        if place not in self._gains:
-            self._gains[place] = at(self.gain, p, on_host)
-        return self._gains[place]
+        if place not in self._grad_scales:
+            self._grad_scales[place] = at(self.grad_scale, p, on_host)
+        return self._grad_scales[place]
 
 
 class Runner:
@@ -83,7 +83,7 @@ class Runner:
         grad_norm: The last backward's, where it was asked for.
         last_norm: The last step's, for how="lagged".
         skipped: By parameter, how many updates were left out.
-        gain: Of the backward to come, from the pass that measured it.
+        grad_scale: Of the backward to come, from the pass that measured it.
         inner: What fired in backwards that an unseen one started, and which that is.
         since_step: Backwards that moved parameters since the last step(); None before
             the first.
@@ -96,11 +96,11 @@ class Runner:
         self.names = {p: name for name, p in params.items()}
         self.owner = owner
         self.options = options
-        self.cycle = Cycle()
+        self.cycle = Accumulation()
         self.grad_norm: Tensor | None = None
         self.last_norm: Tensor | None = None
         self.skipped: dict[Tensor, Tensor] = {}
-        self.gain: Tensor | None = None
+        self.grad_scale: Tensor | None = None
         self.since_step: int | None = None
         self.lock = threading.RLock()  # devices run their hooks on threads of their own
         self._running: weakref.ref[Backward] | None = None
@@ -109,7 +109,7 @@ class Runner:
         self._looked_around = False
         small = [p for p in params.values() if p.numel() < SMALL]
         self._small_bytes = sum(p.nbytes for p in small)
-        self._shelf = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
         # Also in a compiled training step the hooks run as they are.
         self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
@@ -118,7 +118,7 @@ class Runner:
     def check(self, options: ReleaseOptions) -> None:
         """Refuse options that these parameters and their optimizer cannot honour."""
         if options.accumulation == "states":
-            self.owner.check_joins()
+            self.owner.check_accumulates()
         if options.accumulation == "states" and options.skip_nonfinite:
             far = [n for n, p in self.params.items() if not self.owner.on_host(p)]
             if far:
@@ -127,7 +127,7 @@ class Runner:
                     "would have to wait for the device. Use accumulation='buffer'"
                 )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
-            parts = here([p.detach() for p in self.params.values()])
+            parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
                 if not is_plain(part):
                     raise ValueError(
@@ -158,9 +158,11 @@ class Runner:
             o = self.options
             if o.two_pass:
                 sums = self.cycle.buffer
-                ending.gain = self.gain_of(self.norms_to_clip([*sums], [*sums.values()]))
+                ending.grad_scale = self.grad_scale_of(
+                    self.norms_to_clip([*sums], [*sums.values()])
+                )
             elif o.clipping == "lagged":
-                ending.gain = self._lagged_gain()
+                ending.grad_scale = self._lagged_grad_scale()
             self._finish(ending)
 
     # A backward
@@ -181,7 +183,7 @@ class Runner:
                     )
                 if g.layout != torch.strided:
                     _f.check_grad(f"[{self.names[p]!r}]", p, g)
-                g = align(f"[{self.names[p]!r}]", p, g)
+                g = redistribute_like(f"[{self.names[p]!r}]", p, g)
                 self._take(self._enter(p), p, g)
             except BaseException:
                 self._running = None  # the traceback keeps it alive
@@ -224,8 +226,10 @@ class Runner:
             self._check_backward(p, inside=outer is not None)
             backward = Backward(self.moves_next(), inside=outer is not None)
             o = self.options
-            backward.gain = self._lagged_gain() if o.clipping == "lagged" else self.gain
-            if o.two_pass and backward.last and backward.gain is None:
+            backward.grad_scale = (
+                self._lagged_grad_scale() if o.clipping == "lagged" else self.grad_scale
+            )
+            if o.two_pass and backward.last and backward.grad_scale is None:
                 raise RuntimeError(
                     f"clip_global_norm={o.clip_global_norm} with how='two_pass' has to "
                     "run the backward: call handle.backward(loss_fn), or choose "
@@ -296,29 +300,32 @@ class Runner:
             return
         waiting = backward.waiting.get(p.device, 0)
         if p.device.type == "cpu" and is_plain(g):
-            g = self._shelve(backward, g, waiting)
+            g = self._stage(backward, g, waiting)
         waiting += -(-g.nbytes // _ALIGNMENT) * _ALIGNMENT
         backward.pending.setdefault(p.device, []).append((p, g))
         backward.waiting[p.device] = waiting
         if waiting > self.options.pending_bytes:
             self._flush(backward, p.device)
 
-    def _shelve(self, backward: Backward, g: Tensor, offset: int) -> Tensor:
+    def _stage(self, backward: Backward, g: Tensor, offset: int) -> Tensor:
         """A copy of g in memory set aside for what waits, `offset` bytes into it.
 
         Small blocks kept between large ones that come and go fragment malloc's heap: a
         tenth of a ViT-L's resident memory was lost to them.
         """
-        if not backward.shelf.numel():
+        if not backward.staging_buffer.numel():
             # Taken, and not shared: a backward may start another one.
-            backward.shelf, self._shelf = self._shelf, backward.shelf
-        room = backward.shelf.numel()
+            backward.staging_buffer, self._staging_buffer = (
+                self._staging_buffer,
+                backward.staging_buffer,
+            )
+        room = backward.staging_buffer.numel()
         if offset + g.nbytes > room:
             # What waits already stays in the old one.
             least = min(self.options.pending_bytes, self._small_bytes)
             size = max(least, 2 * room, offset + g.nbytes)
-            backward.shelf = torch.empty(size, dtype=torch.uint8, device="cpu")
-        place = backward.shelf[offset : offset + g.nbytes].view(g.dtype)
+            backward.staging_buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        place = backward.staging_buffer[offset : offset + g.nbytes].view(g.dtype)
         return place.view(g.shape).copy_(g)
 
     def _flush(self, backward: Backward, device: torch.device) -> None:
@@ -349,8 +356,8 @@ class Runner:
             moved = whole and not self.owner.accumulates()
             self.since_step = (self.since_step or 0) + moved
             self.owner.end(backward.last)
-        if backward.shelf.numel():
-            self._shelf = backward.shelf
+        if backward.staging_buffer.numel():
+            self._staging_buffer = backward.staging_buffer
         self._running = self._updated = None
 
     def _close(self, backward: Backward) -> None:
@@ -359,7 +366,7 @@ class Runner:
         for p, held in list(cycle.buffer.items()):
             wide = torch.promote_types(held.dtype, p.dtype)
             self._release(backward, p, held.to(wide))
-        for p in list(cycle.begun):
+        for p in list(cycle.partially_updated):
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
         for device in list(backward.pending):
             self._flush(backward, device)
@@ -386,17 +393,17 @@ class Runner:
         norms = measured(grads)
         if not self.options.skip_nonfinite:
             return norms
-        oks = finite(grads, norms, list(map(self.owner.on_host, params)))
+        finites = are_finite(grads, norms, list(map(self.owner.on_host, params)))
         return [
-            norm._replace(value=torch.where(ok, norm.value, 0.0))
-            for ok, norm in zip(oks, norms)
+            norm._replace(value=torch.where(finite, norm.value, 0.0))
+            for finite, norm in zip(finites, norms)
         ]
 
-    def gain_of(self, norms: list[Norm]) -> Tensor:
+    def grad_scale_of(self, norms: list[Norm]) -> Tensor:
         """The factor on all gradients, from the norm of each."""
         return clip_factor(self.options.clip_global_norm, total(norms))
 
-    def _lagged_gain(self) -> Tensor | None:
+    def _lagged_grad_scale(self) -> Tensor | None:
         if self.last_norm is None:
             return None
         return clip_factor(self.options.clip_global_norm, self.last_norm)
@@ -405,7 +412,7 @@ class Runner:
 
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
         """Measure gradients, decide on each, and update."""
-        o, begun = self.options, self.cycle.begun
+        o, partially_updated = self.options, self.cycle.partially_updated
         if self._measuring is not None:
             backward.norms += self.norms_to_clip(params, grads)
             return
@@ -416,28 +423,31 @@ class Runner:
         arrived = params
         try:
             if o.skip_nonfinite:
-                params, grads, norms, oks = self._finite(params, grads, norms)
+                params, grads, norms, finites = self._finite(params, grads, norms)
             else:
-                oks = [None] * len(params)
+                finites = [None] * len(params)
             if o.clip_value is not None:
-                for g in here(grads):
+                for g in to_local(grads):
                     limit = min(o.clip_value, torch.finfo(g.dtype).max)
                     g.clamp_(-limit, limit)
-            gains = self._gains(backward, params, norms)
-            joins = [p in begun for p in params]
-            shares = [Share(*share) for share in zip(gains, joins, oks)]
+            grad_scales = self._grad_scales(backward, params, norms)
+            accumulate = [p in partially_updated for p in params]
+            microbatches = [
+                Microbatch(*microbatch)
+                for microbatch in zip(grad_scales, accumulate, finites)
+            ]
             write = backward.last and not self.owner.accumulates()
             if params:
-                self.owner.update(params, grads, shares, write, backward.last)
+                self.owner.update(params, grads, microbatches, write, backward.last)
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names}: {error}") from error
         if backward.last:
-            begun.difference_update(params)  # what was skipped still closes
+            partially_updated.difference_update(params)  # what was skipped still closes
             for p in arrived:
                 self.cycle.buffer.pop(p, None)
         else:
-            begun.update(params)
+            partially_updated.update(params)
         self._note(params)
 
     def _note(self, params: list[Tensor]) -> None:
@@ -449,35 +459,37 @@ class Runner:
     ) -> tuple[list[Tensor], list[Tensor], list[Norm], list[Tensor | None]]:
         """Leave out what is not finite, where the host can know; else say so by a flag."""
         kept: list[int] = []
-        oks: list[Tensor | None] = []
+        finites: list[Tensor | None] = []
         hosts = list(map(self.owner.on_host, params))
-        for i, (p, ok, host) in enumerate(zip(params, finite(grads, norms, hosts), hosts)):
-            if host and ok:
+        for i, (p, finite, host) in enumerate(
+            zip(params, are_finite(grads, norms, hosts), hosts)
+        ):
+            if host and finite:
                 kept.append(i)
-                oks.append(None)
+                finites.append(None)
                 continue
             if p not in self.skipped:
                 self.skipped[p] = torch.zeros((), dtype=torch.int64, device=p.device)
-            self.skipped[p].add_(~ok)
+            self.skipped[p].add_(~finite)
             if not host:
                 kept.append(i)
-                oks.append(ok)
+                finites.append(finite)
         return (
             [params[i] for i in kept],
             [grads[i] for i in kept],
             [norms[i] for i in kept],
-            oks,
+            finites,
         )
 
-    def _gains(
+    def _grad_scales(
         self, backward: Backward, params: list[Tensor], norms: list[Norm]
     ) -> list[Scalar]:
         limit = self.options.clip_param_norm
-        if limit is None and backward.gain is None:
-            return [WHOLE.gain] * len(params)
+        if limit is None and backward.grad_scale is None:
+            return [WHOLE_BATCH.grad_scale] * len(params)
         hosts = [self.owner.on_host(p) for p in params]
         if limit is None:
-            return [backward.gain_for(p, host) for p, host in zip(params, hosts)]
+            return [backward.grad_scale_for(p, host) for p, host in zip(params, hosts)]
         return [
             at(clip_factor(limit, norm.value), p, host)
             for p, norm, host in zip(params, whole(norms), hosts)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from optimi_func._types import Scalar
+from optimi_func._rule import Scalar
 
 
 def power(base: Scalar, t: Scalar) -> Scalar:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.rules._common import moment, power, root, second_moment, sqrt
 
 
@@ -65,7 +65,7 @@ def moments(g: Tensor, m: Tensor, v: Tensor, c: Coeffs) -> State:
     return State(c.keep1 * m + c.fresh1 * g, c.keep2 * v + c.fresh2 * (g * g))
 
 
-def join(c: Coeffs) -> Coeffs:
+def accumulate(c: Coeffs) -> Coeffs:
     # m is the whole gradient's; v adds squares of parts (AdamA, arXiv:2305.19982).
     return c._replace(keep1=1.0, keep2=1.0)
 
@@ -86,5 +86,7 @@ def direction_peak(g: Tensor, s: PeakState, c: Coeffs) -> Direction:
     return Direction(d, PeakState(m, v, peak))
 
 
-adam = Rule("adam", State, init, coeffs, direction, join=join)
-amsgrad = Rule("amsgrad", PeakState, init_peak, coeffs, direction_peak, join=join)
+adam = Rule("adam", State, init, coeffs, direction, accumulate=accumulate)
+amsgrad = Rule(
+    "amsgrad", PeakState, init_peak, coeffs, direction_peak, accumulate=accumulate
+)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.rules._common import choose, moment, power, root, second_moment, sqrt
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.rules._common import choose, moment
 
 
@@ -40,7 +40,7 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2)
 
 
-def join(c: Coeffs) -> Coeffs:
+def accumulate(c: Coeffs) -> Coeffs:
     # The m before this step and the parts of g in it cannot be told apart again. The last
     # part leans as if it were the whole: as much more as there are parts would be mostly
     # its noise. With b2 = 0 nothing is left of the m before, and the parts decide.
@@ -54,4 +54,4 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     return Direction(d, State(c.keep * s.exp_avg + c.fresh * g))
 
 
-lion = Rule("lion", State, init, coeffs, direction, join=join)
+lion = Rule("lion", State, init, coeffs, direction, accumulate=accumulate)

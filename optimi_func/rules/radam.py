@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.rules import adam
 from optimi_func.rules._common import choose, power, root, sqrt
 
@@ -34,8 +34,8 @@ def coeffs(h: adam.Hyper, t: Scalar) -> Coeffs:
     return Coeffs(adam.coeffs(h, t), choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
 
 
-def join(c: Coeffs) -> Coeffs:
-    return c._replace(adam=adam.join(c.adam))
+def accumulate(c: Coeffs) -> Coeffs:
+    return c._replace(adam=adam.accumulate(c.adam))
 
 
 def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
@@ -46,4 +46,4 @@ def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
     return Direction(mhat * (per_root + c.plain), new)
 
 
-radam = Rule("radam", adam.State, adam.init, coeffs, direction, join=join)
+radam = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=accumulate)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.rules import adam, radam
 from optimi_func.rules._common import choose, scalar_dtype
 
@@ -49,8 +49,8 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(inner, sync, choose(due, h.alpha, 0.0))
 
 
-def join(c: Coeffs) -> Coeffs:
-    return c._replace(radam=radam.join(c.radam))
+def accumulate(c: Coeffs) -> Coeffs:
+    return c._replace(radam=radam.accumulate(c.radam))
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
@@ -65,4 +65,4 @@ def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
     return u + c.sync * (slow - x - u), s._replace(slow_param=slow)
 
 
-ranger = Rule("ranger", State, init, coeffs, direction, after, join)
+ranger = Rule("ranger", State, init, coeffs, direction, after, accumulate)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.rules._common import choose, moment
 
 
@@ -74,7 +74,7 @@ def coeffs(h: Hyper, t: Scalar) -> Coeffs:
     return Coeffs(h.momentum, fresh, h.momentum)
 
 
-def join(c: Coeffs) -> Coeffs:
+def accumulate(c: Coeffs) -> Coeffs:
     # b is the whole gradient's; in Nesterov's g + mu * b, g is the last part alone.
     return c._replace(keep=1.0)
 
@@ -90,5 +90,7 @@ def direction_nesterov(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 
 plain = Rule("sgd", NoState, init_plain, coeffs_plain, direction_plain)
-momentum = Rule("sgd_momentum", State, init, coeffs, direction, join=join)
-nesterov = Rule("sgd_nesterov", State, init, coeffs, direction_nesterov, join=join)
+momentum = Rule("sgd_momentum", State, init, coeffs, direction, accumulate=accumulate)
+nesterov = Rule(
+    "sgd_nesterov", State, init, coeffs, direction_nesterov, accumulate=accumulate
+)

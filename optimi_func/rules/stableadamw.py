@@ -9,7 +9,7 @@ divided by max(1, RMS):
 
 from torch import Tensor
 
-from optimi_func._types import Direction, Rule
+from optimi_func._rule import Direction, Rule
 from optimi_func.rules import adam
 
 
@@ -24,6 +24,6 @@ def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
 stableadamw = Rule(
     "stableadamw",
     *(adam.State, adam.init, adam.coeffs, direction),
-    join=adam.join,
+    accumulate=adam.accumulate,
     per_tensor=True,
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype
-from optimi_func._types import PureOptimizer, PyTree, Scalar, is_pure
+from optimi_func._rule import PureOptimizer, PyTree, Scalar, is_pure
 from optimi_func.functional import (
     Number,
     check_grad,

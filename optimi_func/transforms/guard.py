@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._types import PureOptimizer, PyTree
+from optimi_func._rule import PureOptimizer, PyTree
 from optimi_func.transforms._trees import (
     Trees,
     check_optimizer,

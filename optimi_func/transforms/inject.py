@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._types import PyTree, Scalar
+from optimi_func._rule import PyTree, Scalar
 from optimi_func.functional import FunctionalOptimizer, TreeState, resolve_tree
 from optimi_func.rules import sgd
 from optimi_func.rules._common import scalar_dtype

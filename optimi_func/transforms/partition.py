@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import is_low
-from optimi_func._types import PureOptimizer, PyTree
+from optimi_func._rule import PureOptimizer, PyTree
 from optimi_func.functional import flatten_params, match_tree
 from optimi_func.transforms._trees import Trees, check_optimizer, check_state
 

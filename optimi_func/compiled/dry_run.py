@@ -22,18 +22,18 @@ from optimi_func._bound import check_loss
 Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tensor]]]
 
 
-class Findings(NamedTuple):
-    """What a rehearsal found."""
+class DryRun(NamedTuple):
+    """What a dry run found."""
 
-    trained: tuple[int, ...]  # the parameters that the loss reaches
-    written: tuple[int, ...]  # the buffers that the forward changes
-    lent: tuple[int, ...]  # the leaves of aux that are parameters, or parts of them
+    used_params: tuple[int, ...]  # the parameters that the loss reaches
+    mutated_buffers: tuple[int, ...]  # the buffers that the forward changes
+    aliased_aux: tuple[int, ...]  # the leaves of aux that are parameters, or parts of them
     aux: pytree.TreeSpec | None  # of what loss_fn returned beside the loss
 
 
-def rehearse(
+def dry_run(
     program: Program, params: list[Tensor], buffers: list[Tensor], batch: Any
-) -> Findings:
+) -> DryRun:
     """Run a program on shapes alone.
 
     Raises:
@@ -60,15 +60,15 @@ def rehearse(
             raise TypeError(
                 f"loss_fn returned {x!r} beside the loss: allowed are trees of tensors"
             )
-    written = [
+    mutated_buffers = [
         i
         for i, (old, new) in enumerate(zip(given, after))
         if new is not old or writes.saw(old)
     ]
-    trained = [i for i, g in enumerate(grads) if g is not None]
+    used_params = [i for i, g in enumerate(grads) if g is not None]
     memory = {p.untyped_storage()._cdata for p in leaves}
-    lent = [i for i, x in enumerate(items) if x.untyped_storage()._cdata in memory]
-    return Findings(tuple(trained), tuple(written), tuple(lent), spec)
+    aliased_aux = [i for i, x in enumerate(items) if x.untyped_storage()._cdata in memory]
+    return DryRun(tuple(used_params), tuple(mutated_buffers), tuple(aliased_aux), spec)
 
 
 class _Writes(TorchDispatchMode):
@@ -108,29 +108,29 @@ def _fake_mode() -> tuple[Any, Callable[[Tensor], Tensor]]:
 
 
 class _Scalers:
-    """GradScaler.scale while threads rehearse: it is one for all of them."""
+    """GradScaler.scale while threads dry-run: it is one for all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rehearsing: list[int] = []
+        self._active: list[int] = []
         self._scale: Any = None
 
     def enter(self) -> None:
         with self._lock:
-            if not self._rehearsing:
+            if not self._active:
                 self._scale = GradScaler.scale
                 GradScaler.scale = self._refusing(self._scale)
-            self._rehearsing.append(threading.get_ident())
+            self._active.append(threading.get_ident())
 
     def leave(self) -> None:
         with self._lock:
-            self._rehearsing.remove(threading.get_ident())
-            if not self._rehearsing:
+            self._active.remove(threading.get_ident())
+            if not self._active:
                 GradScaler.scale = self._scale
 
     def _refusing(self, scale: Any) -> Any:
         def refuse(scaler: GradScaler, outputs: Any) -> Any:
-            if threading.get_ident() not in self._rehearsing or not scaler.is_enabled():
+            if threading.get_ident() not in self._active or not scaler.is_enabled():
                 return scale(scaler, outputs)
             raise ValueError(
                 "loss_fn scales its loss by a GradScaler, which skips steps and moves its "

@@ -58,7 +58,7 @@ class Rule(Generic[H, S, C]):
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
         after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
             the parameter x (lookahead and its kin).
-        join: `coeffs -> Coeffs`: those by which a further part of one step's gradient
+        accumulate: `coeffs -> Coeffs`: those by which a further part of one step's gradient
             joins what the parts before it left in the state. None where the state is no
             sum over gradients.
         per_tensor: Whether `direction` gives a spread, whose mean needs a whole tensor.
@@ -70,12 +70,14 @@ class Rule(Generic[H, S, C]):
     coeffs: Callable[[H, Scalar], C]
     direction: Callable[[Tensor, S, C], Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
-    join: Callable[[C], C] | None = None
+    accumulate: Callable[[C], C] | None = None
     per_tensor: bool = False
 
 
 class Rates(NamedTuple):
-    """What turns a direction into a delta: u = -(lr * d(gain * g + l2 * p) + decay * p).
+    """What turns a direction into a delta.
+
+        u = -(lr * d(grad_scale * g + l2 * p) + decay * p)
 
     Every kind of decay, maximize and gradient scaling are values of these four numbers,
     so that none of them is another graph.
@@ -84,7 +86,7 @@ class Rates(NamedTuple):
     lr: Scalar
     decay: Scalar  # share of p to lose in this step: already multiplied by lr or not
     l2: Scalar  # share of p to add to g
-    gain: Scalar  # factor on g: -1 to maximize
+    grad_scale: Scalar  # factor on g: -1 to maximize
 
 
 class Scalars(NamedTuple):
@@ -97,15 +99,15 @@ class Scalars(NamedTuple):
 DecayKind: TypeAlias = Literal["l2", "decoupled", "fully", "proximal", "fully proximal"]
 
 
-class Share(NamedTuple):
+class Microbatch(NamedTuple):
     """What a gradient is to its step, where it may be less than the whole of it."""
 
-    gain: Scalar  # factor on it: clipping, unscaling
-    joins: bool  # another part of the step's gradient was here before
-    ok: Tensor | None  # 0-d bool on the device: False changes nothing at all
+    grad_scale: Scalar  # factor on it: clipping, unscaling
+    accumulate: bool  # another part of the step's gradient was here before
+    finite: Tensor | None  # 0-d bool on the device: False changes nothing at all
 
 
-WHOLE = Share(1.0, False, None)
+WHOLE_BATCH = Microbatch(1.0, False, None)
 
 
 class Leaf(NamedTuple):

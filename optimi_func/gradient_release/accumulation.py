@@ -3,27 +3,28 @@
 import torch
 from torch import Tensor
 
-from optimi_func._shards import is_distributed
+from optimi_func._distributed import is_distributed
 
 
-class Cycle:
+class Accumulation:
     """Where an accumulation stands; it outlives the single backward.
 
     Attributes:
         position: Backwards that the open cycle has seen; 0 between cycles.
-        begun: accumulation="states": whose state has taken a part of its gradient.
+        partially_updated: accumulation="states": whose state has taken a part of the
+            gradient.
         buffer: accumulation="buffer": the sum of a parameter's gradients.
     """
 
     def __init__(self) -> None:
         self.position = 0
-        self.begun: set[Tensor] = set()
+        self.partially_updated: set[Tensor] = set()
         self.buffer: dict[Tensor, Tensor] = {}
 
     @property
     def is_open(self) -> bool:
         """Whether gradients have come that have not moved their parameter yet."""
-        return bool(self.position or self.begun or self.buffer)
+        return bool(self.position or self.partially_updated or self.buffer)
 
     def keep(self, p: Tensor, g: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Add p's gradient to its sum, which is returned; g itself may become it."""

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, _utils
 
+from optimi_func._distributed import Shards
 from optimi_func._leaf import whole_mean
-from optimi_func._shards import Shards
-from optimi_func._types import Leaf
-from optimi_func.compiled.facts import facts
-from optimi_func.compiled.kernel import Numbers, flat_leaf
+from optimi_func._rule import Leaf
+from optimi_func.execution.facts import facts
+from optimi_func.execution.kernel import Numbers, flat_leaf
 
 
 class Kind(NamedTuple):
@@ -241,7 +241,7 @@ def chunks(jobs: list[T], size: int) -> Iterator[list[T]]:
     yield chunk
 
 
-def tell_autograd(written: list[Tensor], inference: bool) -> None:
+def bump_versions(written: list[Tensor], inference: bool) -> None:
     """Count the writes of a kernel, which autograd has not seen.
 
     A backward that saved one of these must still raise.

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func._types import Leaf
-from optimi_func.compiled.jobs import (
+from optimi_func._rule import Leaf
+from optimi_func.execution.jobs import (
     Bundle,
     Job,
     Segments,
@@ -23,7 +23,7 @@ from optimi_func.compiled.jobs import (
     is_plain_type,
     unflatten,
 )
-from optimi_func.compiled.kernel import Numbers
+from optimi_func.execution.kernel import Numbers
 
 # Elements in one bucket: what is gathered is still in the cache when the kernel reads it.
 CHUNK = 1 << 18

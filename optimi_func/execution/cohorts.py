@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func._shards import leaf_here, shards_of
-from optimi_func._types import Leaf, Rule
-from optimi_func.compiled.batching import SMALL
-from optimi_func.compiled.buckets import (
+from optimi_func._distributed import leaf_to_local, shards_of
+from optimi_func._rule import Leaf, Rule
+from optimi_func.execution.batching import SMALL
+from optimi_func.execution.buckets import (
     CHUNK,
     Bucket,
     Entries,
@@ -23,8 +23,8 @@ from optimi_func.compiled.buckets import (
     Scratch,
     may_share,
 )
-from optimi_func.compiled.facts import Facts
-from optimi_func.compiled.jobs import (
+from optimi_func.execution.facts import Facts
+from optimi_func.execution.jobs import (
     Bundle,
     Job,
     chunks,
@@ -32,8 +32,8 @@ from optimi_func.compiled.jobs import (
     is_plain,
     lie_plainly,
 )
-from optimi_func.compiled.kernel import Numbers, sweeps
-from optimi_func.compiled.lists import LeafList, ListLaunch, Roles
+from optimi_func.execution.kernel import Numbers, sweeps
+from optimi_func.execution.lists import LeafList, ListLaunch, Roles
 
 # A cohort that was lost so often, to another list or to somebody's edits, stays lost.
 _PATIENCE = 3
@@ -67,7 +67,7 @@ class Known:
         self.asked = asked
         self.step: Tensor = state["step"]
         fields = asked.rule.state(*[state[name] for name in asked.rule.state._fields])
-        leaf = leaf_here(Leaf(p, fields, state.get("kahan_comp")))
+        leaf = leaf_to_local(Leaf(p, fields, state.get("kahan_comp")))
         self.bundle = Bundle(leaf, shards_of(p))
 
     def holds(self, state: dict[str, Any] | None, asked: Asked, p: Tensor) -> bool:

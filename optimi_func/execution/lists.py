@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from optimi_func._leaf import compute_dtype
-from optimi_func.compiled.jobs import Bundle, Job, tell_autograd
-from optimi_func.compiled.kernel import Numbers, TwoPasses
-from optimi_func.compiled.loop import PIECE, Sweep
+from optimi_func.execution.jobs import Bundle, Job, bump_versions
+from optimi_func.execution.kernel import Numbers, TwoPasses
+from optimi_func.execution.loop import PIECE, Sweep
 
 Table: TypeAlias = "array[int]"
 # Of each role, p first, a tensor for each leaf.
@@ -81,7 +81,7 @@ class LeafList:
             means = torch.stack([*given]) if given else self.means(g, launch)
             self._run.run(_rows(launch.values, means), table, self._lengths, "row")
         for moved in launch.written:
-            tell_autograd(moved, self._inference)
+            bump_versions(moved, self._inference)
 
     def means(self, g: Table, launch: "ListLaunch") -> Tensor:
         """Of each leaf the mean that the rule takes, measured."""
@@ -103,12 +103,12 @@ class _Means:
         self._sweep, self._lengths = sweep, lengths
         # Of each piece the row, and its share of that.
         starts = [(i, start) for i, n in enumerate(lengths) for start in range(0, n, PIECE)]
-        shares = [min(PIECE, lengths[i] - start) / lengths[i] for i, start in starts]
+        microbatches = [min(PIECE, lengths[i] - start) / lengths[i] for i, start in starts]
         self._pieces = len(starts)
         if self._pieces > len(lengths):
             # Whatever device the user's own tensors are made on by default.
             self._rows = torch.tensor([i for i, _ in starts], device="cpu")
-            self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
+            self._shares = torch.tensor(microbatches, dtype=torch.float64, device="cpu")
 
     def measure(self, values: Tensor, table: Table) -> Tensor:
         """The mean of each row."""
@@ -150,7 +150,7 @@ def list_launch(run: Sweep | TwoPasses, jobs: list[Job], write: bool) -> ListLau
     return LeafList(run, jobs, write).launch(targets, grads, first.numbers, first.ok, given)
 
 
-def apart(jobs: list[Job]) -> Iterator[list[Job]]:
+def split_aliasing(jobs: list[Job]) -> Iterator[list[Job]]:
     """Runs of jobs that write to different memory: tied weights take turns."""
     ranges = sorted(chain.from_iterable(map(_written, jobs)))
     if all(end <= start for (_, end), (start, _) in pairwise(ranges)):

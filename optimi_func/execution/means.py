@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func._shards import Split, add_up
-from optimi_func._types import Rule
-from optimi_func.compiled.jobs import Job
+from optimi_func._distributed import Split, all_reduce_sum
+from optimi_func._rule import Rule
+from optimi_func.execution.jobs import Job
 
 Launch: TypeAlias = Callable[[], None]
 # Launches of some jobs; of measurements, which leave the mean over what lies here in
@@ -57,6 +57,6 @@ def _add_up(jobs: list[Job]) -> None:
         assert job.given is not None and job.source.shards is not None
         sums.append(job.given * job.numel)
         splits.append(job.source.shards.split)
-    for job, total in zip(jobs, add_up(sums, splits)):
+    for job, total in zip(jobs, all_reduce_sum(sums, splits)):
         assert job.given is not None and job.source.shards is not None
         job.given.copy_(total / job.source.shards.numel)

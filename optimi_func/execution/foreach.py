@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._types import Rule, Scalar, Scalars
-from optimi_func.compiled.jobs import Job, chunks, foreach_copy_
-from optimi_func.compiled.kernel import (
+from optimi_func._rule import Rule, Scalar, Scalars
+from optimi_func.execution.jobs import Job, chunks, foreach_copy_
+from optimi_func.execution.kernel import (
     Key,
     fill,
     flat_leaf,
@@ -25,7 +25,7 @@ from optimi_func.compiled.kernel import (
     measure,
     unpack,
 )
-from optimi_func.compiled.means import plan_over_shards
+from optimi_func.execution.means import plan_over_shards
 
 aten = torch.ops.aten
 # What flows through the trace: one tensor a leaf, or one number for all, which is a 0-d

@@ -19,8 +19,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from optimi_func import functional as _f
-from optimi_func._cohorts import Asked, Cohort, Cohorts, Known
-from optimi_func._leaf import init_leaf, is_low, rates, share_scalars
+from optimi_func._distributed import (
+    all_reduce_all,
+    any_distributed,
+    check_placed,
+    distribute_like,
+    redistribute_like,
+    same_placements,
+    to_local,
+)
+from optimi_func._leaf import init_leaf, is_low, microbatch_scalars, rates
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule, Scalar, Scalars
 from optimi_func._saved import (
     LoadReport,
     Match,
@@ -32,18 +41,8 @@ from optimi_func._saved import (
     match,
     owned,
 )
-from optimi_func._shards import (
-    agree,
-    align,
-    any_distributed,
-    check_placed,
-    here,
-    lie_alike,
-    place_like,
-)
 from optimi_func._torch import uncompiled
-from optimi_func._types import WHOLE, Rule, Scalar, Scalars, Share
-from optimi_func.compiled.batching import (
+from optimi_func.execution.batching import (
     SMALL,
     Launch,
     plan_compiled,
@@ -51,8 +50,9 @@ from optimi_func.compiled.batching import (
     plan_if_possible,
     run_launches,
 )
-from optimi_func.compiled.foreach import plan_foreach
-from optimi_func.compiled.jobs import (
+from optimi_func.execution.cohorts import Asked, Cohort, Cohorts, Known
+from optimi_func.execution.foreach import plan_foreach
+from optimi_func.execution.jobs import (
     Bundle,
     Job,
     check_writable,
@@ -61,8 +61,8 @@ from optimi_func.compiled.jobs import (
     is_expanded,
     is_plain,
 )
-from optimi_func.compiled.kernel import Numbers, ambient
-from optimi_func.compiled.lists import Roles
+from optimi_func.execution.kernel import Numbers, kernel_context
+from optimi_func.execution.lists import Roles
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 Params: TypeAlias = (
@@ -77,7 +77,7 @@ class Work(NamedTuple):
     group: dict[str, Any]
     params: list[Tensor]
     grads: list[Any]  # a tensor for each
-    shares: list[Share] | None  # what each is to its step; None: the whole of it
+    microbatches: list[Microbatch] | None  # what each is to its step; None: the whole of it
 
 
 class BaseOptimizer(Optimizer):
@@ -99,7 +99,7 @@ class BaseOptimizer(Optimizer):
         self._clear_caches()
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
-        self._advise(self.param_groups)
+        self._warn_of_mistakes(self.param_groups)
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
@@ -124,7 +124,7 @@ class BaseOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
         if self._constructed:
-            self._advise(self.param_groups[count:])
+            self._warn_of_mistakes(self.param_groups[count:])
 
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group.get("param_names") or range(len(group["params"]))
@@ -180,20 +180,20 @@ class BaseOptimizer(Optimizer):
             )
             group["foreach"] = False
 
-    def _advise(self, groups: list[dict[str, Any]]) -> None:
+    def _warn_of_mistakes(self, groups: list[dict[str, Any]]) -> None:
         """Warn, once for all groups, of what is allowed but hardly meant."""
         found: list[str] = []
         kinds: list[tuple[Any, Any]] = []
         for group in groups:
             bound = self._bind(group, self._host)
             kinds.append((bound.decay, bound.weight_decay))
-            decay = _f.decay_advice(kinds[-1:])
-            found += [text for text in bound.advice() if text not in decay]
+            decay = _f.decay_mistakes(kinds[-1:])
+            found += [text for text in bound.likely_mistakes() if text not in decay]
             dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
             if group["kahan_sum"] and not any(map(is_low, group["params"])):
                 found.append(_f.IDLE_KAHAN)
             found += _f.stuck_moments(getattr(bound.hyper, "betas", ()), dtypes)
-        for text in dict.fromkeys([*found, *_f.decay_advice(kinds)]):
+        for text in dict.fromkeys([*found, *_f.decay_mistakes(kinds)]):
             warnings.warn(text, UserWarning, stacklevel=4)
 
     def _bind(
@@ -255,7 +255,7 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with ambient(self._first().device):
+        with kernel_context(self._first().device):
             work: list[Work] = []
             for group in self.param_groups:
                 params = list(group["params"])
@@ -280,8 +280,8 @@ class BaseOptimizer(Optimizer):
             asked = _asked(group, rule, group["capturable"])
             for p in group["params"]:
                 if p.requires_grad and not self.state.get(p):
-                    with ambient(p.device):
-                        self._look_at(group, asked, p, made)
+                    with kernel_context(p.device):
+                        self._ensure_state(group, asked, p, made)
         self.state.update(made)
 
     def _wants_state_alone(self) -> bool:
@@ -296,9 +296,9 @@ class BaseOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         params = [p for p in params if p.grad is not None]
         with torch.no_grad():
-            grads = here([cast(Tensor, p.grad) for p in params])
+            grads = to_local([cast(Tensor, p.grad) for p in params])
             flags = [torch.count_nonzero(g) == 0 for g in grads]
-            return bool(params) and all(map(bool, agree(flags, params)))
+            return bool(params) and all(map(bool, all_reduce_all(flags, params)))
 
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, as a hook of one's own would in backward.
@@ -322,15 +322,15 @@ class BaseOptimizer(Optimizer):
                 name = _Path(self.group_of(p), p)
                 raise ValueError(f"step(param=...): {name} has no gradient")
         grads = [cast(Tensor, p.grad) for p in params]
-        shares = [WHOLE] * len(params)
+        microbatches = [WHOLE_BATCH] * len(params)
         write = not self.optimizer_accumulation
-        self.update(params, grads, shares, write=write, count=True)
+        self.update(params, grads, microbatches, write=write, count=True)
 
     def update(
         self,
         params: list[Tensor],
         grads: list[Tensor],
-        shares: list[Share],
+        microbatches: list[Microbatch],
         write: bool,
         count: bool,
     ) -> None:
@@ -341,7 +341,7 @@ class BaseOptimizer(Optimizer):
         Args:
             params: Parameters of any groups.
             grads: The gradient of each.
-            shares: What each is to its parameter's step.
+            microbatches: What each is to its parameter's step.
             write: False moves the state alone.
             count: Whether the step ends here, for the step counts.
 
@@ -349,25 +349,25 @@ class BaseOptimizer(Optimizer):
             ValueError, TypeError: What does not fit; before any write.
         """
         works: dict[int, Work] = {}
-        for p, g, share in zip(params, grads, shares):
+        for p, g, microbatch in zip(params, grads, microbatches):
             group = self.group_of(p)
             if id(group) not in works:
                 works[id(group)] = Work(group, [], [], [])
             _, ps, gs, its = works[id(group)]
             ps.append(p)
             gs.append(g)
-            cast(list[Share], its).append(share)
-        with ambient(params[0].device):
+            cast(list[Microbatch], its).append(microbatch)
+        with kernel_context(params[0].device):
             self._step(list(works.values()), write, count)
 
-    def check_joins(self) -> None:
+    def check_accumulates(self) -> None:
         """Refuse rules whose state cannot take a step's gradient in parts.
 
         Raises:
             ValueError: One that cannot, of any group.
         """
         for group in self.param_groups:
-            _f.check_joins(self._bind(group, self._host))
+            _f.check_accumulates(self._bind(group, self._host))
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.
@@ -423,46 +423,50 @@ class BaseOptimizer(Optimizer):
         self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]]
     ) -> "_Plan":
         """Everything about a group's update but the writing."""
-        group, params, grads, shares = work
+        group, params, grads, microbatches = work
         # A step that the device may skip is counted there.
-        counted = shares is not None and any(share.ok is not None for share in shares)
+        counted = microbatches is not None and any(
+            microbatch.finite is not None for microbatch in microbatches
+        )
         capturable = group["capturable"] or counted
         bound = self._bind(group, self._device if capturable else self._host)
         asked = _asked(group, bound.rule, capturable)
         numbers = _NumbersOf(bound, capturable, write)
         plan = partial(self._launches, group, bound.rule, write)
         entries = list(map(self.state.get, params))
-        share = _common(shares)
-        together = share is not None and len(params) > 1 and group["compile"] is not False
+        microbatch = _common(microbatches)
+        together = (
+            microbatch is not None and len(params) > 1 and group["compile"] is not False
+        )
         parts = params
         if any_distributed(params) or any_distributed(grads):
             # From here on executors see what lies here, and nothing else.
-            parts, grads = here(params), here(_aligned(group, params, grads))
-            entries = [s and dict(zip(s, here(list(s.values())))) for s in entries]
+            parts, grads = to_local(params), to_local(_aligned(group, params, grads))
+            entries = [s and dict(zip(s, to_local(list(s.values())))) for s in entries]
             # Means are messages, which every process has to send in one order.
             together = together and not bound.rule.per_tensor
-        if together and share is not None:
+        if together and microbatch is not None:
             cohort = self._cohorts.find(group, asked, params, parts, entries)
             found = cohort and self._plan_cohort(
-                *cohort, group, grads, share, numbers, plan
+                *cohort, group, grads, microbatch, numbers, plan
             )
             if found is not None:
                 return found
         members: list[Known] = []
         jobs: list[Job] = []
         steps: list[tuple[Tensor, Tensor | None]] = []
-        its_of = shares or [WHOLE] * len(params)
+        its_of = microbatches or [WHOLE_BATCH] * len(params)
         with _uncollected():
             for p, part, g, its, state in zip(params, parts, grads, its_of, entries):
                 known = self._known.get(p)
                 if known is None or not known.holds(state, asked, part):
-                    known = self._known[p] = self._look_at(group, asked, p, made)
+                    known = self._known[p] = self._ensure_state(group, asked, p, made)
                 if not fits(part, g):
                     _f.check_grad(_Path(group, p), part, g)
                 members.append(known)
                 now = numbers(known.step, its)
-                jobs.append(Job(known.bundle, g, now, known.bundle, its.ok, None, None))
-                steps.append((known.step, its.ok))
+                jobs.append(Job(known.bundle, g, now, known.bundle, its.finite, None, None))
+                steps.append((known.step, its.finite))
         held = [known.bundle for known in members]
         return _Plan(plan(jobs), steps, held, members if together else [])
 
@@ -472,16 +476,16 @@ class BaseOptimizer(Optimizer):
         rows: list[Roles],
         group: dict[str, Any],
         grads: list[Tensor],
-        share: Share,
+        microbatch: Microbatch,
         numbers: "_NumbersOf",
         plan: Callable[[list[Job]], list[Launch]],
     ) -> "_Plan | None":
         """The plan of parameters that step together, or None if not this time."""
-        now = [numbers(count, share) for count in cohort.ages]
+        now = [numbers(count, microbatch) for count in cohort.ages]
         kind = (numbers.write, *(group[name] for name in ("foreach", "compile", "triton")))
         launches: list[Launch] = []
         for row, roles in zip(cohort.rows, rows):
-            found = row.launches(kind, roles, row.pick(grads), now, share.ok, plan)
+            found = row.launches(kind, roles, row.pick(grads), now, microbatch.finite, plan)
             if found is None:
                 return None
             launches += found
@@ -490,12 +494,12 @@ class BaseOptimizer(Optimizer):
             if not bucket.fits(some):
                 return None
             its = now[cohort.age_of[bucket.at[0]]]
-            inner = plan([bucket.job(some, its, share.ok)])
+            inner = plan([bucket.job(some, its, microbatch.finite)])
             launches += bucket.launches(some, inner, numbers.write)
         held = [bundle for row in cohort.rows for bundle in row.held]
-        return _Plan(launches, [(cohort.counts, share.ok)], held, [])
+        return _Plan(launches, [(cohort.counts, microbatch.finite)], held, [])
 
-    def _look_at(
+    def _ensure_state(
         self,
         group: dict[str, Any],
         asked: Asked,
@@ -508,7 +512,7 @@ class BaseOptimizer(Optimizer):
         path = _Path(group, p)
         _f.check_param(path, p)
         check_placed(path, p)
-        check_writable(path, *here([p]))
+        check_writable(path, *to_local([p]))
         _check_state(path, p, state)
         names = rule.state._fields
         missing = [name for name in names if name not in state]
@@ -725,7 +729,7 @@ class BaseOptimizer(Optimizer):
             for name, p in self._named(group):
                 if self.state.get(p) or p.requires_grad:
                     made: dict[Tensor, dict[str, Any]] = {}
-                    self._look_at(group, asked, p, made)
+                    self._ensure_state(group, asked, p, made)
                     entries[name] = made[p]
                     names[-1].append(name)
         optimizer = common(bounds, names)
@@ -764,7 +768,7 @@ class BaseOptimizer(Optimizer):
         self.state.update(made)
         with torch.no_grad():
             for name, x in (params or {}).items():
-                home[name][1].copy_(place_like(home[name][1], x))
+                home[name][1].copy_(distribute_like(home[name][1], x))
 
     def _named(self, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
         if group["params"] and "param_names" not in group:
@@ -820,14 +824,14 @@ class _NumbersOf:
         self._rates = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
         self._shared: dict[Any, Numbers] = {}
 
-    def __call__(self, step: Tensor, share: Share) -> Numbers:
+    def __call__(self, step: Tensor, microbatch: Microbatch) -> Numbers:
         # On the host a count is its number.
         count = step if self._capturable else step.item()
-        age = (count, share.gain, share.joins)
+        age = (count, microbatch.grad_scale, microbatch.accumulate)
         if age not in self._shared:
             t = (count.double() if isinstance(count, Tensor) else count) + 1.0
             scalars = Scalars(self._bound.rule.coeffs(self._bound.hyper, t), self._rates)
-            scalars = share_scalars(self._bound.rule, scalars, share, self.write)
+            scalars = microbatch_scalars(self._bound.rule, scalars, microbatch, self.write)
             self._shared[age] = Numbers(scalars)
         return self._shared[age]
 
@@ -852,13 +856,15 @@ def _is_given(x: Any) -> bool:
     return x is not None
 
 
-def _common(shares: list[Share] | None) -> Share | None:
+def _common(microbatches: list[Microbatch] | None) -> Microbatch | None:
     """What all gradients are to their step, if it is the same for all."""
-    if shares is None:
-        return WHOLE
-    first, *others = shares
+    if microbatches is None:
+        return WHOLE_BATCH
+    first, *others = microbatches
     same = all(
-        x.joins == first.joins and x.ok is first.ok and _is_same(x.gain, first.gain)
+        x.accumulate == first.accumulate
+        and x.finite is first.finite
+        and _is_same(x.grad_scale, first.grad_scale)
         for x in others
     )
     return first if same else None
@@ -899,7 +905,7 @@ def _aligned(
     for p, g in zip(params, grads):
         if not fits(p, g):
             _f.check_grad(_Path(group, p), p, g)
-    return [align(_Path(group, p), p, g) for p, g in zip(params, grads)]
+    return [redistribute_like(_Path(group, p), p, g) for p, g in zip(params, grads)]
 
 
 class _Path:
@@ -935,7 +941,7 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
                 "written to; clone it"
             )
-        if name != "step" and not lie_alike(p, x):
+        if name != "step" and not same_placements(p, x):
             raise ValueError(
                 f"state{path}[{name!r}] is not divided among processes as its parameter "
                 "is: load it anew, after fully_shard or distribute_tensor"
@@ -946,7 +952,7 @@ def _unshared(x: Any) -> Any:
     """The tensor itself, or a copy where its memory holds more than it."""
     if not isinstance(x, Tensor):
         return x
-    (part,) = here([x])
+    (part,) = to_local([x])
     if not is_plain(part) or part.is_meta:
         return x
     return x.clone() if part.untyped_storage().nbytes() > part.nbytes else x

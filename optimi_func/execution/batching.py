@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 
 from optimi_func._leaf import compute_dtype, leaf_step
-from optimi_func._types import Rule
-from optimi_func.compiled.foreach import plan_measures, plan_moves
-from optimi_func.compiled.jobs import (
+from optimi_func._rule import Rule
+from optimi_func.execution.foreach import plan_measures, plan_moves
+from optimi_func.execution.jobs import (
     Job,
+    bump_versions,
     chunks,
     flatten,
     foreach_copy_,
-    tell_autograd,
     unflatten,
 )
-from optimi_func.compiled.kernel import (
+from optimi_func.execution.kernel import (
     DispatchModeError,
     Kernel,
     TwoPasses,
-    ambient,
     job_key,
     keep_unless,
     kernel,
+    kernel_context,
     sweeps,
     write_back,
 )
-from optimi_func.compiled.lists import apart, list_launch, with_ok
-from optimi_func.compiled.loop import Sweep
-from optimi_func.compiled.means import plan_over_shards
+from optimi_func.execution.lists import list_launch, split_aliasing, with_ok
+from optimi_func.execution.loop import Sweep
+from optimi_func.execution.means import plan_over_shards
 
 # Below this many elements a kernel call costs more than copying there and back.
 SMALL = 1 << 13
@@ -135,9 +135,9 @@ def _move_compiled(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> l
     for some in alone:
         run = _kernel(rule, some[0], write)
         if isinstance(run, Sweep):
-            launches += [list_launch(run, part, write) for part in apart(some)]
+            launches += [list_launch(run, part, write) for part in split_aliasing(some)]
         elif isinstance(run, TwoPasses) and isinstance(run.move, Sweep):
-            for part in apart(some):
+            for part in split_aliasing(some):
                 launches += [list_launch(run, c, write) for c in chunks(part, MEASURED)]
         else:
             launches += [partial(_run_direct, run, _values(run, j), j, write) for j in some]
@@ -210,7 +210,7 @@ def _values(run: Kernel, job: Job) -> Tensor:
 
 def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
     """Write every job's result."""
-    with ambient(device):
+    with kernel_context(device):
         for launch in launches:
             launch()
 
@@ -240,7 +240,7 @@ def _run_direct(run: Kernel, values: Tensor, job: Job, write: bool) -> None:
     else:
         written = job.into.tensors
         run(values, p, job.g, *state, *written)
-    tell_autograd(written, p.is_inference())
+    bump_versions(written, p.is_inference())
 
 
 def _run_gathered(run: Kernel, values: Tensor, jobs: list[Job], write: bool) -> None:

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._types import Leaf, Rule, Scalar, Scalars
-from optimi_func.compiled.direct import Flat, compile_flat, compile_sweep
-from optimi_func.compiled.loop import Sweep
+from optimi_func._rule import Leaf, Rule, Scalar, Scalars
+from optimi_func.execution.direct import Flat, compile_flat, compile_sweep
+from optimi_func.execution.loop import Sweep
 
 T = TypeVar("T")
 
@@ -211,13 +211,13 @@ def _compile_body(key: Key, run: Flat, name: str) -> Flat | None:
             ran_eagerly.append(True)
         run(*tensors)
 
-    body = own_code(noticed, name)
+    body = with_own_code_object(noticed, name)
     tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
     numbers = sum(s is None for s in key.statics) + key.guarded + key.two_passes
     dtype = compute_dtype(*key.dtypes)
     values = torch.ones(numbers, dtype=dtype, device=key.device)
-    with ambient(key.device):
+    with kernel_context(key.device):
         make = compile_flat if key.threads else compile_sweep
         compiled = make(body, [values, *tensors, *targets])
     if ran_eagerly:
@@ -316,7 +316,7 @@ def flat_leaf(leaf: Leaf) -> list[Tensor]:
     return tensors
 
 
-def own_code(fn: Callable[..., T], name: str) -> Callable[..., T]:
+def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:
     """A function with a code object of its own, by which Dynamo counts recompilations.
 
     Closures of one body would share it.
@@ -327,7 +327,7 @@ def own_code(fn: Callable[..., T], name: str) -> Callable[..., T]:
 
 
 @contextmanager
-def ambient(device: torch.device) -> Generator[None]:
+def kernel_context(device: torch.device) -> Generator[None]:
     """Fix the ambient state that kernels guard on, and that no update should feel."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func.compiled.loop import Sweep, sweep_of
+from optimi_func.execution.loop import Sweep, sweep_of
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])

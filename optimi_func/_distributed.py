@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from optimi_func._types import Leaf
+from optimi_func._rule import Leaf
 
 
 class Split(NamedTuple):
@@ -45,7 +45,7 @@ def any_distributed(tensors: list[Tensor]) -> bool:
     return kind is not None and any(issubclass(k, kind) for k in set(map(type, tensors)))
 
 
-def here(tensors: list[Tensor]) -> list[Tensor]:
+def to_local(tensors: list[Tensor]) -> list[Tensor]:
     """Of each DTensor the part that lies here, in place; others as they are."""
     if not any_distributed(tensors):
         return tensors
@@ -60,10 +60,10 @@ def _part(x: Any) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part
 
 
-def leaf_here(leaf: Leaf) -> Leaf:
+def leaf_to_local(leaf: Leaf) -> Leaf:
     """Of a leaf's tensors the parts that lie here."""
     p, state, comp = leaf
-    p, *fields = here([p, *state] if comp is None else [p, *state, comp])
+    p, *fields = to_local([p, *state] if comp is None else [p, *state, comp])
     comp = None if comp is None else fields.pop()
     return Leaf(p, type(state)(*fields), comp)
 
@@ -92,7 +92,7 @@ def _several(mesh: Any, dims: list[int]) -> tuple[int, ...]:
     return tuple(i for i in dims if mesh.size(i) > 1)
 
 
-def lie_alike(p: Any, x: Any) -> bool:
+def same_placements(p: Any, x: Any) -> bool:
     """Whether the parts of p and x that lie here are of the same elements."""
     if not is_distributed(p) and not is_distributed(x):
         return True
@@ -112,14 +112,14 @@ def check_placed(path: object, p: Any) -> None:
         )
 
 
-def align(path: object, p: Any, g: Any) -> Tensor:
+def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
     """The gradient g as p lies: parts of a sum added up, a copy cut, shards moved.
 
     Raises:
         TypeError: One of the two alone is a DTensor.
         ValueError: They lie on different meshes.
     """
-    if lie_alike(p, g):
+    if same_placements(p, g):
         return g
     if not (is_distributed(p) and is_distributed(g)):
         raise TypeError(
@@ -134,7 +134,7 @@ def align(path: object, p: Any, g: Any) -> Tensor:
         return g.redistribute(placements=p.placements)
 
 
-def place_like(p: Any, x: Tensor) -> Tensor:
+def distribute_like(p: Any, x: Tensor) -> Tensor:
     """A whole tensor, the same on every process, cut as p lies; a DTensor as it is."""
     if not is_distributed(p) or is_distributed(x):
         return x
@@ -143,7 +143,7 @@ def place_like(p: Any, x: Tensor) -> Tensor:
     return tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def add_up(numbers: list[Tensor], splits: list[Split | None]) -> list[Tensor]:
+def all_reduce_sum(numbers: list[Tensor], splits: list[Split | None]) -> list[Tensor]:
     """Each 0-d number summed over its split: one message for all of the same split.
 
     Summed in float64 and given back in their dtype and on their device.
@@ -164,10 +164,10 @@ def add_up(numbers: list[Tensor], splits: list[Split | None]) -> list[Tensor]:
     return sums
 
 
-def agree(flags: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+def all_reduce_all(flags: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """Of 0-d bools about tensors, whether each is true wherever any of its tensor lies."""
     splits = [holders(x) for x in tensors]
     if not any(splits):
         return flags
-    denials = add_up([(~flag).double() for flag in flags], splits)
+    denials = all_reduce_sum([(~flag).double() for flag in flags], splits)
     return [denied == 0 for denied in denials]

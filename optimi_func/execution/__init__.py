@@ -1,0 +1,1 @@
+"""The engine: kernels, launches and plans; who imports nothing of the optimizers."""

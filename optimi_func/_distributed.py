@@ -1,8 +1,8 @@
-"""Tensors whose elements lie on several processes (DTensor): what of them is here.
+"""DTensors: their local parts, their placements, and sums over their shards.
 
-Executors are handed what lies here, which is memory like any other; only what concerns a
-whole tensor, a mean, a norm or a decision, is a message between processes. Messages are
-sent in an order that depends on nothing that one process alone knows.
+Executors are handed local parts, which are plain tensors; only what concerns a whole
+tensor, a mean, a norm or a decision, is a message between processes. Messages are sent in
+an order that depends on nothing that one process alone knows.
 """
 
 import sys
@@ -14,18 +14,17 @@ from torch import Tensor, distributed
 from optimi_func._rule import Leaf
 
 
-class Split(NamedTuple):
-    """The processes among which something is divided: some dimensions of a mesh."""
+class ShardSpec(NamedTuple):
+    """The processes that hold a tensor together: some dimensions of a mesh."""
 
     mesh: Any  # a DeviceMesh
     dims: tuple[int, ...]
+    numel: int  # of the whole tensor
 
-
-class Shards(NamedTuple):
-    """How a tensor lies on its mesh."""
-
-    split: Split  # each of whose processes holds other elements of it
-    numel: int  # of all of it
+    @property
+    def group(self) -> tuple[Any, tuple[int, ...]]:
+        """What tensors share that are summed by one message."""
+        return self.mesh, self.dims
 
 
 def _dtensor() -> Any:
@@ -68,28 +67,25 @@ def leaf_to_local(leaf: Leaf) -> Leaf:
     return Leaf(p, type(state)(*fields), comp)
 
 
-def shards_of(x: Any) -> Shards | None:
-    """How x lies on its mesh; None where all of it lies here."""
+def shards_of(x: Any) -> ShardSpec | None:
+    """Who holds other elements of x; None where all of it lies here."""
     if not is_distributed(x):
         return None
+    places = enumerate(x.placements)
+    return _spec(x, [i for i, place in places if not place.is_replicate()])
+
+
+def holders(x: Any) -> ShardSpec | None:
+    """Who holds any of x, its copies too; None where only this process does."""
+    return _spec(x, list(range(x.device_mesh.ndim))) if is_distributed(x) else None
+
+
+def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
     mesh = x.device_mesh
-    dims = [i for i, place in enumerate(x.placements) if not place.is_replicate()]
-    split = Split(mesh, _several(mesh, dims))
-    return Shards(split, x.numel()) if split.dims else None
-
-
-def holders(x: Any) -> Split | None:
-    """The processes that hold any of x, its copies too; None where only this one does."""
-    if not is_distributed(x):
-        return None
-    dims = _several(x.device_mesh, list(range(x.device_mesh.ndim)))
-    return Split(x.device_mesh, dims) if dims else None
-
-
-def _several(mesh: Any, dims: list[int]) -> tuple[int, ...]:
     if mesh.get_coordinate() is None:
-        return ()  # this process is not part of it
-    return tuple(i for i in dims if mesh.size(i) > 1)
+        return None  # this process is not part of it
+    several = tuple(i for i in dims if mesh.size(i) > 1)
+    return ShardSpec(mesh, several, x.numel()) if several else None
 
 
 def same_placements(p: Any, x: Any) -> bool:
@@ -143,15 +139,15 @@ def distribute_like(p: Any, x: Tensor) -> Tensor:
     return tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def all_reduce_sum(numbers: list[Tensor], splits: list[Split | None]) -> list[Tensor]:
-    """Each 0-d number summed over its split: one message for all of the same split.
+def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> list[Tensor]:
+    """Each 0-d number summed over its processes: one message for all of the same ones.
 
     Summed in float64 and given back in their dtype and on their device.
     """
-    places: dict[Split, list[int]] = {}
-    for i, split in enumerate(splits):
-        if split is not None:
-            places.setdefault(split, []).append(i)
+    places: dict[Any, list[int]] = {}
+    for i, spec in enumerate(shards):
+        if spec is not None:
+            places.setdefault(spec.group, []).append(i)
     sums = list(numbers)
     for (mesh, dims), some in places.items():
         # The mesh's, to which what is offloaded has to return.
@@ -166,8 +162,8 @@ def all_reduce_sum(numbers: list[Tensor], splits: list[Split | None]) -> list[Te
 
 def all_reduce_all(flags: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """Of 0-d bools about tensors, whether each is true wherever any of its tensor lies."""
-    splits = [holders(x) for x in tensors]
-    if not any(splits):
+    shards = [holders(x) for x in tensors]
+    if not any(shards):
         return flags
-    denials = all_reduce_sum([(~flag).double() for flag in flags], splits)
+    denials = all_reduce_sum([(~flag).double() for flag in flags], shards)
     return [denied == 0 for denied in denials]

@@ -10,10 +10,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
-from optimi_func.execution import direct
+from optimi_func.execution import inductor
 
 # Hundreds of kernels are compiled here, where a program has one or two.
-direct.PRECOMPILE_HEADERS = True
+inductor.PRECOMPILE_HEADERS = True
 # Two, as the smallest machine that runs this has; more would only wait for each other.
 torch.set_num_threads(2)
 

@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func import _torch
 from optimi_func import functional as _f
-from optimi_func._leaf import microbatch_scalars
-from optimi_func._rule import WHOLE_BATCH, PureOptimizer, PyTree, Scalar, is_pure
+from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, is_pure
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Inputs,
@@ -21,9 +20,8 @@ from optimi_func.compiled.whole import (
     TracedUpdate,
     no_grad_context,
 )
-from optimi_func.execution.batching import plan_compiled, run_launches
-from optimi_func.execution.jobs import Bundle, Job, is_expanded, is_plain
-from optimi_func.execution.kernel import Numbers
+from optimi_func.execution.tensors import is_expanded, is_plain
+from optimi_func.execution.trees import TreeStep
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 LossFn = Callable[[Any, Any], Any]
@@ -334,7 +332,13 @@ class PureStep:
         # A gradient is like its parameter.
         leaves = _f.FlatTree.check(optimizer.rule, tree, tree, tree_state)
         _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer.hyper))
-        update = _Update(optimizer, leaves)
+        steps = TreeStep(optimizer, leaves, "kernels", set())
+
+        def update(
+            places: Sequence[int], grads: list[Tensor], scale: Tensor | None
+        ) -> None:
+            steps.update(places, grads, [_microbatch(scale)] * len(grads))
+
         with running(update, params):
             outcome = _tell(whole, program, inputs._replace(state=[]))
         tree_state.step.add_(1.0)
@@ -367,44 +371,12 @@ def _traced(
     return update
 
 
-class _Update:
-    """The compiled step of a parameter tree, some leaves at a time."""
-
-    def __init__(self, optimizer: FunctionalOptimizer, leaves: _f.FlatTree) -> None:
-        self._rule = optimizer.rule
-        self._leaves = leaves.leaves
-        step = leaves.state.step
-        scalars = optimizer.scalars(leaves, step, _f.step_to_come(step))
-        numbers = {i: Numbers(x) for i, x in {id(x): x for x in scalars}.items()}
-        self._numbers = [numbers[id(x)] for x in scalars]
-        self._scaled: dict[int, Numbers] = {}
-
-    def __call__(
-        self, places: Sequence[int], grads: list[Tensor], grad_scale: Tensor | None
-    ) -> None:
-        jobs: list[Job] = []
-        for i, g in zip(places, grads):
-            source = Bundle(self._leaves[i], None)
-            now = self._now(self._numbers[i], grad_scale)
-            jobs.append(Job(source, g, now, source, None, None, None))
-        run_launches(plan_compiled(self._rule, jobs, write=True), grads[0].device)
-
-    def _now(self, numbers: Numbers, grad_scale: Tensor | None) -> Numbers:
-        if grad_scale is None:
-            return numbers
-        # One scale a step.
-        if id(numbers) not in self._scaled:
-            microbatch = WHOLE_BATCH._replace(grad_scale=_number(grad_scale))
-            scalars = microbatch_scalars(
-                self._rule, numbers.scalars, microbatch, write=True
-            )
-            self._scaled[id(numbers)] = Numbers(scalars)
-        return self._scaled[id(numbers)]
-
-
-def _number(x: Tensor) -> Scalar:
-    """A number on the host, if it is there: nobody waits for a device."""
-    return x.item() if x.device.type == "cpu" else x
+def _microbatch(scale: Tensor | None) -> Microbatch:
+    """A whole batch, scaled; by a number on the host, if it is there."""
+    if scale is None:
+        return WHOLE_BATCH
+    on_host = scale.device.type == "cpu"
+    return WHOLE_BATCH._replace(grad_scale=scale.item() if on_host else scale)
 
 
 class ClassStep:
@@ -435,13 +407,9 @@ class ClassStep:
         def update(
             places: Sequence[int], grads: list[Tensor], grad_scale: Tensor | None
         ) -> None:
-            microbatch = (
-                WHOLE_BATCH
-                if grad_scale is None
-                else WHOLE_BATCH._replace(grad_scale=_number(grad_scale))
-            )
+            microbatches = [_microbatch(grad_scale)] * len(grads)
             some = [params[i] for i in places]
-            optimizer.update(some, grads, [microbatch] * len(some), write=True, count=True)
+            optimizer.update(some, grads, microbatches, write=True, count=True)
 
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
         detached = [p.detach() for p in params]

@@ -19,10 +19,10 @@ from optimi_func._norms import clip_factor, norms_of, total_norm
 from optimi_func._rule import PyTree
 from optimi_func.compiled.dry_run import DryRun, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
-from optimi_func.execution.batching import SMALL
-from optimi_func.execution.direct import torch_compile, unprobed_vectors
-from optimi_func.execution.jobs import chunks
-from optimi_func.execution.kernel import with_own_code_object
+from optimi_func.execution.executors import SMALL
+from optimi_func.execution.inductor import torch_compile, unprobed_vectors
+from optimi_func.execution.kernels import with_own_code_object
+from optimi_func.execution.tensors import chunks
 
 # About as many updates has a step: each takes the host some time, and the fewer there are
 # the more gradients wait for each other.
@@ -284,7 +284,10 @@ def _update(
     small = [place for place in places if place.numel < SMALL]
     large = [place for place in places if place.numel >= SMALL]
     most = sum(place.numel for place in places) // UPDATES
-    for chunk in [*(chunks(large, most) if large else ()), *([small] if small else ())]:
+    for chunk in [
+        *(chunks(large, most, lambda place: place.numel) if large else ()),
+        *([small] if small else ()),
+    ]:
         its = [place.at for place in chunk]
         update_(loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its])
 

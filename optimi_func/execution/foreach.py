@@ -6,7 +6,6 @@ place where the operand is a temporary that nothing else needs. No formula stand
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -16,16 +15,16 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._rule import Rule, Scalar, Scalars
-from optimi_func.execution.jobs import Job, chunks, foreach_copy_
-from optimi_func.execution.kernel import (
-    Key,
+from optimi_func.execution.kernels import (
+    KernelKey,
+    Pass,
     fill,
-    flat_leaf,
-    job_key,
+    kernel_key,
     measure,
     unpack,
 )
-from optimi_func.execution.means import plan_over_shards
+from optimi_func.execution.launches import Launch, StepInputs, Update, mean_of
+from optimi_func.execution.tensors import chunks, flat_leaf, foreach_copy_
 
 aten = torch.ops.aten
 # What flows through the trace: one tensor a leaf, or one number for all, which is a 0-d
@@ -77,28 +76,21 @@ class Trace(NamedTuple):
 
 
 # Made once a process.
-_traces: dict[tuple[Key, bool], Trace] = {}
+_traces: dict[KernelKey, Trace] = {}
 
 
-def trace(key: Key, scalars: Scalars, measured: bool) -> Trace:
-    """The trace of a key, or of its operations up to the mean.
-
-    Args:
-        key: What it is made for.
-        scalars: Of these only their structure counts.
-        measured: Up to the mean, which is then the one result.
-    """
-    if (key, measured) not in _traces:
-        spec = pytree.tree_structure(scalars)
-        _traces[key, measured] = _trace(key, spec, measured)
-    return _traces[key, measured]
+def trace(key: KernelKey, scalars: Scalars) -> Trace:
+    """The trace of a key; of the scalars only their structure counts."""
+    if key not in _traces:
+        _traces[key] = _trace(key, pytree.tree_structure(scalars))
+    return _traces[key]
 
 
-def _trace(key: Key, spec: pytree.TreeSpec, measured: bool) -> Trace:
+def _trace(key: KernelKey, spec: pytree.TreeSpec) -> Trace:
     def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
         scalars = fill(key.statics, spec, numbers)
         leaf, g = unpack(key.rule, key.compensated, tensors)
-        if measured:
+        if key.part == "mean":
             return [measure(key.rule, leaf, g, scalars)]
         new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)
         return flat_leaf(new)
@@ -131,102 +123,91 @@ def _check(node: fx.Node) -> None:
 
 
 class _Slice(NamedTuple):
-    """A leaf's tensors, or the same stretch of each."""
+    """A parameter, or a stretch of one: what a large one is cut into."""
 
+    update: Update
     numel: int
-    reads: list[Tensor]  # p, g, state, comp
-    writes: list[Tensor]  # p, state, comp
-    ok: Tensor | None  # as the job's
-    mean: Callable[[Tensor], Tensor]  # likewise; never of a stretch
-    given: Tensor | None  # likewise: where a measurement goes
+    start: int | None  # of a stretch; None takes the tensors as they are
 
 
 def plan_foreach(
-    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
-) -> list[Callable[[], None]]:
-    """Launches of jobs that share dtypes and numbers, a chunk each."""
-    measured = partial(plan_measures, rule)
-    move = partial(plan_moves, rule, write)
-    return plan_over_shards(rule, jobs, write, measured, move)
+    rule: Rule[Any, Any, Any], updates: list[Update], write: bool, part: Pass
+) -> list[Launch]:
+    """Launches of chunks of updates that share dtypes and numbers.
 
-
-def plan_measures(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Callable[[], None]]:
-    """Launches that leave the mean over what lies here of each job in `job.given`."""
-    return _plan(rule, True, _run_measure, jobs)
-
-
-def plan_moves(
-    rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]
-) -> list[Callable[[], None]]:
-    """As `plan_foreach`, of jobs whose means over shards are given."""
-    return _plan(rule, write, _run, jobs)
-
-
-def _plan(
-    rule: Rule[Any, Any, Any],
-    write: bool,
-    run: Callable[[Trace, list[Scalar], list[_Slice]], None],
-    jobs: list[Job],
-) -> list[Callable[[], None]]:
-    groups: dict[tuple[Key, int], list[Job]] = {}
-    for job in jobs:
-        if job.source.numel > 0:
-            key = job_key(rule, job.source.leaf, job.g, job.numbers, write, True, False)
-            groups.setdefault((key, id(job.numbers)), []).append(job)
-    launches: list[Callable[[], None]] = []
-    for (key, _), members in groups.items():
-        numbers = members[0].numbers
-        traced = trace(key, numbers.scalars, run is _run_measure)
+    Args:
+        rule: The mathematics.
+        updates: What to update.
+        write: False moves the state alone.
+        part: "mean" writes the mean over what lies here into `update.mean`.
+    """
+    groups: dict[Any, list[Update]] = {}
+    for u in updates:
+        if u.slot.numel > 0:
+            kind = (u.slot.dtypes, u.g.dtype, u.g.device, u.at, u.guarded)
+            groups.setdefault(kind, []).append(u)
+    launches: list[Launch] = []
+    for some in groups.values():
+        key = kernel_key(rule, some[0], write, part)
+        traced = trace(key, some[0].scalars.scalars)
         wide = compute_dtype(*key.dtypes)
-        values = numbers.values(wide, key.device)
-        room = sum(job.source.p.nbytes for job in members) // (TEMPORARIES * wide.itemsize)
+        room = sum(u.p.nbytes for u in some) // (TEMPORARIES * wide.itemsize)
         size = min(CHUNK, max(LEAST, room))
-        slices = [s for job in members for s in _slices(rule, job, size)]
-        launches += [partial(run, traced, values, c) for c in chunks(slices, size)]
+        slices = [s for u in some for s in _slices(rule, u, size)]
+        for chunk in chunks(slices, size, lambda s: s.numel):
+            launches.append(ForeachLaunch(traced, chunk, wide, part))
     return launches
 
 
-def _slices(rule: Rule[Any, Any, Any], job: Job, size: int) -> list[_Slice]:
-    p, *state = job.source.tensors
-    reads, writes = [p, job.g, *state], job.into.tensors
-    count = job.source.numel
-    if count <= size or rule.per_tensor or not job.agrees():
-        return [_Slice(count, reads, writes, job.ok, job.mean, job.given)]
+def _slices(rule: Rule[Any, Any, Any], u: Update, size: int) -> list[_Slice]:
+    count = u.slot.numel
+    if count <= size or rule.per_tensor or not u.agrees:
+        return [_Slice(u, count, None)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
-    rows = [
-        zip(*[x.as_strided((count,), (1,)).split(size) for x in xs])
-        for xs in (reads, writes)
-    ]
-    return [
-        _Slice(r[0].numel(), list(r), list(w), job.ok, job.mean, None)
-        for r, w in zip(*rows)
-    ]
+    starts = range(0, count, size)
+    return [_Slice(u, min(size, count - start), start) for start in starts]
 
 
-def _inputs(values: list[Scalar], slices: list[_Slice]) -> list[Value]:
-    return [*values, *(list(role) for role in zip(*[s.reads for s in slices]))]
+class ForeachLaunch(Launch):
+    """A trace, run on lists of tensors."""
+
+    def __init__(
+        self, trace: Trace, slices: list[_Slice], wide: torch.dtype, part: Pass
+    ) -> None:
+        super().__init__([s.update for s in slices])
+        self._trace, self._wide, self._part = trace, wide, part
+        self._stretches = [(s.start, s.numel) for s in slices]
+        self._means = [s.update.mean for s in slices]
+        self._roles = len(slices[0].update.slot.dtypes)
+
+    def _take(self, role: list[Tensor]) -> list[Tensor]:
+        return [
+            role[i] if start is None else _stretch(role[i], start, numel)
+            for i, (start, numel) in zip(self._places, self._stretches)
+        ]
+
+    def run(self, inputs: StepInputs) -> None:
+        """Run the trace and write the results onto their targets, or the means."""
+        p, *state = map(self._take, inputs.roles[: self._roles])
+        g = self._take(inputs.grads)
+        values = self.scalars(inputs).values(self._wide, g[0].device)
+        read: list[Value] = [*values, p, g, *state]
+        if self._part == "mean":
+            (found,) = _interpret(self._trace, read, [whole_mean] * len(p))
+            foreach_copy_(cast(list[Tensor], self._means), cast(list[Tensor], found))
+            return
+        results = _interpret(self._trace, read, list(map(mean_of, self._means)))
+        finite = self.finite(inputs)
+        for target, result in zip(map(self._take, inputs.targets[: self._roles]), results):
+            assert isinstance(result, list)
+            if any(x is not y for x, y in zip(target, result)):
+                if finite is not None:
+                    result = [torch.where(finite, r, t) for r, t in zip(result, target)]
+                foreach_copy_(target, result)
 
 
-def _run_measure(trace: Trace, values: list[Scalar], slices: list[_Slice]) -> None:
-    means: list[Callable[[Tensor], Tensor]] = [whole_mean] * len(slices)
-    (found,) = _interpret(trace, _inputs(values, slices), means)
-    for s, mean in zip(slices, cast(list[Tensor], found)):
-        assert s.given is not None
-        s.given.copy_(mean)
-
-
-def _run(trace: Trace, values: list[Scalar], slices: list[_Slice]) -> None:
-    """Run the trace on the slices' tensors and write the results onto their targets."""
-    means = [s.mean for s in slices]
-    writes = zip(*[s.writes for s in slices])
-    for target, result in zip(writes, _interpret(trace, _inputs(values, slices), means)):
-        assert isinstance(result, list)
-        if any(x is not y for x, y in zip(target, result)):
-            kept = [
-                r if s.ok is None else torch.where(s.ok, r, t)
-                for s, r, t in zip(slices, result, target)
-            ]
-            foreach_copy_(list(target), kept)
+def _stretch(x: Tensor, start: int, numel: int) -> Tensor:
+    return x.as_strided((x.numel(),), (1,)).narrow(0, start, numel)
 
 
 def _interpret(

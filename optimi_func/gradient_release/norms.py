@@ -1,12 +1,12 @@
 """What release asks of gradients beside their norms."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func._distributed import (
-    Split,
+    ShardSpec,
     all_reduce_all,
     all_reduce_sum,
     shards_of,
@@ -20,36 +20,34 @@ class Norm(NamedTuple):
     """The norm of what lies here of a tensor."""
 
     value: Tensor  # 0-d, of at least float32
-    split: Split | None  # the processes that hold the rest of it
+    shard: ShardSpec | None  # the processes that hold the rest of it
 
 
 def measured(tensors: list[Tensor]) -> list[Norm]:
     """The norm of each tensor, as far as it lies here."""
-    shards = map(shards_of, tensors)
-    splits = [None if s is None else s.split for s in shards]
-    return list(map(Norm, norms_of(to_local(tensors)), splits))
+    return list(map(Norm, norms_of(to_local(tensors)), map(shards_of, tensors)))
 
 
 def whole(norms: list[Norm]) -> list[Norm]:
     """The norms of whole tensors: a message, where any lies in shards."""
-    if all(norm.split is None for norm in norms):
+    if all(norm.shard is None for norm in norms):
         return norms
     squares = [norm.value.double().square() for norm in norms]
-    sums = all_reduce_sum(squares, [norm.split for norm in norms])
+    sums = all_reduce_sum(squares, [norm.shard for norm in norms])
     return [
-        norm if norm.split is None else Norm(total.sqrt().to(norm.value.dtype), None)
+        norm if norm.shard is None else Norm(total.sqrt().to(norm.value.dtype), None)
         for norm, total in zip(norms, sums)
     ]
 
 
 def total(norms: list[Norm]) -> Tensor:
     """The norm of all: a message of one number a mesh, where any lies in shards."""
-    parts: dict[Split | None, list[Tensor]] = {}
+    parts: dict[Any, list[Norm]] = {}
     for norm in norms:
-        parts.setdefault(norm.split, []).append(norm.value)
-    here_alone = parts.pop(None, [])
-    others = whole([Norm(total_norm(values), s) for s, values in parts.items()])
-    return total_norm([*here_alone, *(norm.value for norm in others)])
+        parts.setdefault(norm.shard and norm.shard.group, []).append(norm)
+    local = [norm.value for norm in parts.pop(None, [])]
+    sums = [Norm(total_norm([n.value for n in x]), x[0].shard) for x in parts.values()]
+    return total_norm([*local, *(norm.value for norm in whole(sums))])
 
 
 def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:

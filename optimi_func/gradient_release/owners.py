@@ -2,22 +2,12 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from optimi_func import functional as _f
-from optimi_func._distributed import (
-    any_distributed,
-    leaf_to_local,
-    redistribute_like,
-    shards_of,
-    to_local,
-)
-from optimi_func._leaf import microbatch_scalars
-from optimi_func._rule import Leaf, Microbatch, Scalars
-from optimi_func.execution.batching import plan_if_possible, run_launches
-from optimi_func.execution.jobs import Bundle, Job, check_writable
-from optimi_func.execution.kernel import Numbers, kernel_context
+from optimi_func._rule import Microbatch
+from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.trees import TreeStep
 from optimi_func.functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func.optimizers import BaseOptimizer
 
@@ -96,8 +86,8 @@ class TreeOwner:
 
     def _set(self, state: TreeState) -> None:
         self._state = state
-        # What a backward found out about the step that it is in.
-        self._now: tuple[FlatTree, list[Scalars]] | None = None
+        # The step that a backward is in.
+        self._now: TreeStep | None = None
 
     def update(
         self,
@@ -110,40 +100,13 @@ class TreeOwner:
         """Update leaves in place; the tree's one step ends with the backward."""
         del count
         with kernel_context(params[0].device):
-            leaves, scalars = self._look()
-            rule = self.optimizer.rule
-            shared: dict[tuple[int, object, bool], Numbers] = {}
-            jobs: list[Job] = []
-            for p, g, microbatch in zip(params, grads, microbatches):
-                i = self._places[p]
-                check_writable(leaves.paths[i], p)
-                _f.check_grad(leaves.paths[i], p, g)
-                (g,) = to_local([redistribute_like(leaves.paths[i], p, g)])
-                key = (id(scalars[i]), microbatch.grad_scale, microbatch.accumulate)
-                if key not in shared:
-                    shared[key] = Numbers(
-                        microbatch_scalars(rule, scalars[i], microbatch, write)
-                    )
-                leaf = leaf_to_local(Leaf(p, *leaves.leaves[i][1:]))
-                bundle = Bundle(leaf, shards_of(p))
-                jobs.append(
-                    Job(bundle, g, shared[key], bundle, microbatch.finite, None, None)
+            if self._now is None:
+                tree = FlatTree.check(
+                    self.optimizer.rule, self._params, self._params, self._state
                 )
-            launches = plan_if_possible(rule, jobs, write, self._uncompilable)
-            run_launches(launches, params[0].device)
-            if write and any_distributed(params):
-                # Autograd has not seen their parts written.
-                torch.autograd.graph.increment_version(params)
-
-    def _look(self) -> tuple[FlatTree, list[Scalars]]:
-        if self._now is None:
-            leaves = FlatTree.check(
-                self.optimizer.rule, self._params, self._params, self._state
-            )
-            step = self._state.step.detach()
-            t = _f.step_to_come(step)
-            self._now = leaves, self.optimizer.scalars(leaves, step, t)
-        return self._now
+                self._now = TreeStep(self.optimizer, tree, "auto", self._uncompilable)
+            places = [self._places[p] for p in params]
+            self._now.update(places, grads, microbatches, write)
 
     def check_accumulates(self) -> None:
         """Refuse a rule without a sum over gradients."""

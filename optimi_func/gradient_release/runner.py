@@ -16,8 +16,8 @@ from optimi_func import functional as _f
 from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
-from optimi_func.execution.batching import SMALL
-from optimi_func.execution.jobs import is_plain
+from optimi_func.execution.executors import SMALL
+from optimi_func.execution.tensors import is_plain
 from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
 from optimi_func.gradient_release.options import ReleaseOptions

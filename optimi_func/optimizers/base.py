@@ -10,7 +10,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
@@ -28,8 +27,8 @@ from optimi_func._distributed import (
     same_placements,
     to_local,
 )
-from optimi_func._leaf import init_leaf, is_low, microbatch_scalars, rates
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule, Scalar, Scalars
+from optimi_func._leaf import init_leaf, is_low, rates
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalars
 from optimi_func._saved import (
     LoadReport,
     Match,
@@ -42,27 +41,12 @@ from optimi_func._saved import (
     owned,
 )
 from optimi_func._torch import uncompiled
-from optimi_func.execution.batching import (
-    SMALL,
-    Launch,
-    plan_compiled,
-    plan_eager,
-    plan_if_possible,
-    run_launches,
-)
-from optimi_func.execution.cohorts import Asked, Cohort, Cohorts, Known
-from optimi_func.execution.foreach import plan_foreach
-from optimi_func.execution.jobs import (
-    Bundle,
-    Job,
-    check_writable,
-    fits,
-    foreach_add_,
-    is_expanded,
-    is_plain,
-)
-from optimi_func.execution.kernel import Numbers, kernel_context
-from optimi_func.execution.lists import Roles
+from optimi_func.execution.executors import Executor
+from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.launches import StepInputs
+from optimi_func.execution.plans import Found, PlanCache, PreparedStep, Spec
+from optimi_func.execution.scalars import Numbers, ScalarPacks
+from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
 from optimi_func.functional import FunctionalOptimizer, TreeState
 
 Params: TypeAlias = (
@@ -103,11 +87,10 @@ class BaseOptimizer(Optimizer):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._known: dict[Tensor, Known] = {}
         self._bound: dict[int, tuple[Any, FunctionalOptimizer]] = {}
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._cohorts = Cohorts()
+        self._plans = PlanCache()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -258,12 +241,12 @@ class BaseOptimizer(Optimizer):
         with kernel_context(self._first().device):
             work: list[Work] = []
             for group in self.param_groups:
-                params = list(group["params"])
-                grads = [p.grad for p in params]
-                if not all(map(_is_given, grads)):
+                params: list[Tensor] = group["params"]
+                grads: list[Any] = [p.grad for p in params]
+                given = [g for g in grads if g is not None]
+                if len(given) < len(grads):
                     params = [p for p, g in zip(params, grads) if g is not None]
-                    grads = list(filter(_is_given, grads))
-                work.append(Work(group, params, grads, None))
+                work.append(Work(group, params, given, None))
             self._step(work, write=True, count=True)
         return loss
 
@@ -277,11 +260,11 @@ class BaseOptimizer(Optimizer):
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
             rule = self._bind(group, self._host).rule
-            asked = _asked(group, rule, group["capturable"])
+            spec = Spec(rule, group["kahan_sum"], group["capturable"])
             for p in group["params"]:
                 if p.requires_grad and not self.state.get(p):
                     with kernel_context(p.device):
-                        self._ensure_state(group, asked, p, made)
+                        self._ensure_state(group, spec, p, made)
         self.state.update(made)
 
     def _wants_state_alone(self) -> bool:
@@ -393,121 +376,63 @@ class BaseOptimizer(Optimizer):
         works = [work for work in works if work.params]
         # What a first gradient makes joins the optimizer once nothing can fail.
         made: dict[Tensor, dict[str, Any]] = {}
-        plans = [self._plan(work, write, made) for work in works]
-        self.state.update(made)
-        for plan, work in zip(plans, works):
-            run_launches(plan.launches, work.params[0].device)
-            if write and any_distributed(work.params):
-                # Autograd has not seen their parts written.
+        prepared = [self._prepare(work, write, made) for work in works]
+        if made:
+            self.state.update(made)
+        for (found, step), work in zip(prepared, works):
+            step.run()
+            if write and found.plan.distributed:
+                # Autograd has not seen their local parts written.
                 torch.autograd.graph.increment_version(work.params)
-        for plan, work in zip(plans, works):
-            if count:
-                _count(plan.steps)
-            if plan.members:
-                self._cohorts.settle(work.group, work.params, plan.members)
-            for bundle in plan.held:
-                # Keep no large tensor alive that the user takes out of `state`.
-                if bundle.numel >= SMALL:
-                    bundle.let_go()
-        self._forget()
+        if count:
+            for found, step in prepared:
+                found.plan.counts.advance(found.steps, step.inputs.numbers)
 
-    def _forget(self) -> None:
-        """Keep no parameter alive that has left its group."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if len(self._known) > count:
-            owned = {p for group in self.param_groups for p in group["params"]}
-            self._known = {p: k for p, k in self._known.items() if p in owned}
-            self._cohorts = Cohorts()
-
-    def _plan(
+    def _prepare(
         self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]]
-    ) -> "_Plan":
-        """Everything about a group's update but the writing."""
+    ) -> tuple[Found, PreparedStep]:
+        """Everything about a group's step but the writing."""
         group, params, grads, microbatches = work
         # A step that the device may skip is counted there.
-        counted = microbatches is not None and any(
-            microbatch.finite is not None for microbatch in microbatches
-        )
-        capturable = group["capturable"] or counted
+        flags = microbatches is not None and any(m.finite is not None for m in microbatches)
+        capturable = group["capturable"] or flags
         bound = self._bind(group, self._device if capturable else self._host)
-        asked = _asked(group, bound.rule, capturable)
-        numbers = _NumbersOf(bound, capturable, write)
-        plan = partial(self._launches, group, bound.rule, write)
-        entries = list(map(self.state.get, params))
-        microbatch = _common(microbatches)
-        together = (
-            microbatch is not None and len(params) > 1 and group["compile"] is not False
+        spec = Spec(bound.rule, group["kahan_sum"], capturable)
+        found = self._plans.find(spec, params, list(map(self.state.get, params)))
+        if found is None:
+            with _uncollected():
+                entries = [self._ensure_state(group, spec, p, made) for p in params]
+                others = sum(len(group["params"]) for group in self.param_groups)
+                found = self._plans.make(spec, params, entries, others)
+        if found.plan.distributed or any_distributed(grads):
+            grads = to_local(_aligned(group, params, grads))
+        counts = found.plan.counts
+        numbers = Numbers.of(
+            _scalars(bound, counts.now(found.steps)),
+            *(counts.at, microbatches, ScalarPacks(bound.rule, write)),
         )
-        parts = params
-        if any_distributed(params) or any_distributed(grads):
-            # From here on executors see what lies here, and nothing else.
-            parts, grads = to_local(params), to_local(_aligned(group, params, grads))
-            entries = [s and dict(zip(s, to_local(list(s.values())))) for s in entries]
-            # Means are messages, which every process has to send in one order.
-            together = together and not bound.rule.per_tensor
-        if together and microbatch is not None:
-            cohort = self._cohorts.find(group, asked, params, parts, entries)
-            found = cohort and self._plan_cohort(
-                *cohort, group, grads, microbatch, numbers, plan
+        executor = _executor(group)
+        launches = found.plan.find(executor, grads, numbers, write)
+        if launches is None:
+            for p, part, g in zip(params, found.params, grads):
+                _f.check_grad(_Path(group, p), part, g)
+            launches = found.plan.make(
+                executor, found.params, grads, numbers, write, self._uncompilable
             )
-            if found is not None:
-                return found
-        members: list[Known] = []
-        jobs: list[Job] = []
-        steps: list[tuple[Tensor, Tensor | None]] = []
-        its_of = microbatches or [WHOLE_BATCH] * len(params)
-        with _uncollected():
-            for p, part, g, its, state in zip(params, parts, grads, its_of, entries):
-                known = self._known.get(p)
-                if known is None or not known.holds(state, asked, part):
-                    known = self._known[p] = self._ensure_state(group, asked, p, made)
-                if not fits(part, g):
-                    _f.check_grad(_Path(group, p), part, g)
-                members.append(known)
-                now = numbers(known.step, its)
-                jobs.append(Job(known.bundle, g, now, known.bundle, its.finite, None, None))
-                steps.append((known.step, its.finite))
-        held = [known.bundle for known in members]
-        return _Plan(plan(jobs), steps, held, members if together else [])
-
-    def _plan_cohort(
-        self,
-        cohort: Cohort,
-        rows: list[Roles],
-        group: dict[str, Any],
-        grads: list[Tensor],
-        microbatch: Microbatch,
-        numbers: "_NumbersOf",
-        plan: Callable[[list[Job]], list[Launch]],
-    ) -> "_Plan | None":
-        """The plan of parameters that step together, or None if not this time."""
-        now = [numbers(count, microbatch) for count in cohort.ages]
-        kind = (numbers.write, *(group[name] for name in ("foreach", "compile", "triton")))
-        launches: list[Launch] = []
-        for row, roles in zip(cohort.rows, rows):
-            found = row.launches(kind, roles, row.pick(grads), now, microbatch.finite, plan)
-            if found is None:
-                return None
-            launches += found
-        for bucket in cohort.buckets:
-            some = [grads[i] for i in bucket.at]
-            if not bucket.fits(some):
-                return None
-            its = now[cohort.age_of[bucket.at[0]]]
-            inner = plan([bucket.job(some, its, microbatch.finite)])
-            launches += bucket.launches(some, inner, numbers.write)
-        held = [bundle for row in cohort.rows for bundle in row.held]
-        return _Plan(launches, [(cohort.counts, microbatch.finite)], held, [])
+        inputs = StepInputs(found.roles, found.roles, grads, numbers)
+        return found, PreparedStep(launches, inputs)
 
     def _ensure_state(
         self,
         group: dict[str, Any],
-        asked: Asked,
+        spec: Spec,
         p: Tensor,
         made: dict[Tensor, dict[str, Any]],
-    ) -> Known:
+    ) -> dict[str, Any]:
         """A parameter's state as its group asks for it now, checked and completed."""
-        rule, capturable = asked.rule, asked.capturable
+        if p in made:
+            return made[p]
+        rule, capturable = spec.rule, spec.capturable
         state = self.state.get(p, {})
         path = _Path(group, p)
         _f.check_param(path, p)
@@ -538,23 +463,7 @@ class BaseOptimizer(Optimizer):
             elif "kahan_comp" not in state:
                 state["kahan_comp"] = fresh.comp
         made[p] = state
-        return Known(asked, p, state)
-
-    def _launches(
-        self,
-        group: dict[str, Any],
-        rule: Rule[Any, Any, Any],
-        write: bool,
-        jobs: list[Job],
-    ) -> list[Launch]:
-        """The jobs bound to whatever runs this group's steps, compiled if need be."""
-        if group["foreach"]:
-            return plan_foreach(rule, jobs, write)
-        if group["compile"] is False:
-            return plan_eager(rule, jobs, write)
-        if group["compile"] or group["triton"]:
-            return plan_compiled(rule, jobs, write)
-        return plan_if_possible(rule, jobs, write, self._uncompilable)
+        return state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -724,13 +633,12 @@ class BaseOptimizer(Optimizer):
         names: list[list[str]] = []
         for group in self.param_groups:
             bounds.append(self._bind(group, self._host))
-            asked = _asked(group, bounds[-1].rule, group["capturable"])
+            spec = Spec(bounds[-1].rule, group["kahan_sum"], group["capturable"])
             names.append([])
             for name, p in self._named(group):
                 if self.state.get(p) or p.requires_grad:
                     made: dict[Tensor, dict[str, Any]] = {}
-                    self._ensure_state(group, asked, p, made)
-                    entries[name] = made[p]
+                    entries[name] = self._ensure_state(group, spec, p, made)
                     names[-1].append(name)
         optimizer = common(bounds, names)
         return optimizer, as_tree(optimizer.rule, entries, self._first())
@@ -796,7 +704,7 @@ class BaseOptimizer(Optimizer):
         super().__setstate__(state)
 
 
-_CACHES = ("_known", "_bound", "_grouped", "_group_index", "_cohorts")
+_CACHES = ("_bound", "_grouped", "_group_index", "_plans")
 _ATTACHED = ("releases",)
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
@@ -805,39 +713,20 @@ def _is_not_ours_to_keep(field: str) -> bool:
     return field.startswith("_optimizer_") or field in (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
 
 
-class _Plan(NamedTuple):
-    """A group's update, ready to run."""
-
-    launches: list[Launch]
-    steps: list[tuple[Tensor, Tensor | None]]  # counts to raise, each where ok is true
-    held: list[Bundle]  # whose tensors it has
-    members: list[Known]  # of what could be a cohort; none where it is one, or cannot
-
-
-class _NumbersOf:
-    """The numbers of one step of one group: parameters of one age share theirs."""
-
-    def __init__(self, bound: FunctionalOptimizer, capturable: bool, write: bool) -> None:
-        self.write = write
-        self._bound, self._capturable = bound, capturable
-        top = bound.lr if bound.max_lr is None else bound.max_lr
-        self._rates = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
-        self._shared: dict[Any, Numbers] = {}
-
-    def __call__(self, step: Tensor, microbatch: Microbatch) -> Numbers:
-        # On the host a count is its number.
-        count = step if self._capturable else step.item()
-        age = (count, microbatch.grad_scale, microbatch.accumulate)
-        if age not in self._shared:
-            t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-            scalars = Scalars(self._bound.rule.coeffs(self._bound.hyper, t), self._rates)
-            scalars = microbatch_scalars(self._bound.rule, scalars, microbatch, self.write)
-            self._shared[age] = Numbers(scalars)
-        return self._shared[age]
+def _scalars(bound: FunctionalOptimizer, counts: list[Any]) -> list[Scalars]:
+    """The numbers of the steps that follow these counts."""
+    top = bound.lr if bound.max_lr is None else bound.max_lr
+    now = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
+    steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
+    return [Scalars(bound.rule.coeffs(bound.hyper, t), now) for t in steps]
 
 
-def _asked(group: dict[str, Any], rule: Rule[Any, Any, Any], capturable: bool) -> Asked:
-    return Asked(rule, group["kahan_sum"], capturable, bool(group["foreach"]))
+def _executor(group: dict[str, Any]) -> Executor:
+    if group["foreach"]:
+        return "foreach"
+    if group["compile"] is False:
+        return "eager"
+    return "kernels" if group["compile"] or group["triton"] else "auto"
 
 
 @contextmanager
@@ -850,39 +739,6 @@ def _uncollected() -> Generator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _is_given(x: Any) -> bool:
-    return x is not None
-
-
-def _common(microbatches: list[Microbatch] | None) -> Microbatch | None:
-    """What all gradients are to their step, if it is the same for all."""
-    if microbatches is None:
-        return WHOLE_BATCH
-    first, *others = microbatches
-    same = all(
-        x.accumulate == first.accumulate
-        and x.finite is first.finite
-        and _is_same(x.grad_scale, first.grad_scale)
-        for x in others
-    )
-    return first if same else None
-
-
-def _is_same(a: Scalar, b: Scalar) -> bool:
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-
-def _count(steps: list[tuple[Tensor, Tensor | None]]) -> None:
-    if len(steps) == 1:
-        ((step, ok),) = steps
-        step.add_(1.0 if ok is None else ok)
-        return
-    foreach_add_([step for step, ok in steps if ok is None], 1.0)
-    for step, ok in steps:
-        if ok is not None:
-            step.add_(ok)
 
 
 def _is_zero(lr: Any) -> bool:
@@ -903,8 +759,7 @@ def _aligned(
 ) -> list[Tensor]:
     """Gradients that lie as their parameters do."""
     for p, g in zip(params, grads):
-        if not fits(p, g):
-            _f.check_grad(_Path(group, p), p, g)
+        _f.check_grad(_Path(group, p), p, g)
     return [redistribute_like(_Path(group, p), p, g) for p, g in zip(params, grads)]
 
 

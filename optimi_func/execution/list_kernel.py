@@ -1,4 +1,4 @@
-"""One call for a whole list of tensors: a loop in C++ around Inductor's machine code.
+"""List kernels: one call for many tensors, a loop in C++ around Inductor's machine code.
 
 A kernel called from Python for each tensor costs some microseconds a call, and all threads
 wait for each other at the end of it. Here the kernel is compiled for one thread, and the
@@ -8,7 +8,7 @@ nor what else is in the list changes a bit of any result.
 
 What it needs of Inductor is private: the C++ function within the code that it generated.
 Where that is not as expected, and wherever it does not give bit for bit what the generated
-code gives, `sweep_of` says None, and a kernel is called for each tensor as before.
+code gives, `list_kernel_of` says None, and a kernel is called for each tensor.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from string import Template
 from types import BuiltinFunctionType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,12 +66,21 @@ static Apply chosen(size_t count, std::index_sequence<N...>) {
 
 // roles: of each argument its column in the table; -1 the numbers; less, a scratch slot.
 // widths: of each argument the bytes of an element.
+struct Kernel {
+    void* code;
+    int64_t count;
+    const int64_t* roles;
+    const int64_t* widths;
+};
+
 // table: a column of pointers for each role, `rows` long.
 // per_row, per_piece: bytes from the numbers of one row, or piece, to those of the next.
-extern "C" void sweep(
-    void* kernel, int64_t count, const int64_t* roles, const int64_t* widths,
-    int64_t rows, const int64_t* lengths, const int64_t* table,
+extern "C" void run_list(
+    const Kernel* kernel, int64_t rows, const int64_t* lengths, const int64_t* table,
     char* numbers, int64_t per_row, int64_t per_piece, int64_t threads) {
+    const int64_t count = kernel->count;
+    const int64_t* roles = kernel->roles;
+    const int64_t* widths = kernel->widths;
     const Apply call = chosen(count, std::make_index_sequence<MOST>());
     int64_t total = 0;
     for (int64_t i = 0; i < rows; ++i) total += lengths[i];
@@ -105,66 +114,93 @@ extern "C" void sweep(
                     pointers[i] = scratch[-2 - roles[i]];
                 }
             }
-            call(kernel, pointers, left < size ? left : size);
+            call(kernel->code, pointers, left < size ? left : size);
         }
     };
     #pragma omp parallel num_threads(threads)
     work();
 }
+
+// Whether each step count, a float32, still is what it was.
+extern "C" int64_t counts_hold(float* const* counts, const float* expected, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        if (*counts[i] != expected[i]) return 0;
+    return 1;
+}
+
+// Count one step more.
+extern "C" void counts_advance(float* const* counts, float* expected, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) *counts[i] = expected[i] = expected[i] + 1.0f;
+}
 """
 
 
-class Sweep:
+class ListKernel:
     """A kernel over rows of tensors: of each row the tensors are of one length."""
 
     def __init__(self, code: int, roles: list[int], widths: list[int]) -> None:
         self._roles, self._widths = array("q", roles), array("q", widths)
-        self._head = (code, len(roles), _address(self._roles), _address(self._widths))
+        head = (code, len(roles), address(self._roles), address(self._widths))
+        self._head = array("q", head)
 
     def __call__(self, numbers: Tensor, *tensors: Tensor) -> None:
         """One row."""
         table = array("q", map(Tensor.data_ptr, tensors))
-        self.run(numbers, table, array("q", [tensors[-1].numel()]))
+        self.run(numbers.data_ptr(), table, array("q", [tensors[-1].numel()]))
 
     def run(
         self,
-        numbers: Tensor,
+        numbers: int,
         table: "array[int]",
         lengths: "array[int]",
-        each: Literal["row", "piece"] | None = None,
+        per_row: int = 0,
+        per_piece: int = 0,
     ) -> None:
         """All rows, by all of torch's threads.
 
         Args:
-            numbers: The kernel's first argument, 1-D; 2-D where each row or piece has
-                its own.
+            numbers: Address of the kernel's first argument.
             table: Pointers: those of the kernel's second argument for all rows, then of
                 its third, and so on.
             lengths: Elements of each row.
-            each: What a row of `numbers` belongs to: a row, or a piece of PIECE elements
-                (or of what is left of its row), counted through all rows.
+            per_row: Bytes from the numbers of one row to those of the next.
+            per_piece: Likewise of one piece, counted through all rows; a piece has PIECE
+                elements, or what is left of its row.
         """
-        loop = _loop()
+        loop = native()
         assert loop is not None
-        step = 0 if each is None else numbers.stride(0) * numbers.element_size()
-        loop(
-            *self._head,
+        loop.run_list(
+            address(self._head),
             len(lengths),
-            _address(lengths),
-            _address(table),
-            numbers.data_ptr(),
-            step if each == "row" else 0,
-            step if each == "piece" else 0,
+            address(lengths),
+            address(table),
+            numbers,
+            per_row,
+            per_piece,
             torch.get_num_threads(),
         )
 
 
-def _address(x: "array[int]") -> int:
+def address(x: "array[Any]") -> int:
+    """Where an array's elements lie."""
     return x.buffer_info()[0]
 
 
+class Native(NamedTuple):
+    """The compiled functions; addresses are integers."""
+
+    run_list: Callable[..., None]
+    counts_hold: Callable[[int, int, int], int]
+    counts_advance: Callable[[int, int, int], None]
+
+
+def loaded() -> Native | None:
+    """The functions, if a list kernel has been compiled in this process."""
+    return native() if native.cache_info().currsize else None
+
+
 @cache
-def _loop() -> Callable[..., None] | None:
+def native() -> Native | None:
     """The loop, compiled once a machine; None without a compiler."""
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
@@ -173,20 +209,23 @@ def _loop() -> Callable[..., None] | None:
     try:
         with config.patch(cpp_cache_precompile_headers=False):
             library: Any = CppCodeCache.load(source)
-        loop = library.sweep
+        # Counting takes less time than letting other Python threads run meanwhile.
+        counting: Any = ctypes.PyDLL(library._name)
+        run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
     except Exception:
         return None
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    loop.argtypes = [address, number, address, address, number, address, address]
-    loop.argtypes += [address, number, number, number]
-    loop.restype = None
-    return loop
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    run.argtypes = [pointer, number, pointer, pointer, pointer, number, number, number]
+    run.restype = None
+    hold.argtypes = advance.argtypes = [pointer, pointer, number]
+    hold.restype, advance.restype = number, None
+    return Native(run, hold, advance)
 
 
-def sweep_of(
+def list_kernel_of(
     generated: Callable[[list[Any]], Any], order: list[int], example: Sequence[Tensor]
-) -> Sweep | None:
-    """The sweep of what Inductor generated, where it gives the same.
+) -> ListKernel | None:
+    """The list kernel of what Inductor generated, where it gives the same.
 
     Args:
         generated: Generated for one thread; takes a list of arguments.
@@ -194,17 +233,17 @@ def sweep_of(
         example: Our arguments: the numbers, then tensors of one length. Not written to.
     """
     found = _machine_code(generated, order, [x[:64].clone() for x in example])
-    if found is None or _loop() is None:
+    if found is None or native() is None:
         return None
-    sweep = Sweep(*found)
+    kernel = ListKernel(*found)
     # What nobody promised is tried, on a length that no vector divides.
     own = torch.Generator().manual_seed(0)
     trial = [x[:1003].clone().uniform_(0.25, 0.75, generator=own) for x in example]
     both = [trial, [x.clone() for x in trial]]
     generated([1003 if i < 0 else both[0][i] for i in order])
-    sweep(*both[1])
+    kernel(*both[1])
     same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*both))
-    return sweep if same else None
+    return kernel if same else None
 
 
 def _machine_code(

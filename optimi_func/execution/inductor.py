@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func.execution.loop import Sweep, sweep_of
+from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])
@@ -60,15 +60,15 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     return _with_vectors(made)
 
 
-def compile_sweep(function: Flat, example: Sequence[Tensor]) -> Sweep | None:
+def compile_list_kernel(function: Flat, example: Sequence[Tensor]) -> ListKernel | None:
     """As `compile_flat`, for CPU and lists of tensors; None where that cannot be had."""
 
-    def made() -> Sweep | None:
+    def made() -> ListKernel | None:
         _, record = _compile(function, example, {"cpp.threads": 1})
         order = record.order(example)
         if record.generated is None or order is None:
             return None
-        return sweep_of(record.generated, order, example)
+        return list_kernel_of(record.generated, order, example)
 
     return _with_vectors(made)
 

@@ -1,0 +1,87 @@
+"""Whether tensors are still what they were when something was planned for them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a launch depends on, beside where the tensors lie. Strides come last, because not
+# every layout has them.
+_FACTS: list[Callable[[Tensor], Any]] = [
+    type,
+    attrgetter("layout"),
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    attrgetter("device"),
+    Tensor.is_neg,
+    Tensor._is_zerotensor,
+    Tensor.stride,
+]
+
+
+class Guard:
+    """What was true of a list of tensors, and whether it is true of another one.
+
+    Keeps no tensor alive.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], addresses: bool) -> None:
+        self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
+        self._facts = [list(map(fact, tensors)) for fact in _FACTS]
+        self._check = tensor_guards(tensors)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are alike and, if asked for, at the same addresses."""
+        if self._addresses is not None:
+            if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+                return False
+        elif len(tensors) != len(self._facts[0]):
+            return False
+        if self._check is not None and self._check(*tensors):
+            return True
+        if any(list(map(fact, tensors)) != was for fact, was in zip(_FACTS, self._facts)):
+            return False
+        # torch's guards look at more, such as requires_grad and the thread's modes.
+        self._check = tensor_guards(tensors)
+        return True
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Dynamo's check of tensors against others, one call; None where it cannot be had."""
+    return _make_guards(tensors) if tensors and _guards_work() else None
+
+
+def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    # Private, in torch 2.11 to 2.15 as used here.
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes, strides = ([list(f(x)) for x in tensors] for f in (Tensor.size, Tensor.stride))
+    shape: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    return TensorGuards(*tensors, **shape).check
+
+
+@functools.cache
+def _guards_work() -> bool:
+    """Whether torch's private guards notice what they are relied on for."""
+
+    def notices(change: Callable[[Tensor], Tensor]) -> bool:
+        check = _make_guards([torch.ones(2, 3, device="cpu"), torch.ones((), device="cpu")])
+        same = torch.zeros(2, 3, device="cpu"), torch.zeros((), device="cpu")
+        return check(*same) is True and check(change(same[0]), same[1]) is False
+
+    try:
+        return (
+            notices(lambda x: x[:1])
+            and notices(lambda x: x.view(3, 2))
+            and notices(lambda x: torch.zeros(3, 2, device="cpu").t())
+            and notices(Tensor.double)
+            and notices(lambda x: x.to("meta"))
+            and notices(torch._neg_view)
+            and notices(lambda x: torch._efficientzerotensor(x.shape, device="cpu"))
+            and notices(torch.nn.Parameter)
+        )
+    except Exception:
+        return False

@@ -1,0 +1,287 @@
+"""Plans: the launches of a list of parameters, kept for the steps that are alike.
+
+A plan is a cache: `state[p]` is the truth. Whoever loads, copies, casts, moves or edits it
+is noticed at the next step, which then plans anew. Plans keep no tensor alive.
+"""
+
+from array import array
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
+
+from optimi_func._distributed import any_distributed, shards_of, to_local
+from optimi_func._rule import Leaf, Rule
+from optimi_func.execution.executors import Executor, plan_launches
+from optimi_func.execution.guards import Guard
+from optimi_func.execution.launches import (
+    Launch,
+    Roles,
+    Slot,
+    StepInputs,
+    Update,
+    make_slot,
+)
+from optimi_func.execution.list_kernel import Native, address, loaded
+from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.tensors import bump_versions, foreach_add_
+
+# Kinds of gradients and numbers for which a plan keeps launches: Ranger has two.
+_KINDS = 8
+# Lists that are kept beside one for each parameter: where they never come again, as with
+# experts, the oldest go.
+_LISTS = 32
+
+_version = attrgetter("_version")
+
+
+class Plan:
+    """The launches of a list of parameters, by the kind of their gradients and numbers."""
+
+    def __init__(
+        self, rule: Rule[Any, Any, Any], slots: list[Slot], targets: list[Slot]
+    ) -> None:
+        self.rule = rule
+        self._slots, self._targets = slots, targets
+        self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
+
+    def _kind(self, executor: Executor, numbers: Numbers, write: bool) -> Any:
+        statics = tuple([x.statics for x in numbers.scalars])
+        guarded = tuple([f is None for f in numbers.finite])
+        at = tuple(numbers.at) if len(statics) > 1 else None
+        # What watches single operations is to see them.
+        watched = any_torch_dispatch_mode_on_stack()
+        return executor, write, statics, guarded, at, watched
+
+    def find(
+        self, executor: Executor, grads: list[Tensor], numbers: Numbers, write: bool
+    ) -> list[Launch] | None:
+        """The launches of an earlier step that was like this one."""
+        guard, launches = self._known.get(
+            self._kind(executor, numbers, write), (None, None)
+        )
+        return launches if guard is not None and guard.holds(grads) else None
+
+    def make(
+        self,
+        executor: Executor,
+        params: list[Tensor],
+        grads: list[Tensor],
+        numbers: Numbers,
+        write: bool,
+        uncompilable: set[str],
+    ) -> list[Launch]:
+        """New launches, to be found by steps like this one.
+
+        Args:
+            executor: What runs them.
+            params: What lies here of each parameter.
+            grads: Likewise of its gradient.
+            numbers: Of the step.
+            write: False moves the state alone.
+            uncompilable: See `plan_launches`.
+        """
+        scalars, at, finite = numbers
+        parts = zip(self._slots, self._targets, params, grads, at)
+        updates = [
+            Update(i, slot, target, p, g, j, scalars[j], finite[j] is not None, None)
+            for i, (slot, target, p, g, j) in enumerate(parts)
+        ]
+        launches = plan_launches(executor, self.rule, updates, write, uncompilable)
+        if len(self._known) >= _KINDS:
+            self._known.clear()
+        kind = self._kind(executor, numbers, write)
+        self._known[kind] = Guard(grads, addresses=False), launches
+        return launches
+
+
+class Spec(NamedTuple):
+    """What a group asks of its parameters' state."""
+
+    rule: Rule[Any, Any, Any]
+    kahan_sum: bool | None
+    capturable: bool  # counts lie on the parameters' device
+
+
+class Found(NamedTuple):
+    """A plan, and the tensors that it is true of now."""
+
+    plan: "StatePlan"
+    roles: Roles
+    steps: list[Tensor]
+
+    @property
+    def params(self) -> list[Tensor]:
+        """What lies here of each parameter."""
+        return self.roles[0]
+
+
+class StatePlan(Plan):
+    """A plan for parameters whose state lies in `optimizer.state[p]`."""
+
+    def __init__(
+        self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any]]
+    ) -> None:
+        self._fields = spec.rule.state._fields
+        self._lengths = list(map(len, entries))
+        self._compensated = any(["kahan_comp" in entry for entry in entries])
+        self.distributed = any_distributed(params)
+        roles, steps = self.read(params, entries)
+        fields = len(self._fields)
+        leaves = zip(*roles)
+        slots = [
+            make_slot(Leaf(p, rest[:fields], rest[fields]), shards_of(whole))
+            for whole, (p, *rest) in zip(params, leaves)
+        ]
+        super().__init__(spec.rule, slots, slots)
+        self._guard = Guard(_flat(roles, steps), addresses=True)
+        self.counts = StepCounts(steps, not spec.capturable)
+
+    def read(
+        self, params: list[Tensor], entries: list[dict[str, Any]]
+    ) -> tuple[Roles, list[Tensor]]:
+        """What lies here of each role, and the step counts."""
+        roles: Roles = [params]
+        for name in self._fields:
+            roles.append([entry[name] for entry in entries])
+        if self._compensated:
+            roles.append([entry.get("kahan_comp") for entry in entries])
+        if self.distributed:
+            roles = list(map(to_local, roles))
+        if not self._compensated:
+            roles.append([None] * len(params))
+        return roles, [entry["step"] for entry in entries]
+
+    def current(
+        self, params: list[Tensor], entries: list[dict[str, Any] | None]
+    ) -> Found | None:
+        """The tensors as they are now, if all is as it was when the plan was made."""
+        whole = cast(list[dict[str, Any]], entries)
+        try:
+            if list(map(len, whole)) != self._lengths:
+                return None
+            roles, steps = self.read(params, whole)
+        except (KeyError, TypeError):
+            return None  # a field has gone, or a whole state
+        if not self._guard.holds(_flat(roles, steps)) or not self.counts.hold(steps):
+            return None
+        return Found(self, roles, steps)
+
+
+def _flat(roles: Roles, steps: list[Tensor]) -> list[Tensor]:
+    *full, comps = roles
+    flat = [x for role in full for x in role]
+    flat += [x for x in comps if x is not None]
+    return flat + steps
+
+
+class StepCounts:
+    """The step counts of a list of parameters; those that are equal share their numbers."""
+
+    def __init__(self, steps: list[Tensor], on_host: bool) -> None:
+        self._on_host = on_host
+        counts: Sequence[Any] = range(len(steps))
+        if on_host:
+            counts = [step.item() for step in steps]
+        elif not _is_capturing(steps):
+            # The host waits for the device once, here.
+            counts = torch.stack(steps).tolist()
+        # Of each parameter the place of its count among those that differ.
+        places = {count: i for i, count in enumerate(dict.fromkeys(counts))}
+        self.at = [places[count] for count in counts]
+        self._firsts = [self.at.index(i) for i in range(len(places))]
+        self._expected = array("f", counts) if on_host else array("f")
+        self._versions = list(map(_version, steps))
+        self._addresses = array("q", map(Tensor.data_ptr, steps))
+        self._native: Native | None = None
+        apart = len(set(self._addresses)) == len(steps)
+        self._countable = on_host and apart and {s.dtype for s in steps} == {torch.float32}
+
+    def hold(self, steps: list[Tensor]) -> bool:
+        """Whether nobody else has written to these counts."""
+        if self._native is not None:
+            count = len(self._addresses)
+            counts, expected = address(self._addresses), address(self._expected)
+            return bool(self._native.counts_hold(counts, expected, count))
+        if self._on_host:
+            return [step.item() for step in steps] == list(self._expected)
+        return list(map(_version, steps)) == self._versions
+
+    def now(self, steps: list[Tensor]) -> list[float | Tensor]:
+        """The counts that differ: numbers on the host, else tensors."""
+        if self._on_host:
+            return [self._expected[i] for i in self._firsts]
+        return [steps[i] for i in self._firsts]
+
+    def advance(self, steps: list[Tensor], numbers: Numbers) -> None:
+        """Count one step more; where there is a flag, only if it is true."""
+        if self._native is not None:
+            count = len(self._addresses)
+            counts, expected = address(self._addresses), address(self._expected)
+            self._native.counts_advance(counts, expected, count)
+            bump_versions(steps, inference=False)
+            return
+        flags = [numbers.finite[i] for i in numbers.at]
+        foreach_add_([step for step, flag in zip(steps, flags) if flag is None], 1.0)
+        for step, flag in zip(steps, flags):
+            if flag is not None:
+                step.add_(flag)
+        if self._on_host:
+            self._expected = array("f", [step.item() for step in steps])
+            if self._countable:
+                # All of them by one call of C++, where kernels have been compiled by now.
+                self._native = loaded()
+        self._versions = list(map(_version, steps))
+
+
+def _is_capturing(steps: list[Tensor]) -> bool:
+    return steps[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class PlanCache:
+    """The plans of an optimizer's lists of parameters."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, StatePlan] = {}
+
+    def find(
+        self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any] | None]
+    ) -> Found | None:
+        """The plan of a list, if it is still true."""
+        plan = self._plans.get((spec, *map(id, params)))
+        return None if plan is None else plan.current(params, entries)
+
+    def make(
+        self,
+        spec: Spec,
+        params: list[Tensor],
+        entries: list[dict[str, Any]],
+        others: int,
+    ) -> Found:
+        """A new plan, to be found by later steps.
+
+        Args:
+            spec: What the group asks for.
+            params: The list.
+            entries: The state of each, complete.
+            others: For so many lists there is room, beside some more.
+        """
+        while len(self._plans) >= _LISTS + others:
+            del self._plans[next(iter(self._plans))]
+        plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
+        return Found(plan, *plan.read(params, entries))
+
+
+class PreparedStep(NamedTuple):
+    """A step of several parameters, checked and compiled: what is left is to run it."""
+
+    launches: list[Launch]
+    inputs: StepInputs
+
+    def run(self) -> None:
+        """Write every result."""
+        for launch in self.launches:
+            launch.run(self.inputs)

@@ -1,0 +1,135 @@
+"""The numbers of a step as kernels take them."""
+
+from array import array
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._leaf import microbatch_scalars
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule, Scalar, Scalars
+
+
+class PackedScalars:
+    """The numbers of one step, packed once a dtype and device for every kernel call."""
+
+    def __init__(self, scalars: Scalars) -> None:
+        self.scalars = scalars
+        leaves = _flatten(scalars)
+        kinds = set(map(type, leaves))
+        # A bool is a static choice, part of the kernel; the rest is data.
+        self.statics: tuple[bool | None, ...] = (None,) * len(leaves)
+        self._values = leaves
+        if bool in kinds:
+            self.statics = tuple([x if isinstance(x, bool) else None for x in leaves])
+            self._values = [x for x in leaves if not isinstance(x, bool)]
+        self._on_host = not any([issubclass(kind, Tensor) for kind in kinds])
+        self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def values(self, dtype: torch.dtype, device: torch.device) -> list[Scalar]:
+        """The values: host numbers where all of them are, else 0-d tensors."""
+        if self._on_host:
+            return list(self._values)
+        return list(self.packed(dtype, device).unbind())
+
+    def host_array(self, dtype: torch.dtype) -> "array[float] | None":
+        """All values in memory of the host's, each rounded once; None if on a device."""
+        if not self._on_host:
+            return None
+        return array("d" if dtype == torch.float64 else "f", self._values)
+
+    def packed(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """All values as one 1-D tensor, each rounded once."""
+        key = (dtype, device)
+        if key not in self._packed:
+            self._packed[key] = self._pack(dtype, device)
+        return self._packed[key]
+
+    def _pack(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        values = self.host_array(dtype)
+        if values is not None:
+            if not values:
+                return torch.empty(0, dtype=dtype, device=device)
+            # torch.tensor takes ten times as long to look at a list.
+            return torch.frombuffer(values, dtype=dtype).to(device, non_blocking=True)
+        tensors = [
+            x.detach().to(device, dtype)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=dtype, device=device)
+            for x in self._values
+        ]
+        return torch.stack(tensors)
+
+
+class ScalarPacks:
+    """A step's packed numbers, one object for all parameters that share them."""
+
+    def __init__(self, rule: Rule[Any, Any, Any], write: bool) -> None:
+        self._rule = rule
+        self._write = write  # False: the state alone moves
+        self._packs: dict[Any, PackedScalars] = {}
+        self._scalars: list[Scalars] = []  # kept, for they are told apart by identity
+
+    def __call__(self, scalars: Scalars, microbatch: Microbatch) -> PackedScalars:
+        """Those of a gradient that is a part of its step, or scaled."""
+        key = (id(scalars), microbatch.grad_scale, microbatch.accumulate)
+        if key not in self._packs:
+            self._scalars.append(scalars)
+            now = microbatch_scalars(self._rule, scalars, microbatch, self._write)
+            self._packs[key] = PackedScalars(now)
+        return self._packs[key]
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step of several parameters; those that are equal are there once."""
+
+    scalars: list[PackedScalars]
+    at: list[int]  # of each parameter the place of its numbers
+    finite: list[Tensor | None]  # to each of the numbers a flag: where false, no write
+
+    @staticmethod
+    def of(
+        scalars: list[Scalars],
+        at: list[int],
+        microbatches: list[Microbatch] | None,
+        packs: ScalarPacks,
+    ) -> "Numbers":
+        """What each gradient is to its step, in the numbers.
+
+        Args:
+            scalars: Those of the step.
+            at: Of each parameter the place of its own.
+            microbatches: What each gradient is to its step; None: the whole of it.
+            packs: Of this step.
+        """
+        if microbatches is None:
+            packed = [packs(s, WHOLE_BATCH) for s in scalars]
+            return Numbers(packed, at, [None] * len(packed))
+        places: dict[Any, int] = {}
+        numbers = Numbers([], [], [])
+        for i, m in zip(at, microbatches):
+            key = (i, m.grad_scale, m.accumulate, id(m.finite))
+            if key not in places:
+                places[key] = len(places)
+                numbers.scalars.append(packs(scalars[i], m))
+                numbers.finite.append(m.finite)
+            numbers.at.append(places[key])
+        return numbers
+
+
+def with_finite(values: Tensor, finite: Tensor | None) -> Tensor:
+    """The numbers, and whether anything is to be written."""
+    if finite is None:
+        return values
+    return torch.cat([values, finite.reshape(1).to(values.dtype)])
+
+
+def _flatten(x: Any) -> list[Any]:
+    """As pytree's, of tuples within tuples alone: a step has no time for more."""
+    found: list[Any] = []
+    for y in x:
+        if isinstance(y, tuple):
+            found += _flatten(y)
+        else:
+            found.append(y)
+    return found

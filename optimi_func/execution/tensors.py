@@ -1,0 +1,137 @@
+"""What executors ask of tensors: whether they are plain memory, and in which order."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, _utils
+
+from optimi_func._rule import Leaf
+
+T = TypeVar("T")
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is memory, and not a wrapper with a dispatch of its own or a mere zero."""
+    kind: Any = type(x)
+    return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
+
+
+_NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
+def is_plainly_strided(x: Tensor) -> bool:
+    """Whether x is memory that holds its very elements, with strides."""
+    return x.layout == torch.strided and is_plain(x) and not x.is_neg()
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether several of x's elements are one place in memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
+
+
+def check_writable(path: object, p: Tensor) -> None:
+    """Refuse a parameter that is expanded."""
+    if is_expanded(p):
+        raise ValueError(
+            f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
+            "clone it"
+        )
+
+
+def same_order(p: Tensor, x: Tensor) -> bool:
+    """Whether x has p's elements in p's order in memory, p being dense."""
+    # Strides of dimensions of size 1 may differ and mean nothing.
+    return x.stride() == p.stride() or (x.is_contiguous() and p.is_contiguous())
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether x covers a range of memory without gaps or overlap, in any order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def bump_versions(written: Iterable[Tensor], inference: bool) -> None:
+    """Count the writes of a kernel, which autograd has not seen.
+
+    A backward that saved one of these must still raise.
+
+    Args:
+        written: What was written.
+        inference: Whether any was made under inference_mode: such have no count.
+    """
+    if inference:
+        written = [x for x in written if not x.is_inference()]
+    torch.autograd.graph.increment_version(written)
+
+
+def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of items of at most `size` elements together, or of one larger item."""
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        if chunk and total + numel(item) > size:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
+        total += numel(item)
+    yield chunk
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source onto its target."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_add_(tensors: list[Tensor], number: float) -> None:
+    """Add a number to each tensor."""
+    if tensors:
+        torch._foreach_add_(tensors, number)
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """One 1-D tensor with the elements of all, each in its logical order.
+
+    As torch.cat of reshaped tensors, without Python's share of a call for each.
+    """
+    if len(tensors) == 1:
+        return torch.cat([tensors[0].reshape(-1)])  # of one, the other makes an alias
+    return _utils._flatten_dense_tensors(tensors)
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of `flat`, one of the shape of each."""
+    return list(_utils._unflatten_dense_tensors(flat, like))
+
+
+def flat_leaf(leaf: Leaf) -> list[Tensor]:
+    """P, state, comp: the tensors that a step writes."""
+    tensors = [leaf.p, *leaf.state]
+    if leaf.comp is not None:
+        tensors.append(leaf.comp)
+    return tensors
+
+
+def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
+    """Copy a step's results onto their targets; what did not change is the target."""
+    for target, result in zip(targets, flat_leaf(new)):
+        if result is not target:
+            target.copy_(result)
+
+
+def select(finite: Tensor, old: Leaf, new: Leaf) -> Leaf:
+    """The new leaf where finite, a 0-d bool, is true; without asking the device."""
+    kept = [
+        n if n is o else torch.where(finite, n, o)
+        for o, n in zip(flat_leaf(old), flat_leaf(new))
+    ]
+    fields = kept[1 : 1 + len(old.state)]
+    comp = None if old.comp is None else kept[-1]
+    return Leaf(kept[0], type(old.state)(*fields), comp)

@@ -1,0 +1,157 @@
+"""The compiled step of a parameter tree: into new tensors, or in place, some or all."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from optimi_func import functional as _f
+from optimi_func._distributed import (
+    any_distributed,
+    check_placed,
+    leaf_to_local,
+    redistribute_like,
+    shards_of,
+    to_local,
+)
+from optimi_func._rule import Leaf, Microbatch, PyTree, Scalars
+from optimi_func.execution.executors import Executor
+from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.launches import Roles, StepInputs, make_slot
+from optimi_func.execution.plans import Plan, PreparedStep
+from optimi_func.execution.scalars import Numbers, ScalarPacks
+from optimi_func.execution.tensors import check_writable
+from optimi_func.functional import FlatTree, FunctionalOptimizer, TreeState
+
+
+class TreeStep:
+    """One step of a tree's leaves, some at a time; `count` ends it.
+
+    The numbers are those of the step that `tree.state` has taken last, read once.
+    """
+
+    def __init__(
+        self,
+        optimizer: FunctionalOptimizer,
+        tree: FlatTree,
+        executor: Executor,
+        uncompilable: set[str],
+    ) -> None:
+        self._rule, self._tree = optimizer.rule, tree
+        self._executor: Executor = executor
+        step = tree.state.step.detach()
+        scalars = optimizer.scalars(tree, step, _f.step_to_come(step))
+        self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
+        places = {id(s): i for i, s in enumerate(self._scalars)}
+        self._at = [places[id(s)] for s in scalars]
+        self._packs = {write: ScalarPacks(self._rule, write) for write in (True, False)}
+        self._uncompilable = uncompilable
+
+    def update(
+        self,
+        places: Sequence[int],
+        grads: Sequence[Tensor],
+        microbatches: list[Microbatch] | None = None,
+        write: bool = True,
+        into: list[Leaf] | None = None,
+    ) -> None:
+        """Update leaves by these gradients.
+
+        Args:
+            places: Which of the tree's leaves.
+            grads: The gradient of each.
+            microbatches: What each is to its step; None: the whole of it.
+            write: False moves the state alone.
+            into: Where the results of each go; None: in place.
+
+        Raises:
+            ValueError, TypeError: What does not fit; before any write.
+        """
+        leaves, local = [self._tree.leaves[i] for i in places], []
+        for i, leaf, g in zip(places, leaves, grads):
+            path = self._tree.paths[i]
+            check_placed(path, leaf.p)
+            if into is None:
+                check_writable(path, *to_local([leaf.p]))
+            _f.check_grad(path, leaf.p, g)
+            local += to_local([redistribute_like(path, leaf.p, g)])
+        read = list(map(leaf_to_local, leaves))
+        written = read if into is None else list(map(leaf_to_local, into))
+        slots = [make_slot(here, shards_of(leaf.p)) for here, leaf in zip(read, leaves)]
+        targets = slots if into is None else [make_slot(leaf, None) for leaf in written]
+        at = [self._at[i] for i in places]
+        numbers = Numbers.of(self._scalars, at, microbatches, self._packs[write])
+        roles = _roles(read)
+        launches = Plan(self._rule, slots, targets).make(
+            self._executor, roles[0], local, numbers, write, self._uncompilable
+        )
+        inputs = StepInputs(
+            roles,
+            roles if into is None else _roles(written),
+            *(local, numbers),
+        )
+        PreparedStep(launches, inputs).run()
+        moved = [leaf.p for leaf in leaves]
+        if write and into is None and any_distributed(moved):
+            # Autograd has not seen their local parts written.
+            torch.autograd.graph.increment_version(moved)
+
+
+def _roles(leaves: list[Leaf]) -> Roles:
+    return [list(role) for role in zip(*[(x.p, *x.state, x.comp) for x in leaves])]
+
+
+def step(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> tuple[PyTree, TreeState]:
+    """The step through compiled kernels, into new tensors."""
+    tree = _checked(optimizer, params, grads, state)
+    with kernel_context(state.step.device):
+        places = [i for i, g in enumerate(tree.grads) if g is not None]
+        fresh = {i: _fresh(tree.leaves[i]) for i in places}
+        _update(optimizer, tree, list(fresh.values()))
+        return tree.rebuild(fresh)
+
+
+def step_(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> tuple[PyTree, TreeState]:
+    """The step through compiled kernels, written into params and state."""
+    tree = _checked(optimizer, params, grads, state)
+    with kernel_context(state.step.device):
+        for path, leaf in zip(tree.paths, tree.leaves):
+            check_writable(path, *to_local([leaf.p]))
+        _update(optimizer, tree, None)
+        state.step.add_(1.0)
+    return params, state
+
+
+def _checked(
+    optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
+) -> FlatTree:
+    if not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
+            "transformed one is compiled by torch.compile(optimizer.step)"
+        )
+    tree = FlatTree.check(optimizer.rule, params, grads, state)
+    _f.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer.hyper))
+    return tree
+
+
+def _update(
+    optimizer: FunctionalOptimizer, tree: FlatTree, into: list[Leaf] | None
+) -> None:
+    places = [i for i, g in enumerate(tree.grads) if g is not None]
+    if places:
+        grads = [g for g in tree.grads if g is not None]
+        TreeStep(optimizer, tree, "kernels", set()).update(places, grads, into=into)
+
+
+def _fresh(leaf: Leaf) -> Leaf:
+    p, state, comp = leaf
+    return Leaf(
+        torch.empty_like(p, requires_grad=False),
+        type(state)(*(torch.empty_like(s) for s in state)),
+        None if comp is None else torch.empty_like(comp),
+    )

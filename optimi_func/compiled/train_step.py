@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from optimi_func import _functional as _f
 from optimi_func import _torch
-from optimi_func import functional as _f
+from optimi_func._functional import FunctionalOptimizer, TreeState
 from optimi_func._leaf import microbatch_scalars
 from optimi_func._rule import WHOLE_BATCH, PureOptimizer, PyTree, Scalar, is_pure
 from optimi_func.compiled.update_op import running
@@ -24,7 +25,6 @@ from optimi_func.compiled.whole import (
 from optimi_func.execution.batching import plan_compiled, run_launches
 from optimi_func.execution.jobs import Bundle, Job, is_expanded, is_plain
 from optimi_func.execution.kernel import Numbers
-from optimi_func.functional import FunctionalOptimizer, TreeState
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -333,7 +333,7 @@ class PureStep:
         tree = pytree.tree_unflatten(params, params_spec)
         # A gradient is like its parameter.
         leaves = _f.FlatTree.check(optimizer.rule, tree, tree, tree_state)
-        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer.hyper))
+        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         update = _Update(optimizer, leaves)
         with running(update, params):
             outcome = _tell(whole, program, inputs._replace(state=[]))

@@ -52,18 +52,18 @@ MEASURED = 1 << 20
 Launch: TypeAlias = Callable[[], None]
 
 
-def plan_eager(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
+def plan_eager(rule: Rule[Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     """The pipeline op by op, a leaf at a time."""
     measure = partial(plan_measures, rule)
     return plan_over_shards(rule, jobs, write, measure, partial(_move_eagerly, rule, write))
 
 
-def _move_eagerly(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
+def _move_eagerly(rule: Rule[Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
     return [partial(_run_eager, rule, job, write) for job in jobs]
 
 
 def plan_if_possible(
-    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool, uncompilable: set[str]
+    rule: Rule[Any, Any], jobs: list[Job], write: bool, uncompilable: set[str]
 ) -> list[Launch]:
     """Launches through kernels where they can be had, else eager ones.
 
@@ -102,7 +102,7 @@ def plan_if_possible(
     return plan_eager(rule, jobs, write)
 
 
-def plan_compiled(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
+def plan_compiled(rule: Rule[Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     """Launches through kernels, all of them compiled by the time this returns.
 
     Args:
@@ -117,7 +117,7 @@ def plan_compiled(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> li
     return plan_over_shards(rule, jobs, write, measure, move)
 
 
-def _measure_compiled(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Launch]:
+def _measure_compiled(rule: Rule[Any, Any], jobs: list[Job]) -> list[Launch]:
     launches: list[Launch] = []
     alone, gathered = _sorted(rule, jobs)
     for some in alone:
@@ -129,7 +129,7 @@ def _measure_compiled(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Launch
     return launches + plan_measures(rule, gathered)
 
 
-def _move_compiled(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
+def _move_compiled(rule: Rule[Any, Any], write: bool, jobs: list[Job]) -> list[Launch]:
     launches: list[Launch] = []
     alone, gathered = _sorted(rule, jobs)
     for some in alone:
@@ -155,9 +155,7 @@ def _move_compiled(rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]) -> l
     return launches
 
 
-def _sorted(
-    rule: Rule[Any, Any, Any], jobs: list[Job]
-) -> tuple[list[list[Job]], list[Job]]:
+def _sorted(rule: Rule[Any, Any], jobs: list[Job]) -> tuple[list[list[Job]], list[Job]]:
     """Those that a kernel can be handed as they are, by kernel and numbers; the others."""
     alone: dict[Any, list[Job]] = {}
     gathered: list[Job] = []
@@ -183,7 +181,7 @@ def _sorted(
     return list(alone.values()), gathered
 
 
-def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
+def _plan_gathered(rule: Rule[Any, Any], jobs: list[Job], write: bool) -> list[Launch]:
     if sum(job.numel for job in jobs) < 2:
         # Length 1 would specialise the graph.
         return _move_eagerly(rule, write, jobs)
@@ -193,7 +191,7 @@ def _plan_gathered(rule: Rule[Any, Any, Any], jobs: list[Job], write: bool) -> l
     return [partial(_run_gathered, run, _values(run, flat), jobs, write)]
 
 
-def _kernel(rule: Rule[Any, Any, Any], job: Job, write: bool) -> Kernel:
+def _kernel(rule: Rule[Any, Any], job: Job, write: bool) -> Kernel:
     in_place, guarded = job.into is job.source, job.ok is not None
     key = job_key(rule, job.source.leaf, job.g, job.numbers, write, in_place, guarded)
     return kernel(key, job.numbers.scalars)
@@ -215,7 +213,7 @@ def run_launches(launches: Iterable[Launch], device: torch.device) -> None:
             launch()
 
 
-def _run_eager(rule: Rule[Any, Any, Any], job: Job, write: bool) -> None:
+def _run_eager(rule: Rule[Any, Any], job: Job, write: bool) -> None:
     leaf, scalars = job.source.leaf, job.numbers.scalars
     new = leaf_step(rule, leaf, job.g, scalars, write, job.mean)
     if job.ok is not None:

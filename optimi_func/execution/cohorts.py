@@ -52,7 +52,7 @@ T = TypeVar("T")
 class Asked(NamedTuple):
     """What a group asks of its parameters' state."""
 
-    rule: Rule[Any, Any, Any]
+    rule: Rule[Any, Any]
     kahan_sum: bool | None
     capturable: bool  # counts lie on the parameters' device
     foreach: bool  # which has small leaves in buckets everywhere

@@ -142,7 +142,7 @@ class _Slice(NamedTuple):
 
 
 def plan_foreach(
-    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool
+    rule: Rule[Any, Any], jobs: list[Job], write: bool
 ) -> list[Callable[[], None]]:
     """Launches of jobs that share dtypes and numbers, a chunk each."""
     measured = partial(plan_measures, rule)
@@ -150,20 +150,20 @@ def plan_foreach(
     return plan_over_shards(rule, jobs, write, measured, move)
 
 
-def plan_measures(rule: Rule[Any, Any, Any], jobs: list[Job]) -> list[Callable[[], None]]:
+def plan_measures(rule: Rule[Any, Any], jobs: list[Job]) -> list[Callable[[], None]]:
     """Launches that leave the mean over what lies here of each job in `job.given`."""
     return _plan(rule, True, _run_measure, jobs)
 
 
 def plan_moves(
-    rule: Rule[Any, Any, Any], write: bool, jobs: list[Job]
+    rule: Rule[Any, Any], write: bool, jobs: list[Job]
 ) -> list[Callable[[], None]]:
     """As `plan_foreach`, of jobs whose means over shards are given."""
     return _plan(rule, write, _run, jobs)
 
 
 def _plan(
-    rule: Rule[Any, Any, Any],
+    rule: Rule[Any, Any],
     write: bool,
     run: Callable[[Trace, list[Scalar], list[_Slice]], None],
     jobs: list[Job],
@@ -186,7 +186,7 @@ def _plan(
     return launches
 
 
-def _slices(rule: Rule[Any, Any, Any], job: Job, size: int) -> list[_Slice]:
+def _slices(rule: Rule[Any, Any], job: Job, size: int) -> list[_Slice]:
     p, *state = job.source.tensors
     reads, writes = [p, job.g, *state], job.into.tensors
     count = job.source.numel

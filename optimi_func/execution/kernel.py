@@ -82,7 +82,7 @@ def _flatten(x: Any) -> list[Any]:
 class Key(NamedTuple):
     """What a kernel is compiled for."""
 
-    rule: Rule[Any, Any, Any]
+    rule: Rule[Any, Any]
     statics: tuple[bool | None, ...]
     write: bool  # False: the state alone moves
     in_place: bool  # results onto the inputs, or onto tensors passed beside them
@@ -112,7 +112,7 @@ class Key(NamedTuple):
 
 
 def job_key(
-    rule: Rule[Any, Any, Any],
+    rule: Rule[Any, Any],
     leaf: Leaf,
     g: Tensor,
     numbers: Numbers,
@@ -261,7 +261,7 @@ def _measurement(key: Key, spec: pytree.TreeSpec) -> Flat:
     return run
 
 
-def measure(rule: Rule[Any, Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
+def measure(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
     """The mean that a step of this leaf takes; a trace drops what comes after it."""
     means: list[Tensor] = []
 
@@ -282,7 +282,7 @@ def fill(
 
 
 def unpack(
-    rule: Rule[Any, Any, Any], compensated: bool, tensors: Sequence[Tensor]
+    rule: Rule[Any, Any], compensated: bool, tensors: Sequence[Tensor]
 ) -> tuple[Leaf, Tensor]:
     """The leaf and its gradient from p, g, the state's fields and the compensation."""
     p, g, *rest = tensors

@@ -18,7 +18,7 @@ Plan: TypeAlias = Callable[[list[Job]], list[Launch]]
 
 
 def plan_over_shards(
-    rule: Rule[Any, Any, Any], jobs: list[Job], write: bool, measure: Plan, move: Plan
+    rule: Rule[Any, Any], jobs: list[Job], write: bool, measure: Plan, move: Plan
 ) -> list[Launch]:
     """All that move some jobs; of a rule that takes means in three rounds.
 

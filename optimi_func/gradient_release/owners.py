@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from optimi_func import functional as _f
+from optimi_func import _functional as _f
 from optimi_func._distributed import (
     any_distributed,
     leaf_to_local,
@@ -13,12 +13,12 @@ from optimi_func._distributed import (
     shards_of,
     to_local,
 )
+from optimi_func._functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func._leaf import microbatch_scalars
 from optimi_func._rule import Leaf, Microbatch, Scalars
 from optimi_func.execution.batching import plan_if_possible, run_launches
 from optimi_func.execution.jobs import Bundle, Job, check_writable
 from optimi_func.execution.kernel import Numbers, kernel_context
-from optimi_func.functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func.optimizers import BaseOptimizer
 
 

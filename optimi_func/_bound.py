@@ -1,7 +1,7 @@
 """What those who run a loss themselves ask of it and of the optimizer they are given."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
     """Refuse what cannot step, and numbers for what has its own bound already."""
     pure = is_pure(optimizer)
-    if not pure and (isinstance(optimizer, type) or not callable(optimizer)):
+    if not pure and not _is_factory(optimizer):
         raise TypeError(
             f"optimizer={optimizer!r}: allowed are a factory such as optimi_func.adamw, or "
             "a value with init and step such as adamw(lr=1e-3)"
@@ -28,7 +28,16 @@ def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
 
 def bind(optimizer: Optimizer, hyper: Mapping[str, Any]) -> PureOptimizer:
     """The optimizer itself, or what the factory makes of these numbers."""
-    return optimizer if isinstance(optimizer, PureOptimizer) else optimizer(**hyper)
+    if is_pure(optimizer):
+        return optimizer
+    return cast(Callable[..., PureOptimizer], optimizer)(**hyper)
+
+
+def _is_factory(optimizer: Any) -> bool:
+    """Whether calling it may give an optimizer; of classes, only those of pure ones do."""
+    if isinstance(optimizer, type):
+        return isinstance(optimizer, PureOptimizer)
+    return callable(optimizer)
 
 
 def scalar_loss(result: Any, has_aux: bool) -> Any:

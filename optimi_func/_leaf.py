@@ -33,7 +33,7 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def leaf_step(
-    rule: Rule[Any, Any, Any],
+    rule: Rule[Any, Any],
     leaf: Leaf,
     g: Tensor,
     scalars: Scalars,
@@ -117,7 +117,7 @@ def is_low(p: Tensor) -> bool:
 
 
 def init_leaf(
-    rule: Rule[Any, Any, Any],
+    rule: Rule[Any, Any],
     p: Tensor,
     kahan_sum: bool | None,
     state_dtype: torch.dtype | None,
@@ -135,7 +135,7 @@ def init_leaf(
 
 
 def microbatch_scalars(
-    rule: Rule[Any, Any, Any], scalars: Scalars, microbatch: Microbatch, write: bool
+    rule: Rule[Any, Any], scalars: Scalars, microbatch: Microbatch, write: bool
 ) -> Scalars:
     """A step's numbers for a gradient that is a part of it, or scaled.
 

@@ -5,8 +5,9 @@ pipeline in `_leaf` turns directions into deltas and adds them; everything else 
 package decides where and when that happens.
 """
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import (
     Any,
     Generic,
@@ -27,7 +28,6 @@ Scalar: TypeAlias = float | Tensor
 # Anything torch.utils._pytree can flatten.
 PyTree: TypeAlias = Any
 
-H = TypeVar("H")
 S = TypeVar("S")
 C = TypeVar("C")
 
@@ -44,7 +44,7 @@ class Direction(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rule(Generic[H, S, C]):
+class Rule(Generic[S, C]):
     """One optimizer's mathematics, a value compared by identity.
 
     Attributes:
@@ -52,9 +52,10 @@ class Rule(Generic[H, S, C]):
         state: The State, a NamedTuple of tensors shaped like the parameter.
         init: `(p, dtype) -> State`: fresh tensors, none aliasing another; moments in
             `dtype`, whatever must not lose bits in a dtype of its own choosing.
-        coeffs: `(hyper, t) -> Coeffs`: all the scalar work of step t (1-based), for `t`
-            an int (host, double precision) or a tensor (traced, float64 where the
-            device has it). A Python bool among the results is static.
+        coeffs: `(t, *, <numbers>) -> Coeffs`: all the scalar work of step t (1-based),
+            for `t` an int (host, double precision) or a tensor (traced, float64 where the
+            device has it). The keywords are the rule's own hyperparameters. A Python bool
+            among the results is static.
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
         after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
             the parameter x (lookahead and its kin).
@@ -62,16 +63,23 @@ class Rule(Generic[H, S, C]):
             joins what the parts before it left in the state. None where the state is no
             sum over gradients.
         per_tensor: Whether `direction` gives a spread, whose mean needs a whole tensor.
+        numbers: The names of the keywords of `coeffs`.
     """
 
     name: str
     state: type[S]
     init: Callable[[Tensor, torch.dtype], S]
-    coeffs: Callable[[H, Scalar], C]
+    coeffs: Callable[..., C]
     direction: Callable[[Tensor, S, C], Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
     per_tensor: bool = False
+    numbers: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the names of the hyperparameters off the signature of `coeffs`."""
+        _, *names = inspect.signature(self.coeffs).parameters
+        object.__setattr__(self, "numbers", tuple(names))
 
 
 class Rates(NamedTuple):

@@ -1,23 +1,23 @@
 """Saved states, from whichever library: whose entry is whose, and what is in it."""
 
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func._distributed import distribute_like
+from optimi_func._functional import FunctionalOptimizer, LeafState, TreeState
 from optimi_func._leaf import is_low
 from optimi_func._rule import Rule
-from optimi_func.functional import FunctionalOptimizer, LeafState, TreeState
 
 # How the step is carried out is the running optimizer's affair, not the file's.
 POLICY = (
     *("kahan_sum", "state_dtype", "compile", "foreach", "triton"),
     *("capturable", "gradient_release"),
 )
-# What needs no step count once it has begun.
-_UNCOUNTED = {"momentum_buffer"}
 # Options that torch's classes do not have.
 _OURS_ALONE = (
     *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
@@ -27,6 +27,7 @@ _OURS_ALONE = (
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
 
 Entry = dict[str, Any]
+Group = dict[str, Any]
 
 
 class LoadReport(NamedTuple):
@@ -34,6 +35,30 @@ class LoadReport(NamedTuple):
 
     missing: list[str]  # the optimizer's, of which the state has nothing: begin anew
     unexpected: list[str]  # the state's, which the optimizer does not have
+
+
+def _no_options(group: Group) -> Group:
+    del group
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterparts:
+    """An optimizer of the same name in torch.optim and in optimi, as far as it differs.
+
+    Attributes:
+        in_torch: torch.optim's class, where it can go on from a state of ours.
+        torch_counts_steps: Whether that class keeps a step count for each parameter.
+        torch_options: A group's options for torch that are another value there.
+        optimi_names: Our name of what optimi's state has under its own.
+        optimi_negated: What optimi's state has with the opposite sign, by our name.
+    """
+
+    in_torch: type[torch.optim.Optimizer] | None = None
+    torch_counts_steps: bool = True
+    torch_options: Callable[[Group], Group] = _no_options
+    optimi_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    optimi_negated: tuple[str, ...] = ()
 
 
 class Match(NamedTuple):
@@ -45,13 +70,19 @@ class Match(NamedTuple):
     report: LoadReport
 
 
-def match(state_dict: dict[str, Any], groups: list[dict[str, Any]], strict: bool) -> Match:
+def match(
+    state_dict: dict[str, Any],
+    groups: list[Group],
+    strict: bool,
+    counterparts: Counterparts,
+) -> Match:
     """Find the saved entry of each parameter: by name where both sides have names.
 
     Args:
         state_dict: As `Optimizer.state_dict` makes it.
         groups: The optimizer's.
         strict: Refuse names that only one side has.
+        counterparts: What the optimizer is in other libraries.
 
     Raises:
         ValueError: Groups or names that do not fit.
@@ -63,7 +94,7 @@ def match(state_dict: dict[str, Any], groups: list[dict[str, Any]], strict: bool
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
             "'state' and 'param_groups', each of which lists its 'params'"
         )
-    state_dict = _under_our_names(state_dict)
+    state_dict = _under_our_names(state_dict, counterparts)
     saved, state = state_dict["param_groups"], state_dict["state"]
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
@@ -122,18 +153,22 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in left_out}
 
 
-def _under_our_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _under_our_names(
+    state_dict: dict[str, Any], counterparts: Counterparts
+) -> dict[str, Any]:
     """Torch's and optimi's groups and entries as ours would be."""
     state = dict(state_dict["state"])
-    groups: list[dict[str, Any]] = []
+    groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = dict(group)
-        if "decoupled_weight_decay" in group:  # torch's Adam and RAdam
+        if "decoupled_weight_decay" in group:  # torch's
             group.setdefault("decouple_wd", group["decoupled_weight_decay"])
-        if "setup" in group:  # optimi's
-            for i in group["params"]:
-                if i in state:
-                    state[i] = _from_optimi(state[i], group)
+        for i in group["params"]:
+            if i in state and "setup" in group:  # optimi's
+                state[i] = _from_optimi(state[i], group, counterparts)
+            elif i in state and not counterparts.torch_counts_steps:
+                state[i] = _begun(state[i])
+        if "setup" in group:
             betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
             if betas:
                 group["betas"] = tuple(betas)
@@ -143,17 +178,23 @@ def _under_our_names(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _from_optimi(saved: Entry, group: dict[str, Any]) -> Entry:
-    """Optimi's moments are debiased where they stand, its Adan's gradient negated."""
+def _begun(saved: Entry) -> Entry:
+    """An entry without a step count, which holds something: some step was taken."""
+    entry = {name: x for name, x in saved.items() if x is not None}
+    return {"step": torch.ones(()), **entry} if entry else entry
+
+
+def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entry:
+    """Optimi's state as ours; its Adam and kin keep their moments corrected for bias."""
     entry = {
-        name: x
+        counterparts.optimi_names.get(name, name): x
         for name, x in saved.items()
         if name not in _OPTIMIS_OWN and isinstance(x, Tensor)
     }
     comp, shape = entry.get("kahan_comp"), next(iter(entry.values()), torch.empty(0)).shape
     if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
         del entry["kahan_comp"]  # something to point a kernel at
-    # Its Lion and SGD count no steps, and correct nothing by them.
+    # Where it counts no steps, it corrects nothing by them.
     step: Any = saved.get("step", group.get("step", 1))
     if entry:
         entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
@@ -164,29 +205,52 @@ def _from_optimi(saved: Entry, group: dict[str, Any]) -> Entry:
             if name in entry:
                 whole = 1.0 - group[beta] ** float(step)
                 entry[name] = entry[name].double().mul(whole).to(entry[name].dtype)
-    elif "momentum" in group and "exp_avg" in entry:
-        entry["momentum_buffer"] = entry.pop("exp_avg")
-    if "prev_grad" in entry:
-        entry["prev_grad"] = -entry["prev_grad"]
-    if "la_param" in entry:
-        entry["slow_param"] = entry.pop("la_param")
+    for name in counterparts.optimi_negated:
+        if name in entry:
+            entry[name] = -entry[name]
     return entry
 
 
-def as_torchs(name: str, state_dict: dict[str, Any]) -> dict[str, Any]:
+def as_torchs(
+    name: str,
+    keywords: tuple[str, ...],
+    counterparts: Counterparts,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
     """Our state as torch.optim's class of the same name has it.
 
     Args:
         name: Of the class.
+        keywords: The numbers and choices that it takes.
+        counterparts: Names torch's.
         state_dict: Ours.
 
     Raises:
         ValueError: A class or an option that torch does not have.
     """
-    if name not in ("Adam", "AdamW", "RAdam", "SGD"):
+    cls = counterparts.in_torch
+    if cls is None:
         raise ValueError(f"torch.optim has no {name} that could load this state")
-    groups = [_torchs_group(name, group) for group in state_dict["param_groups"]]
-    dropped = ("kahan_comp", "step") if name == "SGD" else ("kahan_comp",)
+    takes = inspect.signature(cls).parameters
+    groups: list[Group] = []
+    for group in state_dict["param_groups"]:
+        made = {k: v for k, v in group.items() if k not in _OURS_ALONE}
+        if made["max_lr"] is None:
+            del made["max_lr"]  # some schedules have one of the same name
+        kinds = [k for k in ("decouple_lr", "decouple_wd") if k in keywords and group[k]]
+        if "decoupled_weight_decay" in takes:
+            made["decoupled_weight_decay"] = "decouple_wd" in kinds
+            kinds = [k for k in kinds if k != "decouple_wd"]
+        if kinds and group["weight_decay"] != 0:
+            raise ValueError(
+                f"torch.optim.{cls.__name__} cannot go on with {kinds[0]}=True and "
+                f"weight_decay={group['weight_decay']}"
+            )
+        made |= {"foreach": None, "differentiable": False}
+        if "fused" in takes:
+            made["fused"] = None
+        groups.append(made | counterparts.torch_options(group))
+    dropped = ("kahan_comp",) if counterparts.torch_counts_steps else ("kahan_comp", "step")
     state = {
         # torch loads tensors as they are: two optimizers would go on with one memory.
         i: {k: x.clone() for k, x in entry.items() if k not in dropped}
@@ -195,27 +259,7 @@ def as_torchs(name: str, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _torchs_group(name: str, group: dict[str, Any]) -> dict[str, Any]:
-    decays = group["weight_decay"] != 0
-    if decays and (group["decouple_lr"] or (name == "SGD" and group["decouple_wd"])):
-        option = "decouple_lr" if group["decouple_lr"] else "decouple_wd"
-        raise ValueError(
-            f"torch.optim.{name} cannot go on with {option}=True and "
-            f"weight_decay={group['weight_decay']}"
-        )
-    theirs = {k: v for k, v in group.items() if k not in _OURS_ALONE}
-    if theirs["max_lr"] is None:
-        del theirs["max_lr"]  # some schedules have one of the same name
-    if name == "SGD" and group["dampening"] is True:
-        theirs["dampening"] = group["momentum"]
-    if name in ("Adam", "RAdam"):
-        theirs["decoupled_weight_decay"] = group["decouple_wd"]
-    if name != "RAdam":
-        theirs["fused"] = None
-    return {**theirs, "foreach": None, "differentiable": False}
-
-
-def checked(rule: Rule[Any, Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
+def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     """A saved entry, if it is one that the rule can go on from.
 
     Args:
@@ -242,20 +286,16 @@ def checked(rule: Rule[Any, Any, Any], name: str, p: Tensor, saved: Entry) -> En
                 f"{name}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are floating "
                 "dtypes and memory"
             )
-    fields = set(rule.state._fields)
-    here = fields & set(entry)
-    if entry and (here != fields or not ("step" in entry or fields <= _UNCOUNTED)):
+    needed = {*rule.state._fields, "step"}
+    if entry and not needed <= set(entry):
         raise ValueError(
-            f"{name} holds {sorted(entry)}: {rule.name} needs "
-            f"{sorted(fields | {'step'})}, or nothing"
+            f"{name} holds {sorted(entry)}: {rule.name} needs {sorted(needed)}, or nothing"
         )
-    if entry and "step" not in entry:
-        entry["step"] = torch.ones(())  # torch's SGD counts no steps; it has begun
     return entry
 
 
 def owned(
-    rule: Rule[Any, Any, Any],
+    rule: Rule[Any, Any],
     p: Tensor,
     group: dict[str, Any],
     entry: Entry,
@@ -287,9 +327,7 @@ def owned(
     return made
 
 
-def as_tree(
-    rule: Rule[Any, Any, Any], entries: dict[str, Entry], like: Tensor
-) -> TreeState:
+def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> TreeState:
     """The entries of named parameters as a pure optimizer's state, in memory of its own.
 
     Args:
@@ -336,18 +374,15 @@ def common(
     Raises:
         ValueError: Groups that differ in anything else.
     """
-    first = bounds[0]
-    for field in ("rule", "hyper", "decay", "max_lr", "maximize"):
-        found = [getattr(bound, field) for bound in bounds]
-        if any(x != found[0] for x in found):
-            raise ValueError(
-                f"the groups differ in {field}: {found}; a pure optimizer has one, and "
-                "by name only lr and weight_decay"
-            )
     numbers: dict[str, Any] = {}
-    for field in ("lr", "weight_decay"):
-        found = [getattr(bound, field) for bound in bounds]
-        if any(x != found[0] for x in found):
-            by_name = {n: x for x, some in zip(found, names) for n in some}
-            numbers[field] = by_name
-    return replace(first, **numbers)
+    for number in fields(bounds[0]):
+        found = [getattr(bound, number.name) for bound in bounds]
+        if all(x == found[0] for x in found):
+            continue
+        if number.name not in ("lr", "weight_decay"):
+            raise ValueError(
+                f"the groups differ in hyperparameter {number.name}: {found}; a pure "
+                "optimizer has one, and by name only lr and weight_decay"
+            )
+        numbers[number.name] = {n: x for x, some in zip(found, names) for n in some}
+    return replace(bounds[0], **numbers)

@@ -29,8 +29,8 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
+from optimi_func._math import scalar_dtype
 from optimi_func._rule import PyTree
-from optimi_func.rules._common import scalar_dtype
 
 T = TypeVar("T")
 Randomness: TypeAlias = Literal["error", "same", "different"]

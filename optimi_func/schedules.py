@@ -16,9 +16,9 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from optimi_func._functional import check_number
+from optimi_func._math import choose, scalar_dtype, sqrt
 from optimi_func._rule import Scalar
-from optimi_func.functional import check_number
-from optimi_func.rules._common import choose, scalar_dtype, sqrt
 
 Shape: TypeAlias = Literal["linear", "cosine", "sqrt"]
 

@@ -218,16 +218,16 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
     from optimi_func._rule import Direction, Leaf, Rates, Rule, Scalars
     from optimi_func.execution.foreach import trace
     from optimi_func.execution.kernel import Numbers, job_key
-    from optimi_func.rules import sgd
+    from optimi_func.optimizers import sgd
 
     odd = Rule(
         "odd",
         sgd.NoState,
-        sgd.init_plain,
-        sgd.coeffs_plain,
+        sgd.no_init,
+        sgd.no_coeffs,
         lambda g, s, c: Direction(torch.erfinv(g), s),
     )
-    numbers = Numbers(Scalars(sgd.NoCoeffs(), Rates(0.1, 0.0, 0.0, 1.0)))
+    numbers = Numbers(Scalars(sgd.NoState(), Rates(0.1, 0.0, 0.0, 1.0)))
     leaf = Leaf(torch.ones(2), sgd.NoState(), None)
     key = job_key(odd, leaf, leaf.p, numbers, True, True, False)
     with pytest.raises(NotImplementedError, match="erfinv"):

@@ -20,7 +20,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     rule = optimizer.rule
     p = torch.ones(2, dtype=dtype)
     leaf = init_leaf(rule, p, None, None)
-    coeffs = rule.coeffs(optimizer.hyper, t)
+    coeffs = optimizer.coeffs(t)
     numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     key = job_key(rule, leaf, p, numbers, True, True, False)
     traced = trace(key, numbers.scalars, False)

@@ -5,24 +5,45 @@ These run under no_grad and return detached tensors; to differentiate a step, co
 own function over the pure one in `optimi_func`. States come from the `*_init` there.
 """
 
-from optimi_func import functional as _f
-from optimi_func.compiled.train_step import train_step as train_step
-from optimi_func.execution.trees import step as step
-from optimi_func.execution.trees import step_ as step_
+from optimi_func.compiled.train_step import train_step
+from optimi_func.execution.trees import step, step_
+from optimi_func.optimizers.adam import compiled_adam_step as adam_step
+from optimi_func.optimizers.adam import compiled_adam_step_ as adam_step_
+from optimi_func.optimizers.adam import compiled_adamw_step as adamw_step
+from optimi_func.optimizers.adam import compiled_adamw_step_ as adamw_step_
+from optimi_func.optimizers.adan import compiled_adan_step as adan_step
+from optimi_func.optimizers.adan import compiled_adan_step_ as adan_step_
+from optimi_func.optimizers.lion import compiled_lion_step as lion_step
+from optimi_func.optimizers.lion import compiled_lion_step_ as lion_step_
+from optimi_func.optimizers.radam import compiled_radam_step as radam_step
+from optimi_func.optimizers.radam import compiled_radam_step_ as radam_step_
+from optimi_func.optimizers.ranger import compiled_ranger_step as ranger_step
+from optimi_func.optimizers.ranger import compiled_ranger_step_ as ranger_step_
+from optimi_func.optimizers.sgd import compiled_sgd_step as sgd_step
+from optimi_func.optimizers.sgd import compiled_sgd_step_ as sgd_step_
+from optimi_func.optimizers.stableadamw import compiled_stableadamw_step as stableadamw_step
+from optimi_func.optimizers.stableadamw import (
+    compiled_stableadamw_step_ as stableadamw_step_,
+)
 
-sgd_step = _f.make_step(_f.sgd, step, "sgd_step")
-sgd_step_ = _f.make_step(_f.sgd, step_, "sgd_step_")
-adam_step = _f.make_step(_f.adam, step, "adam_step")
-adam_step_ = _f.make_step(_f.adam, step_, "adam_step_")
-adamw_step = _f.make_step(_f.adamw, step, "adamw_step")
-adamw_step_ = _f.make_step(_f.adamw, step_, "adamw_step_")
-stableadamw_step = _f.make_step(_f.stableadamw, step, "stableadamw_step")
-stableadamw_step_ = _f.make_step(_f.stableadamw, step_, "stableadamw_step_")
-radam_step = _f.make_step(_f.radam, step, "radam_step")
-radam_step_ = _f.make_step(_f.radam, step_, "radam_step_")
-ranger_step = _f.make_step(_f.ranger, step, "ranger_step")
-ranger_step_ = _f.make_step(_f.ranger, step_, "ranger_step_")
-adan_step = _f.make_step(_f.adan, step, "adan_step")
-adan_step_ = _f.make_step(_f.adan, step_, "adan_step_")
-lion_step = _f.make_step(_f.lion, step, "lion_step")
-lion_step_ = _f.make_step(_f.lion, step_, "lion_step_")
+__all__ = [
+    "adam_step",
+    "adam_step_",
+    "adamw_step",
+    "adamw_step_",
+    "adan_step",
+    "adan_step_",
+    "lion_step",
+    "lion_step_",
+    "radam_step",
+    "radam_step_",
+    "ranger_step",
+    "ranger_step_",
+    "sgd_step",
+    "sgd_step_",
+    "stableadamw_step",
+    "stableadamw_step_",
+    "step",
+    "step_",
+    "train_step",
+]

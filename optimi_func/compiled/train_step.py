@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from optimi_func import _functional as _f
 from optimi_func import _torch
-from optimi_func import functional as _f
+from optimi_func._functional import FunctionalOptimizer, TreeState
 from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, is_pure
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
@@ -22,7 +23,6 @@ from optimi_func.compiled.whole import (
 )
 from optimi_func.execution.tensors import is_expanded, is_plain
 from optimi_func.execution.trees import TreeStep
-from optimi_func.functional import FunctionalOptimizer, TreeState
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -331,7 +331,7 @@ class PureStep:
         tree = pytree.tree_unflatten(params, params_spec)
         # A gradient is like its parameter.
         leaves = _f.FlatTree.check(optimizer.rule, tree, tree, tree_state)
-        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer.hyper))
+        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels", set())
 
         def update(

@@ -53,7 +53,7 @@ PlanPass: TypeAlias = Callable[[list[Update], Pass], list[Launch]]
 
 def plan_launches(
     executor: Executor,
-    rule: Rule[Any, Any, Any],
+    rule: Rule[Any, Any],
     updates: list[Update],
     write: bool,
     uncompilable: set[str],
@@ -99,7 +99,7 @@ def _with_mean(u: Update) -> Update:
 
 
 def _plan_auto(
-    rule: Rule[Any, Any, Any], updates: list[Update], write: bool, uncompilable: set[str]
+    rule: Rule[Any, Any], updates: list[Update], write: bool, uncompilable: set[str]
 ) -> list[Launch]:
     odd = [u for u in updates if not u.plain]
     if odd:
@@ -130,7 +130,7 @@ def _plan_auto(
 
 
 def _plan_eager(
-    rule: Rule[Any, Any, Any], updates: list[Update], write: bool, part: Pass
+    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
 ) -> list[Launch]:
     if part == "mean":
         return plan_foreach(rule, updates, write, part)
@@ -138,7 +138,7 @@ def _plan_eager(
 
 
 def _plan_kernels(
-    rule: Rule[Any, Any, Any], updates: list[Update], write: bool, part: Pass
+    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
 ) -> list[Launch]:
     direct, flattened = _sorted(updates)
     launches: list[Launch] = []
@@ -190,7 +190,7 @@ def _sorted(updates: list[Update]) -> tuple[list[list[Update]], list[Update]]:
 
 
 def _plan_direct(
-    rule: Rule[Any, Any, Any], updates: list[Update], write: bool, part: Pass
+    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
 ) -> list[Launch]:
     """Launches of updates that share their kernels and numbers."""
     first = updates[0]
@@ -212,10 +212,10 @@ def _plan_direct(
     return launches
 
 
-def _kernel(rule: Rule[Any, Any, Any], u: Update, write: bool, part: Pass) -> Kernel:
+def _kernel(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Kernel:
     return kernel(kernel_key(rule, u, write, part), u.scalars.scalars)
 
 
-def _flat(rule: Rule[Any, Any, Any], u: Update, write: bool, part: Pass) -> Flat:
+def _flat(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Flat:
     """A kernel, of one row where it is a list kernel."""
     return _kernel(rule, u, write, part)

@@ -131,7 +131,7 @@ class _Slice(NamedTuple):
 
 
 def plan_foreach(
-    rule: Rule[Any, Any, Any], updates: list[Update], write: bool, part: Pass
+    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
 ) -> list[Launch]:
     """Launches of chunks of updates that share dtypes and numbers.
 
@@ -159,7 +159,7 @@ def plan_foreach(
     return launches
 
 
-def _slices(rule: Rule[Any, Any, Any], u: Update, size: int) -> list[_Slice]:
+def _slices(rule: Rule[Any, Any], u: Update, size: int) -> list[_Slice]:
     count = u.slot.numel
     if count <= size or rule.per_tensor or not u.agrees:
         return [_Slice(u, count, None)]

@@ -40,7 +40,7 @@ Pass: TypeAlias = Literal["whole", "mean", "move"]
 class KernelKey(NamedTuple):
     """What a kernel is compiled for."""
 
-    rule: Rule[Any, Any, Any]
+    rule: Rule[Any, Any]
     statics: tuple[bool | None, ...]  # the scalars that choose a graph
     write: bool  # False: the state alone moves
     in_place: bool  # results onto the inputs, or onto tensors passed beside them
@@ -65,7 +65,7 @@ class KernelKey(NamedTuple):
         return "_".join([self.rule.name, *kinds, *flags, *chosen, *part])
 
 
-def kernel_key(rule: Rule[Any, Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
+def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
     """The kernel that an update needs."""
     p, *rest = u.slot.dtypes
     in_place = u.target is u.slot
@@ -173,7 +173,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
     return run
 
 
-def measure(rule: Rule[Any, Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
+def measure(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
     """The mean that a step of this leaf takes; a trace drops what comes after it."""
     means: list[Tensor] = []
 
@@ -194,7 +194,7 @@ def fill(
 
 
 def unpack(
-    rule: Rule[Any, Any, Any], compensated: bool, tensors: Sequence[Tensor]
+    rule: Rule[Any, Any], compensated: bool, tensors: Sequence[Tensor]
 ) -> tuple[Leaf, Tensor]:
     """The leaf and its gradient from p, g, the state's fields and the compensation."""
     p, g, *rest = tensors

@@ -129,7 +129,7 @@ class Launch:
 class EagerLaunch(Launch):
     """The pipeline op by op, on one parameter."""
 
-    def __init__(self, rule: Rule[Any, Any, Any], update: Update, write: bool) -> None:
+    def __init__(self, rule: Rule[Any, Any], update: Update, write: bool) -> None:
         super().__init__([update])
         self._rule, self._write, self._mean = rule, write, update.mean
         self._compensated = len(update.slot.dtypes) > 1 + update.slot.fields

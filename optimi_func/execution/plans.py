@@ -42,7 +42,7 @@ class Plan:
     """The launches of a list of parameters, by the kind of their gradients and numbers."""
 
     def __init__(
-        self, rule: Rule[Any, Any, Any], slots: list[Slot], targets: list[Slot]
+        self, rule: Rule[Any, Any], slots: list[Slot], targets: list[Slot]
     ) -> None:
         self.rule = rule
         self._slots, self._targets = slots, targets
@@ -101,7 +101,7 @@ class Plan:
 class Spec(NamedTuple):
     """What a group asks of its parameters' state."""
 
-    rule: Rule[Any, Any, Any]
+    rule: Rule[Any, Any]
     kahan_sum: bool | None
     capturable: bool  # counts lie on the parameters' device
 

@@ -64,7 +64,7 @@ class PackedScalars:
 class ScalarPacks:
     """A step's packed numbers, one object for all parameters that share them."""
 
-    def __init__(self, rule: Rule[Any, Any, Any], write: bool) -> None:
+    def __init__(self, rule: Rule[Any, Any], write: bool) -> None:
         self._rule = rule
         self._write = write  # False: the state alone moves
         self._packs: dict[Any, PackedScalars] = {}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optimi_func import functional as _f
+from optimi_func import _functional as _f
 from optimi_func._distributed import (
     any_distributed,
     check_placed,
@@ -14,6 +14,7 @@ from optimi_func._distributed import (
     shards_of,
     to_local,
 )
+from optimi_func._functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func._rule import Leaf, Microbatch, PyTree, Scalars
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
@@ -21,7 +22,6 @@ from optimi_func.execution.launches import Roles, StepInputs, make_slot
 from optimi_func.execution.plans import Plan, PreparedStep
 from optimi_func.execution.scalars import Numbers, ScalarPacks
 from optimi_func.execution.tensors import check_writable
-from optimi_func.functional import FlatTree, FunctionalOptimizer, TreeState
 
 
 class TreeStep:
@@ -135,7 +135,7 @@ def _checked(
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
     tree = FlatTree.check(optimizer.rule, params, grads, state)
-    _f.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer.hyper))
+    _f.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))
     return tree
 
 

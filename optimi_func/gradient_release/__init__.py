@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func import _torch
-from optimi_func.functional import FunctionalOptimizer
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func.gradient_release.handle import GradientRelease, attached
 from optimi_func.gradient_release.options import (
     CLIPPING,

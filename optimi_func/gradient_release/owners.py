@@ -4,11 +4,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from optimi_func import functional as _f
+from optimi_func import _functional as _f
+from optimi_func._functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func._rule import Microbatch
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
-from optimi_func.functional import FlatTree, FunctionalOptimizer, TreeState
 from optimi_func.optimizers import BaseOptimizer
 
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from optimi_func import _functional as _f
 from optimi_func import _torch
-from optimi_func import functional as _f
 from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar

@@ -1,11 +1,11 @@
-"""The rules as torch.optim.Optimizer classes."""
+"""The optimizers, a file each: the rule, the pure optimizer as a value, the class."""
 
-from optimi_func.optimizers.base import SGD as SGD
-from optimi_func.optimizers.base import Adam as Adam
-from optimi_func.optimizers.base import AdamW as AdamW
-from optimi_func.optimizers.base import Adan as Adan
+from optimi_func.optimizers.adam import Adam as Adam
+from optimi_func.optimizers.adam import AdamW as AdamW
+from optimi_func.optimizers.adan import Adan as Adan
 from optimi_func.optimizers.base import BaseOptimizer as BaseOptimizer
-from optimi_func.optimizers.base import Lion as Lion
-from optimi_func.optimizers.base import RAdam as RAdam
-from optimi_func.optimizers.base import Ranger as Ranger
-from optimi_func.optimizers.base import StableAdamW as StableAdamW
+from optimi_func.optimizers.lion import Lion as Lion
+from optimi_func.optimizers.radam import RAdam as RAdam
+from optimi_func.optimizers.ranger import Ranger as Ranger
+from optimi_func.optimizers.sgd import SGD as SGD
+from optimi_func.optimizers.stableadamw import StableAdamW as StableAdamW

@@ -1,4 +1,4 @@
-"""The rules as torch.optim.Optimizer classes: param groups, schedulers, checkpoints.
+"""What every class is: a torch.optim.Optimizer with param groups, schedules, checkpoints.
 
 A class adds nothing to the mathematics. Its groups hold plain numbers under torch's names,
 read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tensors and,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from optimi_func import functional as _f
+from optimi_func import _functional as _f
 from optimi_func._distributed import (
     all_reduce_all,
     any_distributed,
@@ -27,9 +27,11 @@ from optimi_func._distributed import (
     same_placements,
     to_local,
 )
+from optimi_func._functional import FunctionalOptimizer, TreeState
 from optimi_func._leaf import init_leaf, is_low, rates
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalars
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar, Scalars
 from optimi_func._saved import (
+    Counterparts,
     LoadReport,
     Match,
     as_torchs,
@@ -47,7 +49,6 @@ from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import Found, PlanCache, PreparedStep, Spec
 from optimi_func.execution.scalars import Numbers, ScalarPacks
 from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
-from optimi_func.functional import FunctionalOptimizer, TreeState
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -67,12 +68,46 @@ class Work(NamedTuple):
 class BaseOptimizer(Optimizer):
     """What all classes share: `step` over groups, state, loading, argument checks.
 
-    A subclass names its functional factory; whatever that takes by keyword is read from
-    the param group.
+    A subclass is the constructor of its groups' defaults, and names the value whose step
+    it takes; whatever that value takes by keyword is read from the param group.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        defaults: The groups' options: what the subclass takes, and these.
+
+    Every optimizer takes these options:
+
+    Args:
+        decouple_lr: Fully decouple weight decay from lr: it is multiplied by lr / max_lr.
+        max_lr: The largest lr that will be scheduled, where the lr given is not it; for
+            decouple_lr.
+        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
+            False for none.
+        foreach: Eager multi-tensor step, without a compiler.
+        triton: optimi's name; True asks for the compiled step, None and False change
+            nothing.
+        gradient_release: Allow the step to be fused into backward, parameter by
+            parameter.
+        compile: None compiles where a toolchain is found, True raises where none is,
+            False runs eagerly.
+        maximize: Climb instead of descend.
+        capturable: Keep step counts and coefficients on the device.
+        state_dtype: The moments' dtype; None takes each parameter's.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+        TypeError: A parameter that is not a dense real floating tensor.
     """
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
-    keywords: ClassVar[tuple[str, ...]]
+    # What torch and optimi call and keep otherwise.
+    counterparts: ClassVar[Counterparts] = Counterparts()
+    keywords: ClassVar[tuple[str, ...]]  # of the factory
+
+    def __init_subclass__(cls) -> None:
+        """Read the keywords off the factory's signature."""
+        super().__init_subclass__()
+        cls.keywords = tuple(inspect.signature(cls.factory).parameters)
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
@@ -175,7 +210,7 @@ class BaseOptimizer(Optimizer):
             dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
             if group["kahan_sum"] and not any(map(is_low, group["params"])):
                 found.append(_f.IDLE_KAHAN)
-            found += _f.stuck_moments(getattr(bound.hyper, "betas", ()), dtypes)
+            found += _f.stuck_moments(getattr(bound, "betas", ()), dtypes)
         for text in dict.fromkeys([*found, *_f.decay_mistakes(kinds)]):
             warnings.warn(text, UserWarning, stacklevel=4)
 
@@ -522,13 +557,14 @@ class BaseOptimizer(Optimizer):
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's class of the same name loads it, to go on alike.
 
-        For Adam, AdamW, RAdam and SGD; compensations are left out. torch's RAdam adds eps
-        to the root before its correction, ours after.
+        For those that torch has; compensations are left out. torch's RAdam adds eps to
+        the root before its correction, ours after.
 
         Raises:
             ValueError: A class or an option that torch does not have.
         """
-        return as_torchs(type(self).__name__, self.state_dict())
+        name = type(self).__name__
+        return as_torchs(name, self.keywords, self.counterparts, self.state_dict())
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -588,7 +624,7 @@ class BaseOptimizer(Optimizer):
         self, state_dict: dict[str, Any], strict: bool, keep_dtypes: bool
     ) -> tuple[Match, list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
         """What to load, checked and copied: the groups, and the state of parameters."""
-        found = match(state_dict, self.param_groups, strict)
+        found = match(state_dict, self.param_groups, strict, self.counterparts)
         groups: list[dict[str, Any]] = []
         made: dict[Tensor, dict[str, Any]] = {}
         for mine, options, entries in zip(self.param_groups, found.groups, found.entries):
@@ -618,6 +654,7 @@ class BaseOptimizer(Optimizer):
             ValueError: Parameters without names, groups that differ in other numbers, or
                 parameters that have taken different numbers of steps.
 
+        >>> from optimi_func import SGD
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = SGD(model.named_parameters(), lr=0.1, momentum=0.9)
         >>> sgd, state = optimizer.functional()
@@ -715,10 +752,11 @@ def _is_not_ours_to_keep(field: str) -> bool:
 
 def _scalars(bound: FunctionalOptimizer, counts: list[Any]) -> list[Scalars]:
     """The numbers of the steps that follow these counts."""
-    top = bound.lr if bound.max_lr is None else bound.max_lr
-    now = rates(bound.lr, bound.weight_decay, bound.decay, top, bound.maximize)
+    lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
+    top = lr if bound.max_lr is None else bound.max_lr
+    now = rates(lr, decay, bound.decay, top, bound.maximize)
     steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
-    return [Scalars(bound.rule.coeffs(bound.hyper, t), now) for t in steps]
+    return [Scalars(bound.coeffs(t), now) for t in steps]
 
 
 def _executor(group: dict[str, Any]) -> Executor:
@@ -811,708 +849,3 @@ def _unshared(x: Any) -> Any:
     if not is_plain(part) or part.is_meta:
         return x
     return x.clone() if part.untyped_storage().nbytes() > part.nbytes else x
-
-
-class SGD(BaseOptimizer):
-    """SGD: step against the gradient, or against a decaying sum of gradients.
-
-        b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        momentum: Share of b kept, in [0, 1); 0 needs no buffer and may become more in
-            mid-run.
-        weight_decay: Decay coefficient, added to the gradient times p; multiplied by lr
-            (decouple_wd) or lr / max_lr (decouple_lr) and subtracted from p.
-        dampening: True makes b a moving average of gradients; a number is torch's
-            dampening.
-        decouple_wd: Decoupled weight decay in place of L2.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        torch_init: With dampening=True, start b as the first gradient.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-        nesterov: Step along g + momentum * b.
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Sutskever et al., ICML 2013.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = SGD([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.9000, 0.9000])
-    """
-
-    factory = staticmethod(_f.sgd)
-    keywords = tuple(inspect.signature(_f.sgd).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        dampening: bool | float = False,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        torch_init: bool = False,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        nesterov: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            dampening=dampening,
-            decouple_wd=decouple_wd,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            torch_init=torch_init,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            nesterov=nesterov,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class Adam(BaseOptimizer):
-    """Adam: step along the mean gradient, measured in its own root mean square.
-
-        p <- p - lr * mhat / (sqrt(vhat) + eps)
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Shares of m and v kept at each step, in [0, 1).
-        weight_decay: Decay coefficient, added to the gradient times p; multiplied by lr
-            (decouple_wd) or lr / max_lr (decouple_lr) and subtracted from p.
-        eps: Added to the root, after the bias correction.
-        decouple_wd: Decoupled weight decay in place of L2.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-        amsgrad: Divide by the largest v so far (arXiv:1904.09237).
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Kingma & Ba, arXiv:1412.6980.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Adam([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.9000, 0.9000])
-    """
-
-    factory = staticmethod(_f.adam)
-    keywords = tuple(inspect.signature(_f.adam).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        amsgrad: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            decouple_wd=decouple_wd,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            amsgrad=amsgrad,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class AdamW(BaseOptimizer):
-    """AdamW: Adam whose weights decay by themselves, not through the moments.
-
-        p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Shares of m and v kept at each step, in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr /
-            max_lr.
-        eps: Added to the root, after the bias correction.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-        amsgrad: Divide by the largest v so far (arXiv:1904.09237).
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Loshchilov & Hutter, arXiv:1711.05101.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.5, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.8500, 0.8500])
-    """
-
-    factory = staticmethod(_f.adamw)
-    keywords = tuple(inspect.signature(_f.adamw).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        amsgrad: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            amsgrad=amsgrad,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class StableAdamW(BaseOptimizer):
-    """StableAdamW: AdamW that slows down where the gradient outgrows its moment.
-
-        p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Shares of m and v kept at each step, in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr / max(1, RMS), or
-            (decouple_lr) by that over max_lr.
-        eps: Added to the root, after the bias correction; its square bounds vhat in
-            RMS.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Wortsman et al., arXiv:2304.13013.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.8500, 0.8500])
-    """
-
-    factory = staticmethod(_f.stableadamw)
-    keywords = tuple(inspect.signature(_f.stableadamw).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class RAdam(BaseOptimizer):
-    """RAdam: Adam that trusts v only once enough gradients stand behind it.
-
-        p <- p - lr * r_t * mhat / (sqrt(vhat) + eps)  once rho_t > 5, before: lr * mhat
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Shares of m and v kept at each step, in [0, 1).
-        weight_decay: Decay coefficient, added to the gradient times p; multiplied by lr
-            (decouple_wd) or lr / max_lr (decouple_lr) and subtracted from p.
-        eps: Added to the root, after the bias correction.
-        decouple_wd: Decoupled weight decay in place of L2.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Liu et al., arXiv:1908.03265.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = RAdam([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.9000, 0.9000])
-    """
-
-    factory = staticmethod(_f.radam)
-    keywords = tuple(inspect.signature(_f.radam).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            decouple_wd=decouple_wd,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class Ranger(BaseOptimizer):
-    """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
-
-        slow <- slow + alpha * (p - slow),   p <- slow   every k-th step of RAdam
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Shares of m and v kept at each step, in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr (decouple_wd) or lr / max_lr
-            (decouple_lr) and subtracted from p; else added to the gradient times p.
-        eps: Added to the root, after the bias correction.
-        k: Steps between lookahead syncs.
-        alpha: How far the slow weights move at a sync, in [0, 1].
-        decouple_wd: Decoupled weight decay in place of L2.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Zhang et al., arXiv:1907.08610; Liu et al., arXiv:1908.03265.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Ranger([w], lr=0.1, k=1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.9500, 0.9500])
-    """
-
-    factory = staticmethod(_f.ranger)
-    keywords = tuple(inspect.signature(_f.ranger).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        k: int = 6,
-        alpha: float = 0.5,
-        decouple_wd: bool = True,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            k=k,
-            alpha=alpha,
-            decouple_wd=decouple_wd,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class Adan(BaseOptimizer):
-    """Adan: Adam with a look ahead along the change of the gradient.
-
-        p <- (p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)) / (1 + lr * weight_decay)
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Shares of m, w and n kept at each step, in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr /
-            max_lr.
-        eps: Added to the root, after the bias correction.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        adam_wd: Subtract decay as AdamW does, in place of Adan's division.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Xie et al., arXiv:2208.06677.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Adan([w], lr=0.1, weight_decay=0.0, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.9000, 0.9000])
-    """
-
-    factory = staticmethod(_f.adan)
-    keywords = tuple(inspect.signature(_f.adan).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
-        weight_decay: float = 2e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        adam_wd: bool = False,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            eps=eps,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            adam_wd=adam_wd,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)
-
-
-class Lion(BaseOptimizer):
-    """Lion: step by the sign of an interpolation between momentum and gradient.
-
-        p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
-
-    Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Share of m in the step, and share of m kept, in [0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by lr /
-            max_lr.
-        decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest lr that will be scheduled, where lr is not it; for
-            decouple_lr.
-        kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
-            False for none.
-        foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
-        gradient_release: Allow the step to be fused into backward, parameter by
-            parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
-
-    Raises:
-        ValueError: A number out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
-
-    References:
-        Chen et al., arXiv:2302.06675.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Lion([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([0.9000, 0.9000])
-    """
-
-    factory = staticmethod(_f.lion)
-    keywords = tuple(inspect.signature(_f.lion).parameters)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            decouple_lr=decouple_lr,
-            max_lr=max_lr,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            compile=compile,
-            maximize=maximize,
-            capturable=capturable,
-            state_dtype=state_dtype,
-        )
-        super().__init__(params, defaults)

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, Scalar, is_pure
-from optimi_func.functional import (
+from optimi_func._functional import (
     Number,
     check_grad,
     check_number,
     flatten_params,
     match_tree,
 )
+from optimi_func._leaf import compute_dtype
+from optimi_func._rule import PureOptimizer, PyTree, Scalar, is_pure
 
 S = TypeVar("S")
 

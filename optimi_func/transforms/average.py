@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func._functional import (
+    Number,
+    check_number,
+    flatten_params,
+    match_tree,
+    resolve,
+)
 from optimi_func._leaf import compute_dtype
+from optimi_func._math import scalar_dtype
 from optimi_func._rule import PureOptimizer, PyTree
-from optimi_func.functional import Number, check_number, flatten_params, match_tree, resolve
-from optimi_func.rules._common import scalar_dtype
 from optimi_func.transforms._trees import check_optimizer, check_state, count_from, like
 
 

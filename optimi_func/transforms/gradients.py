@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func._functional import Number, flatten_params, resolve
 from optimi_func._norms import clip_factor, total_norm
 from optimi_func._rule import PureOptimizer, PyTree
-from optimi_func.functional import Number, flatten_params, resolve
 from optimi_func.transforms._trees import (
     Trees,
     check_optimizer,

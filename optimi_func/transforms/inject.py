@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func._functional import FunctionalOptimizer, TreeState, resolve_tree
+from optimi_func._math import scalar_dtype
 from optimi_func._rule import PyTree, Scalar
-from optimi_func.functional import FunctionalOptimizer, TreeState, resolve_tree
-from optimi_func.rules import sgd
-from optimi_func.rules._common import scalar_dtype
 from optimi_func.transforms._trees import check_state, tensor_of
 
 
@@ -54,15 +53,7 @@ class Injected:
         return params, InjectState(hyper, inner)
 
     def _bind(self, values: dict[str, Any]) -> FunctionalOptimizer:
-        hyper = self.optimizer.hyper
-        own = {k: x for k, x in values.items() if k in hyper._fields}
-        return dataclasses.replace(
-            self.optimizer,
-            lr=values["lr"],
-            weight_decay=values["weight_decay"],
-            max_lr=values.get("max_lr", self.optimizer.max_lr),
-            hyper=hyper._replace(**own),
-        )
+        return dataclasses.replace(self.optimizer, **values)
 
 
 def inject(optimizer: FunctionalOptimizer) -> Injected:
@@ -118,13 +109,11 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
 
 def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
     """Everything that is a number and has an effect, by name."""
-    found = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    found: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.decay.startswith("fully"):
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
-    if optimizer.rule is not sgd.plain:
-        own = zip(optimizer.hyper._fields, optimizer.hyper)
-        found.update({k: x for k, x in own if not isinstance(x, bool)})
-    return found
+    own = optimizer.numbers.items()
+    return found | {k: x for k, x in own if not isinstance(x, bool)}
 
 
 def _tensors(name: str, numbers: PyTree, step: Tensor) -> PyTree:

@@ -1,0 +1,274 @@
+"""Adam (Kingma & Ba 2015), AdamW and AMSGrad: rules, pure optimizers and classes."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import (
+    FunctionalOptimizer,
+    Number,
+    TreeState,
+    check_betas,
+    check_eps,
+    decay_kind,
+    init_tree,
+)
+from optimi_func._math import moment, power, root, second_moment, sqrt
+from optimi_func._rule import DecayKind, Direction, PyTree, Rule, Scalar
+from optimi_func._saved import Counterparts
+from optimi_func.optimizers._forms import group_defaults, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class State(NamedTuple):
+    exp_avg: Tensor  # m
+    exp_avg_sq: Tensor  # v
+
+
+class AMSGradState(NamedTuple):
+    exp_avg: Tensor  # m
+    exp_avg_sq: Tensor  # v
+    max_exp_avg_sq: Tensor  # the largest v so far
+
+
+class Coeffs(NamedTuple):
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar
+    one_minus_beta2: Scalar
+    inv_bias_correction1: Scalar  # 1 / (1 - b1^t)
+    inv_sqrt_bias_correction2: Scalar  # 1 / sqrt(1 - b2^t)
+    eps: Scalar
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    return State(moment(p, dtype), second_moment(p, dtype))
+
+
+def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
+    b1, b2 = betas
+    inverses = 1.0 / (1.0 - power(b1, t)), 1.0 / sqrt(1.0 - power(b2, t))
+    return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, *inverses, eps)
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    # m becomes that of the whole gradient; v adds the squares of its microbatches
+    # (AdamA, arXiv:2305.19982).
+    return c._replace(beta1=1.0, beta2=1.0)
+
+
+def moments(g: Tensor, m: Tensor, v: Tensor, c: Coeffs) -> State:
+    m = c.beta1 * m + c.one_minus_beta1 * g
+    return State(m, c.beta2 * v + c.one_minus_beta2 * (g * g))
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    m, v = new = moments(g, s.exp_avg, s.exp_avg_sq, c)
+    denominator = c.inv_sqrt_bias_correction2 * root(v) + c.eps
+    return Direction(c.inv_bias_correction1 * m / denominator, new)
+
+
+def amsgrad_init(p: Tensor, dtype: torch.dtype) -> AMSGradState:
+    return AMSGradState(*init(p, dtype), second_moment(p, dtype))
+
+
+def amsgrad_direction(g: Tensor, s: AMSGradState, c: Coeffs) -> Direction:
+    m, v = moments(g, s.exp_avg, s.exp_avg_sq, c)
+    largest = torch.maximum(s.max_exp_avg_sq, v)
+    denominator = c.inv_sqrt_bias_correction2 * root(largest) + c.eps
+    return Direction(c.inv_bias_correction1 * m / denominator, AMSGradState(m, v, largest))
+
+
+adam_rule = Rule("adam", State, init, coeffs, direction, accumulate=accumulate)
+amsgrad_rule = Rule(
+    "amsgrad", AMSGradState, amsgrad_init, coeffs, amsgrad_direction, None, accumulate
+)
+
+# The pure optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class adam(FunctionalOptimizer):
+    """`Adam` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    eps: Number = 1e-6
+    decouple_wd: bool = False
+    amsgrad: bool = False
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return amsgrad_rule if self.amsgrad else adam_rule
+
+    @property
+    def decay(self) -> DecayKind:
+        return decay_kind(self.decouple_wd, self.decouple_lr)
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class adamw(FunctionalOptimizer):
+    """`AdamW` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    weight_decay: Number = 1e-2
+    eps: Number = 1e-6
+    amsgrad: bool = False
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return amsgrad_rule if self.amsgrad else adam_rule
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+
+
+def adam_init(
+    params: PyTree,
+    *,
+    amsgrad: bool = False,
+    kahan_sum: bool | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> TreeState:
+    """Fresh Adam or AdamW state: see `FunctionalOptimizer.init`.
+
+    >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
+    tensor([0., 0.])
+    """
+    return init_tree(amsgrad_rule if amsgrad else adam_rule, params, kahan_sum, state_dtype)
+
+
+adamw_init = adam_init
+adam_step, compiled_adam_step, compiled_adam_step_ = step_functions(adam, "adam")
+adamw_step, compiled_adamw_step, compiled_adamw_step_ = step_functions(adamw, "adamw")
+
+# The classes
+
+
+class Adam(BaseOptimizer):
+    """Adam: step along the mean gradient, measured in its own root mean square.
+
+        m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
+        p <- p - lr * mhat / (sqrt(vhat) + eps)
+
+    with mhat = m / (1 - b1^t) and vhat = v / (1 - b2^t).
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        amsgrad: Divide by the largest v so far in place of v (arXiv:1904.09237).
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Kingma & Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Adam([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = adam
+    counterparts = Counterparts(in_torch=torch.optim.Adam)
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        amsgrad: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class AdamW(BaseOptimizer):
+    """AdamW: Adam whose weights decay by themselves, not through the moments.
+
+        p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
+
+    with Adam's bias corrected m and v.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        amsgrad: Divide by the largest v so far in place of v (arXiv:1904.09237).
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.5, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.8500, 0.8500])
+    """
+
+    factory = adamw
+    counterparts = Counterparts(in_torch=torch.optim.AdamW)
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        amsgrad: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

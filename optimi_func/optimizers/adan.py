@@ -1,0 +1,162 @@
+"""Adan (Xie et al. 2022): the rule, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import FunctionalOptimizer, Number, check_betas, check_eps
+from optimi_func._math import choose, moment, power, root, second_moment, sqrt
+from optimi_func._rule import DecayKind, Direction, Rule, Scalar
+from optimi_func._saved import Counterparts
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class State(NamedTuple):
+    exp_avg: Tensor  # m
+    exp_avg_diff: Tensor  # w
+    exp_avg_sq: Tensor  # n
+    prev_grad: Tensor  # g_prev
+
+
+class Coeffs(NamedTuple):
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar
+    one_minus_beta2: Scalar
+    beta3: Scalar
+    one_minus_beta3: Scalar
+    has_prev: Scalar  # 0 at the first gradient, then 1
+    inv_bias_correction1: Scalar  # 1 / (1 - b1^t)
+    inv_bias_correction2: Scalar
+    inv_sqrt_bias_correction3: Scalar  # 1 / sqrt(1 - b3^t)
+    eps: Scalar
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    m, w, g_prev = moment(p, dtype), moment(p, dtype), moment(p, dtype)
+    return State(m, w, second_moment(p, dtype), g_prev)
+
+
+def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar, Scalar], eps: Scalar) -> Coeffs:
+    b1, b2, b3 = betas
+    return Coeffs(
+        *(b1, 1.0 - b1, b2, 1.0 - b2, b3, 1.0 - b3),
+        has_prev=choose(t > 1, 1.0, 0.0),
+        inv_bias_correction1=1.0 / (1.0 - power(b1, t)),
+        inv_bias_correction2=1.0 / (1.0 - power(b2, t)),
+        inv_sqrt_bias_correction3=1.0 / sqrt(1.0 - power(b3, t)),
+        eps=eps,
+    )
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    change = c.has_prev * (g - s.prev_grad)
+    m = c.beta1 * s.exp_avg + c.one_minus_beta1 * g
+    w = c.beta2 * s.exp_avg_diff + c.one_minus_beta2 * change
+    ahead = g + c.beta2 * change
+    n = c.beta3 * s.exp_avg_sq + c.one_minus_beta3 * (ahead * ahead)
+    d = c.inv_bias_correction1 * m + c.beta2 * c.inv_bias_correction2 * w
+    d = d / (c.inv_sqrt_bias_correction3 * root(n) + c.eps)
+    return Direction(d, State(m, w, n, g))
+
+
+adan_rule = Rule("adan", State, init, coeffs, direction)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class adan(FunctionalOptimizer):
+    """`Adan` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number, Number] = (0.98, 0.92, 0.99)
+    weight_decay: Number = 2e-2
+    eps: Number = 1e-6
+    adam_wd: bool = False
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return adan_rule
+
+    @property
+    def decay(self) -> DecayKind:
+        if self.adam_wd:
+            return super().decay
+        return "fully proximal" if self.decouple_lr else "proximal"
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 3)
+        check_eps(self.eps)
+
+
+adan_init = init_function(adan_rule, "adan")
+adan_step, compiled_adan_step, compiled_adan_step_ = step_functions(adan, "adan")
+
+# The class
+
+
+class Adan(BaseOptimizer):
+    """Adan: Adam with a look ahead along the change of the gradient.
+
+        m <- b1 * m + (1 - b1) * g,   w <- b2 * w + (1 - b2) * (g - g_prev)
+        n <- b3 * n + (1 - b3) * (g + b2 * (g - g_prev))^2
+        p <- (p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)) / (1 + lr * weight_decay)
+
+    with mhat, what and nhat corrected for bias as in Adam. The first g_prev is g.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1, b2 and b3, each in [0, 1): how much a step keeps (1 - the paper's).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        adam_wd: Subtract decay as AdamW does, in place of Adan's division.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing
+        Deep Models", arXiv:2208.06677.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Adan([w], lr=0.1, weight_decay=0.0, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = adan
+    counterparts = Counterparts(optimi_negated=("prev_grad",))
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
+        weight_decay: float = 2e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        adam_wd: bool = False,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

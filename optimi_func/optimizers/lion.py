@@ -1,0 +1,132 @@
+"""Lion (Chen et al. 2023): the rule, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import FunctionalOptimizer, Number, check_betas
+from optimi_func._math import choose, moment
+from optimi_func._rule import Direction, Rule, Scalar
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class State(NamedTuple):
+    exp_avg: Tensor  # m
+
+
+class Coeffs(NamedTuple):
+    beta1: Scalar  # share of m in the step
+    one_minus_beta1: Scalar
+    beta2: Scalar  # share of m kept
+    one_minus_beta2: Scalar
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    return State(moment(p, dtype))
+
+
+def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar]) -> Coeffs:
+    del t
+    b1, b2 = betas
+    return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2)
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    # m already holds this step's earlier microbatches: b2 * m_old + (1 - b2) * g_early.
+    # Weight it by b1 / b2, so that m_old counts b1, as in a whole step. Where b2 = 0 no
+    # m_old is left, and g_early counts 1 - b1, as the last microbatch does.
+    no_past = c.beta2 == 0
+    past = c.beta1 / choose(no_past, 1.0, c.beta2)
+    early = c.one_minus_beta1 / c.one_minus_beta2
+    return c._replace(beta1=choose(no_past, early, past), beta2=1.0)
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    d = (c.beta1 * s.exp_avg + c.one_minus_beta1 * g).sign()
+    return Direction(d, State(c.beta2 * s.exp_avg + c.one_minus_beta2 * g))
+
+
+lion_rule = Rule("lion", State, init, coeffs, direction, accumulate=accumulate)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class lion(FunctionalOptimizer):
+    """`Lion` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return lion_rule
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+
+
+lion_init = init_function(lion_rule, "lion")
+lion_step, compiled_lion_step, compiled_lion_step_ = step_functions(lion, "lion")
+
+# The class
+
+
+class Lion(BaseOptimizer):
+    """Lion: step by the sign of an interpolation between momentum and gradient.
+
+        p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
+        m <- b2 * m + (1 - b2) * g
+
+    One moment in place of Adam's two. Wants a lr 3 to 10 times smaller than AdamW's and
+    a weight decay as much larger.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 (in the step) and b2 (in m), each in [0, 1).
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Lion([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = lion
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

@@ -1,0 +1,146 @@
+"""RAdam (Liu et al. 2020): the rule, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import (
+    FunctionalOptimizer,
+    Number,
+    check_betas,
+    check_eps,
+    decay_kind,
+)
+from optimi_func._math import choose, power, root, sqrt
+from optimi_func._rule import DecayKind, Direction, Rule, Scalar
+from optimi_func._saved import Counterparts
+from optimi_func.optimizers import adam
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class Coeffs(NamedTuple):
+    adam: adam.Coeffs
+    rectification: Scalar  # r once rho > 5, before that 0
+    unrectified: Scalar  # 1 before that, then 0
+
+
+def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
+    decayed = power(betas[1], t)
+    rho_inf = 2.0 / (1.0 - betas[1]) - 1.0
+    rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
+    enough = rho > 5.0
+    # Where rho <= 5, r is undefined and its derivative not finite: there r is that of 6.
+    x, x_inf = choose(enough, rho, 6.0), choose(enough, rho_inf, 6.0)
+    r = sqrt((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x))
+    inner = adam.coeffs(t, betas=betas, eps=eps)
+    return Coeffs(inner, choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    return c._replace(adam=adam.accumulate(c.adam))
+
+
+def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
+    m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c.adam)
+    mhat = c.adam.inv_bias_correction1 * m
+    # One of two scalars is 0: a branch would be another graph.
+    denominator = c.adam.inv_sqrt_bias_correction2 * root(v) + c.adam.eps
+    return Direction(mhat * (c.rectification / denominator + c.unrectified), new)
+
+
+radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=accumulate)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class radam(FunctionalOptimizer):
+    """`RAdam` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    eps: Number = 1e-6
+    decouple_wd: bool = False
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return radam_rule
+
+    @property
+    def decay(self) -> DecayKind:
+        return decay_kind(self.decouple_wd, self.decouple_lr)
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+
+
+radam_init = init_function(radam_rule, "radam")
+radam_step, compiled_radam_step, compiled_radam_step_ = step_functions(radam, "radam")
+
+# The class
+
+
+class RAdam(BaseOptimizer):
+    """RAdam: Adam that trusts v only once enough gradients stand behind it.
+
+        rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
+        r^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
+        p <- p - lr * r * mhat / (sqrt(vhat) + eps)  once rho > 5, before: lr * mhat
+
+    with Adam's bias corrected m and v, which replaces the warmup that Adam needs.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Liu et al., "On the Variance of the Adaptive Learning Rate", arXiv:1908.03265.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = RAdam([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = radam
+    counterparts = Counterparts(in_torch=torch.optim.RAdam)
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

@@ -1,0 +1,164 @@
+"""Ranger (Wright 2019): RAdam with lookahead: rule, pure optimizer and class."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import (
+    FunctionalOptimizer,
+    Number,
+    check_betas,
+    check_eps,
+    check_number,
+    decay_kind,
+)
+from optimi_func._math import choose, scalar_dtype
+from optimi_func._rule import DecayKind, Direction, Rule, Scalar
+from optimi_func._saved import Counterparts
+from optimi_func.optimizers import adam, radam
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class State(NamedTuple):
+    exp_avg: Tensor  # m
+    exp_avg_sq: Tensor  # v
+    slow_param: Tensor  # at least float32: no compensation protects it
+
+
+class Coeffs(NamedTuple):
+    radam: radam.Coeffs
+    sync: bool | Scalar  # whether this is a k-th step: static on the host, else 0.0 or 1.0
+    alpha: Scalar  # alpha at a sync, else 0
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    wide = torch.promote_types(p.dtype, torch.float32)
+    m, v = adam.init(p, dtype)
+    return State(m, v, p.to(wide, copy=True))
+
+
+def coeffs(
+    t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar, k: Scalar, alpha: Scalar
+) -> Coeffs:
+    due = t % k == 0
+    sync = due.to(scalar_dtype(due.device)) if isinstance(due, Tensor) else bool(due)
+    return Coeffs(radam.coeffs(t, betas=betas, eps=eps), sync, choose(due, alpha, 0.0))
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    return c._replace(radam=radam.accumulate(c.radam))
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    d, new, _ = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
+    return Direction(d, State(new.exp_avg, new.exp_avg_sq, s.slow_param))
+
+
+def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
+    if c.sync is False:
+        return u, s
+    slow = s.slow_param + c.alpha * (x + u - s.slow_param)
+    return u + c.sync * (slow - x - u), s._replace(slow_param=slow)
+
+
+ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ranger(FunctionalOptimizer):
+    """`Ranger` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    eps: Number = 1e-6
+    k: Number = 6
+    alpha: Number = 0.5
+    decouple_wd: bool = True
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return ranger_rule
+
+    @property
+    def decay(self) -> DecayKind:
+        return decay_kind(self.decouple_wd, self.decouple_lr)
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+        check_number("lookahead period", "k", self.k, least=1.0)
+        check_number("lookahead alpha", "alpha", self.alpha, most=1.0)
+
+
+ranger_init = init_function(ranger_rule, "ranger")
+ranger_step, compiled_ranger_step, compiled_ranger_step_ = step_functions(ranger, "ranger")
+
+# The class
+
+
+class Ranger(BaseOptimizer):
+    """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
+
+        slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr, or (decouple_wd=False) added to the gradient times p.
+        eps: Added to the root, after the bias correction.
+        k: Steps between lookahead syncs, at least 1.
+        alpha: How far the slow weights move at a sync, in [0, 1].
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Zhang, Lucas, Hinton & Ba, "Lookahead Optimizer: k steps forward, 1 step back",
+        arXiv:1907.08610, around RAdam, arXiv:1908.03265.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = Ranger([w], lr=0.1, k=1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9500, 0.9500])
+    """
+
+    factory = ranger
+    counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        k: int = 6,
+        alpha: float = 0.5,
+        decouple_wd: bool = True,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

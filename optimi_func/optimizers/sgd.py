@@ -1,0 +1,220 @@
+"""SGD, with momentum and Nesterov: the rules, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import (
+    FunctionalOptimizer,
+    Number,
+    TreeState,
+    check_number,
+    decay_kind,
+    init_tree,
+)
+from optimi_func._math import choose, moment
+from optimi_func._rule import DecayKind, Direction, PyTree, Rule, Scalar
+from optimi_func._saved import Counterparts
+from optimi_func.optimizers._forms import group_defaults, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rules
+
+
+class NoState(NamedTuple):
+    pass
+
+
+class State(NamedTuple):
+    momentum_buffer: Tensor  # b
+
+
+class Coeffs(NamedTuple):
+    momentum: Scalar
+    one_minus_dampening: Scalar  # 1 at the first step where b starts as the gradient
+    nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
+
+
+def no_init(p: Tensor, dtype: torch.dtype) -> NoState:
+    del p, dtype
+    return NoState()
+
+
+def no_coeffs(t: Scalar) -> NoState:
+    del t
+    return NoState()
+
+
+def plain_direction(g: Tensor, s: NoState, c: NoState) -> Direction:
+    del c
+    return Direction(g, s)
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    return State(moment(p, dtype))
+
+
+def coeffs(
+    t: Scalar, *, momentum: Scalar, dampening: bool | Scalar, torch_init: bool
+) -> Coeffs:
+    is_flag = isinstance(dampening, bool)
+    tau = (momentum if dampening else 0.0) if is_flag else dampening
+    starts_whole = torch_init or not is_flag
+    rest = choose(t == 1, 1.0, 1.0 - tau) if starts_whole else 1.0 - tau
+    return Coeffs(momentum, rest, momentum)
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    # In Nesterov's g + momentum * b, b has the whole gradient, g is the last microbatch.
+    return c._replace(momentum=1.0)
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b = c.momentum * s.momentum_buffer + c.one_minus_dampening * g
+    return Direction(b, State(b))
+
+
+def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b, new, _ = direction(g, s, c)
+    return Direction(g + c.nesterov_momentum * b, new)
+
+
+sgd_rule = Rule("sgd", NoState, no_init, no_coeffs, plain_direction)
+momentum_rule = Rule("sgd_momentum", State, init, coeffs, direction, None, accumulate)
+nesterov_rule = Rule("sgd_nesterov", State, init, coeffs, look_ahead, None, accumulate)
+
+# The pure optimizer
+
+
+def is_on(number: object) -> bool:
+    """Whether a number is anything but the host's 0: a tensor or a schedule is."""
+    return isinstance(number, Tensor) or callable(number) or number != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class sgd(FunctionalOptimizer):
+    """`SGD` as a value: `init` and `step` over a tree of parameters."""
+
+    momentum: Number = 0.0
+    dampening: bool | Number = False
+    decouple_wd: bool = False
+    torch_init: bool = False
+    nesterov: bool = False
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        if not is_on(self.momentum):
+            return sgd_rule
+        return nesterov_rule if self.nesterov else momentum_rule
+
+    @property
+    def decay(self) -> DecayKind:
+        return decay_kind(self.decouple_wd, self.decouple_lr)
+
+    def check(self) -> None:
+        super().check()
+        check_number("momentum", "momentum", self.momentum, below=1.0)
+        if not isinstance(self.dampening, bool):
+            check_number("dampening", "dampening", self.dampening)
+        if self.nesterov and (not is_on(self.momentum) or is_on(self.dampening)):
+            raise ValueError(
+                f"Invalid nesterov: nesterov=True with momentum={self.momentum} and "
+                f"dampening={self.dampening}: allowed with a momentum and no dampening"
+            )
+
+    def likely_mistakes(self) -> list[str]:
+        found = super().likely_mistakes()
+        if self.rule is sgd_rule and is_on(self.dampening):
+            found.append(f"dampening={self.dampening} has no effect without momentum.")
+        elif self.torch_init and self.dampening is not True:
+            found.append("torch_init=True has no effect without dampening=True.")
+        return found
+
+
+def sgd_init(
+    params: PyTree,
+    *,
+    momentum: Number = 0.0,
+    kahan_sum: bool | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> TreeState:
+    """Fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
+    return init_tree(sgd(lr=0.0, momentum=momentum).rule, params, kahan_sum, state_dtype)
+
+
+sgd_step, compiled_sgd_step, compiled_sgd_step_ = step_functions(sgd, "sgd")
+
+# The class
+
+
+class SGD(BaseOptimizer):
+    """SGD: step against the gradient, or against a decaying sum of gradients.
+
+        b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
+
+    Nesterov steps along g + momentum * b in place of b; momentum = 0 along g.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        momentum: Share of b kept, in [0, 1); 0 needs no buffer. May change in mid-run.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        dampening: True makes b a moving average (dampening = momentum). A number is
+            torch's dampening, with torch's start: the first b is the whole gradient.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+        torch_init: With dampening=True, start b as the first gradient too.
+        nesterov: Look ahead; needs momentum and no dampening.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Sutskever, Martens, Dahl & Hinton, "On the importance of initialization and
+        momentum in deep learning", ICML 2013.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = SGD([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    factory = sgd
+    counterparts = Counterparts(
+        in_torch=torch.optim.SGD,
+        torch_counts_steps=False,
+        torch_options=lambda group: (
+            {"dampening": group["momentum"]} if group["dampening"] is True else {}
+        ),
+        optimi_names={"exp_avg": "momentum_buffer"},
+    )
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        dampening: bool | float = False,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        torch_init: bool = False,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        nesterov: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

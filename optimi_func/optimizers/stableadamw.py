@@ -1,0 +1,118 @@
+"""StableAdamW (Wortsman et al. 2023): the rule, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func._functional import FunctionalOptimizer, Number, check_betas, check_eps
+from optimi_func._math import root
+from optimi_func._rule import Direction, Rule
+from optimi_func.optimizers import adam
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
+    m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c)
+    root_v = c.inv_sqrt_bias_correction2 * root(v)
+    # Of g / sqrt(max(vhat, eps^2)), by roots: eps^2 leaves float32's range before eps does.
+    ratio = g / root_v.clamp_min(c.eps)
+    d = c.inv_bias_correction1 * m / (root_v + c.eps)
+    return Direction(d, new, spread=ratio * ratio)
+
+
+stableadamw_rule = Rule(
+    *("stableadamw", adam.State, adam.init, adam.coeffs, direction),
+    accumulate=adam.accumulate,
+    per_tensor=True,
+)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class stableadamw(FunctionalOptimizer):
+    """`StableAdamW` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    weight_decay: Number = 1e-2
+    eps: Number = 1e-6
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return stableadamw_rule
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+
+
+stableadamw_init = init_function(stableadamw_rule, "stableadamw")
+stableadamw_step, compiled_stableadamw_step, compiled_stableadamw_step_ = step_functions(
+    stableadamw, "stableadamw"
+)
+
+# The class
+
+
+class StableAdamW(BaseOptimizer):
+    """StableAdamW: AdamW that slows down where the gradient outgrows its moment.
+
+        RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
+        p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
+
+    with Adam's bias corrected m and v: AdaFactor's update clipping (arXiv:1804.04235),
+    a replacement for gradient clipping that costs no hyperparameter.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr / max(1, RMS), or
+            (decouple_lr) by that over max_lr.
+        eps: Added to the root, after the bias correction; its square bounds vhat.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Wortsman et al., "Stable and low-precision training for large-scale
+        vision-language models", arXiv:2304.13013.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.8500, 0.8500])
+    """
+
+    factory = stableadamw
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...

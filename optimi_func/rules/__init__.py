@@ -1,1 +1,0 @@
-"""The mathematics, one file an optimizer: tensors and scalars, nothing else."""

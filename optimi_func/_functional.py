@@ -12,6 +12,7 @@ from numbers import Real
 from typing import (
     Any,
     NamedTuple,
+    Self,
     TypeAlias,
 )
 
@@ -146,6 +147,15 @@ class FunctionalOptimizer:
     def __post_init__(self) -> None:
         """Refuse what no step could use, before any step."""
         self.check()
+
+    def with_lr(self, lr: float) -> Self:
+        """The same with another learning rate, which alone is checked."""
+        check_number("learning rate", "lr", lr)
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, lr=lr)
+        if self.decay.startswith("fully"):
+            changed._check_max_lr()
+        return changed
 
     def check(self) -> None:
         """Refuse numbers out of range; a subclass checks its own too."""
@@ -603,21 +613,20 @@ def check_number(
     """Refuse a host number out of its range; tensors are the caller's word."""
     if isinstance(value, Tensor) or callable(value):
         return
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, Real)
+    ):
         raise TypeError(
             f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
             "schedules"
         )
     number = float(value)
-    allowed = f"finite, at least {least}"
     fits = math.isfinite(number) and number >= least
-    if below is not None:
-        allowed += f" and below {below}"
-        fits = fits and number < below
-    if most is not None:
-        allowed += f" and at most {most}"
-        fits = fits and number <= most
+    fits = fits and (below is None or number < below) and (most is None or number <= most)
     if not fits:
+        allowed = f"finite, at least {least}"
+        allowed += "" if below is None else f" and below {below}"
+        allowed += "" if most is None else f" and at most {most}"
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
 
 

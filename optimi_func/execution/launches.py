@@ -16,7 +16,6 @@ from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import PIECE, ListKernel, address
 from optimi_func.execution.scalars import Numbers, PackedScalars, with_finite
 from optimi_func.execution.tensors import (
-    bump_versions,
     flatten,
     foreach_copy_,
     is_dense,
@@ -103,6 +102,8 @@ class StepInputs(NamedTuple):
 class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`."""
 
+    on_host = False  # whether `run` runs no operation of torch's
+
     def __init__(self, updates: Sequence[Update]) -> None:
         self._places = [u.place for u in updates]  # ascending
         self._at = updates[0].at
@@ -164,17 +165,12 @@ class KernelLaunch(Launch):
         self._kernels, self._mean = kernels, update.mean
         self._measures = len(kernels) > 1
         self._in_place = update.target is update.slot
-        self._written = written_roles(update, write)
-        self._inference = update.target.inference
         self._dtype = compute_dtype(update.g.dtype, *update.slot.dtypes)
         self._roles = len(update.slot.dtypes)
 
     def run(self, inputs: StepInputs) -> None:
         """Update the parameter."""
-        (i,) = self._places
-        values = self.call(inputs)
-        del values
-        bump_versions([role[i] for role in inputs.targets[self._written]], self._inference)
+        self.call(inputs)
 
     def call(self, inputs: StepInputs) -> Tensor:
         """Call the kernels; the numbers that they were called with."""
@@ -250,13 +246,13 @@ class ListLaunch(Launch):
             self._rest += _joined(_columns([u.target for u in updates]))
         self._lengths = array("q", [u.slot.numel for u in updates])
         self._dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        self._written = written_roles(first, write)
-        self._inference = any(u.target.inference for u in updates)
         self._negated = any(u.g.is_neg() for u in updates)
         self._means: ListMeans | None = None
         self._given = [u.mean for u in updates if u.mean is not None]
         if mean_kernel is not None and not self._given:
             self._means = ListMeans(mean_kernel, updates)
+        plain = self._means is None and not self._given and not self._negated
+        self.on_host = plain and not first.guarded
 
     def run(self, inputs: StepInputs) -> None:
         """Update the parameters."""
@@ -267,7 +263,7 @@ class ListLaunch(Launch):
         g = array("q", map(Tensor.data_ptr, grads))
         table = self._p + g + self._rest
         host = scalars.host_array(self._dtype) if finite is None else None
-        if self._means is None and not self._given and host is not None:
+        if self.on_host and host is not None:
             self._kernel.run(address(host), table, self._lengths)
         else:
             values = with_finite(scalars.packed(self._dtype, grads[0].device), finite)
@@ -279,8 +275,6 @@ class ListLaunch(Launch):
             if values.dim() == 2:
                 step = values.stride(0) * values.element_size()
             self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
-        for role in inputs.targets[self._written]:
-            bump_versions(self.pick(role), self._inference)
 
 
 class ListMeasure(Launch):

@@ -27,7 +27,7 @@ from optimi_func.execution.launches import (
 )
 from optimi_func.execution.list_kernel import Native, address, loaded
 from optimi_func.execution.scalars import Numbers
-from optimi_func.execution.tensors import bump_versions, foreach_add_
+from optimi_func.execution.tensors import foreach_add_
 
 # Kinds of gradients and numbers for which a plan keeps launches: Ranger has two.
 _KINDS = 8
@@ -46,6 +46,7 @@ class Plan:
     ) -> None:
         self.rule = rule
         self._slots, self._targets = slots, targets
+        self._inference = any([slot.inference for slot in targets])
         self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
 
     def _kind(self, executor: Executor, numbers: Numbers, write: bool) -> Any:
@@ -96,6 +97,20 @@ class Plan:
         kind = self._kind(executor, numbers, write)
         self._known[kind] = Guard(grads, addresses=False), launches
         return launches
+
+    def run(self, launches: list[Launch], inputs: StepInputs, write: bool) -> None:
+        """Write every result."""
+        for launch in launches:
+            launch.run(inputs)
+        *full, comps = inputs.targets
+        if not write:
+            full, comps = full[1:], ()
+        # Autograd has not seen what kernels write: a backward that saved it must raise.
+        written = [x for role in full for x in role]
+        written += [x for x in comps if x is not None]
+        if self._inference:
+            written = [x for x in written if not x.is_inference()]  # these have no version
+        torch.autograd.graph.increment_version(written)
 
 
 class Spec(NamedTuple):
@@ -196,9 +211,14 @@ class StepCounts:
         self._expected = array("f", counts) if on_host else array("f")
         self._versions = list(map(_version, steps))
         self._addresses = array("q", map(Tensor.data_ptr, steps))
-        self._native: Native | None = None
+        self._native: Native | None = None  # reads and writes all of them in one call
         apart = len(set(self._addresses)) == len(steps)
         self._countable = on_host and apart and {s.dtype for s in steps} == {torch.float32}
+
+    @property
+    def native(self) -> bool:
+        """Whether no operation of torch's reads or writes them."""
+        return self._native is not None
 
     def hold(self, steps: list[Tensor]) -> bool:
         """Whether nobody else has written to these counts."""
@@ -222,7 +242,7 @@ class StepCounts:
             count = len(self._addresses)
             counts, expected = address(self._addresses), address(self._expected)
             self._native.counts_advance(counts, expected, count)
-            bump_versions(steps, inference=False)
+            torch.autograd.graph.increment_version(steps)
             return
         flags = [numbers.finite[i] for i in numbers.at]
         foreach_add_([step for step, flag in zip(steps, flags) if flag is None], 1.0)
@@ -278,10 +298,20 @@ class PlanCache:
 class PreparedStep(NamedTuple):
     """A step of several parameters, checked and compiled: what is left is to run it."""
 
+    plan: StatePlan
     launches: list[Launch]
     inputs: StepInputs
+    steps: list[Tensor]
+    write: bool
 
-    def run(self) -> None:
-        """Write every result."""
-        for launch in self.launches:
-            launch.run(self.inputs)
+    @property
+    def on_host(self) -> bool:
+        """Whether it runs no operation of torch's, which the thread's modes would change."""
+        on_host = [x.on_host for x in (*self.launches, *self.inputs.numbers.scalars)]
+        return self.plan.counts.native and all(on_host)
+
+    def run(self, count: bool) -> None:
+        """Write every result, and if asked to, count the step."""
+        self.plan.run(self.launches, self.inputs, self.write)
+        if count:
+            self.plan.counts.advance(self.steps, self.inputs.numbers)

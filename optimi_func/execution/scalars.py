@@ -23,18 +23,19 @@ class PackedScalars:
         if bool in kinds:
             self.statics = tuple([x if isinstance(x, bool) else None for x in leaves])
             self._values = [x for x in leaves if not isinstance(x, bool)]
-        self._on_host = not any([issubclass(kind, Tensor) for kind in kinds])
+        # Whether all of them are numbers, and no tensors.
+        self.on_host = not any([issubclass(kind, Tensor) for kind in kinds])
         self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def values(self, dtype: torch.dtype, device: torch.device) -> list[Scalar]:
         """The values: host numbers where all of them are, else 0-d tensors."""
-        if self._on_host:
+        if self.on_host:
             return list(self._values)
         return list(self.packed(dtype, device).unbind())
 
     def host_array(self, dtype: torch.dtype) -> "array[float] | None":
         """All values in memory of the host's, each rounded once; None if on a device."""
-        if not self._on_host:
+        if not self.on_host:
             return None
         return array("d" if dtype == torch.float64 else "f", self._values)
 
@@ -61,25 +62,6 @@ class PackedScalars:
         return torch.stack(tensors)
 
 
-class ScalarPacks:
-    """A step's packed numbers, one object for all parameters that share them."""
-
-    def __init__(self, rule: Rule[Any, Any], write: bool) -> None:
-        self._rule = rule
-        self._write = write  # False: the state alone moves
-        self._packs: dict[Any, PackedScalars] = {}
-        self._scalars: list[Scalars] = []  # kept, for they are told apart by identity
-
-    def __call__(self, scalars: Scalars, microbatch: Microbatch) -> PackedScalars:
-        """Those of a gradient that is a part of its step, or scaled."""
-        key = (id(scalars), microbatch.grad_scale, microbatch.accumulate)
-        if key not in self._packs:
-            self._scalars.append(scalars)
-            now = microbatch_scalars(self._rule, scalars, microbatch, self._write)
-            self._packs[key] = PackedScalars(now)
-        return self._packs[key]
-
-
 class Numbers(NamedTuple):
     """The numbers of a step of several parameters; those that are equal are there once."""
 
@@ -89,21 +71,26 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(
+        rule: Rule[Any, Any],
         scalars: list[Scalars],
         at: list[int],
         microbatches: list[Microbatch] | None,
-        packs: ScalarPacks,
+        write: bool,
     ) -> "Numbers":
-        """What each gradient is to its step, in the numbers.
+        """The numbers with what each gradient is to its step in them.
 
         Args:
-            scalars: Those of the step.
+            rule: The mathematics.
+            scalars: Those of the whole step.
             at: Of each parameter the place of its own.
             microbatches: What each gradient is to its step; None: the whole of it.
-            packs: Of this step.
+            write: False moves the state alone.
         """
         if microbatches is None:
-            packed = [packs(s, WHOLE_BATCH) for s in scalars]
+            packed = [
+                PackedScalars(microbatch_scalars(rule, s, WHOLE_BATCH, write))
+                for s in scalars
+            ]
             return Numbers(packed, at, [None] * len(packed))
         places: dict[Any, int] = {}
         numbers = Numbers([], [], [])
@@ -111,7 +98,8 @@ class Numbers(NamedTuple):
             key = (i, m.grad_scale, m.accumulate, id(m.finite))
             if key not in places:
                 places[key] = len(places)
-                numbers.scalars.append(packs(scalars[i], m))
+                now = microbatch_scalars(rule, scalars[i], m, write)
+                numbers.scalars.append(PackedScalars(now))
                 numbers.finite.append(m.finite)
             numbers.at.append(places[key])
         return numbers

@@ -1,6 +1,6 @@
 """What executors ask of tensors: whether they are plain memory, and in which order."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -56,20 +56,6 @@ def is_dense(x: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def bump_versions(written: Iterable[Tensor], inference: bool) -> None:
-    """Count the writes of a kernel, which autograd has not seen.
-
-    A backward that saved one of these must still raise.
-
-    Args:
-        written: What was written.
-        inference: Whether any was made under inference_mode: such have no count.
-    """
-    if inference:
-        written = [x for x in written if not x.is_inference()]
-    torch.autograd.graph.increment_version(written)
 
 
 def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[list[T]]:

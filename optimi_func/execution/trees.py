@@ -19,8 +19,8 @@ from optimi_func._rule import Leaf, Microbatch, PyTree, Scalars
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Roles, StepInputs, make_slot
-from optimi_func.execution.plans import Plan, PreparedStep
-from optimi_func.execution.scalars import Numbers, ScalarPacks
+from optimi_func.execution.plans import Plan
+from optimi_func.execution.scalars import Numbers
 from optimi_func.execution.tensors import check_writable
 
 
@@ -44,7 +44,6 @@ class TreeStep:
         self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
         places = {id(s): i for i, s in enumerate(self._scalars)}
         self._at = [places[id(s)] for s in scalars]
-        self._packs = {write: ScalarPacks(self._rule, write) for write in (True, False)}
         self._uncompilable = uncompilable
 
     def update(
@@ -80,9 +79,10 @@ class TreeStep:
         slots = [make_slot(here, shards_of(leaf.p)) for here, leaf in zip(read, leaves)]
         targets = slots if into is None else [make_slot(leaf, None) for leaf in written]
         at = [self._at[i] for i in places]
-        numbers = Numbers.of(self._scalars, at, microbatches, self._packs[write])
+        numbers = Numbers.of(self._rule, self._scalars, at, microbatches, write)
         roles = _roles(read)
-        launches = Plan(self._rule, slots, targets).make(
+        plan = Plan(self._rule, slots, targets)
+        launches = plan.make(
             self._executor, roles[0], local, numbers, write, self._uncompilable
         )
         inputs = StepInputs(
@@ -90,7 +90,7 @@ class TreeStep:
             roles if into is None else _roles(written),
             *(local, numbers),
         )
-        PreparedStep(launches, inputs).run()
+        plan.run(launches, inputs, write)
         moved = [leaf.p for leaf in leaves]
         if write and into is None and any_distributed(moved):
             # Autograd has not seen their local parts written.

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from numbers import Real
+from operator import is_, itemgetter
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -46,8 +47,8 @@ from optimi_func._torch import uncompiled
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
-from optimi_func.execution.plans import Found, PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers, ScalarPacks
+from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
+from optimi_func.execution.scalars import Numbers
 from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
 
 Params: TypeAlias = (
@@ -102,12 +103,15 @@ class BaseOptimizer(Optimizer):
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     # What torch and optimi call and keep otherwise.
     counterparts: ClassVar[Counterparts] = Counterparts()
-    keywords: ClassVar[tuple[str, ...]]  # of the factory
+    keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
+    _given: ClassVar[Callable[[dict[str, Any]], tuple[Any, ...]]]  # their values in a group
 
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
         super().__init_subclass__()
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
+        assert cls.keywords[0] == "lr"
+        cls._given = itemgetter(*cls.keywords)
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
@@ -122,7 +126,7 @@ class BaseOptimizer(Optimizer):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._bound: dict[int, tuple[Any, FunctionalOptimizer]] = {}
+        self._bound: dict[int, tuple[Any, Any]] = {}
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
         self._plans = PlanCache()
@@ -218,18 +222,23 @@ class BaseOptimizer(Optimizer):
         self, group: dict[str, Any], number: Callable[[Any], Any]
     ) -> FunctionalOptimizer:
         """The group's numbers as they are now, bound to the rule."""
-        given: list[Any] = []
-        for name in self.keywords:
-            x = group[name]
-            given += x if isinstance(x, tuple | list) else (x,)
-        kinds = list(map(type, given))
-        # Host numbers that have not changed need not be checked again; True is not 1.
+        given = self._given(group)
         last, bound = self._bound.get(id(group), (None, None))
-        if bound is None or (given, kinds) != last:
-            chosen = {name: _numbers(group[name], number) for name in self.keywords}
-            bound = type(self).factory(**chosen)
-            on_host = not any(issubclass(kind, Tensor) for kind in kinds)
-            self._bound[id(group)] = ((given, kinds) if on_host else None, bound)
+        # Numbers that are the same objects as before need not be checked again.
+        if last is not None and all(map(is_, given[1:], last[1:])):
+            if given[0] is last[0]:
+                return bound
+            if type(given[0]) is float:
+                bound = bound.with_lr(given[0])
+                self._bound[id(group)] = given, bound
+                return bound
+        chosen = {name: _numbers(group[name], number) for name in self.keywords}
+        bound = type(self).factory(**chosen)
+        numbers = (
+            [*given, *given[self.keywords.index("betas")]] if "betas" in group else given
+        )
+        mutable = any(isinstance(x, Tensor | list) for x in numbers)
+        self._bound[id(group)] = None if mutable else given, bound
         return bound
 
     @staticmethod
@@ -240,7 +249,6 @@ class BaseOptimizer(Optimizer):
     def _device(x: Any) -> Any:
         return x.reshape(()).double() if isinstance(x, Tensor) else x
 
-    @uncompiled
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
     ) -> Any:
@@ -261,6 +269,15 @@ class BaseOptimizer(Optimizer):
             ValueError, TypeError: A gradient that does not fit its parameter, closure
                 with param, or a param without gradient release; before any write.
         """
+        if torch.compiler.is_compiling():
+            return self._step_outside_graph(closure, param)
+        return self._step_now(closure, param)
+
+    @uncompiled
+    def _step_outside_graph(self, closure: Closure | None, param: Tensor | None) -> Any:
+        return self._step_now(closure, param)
+
+    def _step_now(self, closure: Closure | None, param: Tensor | None) -> Any:
         if param is not None:
             if closure is not None:
                 raise ValueError("step takes a closure or a param, not both")
@@ -273,16 +290,16 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with kernel_context(self._first().device):
-            work: list[Work] = []
-            for group in self.param_groups:
-                params: list[Tensor] = group["params"]
-                grads: list[Any] = [p.grad for p in params]
-                given = [g for g in grads if g is not None]
-                if len(given) < len(grads):
-                    params = [p for p, g in zip(params, grads) if g is not None]
+        work: list[Work] = []
+        for group in self.param_groups:
+            params: list[Tensor] = group["params"]
+            grads: list[Any] = [p.grad for p in params]
+            given = [g for g in grads if g is not None]
+            if len(given) < len(grads):
+                params = [p for p, g in zip(params, grads) if g is not None]
+            if given:
                 work.append(Work(group, params, given, None))
-            self._step(work, write=True, count=True)
+        self._step(work, write=True, count=True)
         return loss
 
     def init_state(self) -> None:
@@ -375,8 +392,7 @@ class BaseOptimizer(Optimizer):
             ps.append(p)
             gs.append(g)
             cast(list[Microbatch], its).append(microbatch)
-        with kernel_context(params[0].device):
-            self._step(list(works.values()), write, count)
+        self._step(list(works.values()), write, count)
 
     def check_accumulates(self) -> None:
         """Refuse rules whose state cannot take a step's gradient in parts.
@@ -408,54 +424,69 @@ class BaseOptimizer(Optimizer):
 
     def _step(self, works: list["Work"], write: bool, count: bool) -> None:
         """Check everything, compile everything, and only then write."""
-        works = [work for work in works if work.params]
-        # What a first gradient makes joins the optimizer once nothing can fail.
-        made: dict[Tensor, dict[str, Any]] = {}
-        prepared = [self._prepare(work, write, made) for work in works]
-        if made:
+        steps = [self._prepare(work, write, None) for work in works]
+        known = [step for step in steps if step is not None]
+        if len(known) == len(works) and all([step.on_host for step in known]):
+            for step in known:
+                step.run(count)
+            return
+        with kernel_context(self._first().device):
+            # What a first gradient makes joins the optimizer once nothing can fail.
+            made: dict[Tensor, dict[str, Any]] = {}
+            found = [self._prepare(work, write, made) for work in works]
             self.state.update(made)
-        for (found, step), work in zip(prepared, works):
-            step.run()
-            if write and found.plan.distributed:
-                # Autograd has not seen their local parts written.
-                torch.autograd.graph.increment_version(work.params)
-        if count:
-            for found, step in prepared:
-                found.plan.counts.advance(found.steps, step.inputs.numbers)
+            for step, work in zip(cast(list[PreparedStep], found), works):
+                step.run(count)
+                if write and step.plan.distributed:
+                    # Autograd has not seen their local parts written.
+                    torch.autograd.graph.increment_version(work.params)
 
     def _prepare(
-        self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]]
-    ) -> tuple[Found, PreparedStep]:
-        """Everything about a group's step but the writing."""
+        self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]] | None
+    ) -> PreparedStep | None:
+        """Everything about a group's step but the writing.
+
+        Args:
+            work: The group's parameters and gradients.
+            write: False moves the state alone.
+            made: Where to put state that is made. None: if anything has to be made, or
+                computed on a device, there is no step.
+        """
         group, params, grads, microbatches = work
         # A step that the device may skip is counted there.
         flags = microbatches is not None and any(m.finite is not None for m in microbatches)
         capturable = group["capturable"] or flags
+        if capturable and made is None:
+            return None
         bound = self._bind(group, self._device if capturable else self._host)
         spec = Spec(bound.rule, group["kahan_sum"], capturable)
         found = self._plans.find(spec, params, list(map(self.state.get, params)))
         if found is None:
+            if made is None:
+                return None
             with _uncollected():
                 entries = [self._ensure_state(group, spec, p, made) for p in params]
                 others = sum(len(group["params"]) for group in self.param_groups)
                 found = self._plans.make(spec, params, entries, others)
-        if found.plan.distributed or any_distributed(grads):
+        plan = found.plan
+        if plan.distributed or any_distributed(grads):
+            if made is None:
+                return None
             grads = to_local(_aligned(group, params, grads))
-        counts = found.plan.counts
-        numbers = Numbers.of(
-            _scalars(bound, counts.now(found.steps)),
-            *(counts.at, microbatches, ScalarPacks(bound.rule, write)),
-        )
+        scalars = _scalars(bound, plan.counts.now(found.steps))
+        numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
         executor = _executor(group)
-        launches = found.plan.find(executor, grads, numbers, write)
+        launches = plan.find(executor, grads, numbers, write)
         if launches is None:
+            if made is None:
+                return None
             for p, part, g in zip(params, found.params, grads):
                 _f.check_grad(_Path(group, p), part, g)
-            launches = found.plan.make(
+            launches = plan.make(
                 executor, found.params, grads, numbers, write, self._uncompilable
             )
         inputs = StepInputs(found.roles, found.roles, grads, numbers)
-        return found, PreparedStep(launches, inputs)
+        return PreparedStep(plan, launches, inputs, found.steps, write)
 
     def _ensure_state(
         self,
@@ -725,8 +756,10 @@ class BaseOptimizer(Optimizer):
 
     def _first(self) -> Tensor:
         """Any parameter; a tensor of its own where there is none."""
-        found = [p for group in self.param_groups for p in group["params"]]
-        return found[0] if found else torch.empty(0)
+        for group in self.param_groups:
+            if group["params"]:
+                return group["params"][0]
+        return torch.empty(0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""

@@ -306,7 +306,7 @@ class PreparedStep(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether it runs no operation of torch's, which the thread's modes would change."""
+        """Whether it runs no operation of torch, which modes of a thread change."""
         on_host = [x.on_host for x in (*self.launches, *self.inputs.numbers.scalars)]
         return self.plan.counts.native and all(on_host)
 

@@ -1,11 +1,11 @@
 """What those who run a loss themselves ask of it and of the optimizer they are given."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from optimi_func._rule import PureOptimizer, is_pure
+from optimi_func._rule import PureOptimizer, has_init_and_step, is_pure
 
 # A factory takes its numbers by name: adamw, a partial of it, a lambda of one's own.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
@@ -30,14 +30,15 @@ def bind(optimizer: Optimizer, hyper: Mapping[str, Any]) -> PureOptimizer:
     """The optimizer itself, or what the factory makes of these numbers."""
     if is_pure(optimizer):
         return optimizer
-    return cast(Callable[..., PureOptimizer], optimizer)(**hyper)
+    factory: Any = optimizer  # no cast: Dynamo loses the class in it
+    return factory(**hyper)
 
 
 def _is_factory(optimizer: Any) -> bool:
     """Whether calling it may give an optimizer; of classes, only those of pure ones do."""
-    if isinstance(optimizer, type):
-        return isinstance(optimizer, PureOptimizer)
-    return callable(optimizer)
+    return (
+        has_init_and_step(optimizer) if isinstance(optimizer, type) else callable(optimizer)
+    )
 
 
 def scalar_loss(result: Any, has_aux: bool) -> Any:

@@ -151,6 +151,9 @@ class PureOptimizer(Protocol):
 
 def is_pure(x: Any) -> TypeGuard[PureOptimizer]:
     """Whether x can initialise and step; a class of such things cannot."""
-    return not isinstance(x, type) and all(
-        callable(getattr(x, method, None)) for method in ("init", "step")
-    )
+    return not isinstance(x, type) and has_init_and_step(x)
+
+
+def has_init_and_step(x: Any) -> bool:
+    """Whether x is a pure optimizer, or a class of them."""
+    return all(callable(getattr(x, method, None)) for method in ("init", "step"))

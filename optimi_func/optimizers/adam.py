@@ -68,8 +68,8 @@ def moments(g: Tensor, m: Tensor, v: Tensor, c: Coeffs) -> State:
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     m, v = new = moments(g, s.exp_avg, s.exp_avg_sq, c)
-    denominator = c.inv_sqrt_bias_correction2 * root(v) + c.eps
-    return Direction(c.inv_bias_correction1 * m / denominator, new)
+    d = c.inv_bias_correction1 * m / (c.inv_sqrt_bias_correction2 * root(v) + c.eps)
+    return Direction(d, new)
 
 
 def amsgrad_init(p: Tensor, dtype: torch.dtype) -> AMSGradState:
@@ -79,8 +79,8 @@ def amsgrad_init(p: Tensor, dtype: torch.dtype) -> AMSGradState:
 def amsgrad_direction(g: Tensor, s: AMSGradState, c: Coeffs) -> Direction:
     m, v = moments(g, s.exp_avg, s.exp_avg_sq, c)
     largest = torch.maximum(s.max_exp_avg_sq, v)
-    denominator = c.inv_sqrt_bias_correction2 * root(largest) + c.eps
-    return Direction(c.inv_bias_correction1 * m / denominator, AMSGradState(m, v, largest))
+    d = c.inv_bias_correction1 * m / (c.inv_sqrt_bias_correction2 * root(largest) + c.eps)
+    return Direction(d, AMSGradState(m, v, largest))
 
 
 adam_rule = Rule("adam", State, init, coeffs, direction, accumulate=accumulate)

@@ -1,0 +1,215 @@
+"""What an optimizer takes: one that the package does not have, through all of it.
+
+Sign-SGD with momentum (Bernstein et al. 2018, arXiv:1802.04434).
+"""
+
+import io
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from optimi_func import compiled, population, prepare_for_gradient_release
+from optimi_func._functional import FunctionalOptimizer, Number, check_number
+from optimi_func._math import moment
+from optimi_func._rule import Direction, Rule, Scalar
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.transforms import inject
+
+# The rule
+
+
+class State(NamedTuple):
+    momentum_buffer: Tensor
+
+
+class Coeffs(NamedTuple):
+    momentum: Scalar
+    one_minus_momentum: Scalar
+
+
+def init(p: Tensor, dtype: torch.dtype) -> State:
+    return State(moment(p, dtype))
+
+
+def coeffs(t: Scalar, *, momentum: Scalar) -> Coeffs:
+    del t
+    return Coeffs(momentum, 1.0 - momentum)
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    m = c.momentum * s.momentum_buffer + c.one_minus_momentum * g
+    return Direction(m.sign(), State(m))
+
+
+signsgd_rule = Rule(
+    *("signsgd", State, init, coeffs, direction),
+    accumulate=lambda c: c._replace(momentum=1.0),
+)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class signsgd(FunctionalOptimizer):
+    momentum: Number = 0.9
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return signsgd_rule
+
+    def check(self) -> None:
+        super().check()
+        check_number("momentum", "momentum", self.momentum, below=1.0)
+
+
+signsgd_init = init_function(signsgd_rule, "signsgd")
+signsgd_step, compiled_signsgd_step, compiled_signsgd_step_ = step_functions(
+    signsgd, "signsgd"
+)
+
+# The class
+
+
+class SignSGD(BaseOptimizer):
+    factory = signsgd
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+# What it is given
+
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.1}
+STEPS = 6
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(i: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(i))
+
+
+def reference() -> list[Tensor]:
+    """The paper's loop."""
+    net = model()
+    moments = [torch.zeros_like(p) for p in net.parameters()]
+    for i in range(STEPS):
+        net(batch(i)).square().sum().backward()
+        for p, m in zip(net.parameters(), moments):
+            m.mul_(0.8).add_(0.2 * p.grad)
+            with torch.no_grad():
+                p.sub_(0.1 * (m.sign() + 0.1 * p))
+            p.grad = None
+    return [p.detach() for p in net.parameters()]
+
+
+def train(net: nn.Module, optimizer: SignSGD, start: int = 0, stop: int = STEPS) -> None:
+    for i in range(start, stop):
+        net(batch(i)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_reference(params: Any) -> None:
+    for got, want in zip(params, reference()):
+        torch.testing.assert_close(got.detach(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "how", [{"compile": False}, {"compile": True}, {"foreach": True}], ids=str
+)
+def test_class(how: dict[str, bool]) -> None:
+    net = model()
+    train(net, SignSGD(net.parameters(), **OPTIONS, **how))
+    assert_reference(net.parameters())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [signsgd_step, compiled_signsgd_step, compiled_signsgd_step_],
+    ids=lambda step: step.__name__,
+)
+def test_functions(step) -> None:
+    net = model()
+    params = [p.detach().clone() for p in net.parameters()]
+    state = signsgd_init(params)
+    for i in range(STEPS):
+        for p, value in zip(net.parameters(), params):
+            p.data.copy_(value)
+        grads = torch.autograd.grad(net(batch(i)).square().sum(), list(net.parameters()))
+        params, state = step(params, list(grads), state, **OPTIONS)
+    assert_reference(params)
+
+
+def test_gradient_release() -> None:
+    net = model()
+    optimizer = SignSGD(net.parameters(), **OPTIONS, gradient_release=True, compile=False)
+    prepare_for_gradient_release(net, optimizer)
+    train(net, optimizer)
+    assert_reference(net.parameters())
+
+
+def test_state_dict() -> None:
+    net = model()
+    optimizer = SignSGD(net.named_parameters(), **OPTIONS, compile=False)
+    train(net, optimizer, stop=3)
+    file = io.BytesIO()
+    torch.save((net.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    values, state = torch.load(file, weights_only=True)
+    net = model()
+    net.load_state_dict(values)
+    optimizer = SignSGD(net.named_parameters(), lr=1.0, compile=False)
+    optimizer.load_state_dict(state)
+    train(net, optimizer, start=3)
+    assert_reference(net.parameters())
+    assert optimizer.functional()[0] == signsgd(**OPTIONS)
+    with pytest.raises(ValueError, match=r"torch\.optim has no SignSGD"):
+        optimizer.torch_state_dict()
+
+
+def test_transforms_and_populations() -> None:
+    p, g = torch.ones(2), torch.tensor([1.0, -1.0])
+    injected = inject(signsgd(lr=0.1))
+    state = injected.init(p)
+    assert set(state.hyper) == {"lr", "weight_decay", "momentum"}
+    assert injected.step(p, g, state)[0].tolist() == pytest.approx([0.9, 1.1])
+    lrs = torch.tensor([0.1, 0.2])
+    members = population.init(signsgd, p, {"lr": lrs}, n=2)
+    after = population.step(signsgd, members, torch.stack([g, g])).params
+    assert after[:, 0].tolist() == pytest.approx([0.9, 0.8])
+    assert vmap(signsgd_init)(torch.ones(3, 2)).leaves.momentum_buffer.shape == (3, 2)
+
+
+def test_errors_name_the_argument() -> None:
+    for door in (signsgd, lambda **k: SignSGD([torch.ones(1, requires_grad=True)], **k)):
+        with pytest.raises(ValueError, match=r"Invalid momentum: momentum=1\.5"):
+            door(lr=0.1, momentum=1.5)
+    with pytest.raises(TypeError, match="FunctionalOptimizer"):
+        compiled.step(signsgd, torch.ones(1), torch.ones(1), None)  # type: ignore

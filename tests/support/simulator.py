@@ -1,31 +1,39 @@
 """One parameter's optimizer in plain float64: what a step should make of it.
 
-The references in `reference.py` run from a start to an end. This takes single steps from
-whatever state it finds, so that programs may change anything in between.
+The steps are those of `reference.py`, from whatever state there is, so that programs may
+change anything in between.
 """
 
-import math
+from functools import partial
 from typing import Any
 
+import reference
 import torch
-from reference import _rectification
 from torch import Tensor
 
-EPS = 1e-6
 MU = 0.9
-BETAS = {"adan": (0.98, 0.92, 0.99)}
-K, ALPHA = 6, 0.5  # Ranger's
+ADAM = {"exp_avg": "m", "exp_avg_sq": "v"}
 
-# The fields of each rule's state, under the names of the papers' letters below.
+# The fields of each rule's state, with the letters that the references have for them.
 FIELDS = {
-    "sgd": ["momentum_buffer"],
-    "adam": ["exp_avg", "exp_avg_sq"],
-    "adamw": ["exp_avg", "exp_avg_sq"],
-    "stableadamw": ["exp_avg", "exp_avg_sq"],
-    "radam": ["exp_avg", "exp_avg_sq"],
-    "ranger": ["exp_avg", "exp_avg_sq", "slow_param"],
-    "adan": ["exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"],
-    "lion": ["exp_avg"],
+    "sgd": {"momentum_buffer": "buf"},
+    "adam": ADAM,
+    "adamw": ADAM,
+    "stableadamw": ADAM,
+    "radam": ADAM,
+    "ranger": {**ADAM, "slow_param": "slow"},
+    "adan": {"exp_avg": "m", "exp_avg_diff": "v", "exp_avg_sq": "n", "prev_grad": "g_prev"},
+    "lion": {"exp_avg": "m"},
+}
+MOVES: dict[str, reference.Move] = {
+    "sgd": partial(reference.sgd_move, momentum=MU),
+    "adam": reference.adam_move,
+    "adamw": reference.adam_move,
+    "stableadamw": reference.stableadamw_move,
+    "radam": reference.radam_move,
+    "ranger": reference.ranger_move,
+    "adan": reference.adan_move,
+    "lion": reference.lion_move,
 }
 
 
@@ -53,47 +61,16 @@ def one_step(
     """
     raw, l2 = g, wd if name in ("sgd", "adam", "radam") else 0.0
     g = raw + l2 * p  # also by 0: what is not finite stays so
-    wd = wd if l2 == 0.0 else 0.0
+    lam = lr * wd if l2 == 0.0 else 0.0
     # What is left of two that cancel is rounding, which Adam makes a whole step of.
     unsure = (l2 * p != 0) & (g.abs() < 1e-2 * raw.abs())
-    if name == "sgd":
-        b = MU * s["momentum_buffer"] + g
-        return -lr * b, {"momentum_buffer": b}, unsure
-    b1, b2, *rest = BETAS.get(name, (0.9, 0.99))
-    m = s["exp_avg"]
+    at = reference.At(t, lr, lam, (0.98, 0.92, 0.99) if name == "adan" else (0.9, 0.99))
+    letters = {letter: s[field] for field, letter in FIELDS[name].items()}
+    u, new = MOVES[name](p, letters, g, at)
     if name == "lion":
-        c = b1 * m + (1 - b1) * g
-        tie = (c != 0) & (c.abs() < 1e-6 * (m.abs() + g.abs()))
-        return -lr * c.sign() - lr * wd * p, {"exp_avg": b2 * m + (1 - b2) * g}, tie
-    if name == "adan":
-        (b3,) = rest
-        diff = (t > 1) * (g - s["prev_grad"])  # a first NaN is in every field
-        m = b1 * m + (1 - b1) * g
-        w = b2 * s["exp_avg_diff"] + (1 - b2) * diff
-        n = b3 * s["exp_avg_sq"] + (1 - b3) * (g + b2 * diff) ** 2
-        d = m / (1 - b1**t) + b2 * w / (1 - b2**t)
-        d = d / ((n / (1 - b3**t)).sqrt() + EPS)
-        new = {"exp_avg": m, "exp_avg_diff": w, "exp_avg_sq": n, "prev_grad": g}
-        return (p - lr * d) / (1 + lr * wd) - p, new, unsure
-    m = b1 * m + (1 - b1) * g
-    v = b2 * s["exp_avg_sq"] + (1 - b2) * g**2
-    new = {"exp_avg": m, "exp_avg_sq": v}
-    m_hat, root = m / (1 - b1**t), (v / (1 - b2**t)).sqrt()
-    d = m_hat / (root + EPS)
-    if name in ("radam", "ranger"):
-        r = _rectification(t, b2)
-        d = m_hat if r is None else r * d
-    u = -lr * d - lr * wd * p
-    if name == "stableadamw" and p.numel():
-        rms = (g / root.clamp(min=EPS)).square().mean().sqrt().item()
-        u = u / (rms if rms > 1 or math.isnan(rms) else 1.0)
-    if name == "ranger":
-        slow = s["slow_param"]
-        if t % K == 0:
-            slow = slow + ALPHA * (p + u - slow)
-            u = slow - p
-        new["slow_param"] = slow
-    return u, new, unsure
+        c = reference.lion_average(letters, g, at)
+        unsure = (c != 0) & (c.abs() < 1e-6 * (letters["m"].abs() + g.abs()))
+    return u, {field: new[letter] for field, letter in FIELDS[name].items()}, unsure
 
 
 def options(name: str) -> dict[str, Any]:

@@ -42,8 +42,31 @@ def cohorts(optimizer: Any) -> list[Cohort]:
     return [one.cohort for one in seen if one.cohort is not None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CLASSES)
+# A kernel costs seconds: every rule has one for lists, and those whose means or second
+# kernel make a step of another form also for buckets and for bfloat16; the rest soak.
+QUICK = {
+    "lists": {torch.float64: [*CLASSES], torch.bfloat16: ["adamw", "stableadamw"]},
+    "buckets": {
+        torch.float64: ["adamw", "stableadamw", "ranger"],
+        torch.bfloat16: ["adamw"],
+    },
+    "foreach": {torch.float64: [*CLASSES], torch.bfloat16: [*CLASSES]},
+}
+ROWS = [
+    pytest.param(
+        way,
+        name,
+        dtype,
+        id=f"{way}-{name}-{dtype}",
+        marks=() if name in QUICK[way][dtype] else pytest.mark.soak,
+    )
+    for way in WAYS
+    for name in CLASSES
+    for dtype in (torch.float64, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("how", "name", "dtype"), ROWS, indirect=["how"])
 def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -> None:
     ps, qs = params(dtype), params(dtype)
     ours, plain = (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import optimi_func
 from optimi_func import _torch
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from safetensors_state import load_state, save_state
 
 STEPS = 20

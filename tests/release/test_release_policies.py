@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from cases import CLASSES, NAMES
-from test_gradient_release import EAGER, Net, assert_same, batch, make, train
+from released import EAGER, Net, assert_same, batch, make, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

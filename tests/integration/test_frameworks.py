@@ -8,7 +8,7 @@ skipped where it is not installed.
 import pytest
 import torch
 from cases import assert_moved_alike
-from test_schedulers import drive, start
+from scheduled import drive, start
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset

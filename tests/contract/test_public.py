@@ -14,7 +14,7 @@ from cases import CLASSES, NAMES
 import optimi_func
 from optimi_func import functional
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "optimi_func"
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CLASSES
-from test_cohorts import assert_alike, fill, params, train
+from many_sizes import assert_alike, fill, params, train
 from torch import Tensor
 
 import optimi_func

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEFAULTS, Case, assert_moved_alike
+from cases import CASES, DEFAULTS, TOLERANCE, Case, assert_moved_alike
 from resumed import FORMATS, MODES, STEPS, Job, Run, Sizes
-from test_executors import TOLERANCE
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr="
 )
@@ -101,7 +100,7 @@ class Ends:
             for form in forms(job):
                 orders.append((job, folders[key], form, half, STEPS))
         (folder / "orders.pickle").write_bytes(pickle.dumps(orders))
-        command = [sys.executable, str(ROOT / "tests/resumed.py"), str(folder)]
+        command = [sys.executable, str(ROOT / "tests/support/resumed.py"), str(folder)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         ends = torch.load(folder / "ends.pt", weights_only=True)

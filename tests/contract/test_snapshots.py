@@ -1,3 +1,4 @@
+# ruff: noqa: E501  Messages, as long as they are.
 """What must not change unseen: each rule's operations, error texts, state layouts.
 
 After a change that is meant, run with EXPECTTEST_ACCEPT=1 and review the diff.

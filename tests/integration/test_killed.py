@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import resume
 
 

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_moved_alike
+from scheduled import STEPS, drive, start
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR
 
 import optimi_func
-from optimi_func import prepare_for_gradient_release
-
-STEPS = 16
 
 # Every class, with what makes it change lr in a few steps, more than once.
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -50,42 +48,6 @@ def test_every_schedule_of_torch_is_here() -> None:
     base = schedules.LRScheduler
     known = {n for n, x in classes.items() if inspect.isclass(x) and issubclass(x, base)}
     assert known - {"LRScheduler"} == set(SCHEDULES)
-
-
-def drive(
-    cls: Any, make: Callable[[Any], Any], lr: Any, release: bool = False
-) -> tuple[list[Any], list[torch.Tensor]]:
-    """What each step found in its groups, and where the parameters ended."""
-    options: dict[str, Any] = {}
-    if cls is optimi_func.AdamW:
-        options = {"compile": False, "gradient_release": release}
-    model = torch.nn.ParameterList(start())
-    own = [lr.clone() if torch.is_tensor(lr) else lr for _ in model]
-    groups = [{"params": [p], "lr": x} for p, x in zip(model, own)]
-    numbers = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    optimizer = cls(groups, lr=lr, **numbers, **options)
-    if release:
-        prepare_for_gradient_release(model, optimizer)
-    schedule = make(optimizer)
-    seen = []
-    for i in range(STEPS):
-        seen.append([(float(g["lr"]), *g["betas"]) for g in optimizer.param_groups])
-        generator = torch.Generator().manual_seed(i)
-        grads = [torch.randn(p.shape, generator=generator) for p in model]
-        sum((p * g.double()).sum() for p, g in zip(model, grads)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        # A loss that no longer falls, for those who want one.
-        schedule.step(*[1.0] * ("metrics" in inspect.signature(schedule.step).parameters))
-    kinds = {type(g["lr"]) for g in optimizer.param_groups}
-    assert kinds == {torch.Tensor if torch.is_tensor(lr) else float}
-    return seen, [p.detach() for p in model]
-
-
-def start() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    shapes = [(3, 2), (4,)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
 LRS = {"float": 0.1, "0-d": torch.tensor(0.1), "1-d": torch.tensor([0.1])}

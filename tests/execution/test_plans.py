@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CLASSES
+from many_sizes import assert_alike, fill, params, train
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
@@ -19,7 +20,6 @@ from optimi_func.execution import batching, kernel, loop
 from optimi_func.execution.cohorts import Cohort
 from optimi_func.execution.jobs import Segments
 
-SHAPES = [(16,), (3, 4), (), (1,), (7,), (16,), (4, 4), (0,), (100, 100), (2, 3, 5)]
 # Lists and rows, buckets and launches of one leaf, as where kernels do not sweep.
 WAYS: dict[str, Any] = {
     "lists": {"compile": None},
@@ -37,39 +37,36 @@ def how(request, monkeypatch) -> dict[str, Any]:
     return WAYS[request.param]
 
 
-def params(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
-    return [p.to(dtype).requires_grad_() for p in made]
-
-
-def fill(ps: list[Tensor], t: int) -> None:
-    generator = torch.Generator().manual_seed(100 + t)
-    for p in ps:
-        # They grow: StableAdamW's means count above 1 alone.
-        g = 1.5**t * torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        p.grad = g.to(p.dtype)
-
-
-def train(optimizer: Any, ps: list[Tensor], start: int, steps: int) -> None:
-    for t in range(start, start + steps):
-        fill(ps, t)
-        optimizer.step()
-
-
 def cohorts(optimizer: Any) -> list[Cohort]:
     seen = optimizer._cohorts._seen.values()
     return [one.cohort for one in seen if one.cohort is not None]
 
 
-def assert_alike(ps: list[Tensor], qs: list[Tensor], tolerance: float = 1e-12) -> None:
-    for p, q in zip(ps, qs):
-        assert p.dtype == q.dtype
-        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+# A kernel costs seconds: every rule has one for lists, and those whose means or second
+# kernel make a step of another form also for buckets and for bfloat16; the rest soak.
+QUICK = {
+    "lists": {torch.float64: [*CLASSES], torch.bfloat16: ["adamw", "stableadamw"]},
+    "buckets": {
+        torch.float64: ["adamw", "stableadamw", "ranger"],
+        torch.bfloat16: ["adamw"],
+    },
+    "foreach": {torch.float64: [*CLASSES], torch.bfloat16: [*CLASSES]},
+}
+ROWS = [
+    pytest.param(
+        way,
+        name,
+        dtype,
+        id=f"{way}-{name}-{dtype}",
+        marks=() if name in QUICK[way][dtype] else pytest.mark.soak,
+    )
+    for way in WAYS
+    for name in CLASSES
+    for dtype in (torch.float64, torch.bfloat16)
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("how", "name", "dtype"), ROWS, indirect=["how"])
 def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -> None:
     ps, qs = params(dtype), params(dtype)
     ours, plain = (

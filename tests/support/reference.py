@@ -1,7 +1,11 @@
-"""Reference optimizers: plain float64 loops written from the papers' algorithm boxes.
+"""Reference optimizers: plain float64 steps and loops from the papers' algorithm boxes.
 
-Each function takes one parameter `p` and the list of its gradients, one a step, and
-returns the list of parameter values after each step. Inputs are never modified.
+A `*_move` is one step of a paper: from a parameter, its averages by the paper's letters
+and a gradient, how the parameter moves and what the averages become.
+
+The function that has the optimizer's name takes one parameter `p` and the list of its
+gradients, one a step, and returns the list of parameter values after each step. Inputs
+are never modified.
 
 Common arguments: `lr` is a float, or a list with one float a step; `betas` is a tuple,
 or a list with one tuple a step (the averages stay raw and the bias correction uses the
@@ -19,8 +23,9 @@ Weight decay kinds, all computed from the parameter before the step:
 """
 
 import math
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,19 +33,38 @@ from torch import Tensor
 Rate = float | list[float]
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]
-T = TypeVar("T")
+State = dict[str, Tensor]
 
 
-def _steps(
+@dataclass(frozen=True)
+class At:
+    """The numbers of one step."""
+
+    t: int  # from 1
+    lr: float
+    lam: float  # lambda_t, the share of p that decays
+    betas: tuple[float, ...] = ()
+
+
+# How the parameter moves, and its averages after.
+Moved = tuple[Tensor, State]
+Move = Callable[[Tensor, State, Tensor, At], Moved]
+
+
+def _path(
+    move: Move,
+    s: State,
+    p: Tensor,
     grads: list[Tensor],
-    maximize: bool,
     lr: Rate,
-    betas: T | list[T],
+    betas: tuple[float, ...] | list[Pair] | list[Triple],
     weight_decay: float,
     decay: str,
     max_lr: float | None,
-) -> Iterator[tuple[int, Tensor, float, float, T]]:
-    """Each step's t, gradient, lr, lambda (the share of p that decays) and betas."""
+    maximize: bool,
+) -> list[Tensor]:
+    """Where p is after each step."""
+    p, path = p.detach().double(), []
     for i, grad in enumerate(grads):
         alpha = lr[i] if isinstance(lr, list) else lr
         beta = betas[i] if isinstance(betas, list) else betas
@@ -55,7 +79,26 @@ def _steps(
         else:
             raise ValueError(f"decay {decay!r} is unknown, or misses its max_lr")
         g = -grad.detach().double() if maximize else grad.detach().double()
-        yield i + 1, g, alpha, lam, beta
+        if decay == "l2":
+            g = g + weight_decay * p
+        u, s = move(p, s, g, At(i + 1, alpha, lam, beta))
+        p = p + u
+        path.append(p)
+    return path
+
+
+def _zeros(p: Tensor, *letters: str) -> State:
+    return {letter: torch.zeros_like(p, dtype=torch.float64) for letter in letters}
+
+
+def _averages(s: State, g: Tensor, b1: float, b2: float) -> tuple[Tensor, Tensor]:
+    """m_t and v_t, Adam's."""
+    return b1 * s["m"] + (1 - b1) * g, b2 * s["v"] + (1 - b2) * g**2
+
+
+def _corrected(m: Tensor, v: Tensor, t: int, b1: float, b2: float) -> tuple[Tensor, Tensor]:
+    """mhat_t and vhat_t, Adam's."""
+    return m / (1 - b1**t), v / (1 - b2**t)
 
 
 def _rectification(t: int, b2: float) -> float | None:
@@ -66,6 +109,35 @@ def _rectification(t: int, b2: float) -> float | None:
         return None
     top = (rho - 4) * (rho - 2) * rho_inf
     return math.sqrt(top / ((rho_inf - 4) * (rho_inf - 2) * rho))
+
+
+def sgd_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    momentum: float = 0.0,
+    tau: float = 0.0,
+    first_is_gradient: bool = False,
+    nesterov: bool = False,
+) -> Moved:
+    """SGD with momentum, and SGDW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 1).
+
+    buf_0 = 0
+    buf_t = mu * buf_{t-1} + (1 - tau) * g_t
+    d_t   = buf_t, or with Nesterov g_t + mu * buf_t
+    p_t   = p_{t-1} - lr * d_t - lambda_t * p_{t-1}
+
+    dampening False: tau = 0. True: tau = mu, and torch_init starts buf_1 = g_1. A float
+    is tau itself with buf_1 = g_1, as in torch. momentum = 0: d_t = g_t, always.
+    The paper holds lr inside the buffer, which differs from this under a schedule.
+    """
+    if momentum == 0:
+        return -at.lr * g - at.lam * p, s
+    start = at.t == 1 and first_is_gradient
+    buf = g if start else momentum * s["buf"] + (1 - tau) * g
+    d = g + momentum * buf if nesterov else buf
+    return -at.lr * d - at.lam * p, {"buf": buf}
 
 
 def sgd(
@@ -82,37 +154,44 @@ def sgd(
     max_lr: float | None = None,
     maximize: bool = False,
 ) -> list[Tensor]:
-    """SGD with momentum, and SGDW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 1).
-
-    buf_0 = 0
-    buf_t = mu * buf_{t-1} + (1 - tau) * g_t
-    d_t   = buf_t, or with Nesterov g_t + mu * buf_t
-    p_t   = p_{t-1} - lr * d_t - lambda_t * p_{t-1}
-
-    dampening False: tau = 0. True: tau = mu, and torch_init starts buf_1 = g_1. A float
-    is tau itself with buf_1 = g_1, as in torch. momentum = 0: d_t = g_t, always.
-    The paper holds lr inside the buffer, which differs from this under a schedule.
-    """
-    p = p.detach().double()
+    """The path of `sgd_move`."""
     if isinstance(dampening, bool):
         tau = momentum if dampening else 0.0
         first_is_gradient = dampening and torch_init
     else:
         tau = dampening
         first_is_gradient = True
-    buf, path = torch.zeros_like(p), []
-    steps = _steps(grads, maximize, lr, None, weight_decay, decay, max_lr)
-    for t, grad, alpha, lam, _ in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        if momentum == 0:
-            d = g
-        else:
-            start = t == 1 and first_is_gradient
-            buf = g if start else momentum * buf + (1 - tau) * g
-            d = g + momentum * buf if nesterov else buf
-        p = p - alpha * d - lam * p
-        path.append(p)
-    return path
+    move = partial(
+        sgd_move,
+        momentum=momentum,
+        tau=tau,
+        first_is_gradient=first_is_gradient,
+        nesterov=nesterov,
+    )
+    return _path(
+        move, _zeros(p, "buf"), p, grads, lr, (), weight_decay, decay, max_lr, maximize
+    )
+
+
+def adam_move(
+    p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6, amsgrad: bool = False
+) -> Moved:
+    """Adam (Kingma & Ba, arXiv 1412.6980, Algorithm 1).
+
+    m_t = b1 * m_{t-1} + (1 - b1) * g_t
+    v_t = b2 * v_{t-1} + (1 - b2) * g_t^2
+    mhat_t = m_t / (1 - b1^t),  vhat_t = v_t / (1 - b2^t)
+    p_t = p_{t-1} - lr * mhat_t / (sqrt(vhat_t) + eps) - lambda_t * p_{t-1}
+
+    AMSGrad (Reddi et al., arXiv 1904.09237): vhat_t = max(v_1, ..., v_t) / (1 - b2^t);
+    that paper has no bias correction, torch adds it after the maximum, as here.
+    """
+    m, v = _averages(s, g, *at.betas)
+    new = {"m": m, "v": v}
+    if amsgrad:
+        new["v_max"] = v = torch.maximum(s["v_max"], v)
+    m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
+    return -at.lr * m_hat / (v_hat.sqrt() + eps) - at.lam * p, new
 
 
 def adam(
@@ -128,30 +207,20 @@ def adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> list[Tensor]:
-    """Adam (Kingma & Ba, arXiv 1412.6980, Algorithm 1).
-
-    m_t = b1 * m_{t-1} + (1 - b1) * g_t
-    v_t = b2 * v_{t-1} + (1 - b2) * g_t^2
-    mhat_t = m_t / (1 - b1^t),  vhat_t = v_t / (1 - b2^t)
-    p_t = p_{t-1} - lr * mhat_t / (sqrt(vhat_t) + eps) - lambda_t * p_{t-1}
-
-    AMSGrad (Reddi et al., arXiv 1904.09237): vhat_t = max(v_1, ..., v_t) / (1 - b2^t);
-    that paper has no bias correction, torch adds it after the maximum, as here.
-    """
-    p = p.detach().double()
-    m = v = v_max = torch.zeros_like(p)
-    path = []
-    steps = _steps(grads, maximize, lr, betas, weight_decay, decay, max_lr)
-    for t, grad, alpha, lam, (b1, b2) in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        v_max = torch.maximum(v_max, v)
-        m_hat = m / (1 - b1**t)
-        v_hat = (v_max if amsgrad else v) / (1 - b2**t)
-        p = p - alpha * m_hat / (v_hat.sqrt() + eps) - lam * p
-        path.append(p)
-    return path
+    """The path of `adam_move`."""
+    move = partial(adam_move, eps=eps, amsgrad=amsgrad)
+    return _path(
+        move,
+        _zeros(p, "m", "v", "v_max"),
+        p,
+        grads,
+        lr,
+        betas,
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+    )
 
 
 def adamw(
@@ -190,19 +259,9 @@ def adamw(
     )
 
 
-def adan(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Triple | list[Triple] = (0.98, 0.92, 0.99),
-    eps: float = 1e-6,
-    weight_decay: float = 2e-2,
-    decay: str = "proximal",
-    max_lr: float | None = None,
-    adam_wd: bool = False,
-    maximize: bool = False,
-) -> list[Tensor]:
+def adan_move(
+    p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6, proximal: bool = True
+) -> Moved:
     """Adan (Xie et al., arXiv 2208.06677, Algorithm 1); b here is the paper's 1 - beta.
 
     m_t = b1 * m_{t-1} + (1 - b1) * g_t
@@ -216,24 +275,66 @@ def adan(
     adam_wd=True: p_t = (1 - lambda_t) * p_{t-1} - lr * d_t. With "l2" g_t includes the
     decay, and so does the difference.
     """
-    p = p.detach().double()
+    b1, b2, b3 = at.betas
+    diff = (at.t > 1) * (g - s["g_prev"])  # a first NaN is in every average
+    m = b1 * s["m"] + (1 - b1) * g
+    v = b2 * s["v"] + (1 - b2) * diff
+    n = b3 * s["n"] + (1 - b3) * (g + b2 * diff) ** 2
+    m_hat, v_hat, n_hat = m / (1 - b1**at.t), v / (1 - b2**at.t), n / (1 - b3**at.t)
+    d = (m_hat + b2 * v_hat) / (n_hat.sqrt() + eps)
+    new = {"m": m, "v": v, "n": n, "g_prev": g}
+    if proximal:
+        return (p - at.lr * d) / (1 + at.lam) - p, new
+    return -at.lr * d - at.lam * p, new
+
+
+def adan(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    betas: Triple | list[Triple] = (0.98, 0.92, 0.99),
+    eps: float = 1e-6,
+    weight_decay: float = 2e-2,
+    decay: str = "proximal",
+    max_lr: float | None = None,
+    adam_wd: bool = False,
+    maximize: bool = False,
+) -> list[Tensor]:
+    """The path of `adan_move`."""
     proximal = decay in ("proximal", "fully_proximal") and not adam_wd
     decay = {"proximal": "decoupled", "fully_proximal": "fully"}.get(decay, decay)
-    m = v = n = g_prev = torch.zeros_like(p)
-    path = []
-    steps = _steps(grads, maximize, lr, betas, weight_decay, decay, max_lr)
-    for t, grad, alpha, lam, (b1, b2, b3) in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        diff = g - g_prev if t > 1 else torch.zeros_like(g)
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * diff
-        n = b3 * n + (1 - b3) * (g + b2 * diff) ** 2
-        m_hat, v_hat, n_hat = m / (1 - b1**t), v / (1 - b2**t), n / (1 - b3**t)
-        d = (m_hat + b2 * v_hat) / (n_hat.sqrt() + eps)
-        p = (p - alpha * d) / (1 + lam) if proximal else p - alpha * d - lam * p
-        g_prev = g
-        path.append(p)
-    return path
+    move = partial(adan_move, eps=eps, proximal=proximal)
+    return _path(
+        move,
+        _zeros(p, "m", "v", "n", "g_prev"),
+        p,
+        grads,
+        lr,
+        betas,
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+    )
+
+
+def lion_average(s: State, g: Tensor, at: At) -> Tensor:
+    """c_t of Lion."""
+    b1, _ = at.betas
+    return b1 * s["m"] + (1 - b1) * g
+
+
+def lion_move(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
+    """Lion (Chen et al., arXiv 2302.06675, Algorithm 2).
+
+    c_t = b1 * m_{t-1} + (1 - b1) * g_t
+    p_t = p_{t-1} - lr * sign(c_t) - lambda_t * p_{t-1}           with sign(0) = 0
+    m_t = b2 * m_{t-1} + (1 - b2) * g_t
+    """
+    _, b2 = at.betas
+    d = torch.sign(lion_average(s, g, at))
+    return -at.lr * d - at.lam * p, {"m": b2 * s["m"] + (1 - b2) * g}
 
 
 def lion(
@@ -247,22 +348,40 @@ def lion(
     max_lr: float | None = None,
     maximize: bool = False,
 ) -> list[Tensor]:
-    """Lion (Chen et al., arXiv 2302.06675, Algorithm 2).
+    """The path of `lion_move`."""
+    return _path(
+        lion_move,
+        _zeros(p, "m"),
+        p,
+        grads,
+        lr,
+        betas,
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+    )
 
-    c_t = b1 * m_{t-1} + (1 - b1) * g_t
-    p_t = p_{t-1} - lr * sign(c_t) - lambda_t * p_{t-1}           with sign(0) = 0
-    m_t = b2 * m_{t-1} + (1 - b2) * g_t
+
+def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
+    """RAdam (Liu et al., arXiv 1908.03265, Algorithm 2).
+
+    m_t, v_t, mhat_t, vhat_t as in Adam;  rho_inf = 2 / (1 - b2) - 1
+    rho_t = rho_inf - 2 * t * b2^t / (1 - b2^t)
+    if rho_t > 5:
+        r_t = sqrt((rho_t - 4) * (rho_t - 2) * rho_inf
+                   / ((rho_inf - 4) * (rho_inf - 2) * rho_t))
+        p_t = p_{t-1} - lr * r_t * mhat_t / (sqrt(vhat_t) + eps) - lambda_t * p_{t-1}
+    else:
+        p_t = p_{t-1} - lr * mhat_t - lambda_t * p_{t-1}
+
+    The paper rectifies from rho_t > 4 and has no eps; 5 and eps are the libraries'.
     """
-    p = p.detach().double()
-    m, path = torch.zeros_like(p), []
-    steps = _steps(grads, maximize, lr, betas, weight_decay, decay, max_lr)
-    for _, grad, alpha, lam, (b1, b2) in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        c = b1 * m + (1 - b1) * g
-        p = p - alpha * torch.sign(c) - lam * p
-        m = b2 * m + (1 - b2) * g
-        path.append(p)
-    return path
+    m, v = _averages(s, g, *at.betas)
+    m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
+    r = _rectification(at.t, at.betas[1])
+    d = m_hat if r is None else r * m_hat / (v_hat.sqrt() + eps)
+    return -at.lr * d - at.lam * p, {"m": m, "v": v}
 
 
 def radam(
@@ -277,33 +396,45 @@ def radam(
     max_lr: float | None = None,
     maximize: bool = False,
 ) -> list[Tensor]:
-    """RAdam (Liu et al., arXiv 1908.03265, Algorithm 2).
+    """The path of `radam_move`."""
+    move = partial(radam_move, eps=eps)
+    return _path(
+        move,
+        _zeros(p, "m", "v"),
+        p,
+        grads,
+        lr,
+        betas,
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+    )
 
-    m_t, v_t, mhat_t, vhat_t as in Adam;  rho_inf = 2 / (1 - b2) - 1
-    rho_t = rho_inf - 2 * t * b2^t / (1 - b2^t)
-    if rho_t > 5:
-        r_t = sqrt((rho_t - 4) * (rho_t - 2) * rho_inf
-                   / ((rho_inf - 4) * (rho_inf - 2) * rho_t))
-        p_t = p_{t-1} - lr * r_t * mhat_t / (sqrt(vhat_t) + eps) - lambda_t * p_{t-1}
-    else:
-        p_t = p_{t-1} - lr * mhat_t - lambda_t * p_{t-1}
 
-    The paper rectifies from rho_t > 4 and has no eps; 5 and eps are the libraries'.
+def ranger_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-6,
+    k: int = 6,
+    alpha: float = 0.5,
+) -> Moved:
+    """Ranger: RAdam (arXiv 1908.03265) in Lookahead (Zhang et al., arXiv 1907.08610).
+
+    slow_0 = p_0
+    p_t = one RAdam step from p_{t-1}, its averages and t running on throughout
+    if t is a multiple of k:
+        slow = slow + alpha * (p_t - slow)
+        p_t = slow
     """
-    p = p.detach().double()
-    m = v = torch.zeros_like(p)
-    path = []
-    steps = _steps(grads, maximize, lr, betas, weight_decay, decay, max_lr)
-    for t, grad, alpha, lam, (b1, b2) in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
-        r = _rectification(t, b2)
-        d = m_hat if r is None else r * m_hat / (v_hat.sqrt() + eps)
-        p = p - alpha * d - lam * p
-        path.append(p)
-    return path
+    u, new = radam_move(p, s, g, at, eps)
+    slow = s["slow"]
+    if at.t % k == 0:
+        slow = slow + alpha * (p + u - slow)
+        u = slow - p
+    return u, {**new, "slow": slow}
 
 
 def ranger(
@@ -320,31 +451,26 @@ def ranger(
     max_lr: float | None = None,
     maximize: bool = False,
 ) -> list[Tensor]:
-    """Ranger: RAdam (arXiv 1908.03265) in Lookahead (Zhang et al., arXiv 1907.08610).
+    """The path of `ranger_move`."""
+    move = partial(ranger_move, eps=eps, k=k, alpha=alpha)
+    start = {**_zeros(p, "m", "v"), "slow": p.detach().double()}
+    return _path(move, start, p, grads, lr, betas, weight_decay, decay, max_lr, maximize)
 
-    slow_0 = p_0
-    p_t = one RAdam step from p_{t-1}, its averages and t running on throughout
-    if t is a multiple of k:
-        slow = slow + alpha * (p_t - slow)
-        p_t = slow
+
+def stableadamw_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
+    """StableAdamW (Wortsman et al., arXiv 2304.13013, Algorithm 2).
+
+    m_t, v_t, mhat_t, vhat_t as in Adam (the paper debiases the betas: the same numbers)
+    RMS_t = sqrt(mean(g_t^2 / max(vhat_t, eps^2)))      over the whole tensor
+    lr_t  = lr / max(1, RMS_t),  and lambda_t is divided likewise
+    p_t   = p_{t-1} - lr_t * mhat_t / (sqrt(vhat_t) + eps) - lambda_t * p_{t-1}
     """
-    p = p.detach().double()
-    m = v = torch.zeros_like(p)
-    slow, path = p, []
-    steps = _steps(grads, maximize, lr, betas, weight_decay, decay, max_lr)
-    for t, grad, lr_t, lam, (b1, b2) in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
-        r = _rectification(t, b2)
-        d = m_hat if r is None else r * m_hat / (v_hat.sqrt() + eps)
-        p = p - lr_t * d - lam * p
-        if t % k == 0:
-            slow = slow + alpha * (p - slow)
-            p = slow
-        path.append(p)
-    return path
+    m, v = _averages(s, g, *at.betas)
+    m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
+    rms = math.sqrt((g**2 / v_hat.clamp(min=eps**2)).mean().item())
+    clip = 1.0 if rms <= 1.0 else rms  # NaN too
+    u = -at.lr * m_hat / (v_hat.sqrt() + eps) - at.lam * p
+    return u / clip, {"m": m, "v": v}
 
 
 def stableadamw(
@@ -359,27 +485,20 @@ def stableadamw(
     max_lr: float | None = None,
     maximize: bool = False,
 ) -> list[Tensor]:
-    """StableAdamW (Wortsman et al., arXiv 2304.13013, Algorithm 2).
-
-    m_t, v_t, mhat_t, vhat_t as in Adam (the paper debiases the betas: the same numbers)
-    RMS_t = sqrt(mean(g_t^2 / max(vhat_t, eps^2)))      over the whole tensor
-    lr_t  = lr / max(1, RMS_t),  and lambda_t is divided likewise
-    p_t   = p_{t-1} - lr_t * mhat_t / (sqrt(vhat_t) + eps) - lambda_t * p_{t-1}
-    """
-    p = p.detach().double()
-    m = v = torch.zeros_like(p)
-    path = []
-    steps = _steps(grads, maximize, lr, betas, weight_decay, decay, max_lr)
-    for t, grad, alpha, lam, (b1, b2) in steps:
-        g = grad + weight_decay * p if decay == "l2" else grad
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
-        rms = math.sqrt((g**2 / v_hat.clamp(min=eps**2)).mean().item())
-        clip = max(1.0, rms)
-        p = p - alpha / clip * m_hat / (v_hat.sqrt() + eps) - lam / clip * p
-        path.append(p)
-    return path
+    """The path of `stableadamw_move`."""
+    move = partial(stableadamw_move, eps=eps)
+    return _path(
+        move,
+        _zeros(p, "m", "v"),
+        p,
+        grads,
+        lr,
+        betas,
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+    )
 
 
 def adam_accumulation(
@@ -403,7 +522,7 @@ def adam_accumulation(
         for g in grads:
             m = m + (1 - beta1) * g
             v = v + (1 - beta2) * g**2
-        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        m_hat, v_hat = _corrected(m, v, t, beta1, beta2)
         p = p - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * p)
     return p
 

@@ -4,6 +4,7 @@ Triton, and with it every GPU, contracts a * b + c into one operation by default
 leans on two roundings, as compensated summation might, is lost there without a sign.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,40 +21,56 @@ aten = torch.ops.aten
 STEPS = 120
 
 
-class Contracting(fx.Interpreter):
-    """Runs a trace with every float32 product that meets a sum in one rounding.
+def contracted(module: fx.GraphModule, first: int) -> fx.GraphModule:
+    """The same trace with every float32 product that meets a sum in one rounding.
 
     Where both operands of a sum are products only one can be contracted: `first` says
     which.
     """
+    graph = copy.deepcopy(module.graph)
+    made = 0
+    for n in list(graph.nodes):
+        if n.target not in (aten.add.Tensor, aten.sub.Tensor):
+            continue
+        operands = _product_and_sum(module, n, first)
+        if operands is not None:
+            with graph.inserting_before(n):
+                whole = graph.call_function(_rounded_once, operands)
+            whole.meta = dict(n.meta)
+            n.replace_all_uses_with(whole)
+            graph.erase_node(n)
+            made += 1
+    assert made > 1
+    graph.eliminate_dead_code()
+    return fx.GraphModule(module, graph)
 
-    def __init__(self, module: fx.GraphModule, first: int | None) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.first = first  # None contracts nothing
-        self.contracted = 0
 
-    def run_node(self, n: fx.Node) -> Any:
-        if self.first is not None and n.target in (aten.add.Tensor, aten.sub.Tensor):
-            found = self._contract(n)
-            if found is not None:
-                self.contracted += 1
-                return found
-        return super().run_node(n)
+def _product_and_sum(
+    module: fx.GraphModule, n: fx.Node, first: int
+) -> tuple[Any, ...] | None:
+    """Arguments of `_rounded_once` that make a sum, if a product meets it."""
+    sides = [1.0, -1.0 if n.target is aten.sub.Tensor else 1.0]
+    for i in (first, 1 - first):
+        sign, factor = _signed(n.args[i], sides[i])
+        if not isinstance(factor, fx.Node) or factor.target is not aten.mul.Tensor:
+            continue
+        operands = (*factor.args, n.args[1 - i])
+        tensors = [x for x in operands if isinstance(x, fx.Node)]
+        if all(_dtype(module, x) == torch.float32 for x in tensors):
+            return (sign, *operands, sides[1 - i])
+    return None
 
-    def _contract(self, n: fx.Node) -> Tensor | None:
-        sides = [1.0, -1.0 if n.target is aten.sub.Tensor else 1.0]
-        for i in (self.first, 1 - self.first):
-            sign, factor = _signed(n.args[i], sides[i])
-            if not isinstance(factor, fx.Node) or factor.target is not aten.mul.Tensor:
-                continue
-            values = [self.env.get(x, x) for x in (*factor.args, n.args[1 - i])]
-            tensors = [x for x in values if isinstance(x, Tensor)]
-            if any(x.dtype != torch.float32 for x in tensors):
-                continue
-            # A product of two float32 numbers is exact in float64.
-            a, b, c = (x.double() if isinstance(x, Tensor) else x for x in values)
-            return (sign * a * b + sides[1 - i] * c).float()
-        return None
+
+def _dtype(module: fx.GraphModule, x: fx.Node) -> torch.dtype:
+    constant = x.op == "get_attr"
+    return (getattr(module, x.target) if constant else x.meta["val"]).dtype
+
+
+def _rounded_once(sign: float, a: Any, b: Any, c: Any, side: float) -> Tensor:
+    """As a float32: sign * a * b + side * c."""
+    # A product of two float32 numbers is exact in float64.
+    a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (a, b, c))
+    return (sign * a * b + side * c).float()
 
 
 def _signed(node: Any, sign: float) -> tuple[float, Any]:
@@ -78,18 +95,16 @@ def movements(optimizer: Any, dtype: torch.dtype, vmap: bool) -> list[Tensor]:
         return [new, *pytree.tree_leaves(state)]
 
     module = make_fx(flat)(p, *leaves)
-    return [
-        _movement(Contracting(module, first), p, leaves, spec) for first in (None, 0, 1)
-    ]
+    modules = [module, contracted(module, 0), contracted(module, 1)]
+    return [_movement(each, p, leaves, spec) for each in modules]
 
 
 def _movement(
-    interpreter: Contracting, p: Tensor, leaves: list[Tensor], spec: pytree.TreeSpec
+    module: fx.GraphModule, p: Tensor, leaves: list[Tensor], spec: pytree.TreeSpec
 ) -> Tensor:
     start = p.double()
     for _ in range(STEPS):
-        p, *leaves = interpreter.run(p, *leaves)
-    assert interpreter.first is None or interpreter.contracted > STEPS
+        p, *leaves = module(p, *leaves)
     keyed, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, spec))
     (comp,) = [x for path, x in keyed if "kahan_comp" in pytree.keystr(path)]
     return p.double() + comp.double() - start

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import CASES, CLASSES, Case, assert_moved_alike
+from cases import CASES, CLASSES, TOLERANCE, Case, assert_moved_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,13 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr="
 )
 
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-6,
-    # A moment that differs in float32's last bit may round to its bfloat16 neighbour.
-    torch.bfloat16: 1e-2,
-    torch.float16: 2e-3,
-}
 QUICK = {
     "adamw": (torch.float32, torch.bfloat16, torch.float64),
     "stableadamw": (torch.float32, torch.bfloat16),

@@ -15,6 +15,14 @@ from torch import Tensor
 import optimi_func
 
 LR = 0.02
+# Of a movement, by the dtype of the parameter: between executors, or runs gone on with.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    # A moment that differs in float32's last bit may round to its bfloat16 neighbour.
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
 
 
 def shown(x: Any) -> str:

@@ -1,0 +1,78 @@
+"""One parameter's optimizer in plain float64: what a step should make of it.
+
+The steps are those of `reference.py`, from whatever state there is, so that programs may
+change anything in between.
+"""
+
+from functools import partial
+from typing import Any
+
+import reference
+import torch
+from torch import Tensor
+
+MU = 0.9
+ADAM = {"exp_avg": "m", "exp_avg_sq": "v"}
+
+# The fields of each rule's state, with the letters that the references have for them.
+FIELDS = {
+    "sgd": {"momentum_buffer": "buf"},
+    "adam": ADAM,
+    "adamw": ADAM,
+    "stableadamw": ADAM,
+    "radam": ADAM,
+    "ranger": {**ADAM, "slow_param": "slow"},
+    "adan": {"exp_avg": "m", "exp_avg_diff": "v", "exp_avg_sq": "n", "prev_grad": "g_prev"},
+    "lion": {"exp_avg": "m"},
+}
+MOVES: dict[str, reference.Move] = {
+    "sgd": partial(reference.sgd_move, momentum=MU),
+    "adam": reference.adam_move,
+    "adamw": reference.adam_move,
+    "stableadamw": reference.stableadamw_move,
+    "radam": reference.radam_move,
+    "ranger": reference.ranger_move,
+    "adan": reference.adan_move,
+    "lion": reference.lion_move,
+}
+
+
+def fresh(name: str, p: Tensor) -> dict[str, Tensor]:
+    """State of a parameter that has not stepped, in the dtypes that it should have."""
+    made = {field: torch.zeros_like(p) for field in FIELDS[name]}
+    if name == "ranger":
+        made["slow_param"] = p.to(torch.promote_types(p.dtype, torch.float32), copy=True)
+    return made
+
+
+def one_step(
+    name: str, p: Tensor, s: dict[str, Tensor], t: int, g: Tensor, lr: float, wd: float
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The move of p, the new state, and where rounding may turn the move around.
+
+    Args:
+        name: The rule.
+        p: Parameter, float64.
+        s: Its state before, float64.
+        t: The number of this step, from 1.
+        g: Gradient, float64.
+        lr: Learning rate.
+        wd: Weight decay: L2 for sgd, adam and radam, else decoupled; adan's proximal.
+    """
+    raw, l2 = g, wd if name in ("sgd", "adam", "radam") else 0.0
+    g = raw + l2 * p  # also by 0: what is not finite stays so
+    lam = lr * wd if l2 == 0.0 else 0.0
+    # What is left of two that cancel is rounding, which Adam makes a whole step of.
+    unsure = (l2 * p != 0) & (g.abs() < 1e-2 * raw.abs())
+    at = reference.At(t, lr, lam, (0.98, 0.92, 0.99) if name == "adan" else (0.9, 0.99))
+    letters = {letter: s[field] for field, letter in FIELDS[name].items()}
+    u, new = MOVES[name](p, letters, g, at)
+    if name == "lion":
+        c = reference.lion_average(letters, g, at)
+        unsure = (c != 0) & (c.abs() < 1e-6 * (letters["m"].abs() + g.abs()))
+    return u, {field: new[letter] for field, letter in FIELDS[name].items()}, unsure
+
+
+def options(name: str) -> dict[str, Any]:
+    """What makes our class the rule above."""
+    return {"momentum": MU} if name == "sgd" else {}

@@ -104,7 +104,7 @@ class BaseOptimizer(Optimizer):
     # What torch and optimi call and keep otherwise.
     counterparts: ClassVar[Counterparts] = Counterparts()
     keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
-    _given: ClassVar[Callable[[dict[str, Any]], tuple[Any, ...]]]  # their values in a group
+    _given: ClassVar[itemgetter[Any]]  # their values in a group
 
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
@@ -234,10 +234,8 @@ class BaseOptimizer(Optimizer):
                 return bound
         chosen = {name: _numbers(group[name], number) for name in self.keywords}
         bound = type(self).factory(**chosen)
-        numbers = (
-            [*given, *given[self.keywords.index("betas")]] if "betas" in group else given
-        )
-        mutable = any(isinstance(x, Tensor | list) for x in numbers)
+        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
+        mutable = any(isinstance(x, Tensor | list) for x in flat)
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 

@@ -20,7 +20,7 @@ from optimi_func._rule import PyTree
 from optimi_func.compiled.dry_run import DryRun, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.execution.batching import SMALL
-from optimi_func.execution.direct import torch_compile, unprobed_vectors
+from optimi_func.execution.direct import probe_vectors, torch_compile, unprobed_vectors
 from optimi_func.execution.jobs import chunks
 from optimi_func.execution.kernel import with_own_code_object
 
@@ -354,7 +354,8 @@ def _first(
         if "CppCompileError" not in str(error):
             raise
         # Nothing has run yet. Perhaps the compiler knows fewer instructions than the
-        # machine: find out.
+        # processor: find out.
+        probe_vectors()
         return graph(inputs, sums)
 
 

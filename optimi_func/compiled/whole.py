@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._leaf import compute_dtype
 from optimi_func._norms import clip_factor, norms_of, total_norm
 from optimi_func._rule import PyTree
-from optimi_func.compiled.dry_run import DryRun, dry_run
+from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.execution.batching import SMALL
 from optimi_func.execution.direct import probe_vectors, torch_compile, unprobed_vectors
@@ -331,6 +331,7 @@ def split(batch: PyTree, parts: int) -> list[PyTree]:
 
 
 def _dry_run(program: Program, inputs: Inputs) -> DryRun:
+    check_unscaled(program.loss_fn)
     return dry_run(program, inputs.params, inputs.buffers, inputs.batch)
 
 

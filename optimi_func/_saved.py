@@ -71,16 +71,22 @@ def match(state_dict: dict[str, Any], groups: list[dict[str, Any]], strict: bool
         return _by_name(saved, state, groups, others, strict)
     if len(saved) != len(groups):
         raise ValueError(
-            f"the state has {len(saved)} param groups, the optimizer {len(groups)}"
+            "loaded state dict has a different number of parameter groups: it has "
+            f"{len(saved)}, the optimizer {len(groups)}"
         )
-    for mine, theirs in zip(groups, saved):
+    options: list[dict[str, Any]] = []
+    for i, (mine, theirs) in enumerate(zip(groups, saved)):
         if len(mine["params"]) != len(theirs["params"]):
             raise ValueError(
-                f"a param group of {len(theirs['params'])} parameters does not fit one "
-                f"of {len(mine['params'])}"
+                "loaded state dict contains a parameter group that doesn't match the size "
+                f"of optimizer's group: param_groups[{i}] has {len(theirs['params'])} "
+                f"parameters, the optimizer's {len(mine['params'])}"
             )
+        options.append(_options(theirs))
+        if "param_names" in theirs and "param_names" not in mine:
+            options[-1]["param_names"] = list(theirs["param_names"])
     entries = [[state.get(i) for i in theirs["params"]] for theirs in saved]
-    return Match(list(map(_options, saved)), entries, others, LoadReport([], []))
+    return Match(options, entries, others, LoadReport([], []))
 
 
 def _by_name(
@@ -132,7 +138,7 @@ def _under_our_names(state_dict: dict[str, Any]) -> dict[str, Any]:
             group.setdefault("decouple_wd", group["decoupled_weight_decay"])
         if "setup" in group:  # optimi's
             for i in group["params"]:
-                if i in state:
+                if isinstance(state.get(i), dict):
                     state[i] = _from_optimi(state[i], group)
             betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
             if betas:
@@ -186,12 +192,15 @@ def as_torchs(name: str, state_dict: dict[str, Any]) -> dict[str, Any]:
     if name not in ("Adam", "AdamW", "RAdam", "SGD"):
         raise ValueError(f"torch.optim has no {name} that could load this state")
     groups = [_torchs_group(name, group) for group in state_dict["param_groups"]]
+    indices = {i for group in groups for i in group["params"]}
     dropped = ("kahan_comp", "step") if name == "SGD" else ("kahan_comp",)
     state = {
         # torch loads tensors as they are: two optimizers would go on with one memory.
         i: {k: x.clone() for k, x in entry.items() if k not in dropped}
         for i, entry in state_dict["state"].items()
+        if i in indices
     }
+    state.update((k, x) for k, x in state_dict["state"].items() if k not in indices)
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -227,6 +236,8 @@ def checked(rule: Rule[Any, Any, Any], name: str, p: Tensor, saved: Entry) -> En
     Raises:
         ValueError: Fields, shapes or values that do not fit.
     """
+    if not isinstance(saved, dict):
+        raise ValueError(f"{name} is {saved!r}: allowed is a dict")
     entry = {k: v for k, v in saved.items() if v is not None}
     if isinstance(entry.get("step"), int | float):
         entry["step"] = torch.tensor(float(entry["step"]))

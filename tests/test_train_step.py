@@ -480,7 +480,7 @@ def test_arguments_are_refused() -> None:
 
     refused(TypeError, "model_or_fn=3", lambda: train_step(3, loss, adamw))
     refused(TypeError, "loss_fn=None", lambda: train_step(model, None, adamw))
-    refused(TypeError, "optimizer=3", lambda: train_step(model, loss, 3))
+    refused(TypeError, "train_step got 3", lambda: train_step(model, loss, 3))
     for bad in (0, -1):
         refused(
             ValueError,

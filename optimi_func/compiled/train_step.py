@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func import _torch
 from optimi_func import functional as _f
 from optimi_func._leaf import microbatch_scalars
-from optimi_func._rule import WHOLE_BATCH, PureOptimizer, PyTree, Scalar, is_pure
+from optimi_func._rule import WHOLE_BATCH, PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Inputs,
@@ -152,12 +152,8 @@ def train_step(
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
-    if not is_pure(optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r}: allowed are optimi_func's classes, "
-            "optimi_func.adamw(lr=...) and its siblings, and what has their init and step"
-        )
-    return PureStep(settings, optimizer)
+    pure = check_pure("train_step", optimizer, "optimi_func's classes, ")
+    return PureStep(settings, pure)
 
 
 class _Settings(NamedTuple):

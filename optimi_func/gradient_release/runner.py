@@ -127,12 +127,15 @@ class Runner:
         self._small_bytes = sum(p.nbytes for p in small)
         self._staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
+        # The options and groups that were last found to go together.
+        self._checked: tuple[ReleaseOptions, object] | None = None
         # Also in a compiled training step the hooks run as they are.
         self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
         self._at_end = cast(Any, torch.compiler.disable(self._end))
 
     def check(self, options: ReleaseOptions) -> None:
         """Refuse options that these parameters and their optimizer cannot honour."""
+        self._checked = None
         if options.accumulation == "states":
             self.owner.check_accumulates()
         if options.accumulation == "states" and options.skip_nonfinite:
@@ -150,6 +153,7 @@ class Runner:
                         "clipping, skip_nonfinite and grad_norm take plain tensors and "
                         f"DTensors, and {name} is a {type(part).__name__}"
                     )
+        self._checked = (options, self.owner.groups())
 
     @contextmanager
     def measuring(self) -> Generator[Backward]:
@@ -271,7 +275,11 @@ class Runner:
                 "choose one"
             )
         if o.accumulation == "states":
-            self.check(o)
+            # Numbers in groups change at every step, and with them perhaps the rule.
+            self.owner.check_accumulates()
+            found = (o, self.owner.groups())
+            if found != self._checked:
+                self.check(o)
 
     def moves_next(self) -> bool:
         """Whether the next backward moves parameters."""

@@ -12,7 +12,7 @@ from optimi_func._rule import PyTree, Scalar
 from optimi_func.functional import FunctionalOptimizer, TreeState, resolve_tree
 from optimi_func.rules import sgd
 from optimi_func.rules._common import scalar_dtype
-from optimi_func.transforms._trees import check_state, tensor_of
+from optimi_func.transforms._trees import Transform, check_state, tensor_of
 
 
 class InjectState(NamedTuple):
@@ -23,7 +23,7 @@ class InjectState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Injected:
+class Injected(Transform):
     """A `FunctionalOptimizer` whose numbers are in its state: see `inject`."""
 
     optimizer: FunctionalOptimizer

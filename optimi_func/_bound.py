@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from optimi_func._rule import PureOptimizer, has_init_and_step, is_pure
+from optimi_func._rule import PureOptimizer, check_pure, has_init_and_step, is_pure
 
 # A factory takes its numbers by name: adamw, a partial of it, a lambda of one's own.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
@@ -13,13 +13,9 @@ Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
 def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
     """Refuse what cannot step, and numbers for what has its own bound already."""
-    pure = is_pure(optimizer)
-    if not pure and not _is_factory(optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r}: allowed are a factory such as optimi_func.adamw, or "
-            "a value with init and step such as adamw(lr=1e-3)"
-        )
-    if pure and hyper:
+    if not _is_factory(optimizer):
+        check_pure("optimizer", optimizer, "factories such as optimi_func.adamw, ")
+    if is_pure(optimizer) and hyper:
         raise TypeError(
             f"hyper has {list(hyper)}, but every number of {type(optimizer).__name__} is "
             "bound: pass its factory, adamw in place of adamw(lr=1e-3)"

@@ -149,6 +149,23 @@ class PureOptimizer(Protocol):
         ...
 
 
+def check_pure(owner: str, optimizer: Any, others: str) -> PureOptimizer:
+    """Refuse what has no init and step.
+
+    Args:
+        owner: What was given the optimizer, for the error.
+        optimizer: Anything.
+        others: What the owner takes beside pure optimizers, "" or "... , ".
+    """
+    if not is_pure(optimizer):
+        raise TypeError(
+            f"{owner} got {optimizer!r}, which has no init or no step: allowed are {others}"
+            "optimizers of the pure API, as optimi_func.adamw(lr=1e-3), and transforms of "
+            "them"
+        )
+    return optimizer
+
+
 def is_pure(x: Any) -> TypeGuard[PureOptimizer]:
     """Whether x can initialise and step; a class of such things cannot."""
     return not isinstance(x, type) and has_init_and_step(x)

@@ -102,16 +102,22 @@ def match(
         return _by_name(saved, state, groups, others, strict)
     if len(saved) != len(groups):
         raise ValueError(
-            f"the state has {len(saved)} param groups, the optimizer {len(groups)}"
+            "loaded state dict has a different number of parameter groups: it has "
+            f"{len(saved)}, the optimizer {len(groups)}"
         )
-    for mine, theirs in zip(groups, saved):
+    options: list[dict[str, Any]] = []
+    for i, (mine, theirs) in enumerate(zip(groups, saved)):
         if len(mine["params"]) != len(theirs["params"]):
             raise ValueError(
-                f"a param group of {len(theirs['params'])} parameters does not fit one "
-                f"of {len(mine['params'])}"
+                "loaded state dict contains a parameter group that doesn't match the size "
+                f"of optimizer's group: param_groups[{i}] has {len(theirs['params'])} "
+                f"parameters, the optimizer's {len(mine['params'])}"
             )
+        options.append(_options(theirs))
+        if "param_names" in theirs and "param_names" not in mine:
+            options[-1]["param_names"] = list(theirs["param_names"])
     entries = [[state.get(i) for i in theirs["params"]] for theirs in saved]
-    return Match(list(map(_options, saved)), entries, others, LoadReport([], []))
+    return Match(options, entries, others, LoadReport([], []))
 
 
 def _by_name(
@@ -164,10 +170,11 @@ def _under_our_names(
         if "decoupled_weight_decay" in group:  # torch's
             group.setdefault("decouple_wd", group["decoupled_weight_decay"])
         for i in group["params"]:
-            if i in state and "setup" in group:  # optimi's
-                state[i] = _from_optimi(state[i], group, counterparts)
-            elif i in state and not counterparts.torch_counts_steps:
-                state[i] = _begun(state[i])
+            if isinstance(state.get(i), dict):
+                if "setup" in group:  # optimi's
+                    state[i] = _from_optimi(state[i], group, counterparts)
+                elif not counterparts.torch_counts_steps:
+                    state[i] = _begun(state[i])
         if "setup" in group:
             betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
             if betas:
@@ -251,11 +258,14 @@ def as_torchs(
             made["fused"] = None
         groups.append(made | counterparts.torch_options(group))
     dropped = ("kahan_comp",) if counterparts.torch_counts_steps else ("kahan_comp", "step")
+    indices = {i for group in groups for i in group["params"]}
     state = {
         # torch loads tensors as they are: two optimizers would go on with one memory.
         i: {k: x.clone() for k, x in entry.items() if k not in dropped}
         for i, entry in state_dict["state"].items()
+        if i in indices
     }
+    state.update((k, x) for k, x in state_dict["state"].items() if k not in indices)
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -271,6 +281,8 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     Raises:
         ValueError: Fields, shapes or values that do not fit.
     """
+    if not isinstance(saved, dict):
+        raise ValueError(f"{name} is {saved!r}: allowed is a dict")
     entry = {k: v for k, v in saved.items() if v is not None}
     if isinstance(entry.get("step"), int | float):
         entry["step"] = torch.tensor(float(entry["step"]))

@@ -5,9 +5,8 @@ zeros for their gradients, where a step must leave them alone), which buffers ar
 and whether the loss is one. Nothing is computed and no random number drawn.
 """
 
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +38,11 @@ def dry_run(
     Raises:
         TypeError: A loss that is not a floating tensor, or something beside it that is
             not a tensor.
-        ValueError: A loss that is not a scalar, depends on no parameter, or is scaled by
-            a GradScaler.
+        ValueError: A loss that is not a scalar, or depends on no parameter.
         Exception: Whatever the program raised.
     """
     mode, convert = _fake_mode()
-    with mode, torch.enable_grad(), _no_scaler():
+    with mode, torch.enable_grad():
         leaves = [convert(p.detach()).requires_grad_() for p in params]
         given = [convert(b.detach()) for b in buffers]
         batch = pytree.tree_map_only(Tensor, lambda x: convert(x.detach()), batch)
@@ -107,48 +105,29 @@ def _fake_mode() -> tuple[Any, Callable[[Tensor], Tensor]]:
     return mode, mode.from_tensor
 
 
-class _Scalers:
-    """GradScaler.scale while threads dry-run: it is one for all of them."""
+def check_unscaled(loss_fn: Callable[..., Any]) -> None:
+    """Refuse a loss_fn that has a GradScaler: nobody would unscale its gradients.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active: list[int] = []
-        self._scale: Any = None
+    Looked for among what the function names: globals, variables of the functions around
+    it, and for a method its object's attributes. A scaler behind anything else is not
+    found.
 
-    def enter(self) -> None:
-        with self._lock:
-            if not self._active:
-                self._scale = GradScaler.scale
-                GradScaler.scale = self._refusing(self._scale)
-            self._active.append(threading.get_ident())
-
-    def leave(self) -> None:
-        with self._lock:
-            self._active.remove(threading.get_ident())
-            if not self._active:
-                GradScaler.scale = self._scale
-
-    def _refusing(self, scale: Any) -> Any:
-        def refuse(scaler: GradScaler, outputs: Any) -> Any:
-            if threading.get_ident() not in self._active or not scaler.is_enabled():
-                return scale(scaler, outputs)
-            raise ValueError(
-                "loss_fn scales its loss by a GradScaler, which skips steps and moves its "
-                "scale on the host, as no graph can: return the loss unscaled, and train "
-                "in bfloat16, which needs no scaler"
-            )
-
-        return refuse
-
-
-_scalers = _Scalers()
-
-
-@contextmanager
-def _no_scaler() -> Generator[None]:
-    """Refuse a loss scaled within: nobody would unscale its gradients."""
-    _scalers.enter()
+    Raises:
+        ValueError: There is one, enabled.
+    """
     try:
-        yield
-    finally:
-        _scalers.leave()
+        used = inspect.getclosurevars(loss_fn)
+    except (TypeError, ValueError):  # not a Python function; a variable without a value
+        return
+    found = {**used.globals, **used.nonlocals}
+    if inspect.ismethod(loss_fn):
+        attributes = getattr(loss_fn.__self__, "__dict__", {})
+        names = loss_fn.__func__.__code__.co_names
+        found.update((name, attributes[name]) for name in names if name in attributes)
+    for name, x in found.items():
+        if isinstance(x, GradScaler) and x.is_enabled():
+            raise ValueError(
+                f"loss_fn has a GradScaler, {name}, which skips steps and moves its scale "
+                "on the host, as no graph can: return the loss unscaled, and train in "
+                "bfloat16, which needs no scaler"
+            )

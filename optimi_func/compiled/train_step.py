@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func import _functional as _f
 from optimi_func import _torch
 from optimi_func._functional import FunctionalOptimizer, TreeState
-from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, is_pure
+from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Inputs,
@@ -111,9 +111,10 @@ def train_step(
             optimizer, a function `(params, buffers, batch) -> output`, which may write to
             buffers. Without graph breaks, and without activation checkpointing, which
             torch.func.grad cannot trace. A module's frozen parameters are constants.
-        loss_fn: `(output, batch) -> loss`, a 0-d tensor, or `(loss, aux)` with aux a tree
-            of tensors. With accumulate > 1 called on each part, and meant as a mean over
-            its examples: the whole batch's gradient is the mean of the parts'.
+        loss_fn: `(output, batch) -> loss`, a 0-d tensor not scaled by any GradScaler, or
+            `(loss, aux)` with aux a tree of tensors. With accumulate > 1 called on each
+            part, and meant as a mean over its examples: the whole batch's gradient is the
+            mean of the parts'.
         optimizer: A class of `optimi_func` that owns the module's parameters, or a
             functional optimizer.
         accumulate: Equal parts of the batch, along the first dimension of its tensors,
@@ -149,12 +150,8 @@ def train_step(
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
-    if not is_pure(optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r}: allowed are optimi_func's classes, "
-            "optimi_func.adamw(lr=...) and its siblings, and what has their init and step"
-        )
-    return PureStep(settings, optimizer)
+    pure = check_pure("train_step", optimizer, "optimi_func's classes, ")
+    return PureStep(settings, pure)
 
 
 class _Settings(NamedTuple):
@@ -192,9 +189,12 @@ def _check_arguments(
 
 
 def _check_single(module: torch.nn.Module) -> None:
-    """Refuse a module whose gradients others wait for."""
-    wrapped = any(isinstance(m, DistributedDataParallel) for m in module.modules())
-    if wrapped or any(map(_torch.in_ddp, module.parameters())):
+    """Refuse a module whose gradients others wait for.
+
+    Only the wrapper tells: the module inside of one, passed by itself, is trained as one
+    process alone would.
+    """
+    if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
         raise ValueError(
             "model_or_fn is trained by DistributedDataParallel, which this step would not "
             "ask to reduce gradients: train it by an ordinary loop"

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from optimi_func._leaf import compute_dtype
 from optimi_func._norms import clip_factor, norms_of, total_norm
 from optimi_func._rule import PyTree
-from optimi_func.compiled.dry_run import DryRun, dry_run
+from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.execution.executors import SMALL
-from optimi_func.execution.inductor import torch_compile, unprobed_vectors
+from optimi_func.execution.inductor import probe_vectors, torch_compile, unprobed_vectors
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.execution.tensors import chunks
 
@@ -334,6 +334,7 @@ def split(batch: PyTree, parts: int) -> list[PyTree]:
 
 
 def _dry_run(program: Program, inputs: Inputs) -> DryRun:
+    check_unscaled(program.loss_fn)
     return dry_run(program, inputs.params, inputs.buffers, inputs.batch)
 
 
@@ -357,7 +358,8 @@ def _first(
         if "CppCompileError" not in str(error):
             raise
         # Nothing has run yet. Perhaps the compiler knows fewer instructions than the
-        # machine: find out.
+        # processor: find out.
+        probe_vectors()
         return graph(inputs, sums)
 
 

@@ -78,7 +78,8 @@ def _with_vectors(made: Callable[[], S]) -> S:
         with unprobed_vectors():
             return made()
     except Exception:
-        # Perhaps the compiler knows fewer instructions than the machine: find out.
+        # Perhaps the compiler knows fewer instructions than the processor: find out.
+        probe_vectors()
         return made()
 
 
@@ -97,36 +98,39 @@ def _compile(
 
 @contextmanager
 def unprobed_vectors() -> Generator[None]:
-    """Believe the processor about its vector instructions.
+    """Compile for this processor's vector instructions without trying them out first.
 
-    Inductor compiles and loads a test program for each of them in every new process:
-    three quarters of the time that a first kernel takes. Others' graphs are compiled as
-    ever.
+    By default Inductor compiles and loads a test program for each instruction set, which
+    takes a fifth of a first step (pytorch/pytorch#140970). Its setting for this,
+    `torch._inductor.config.cpp.vec_isa_ok` (environment TORCHINDUCTOR_VEC_ISA_OK), is set
+    in this thread alone and for the time of the compilation. A value that the user has
+    set stays.
+
+    From torch 2.13, where such a setting belongs to one thread. Before, two compilations
+    at a time could leave it set for the whole process: there Inductor tries out.
+    """
+    if torch.__version__ < "2.13":
+        yield
+        return
+    from torch._inductor import config
+
+    if config.cpp.vec_isa_ok is not None:
+        yield
+        return
+    with config.patch({"cpp.vec_isa_ok": True}):
+        yield
+
+
+def probe_vectors() -> None:
+    """Have Inductor try out the vector instructions after all, after a failed compilation.
+
+    It keeps the list of instruction sets for the process (`functools.cache`), also one
+    made while `unprobed_vectors` was in effect. A compilation that has succeeded with that
+    list has tried it out.
     """
     from torch._inductor import cpu_vec_isa
 
-    # What torch's own kernels run with.
-    capability = torch.backends.cpu.get_cpu_capability()
-    kind = getattr(cpu_vec_isa, f"Vec{capability}", None)
-    if kind is None or capability not in ("AVX2", "AVX512"):
-        yield
-        return
-
-    class Believed(kind):
-        __hash__ = kind.__hash__  # pyright: ignore[reportAssignmentType]
-
-        def __bool__(self) -> bool:
-            return True
-
-    believed = Believed()
-    if capability == "AVX512":
-        believed._is_avx512_bf16_supported = torch.cpu._is_avx512_bf16_supported()
-    probing = cpu_vec_isa.valid_vec_isa_list
-    cpu_vec_isa.valid_vec_isa_list = lambda: [believed]
-    try:
-        yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = probing
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 class _Record:

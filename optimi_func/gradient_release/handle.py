@@ -18,7 +18,7 @@ from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
-from optimi_func.gradient_release.runner import NO_REENTRANCE, Runner
+from optimi_func.gradient_release.runner import NO_REENTRANCE, Runner, SinceStep
 from optimi_func.optimizers import BaseOptimizer
 
 # A cache: which hooks a model has. Not on the model, whose copies would carry them along.
@@ -316,8 +316,8 @@ class GradientRelease:
         if len(args) > 2 or kwargs.get("param") is not None:
             return  # the optimizer, closure, param: a step of one parameter
         self.step()
-        self._runner.inner = None
-        if self._runner.since_step is None:
+        since = self._runner.since_step
+        if since is None:
             self._idle += any(p.requires_grad for p in self._runner.params.values())
             # Once may be a scheduler's dummy.
             if self._idle > 1 and all(p.grad is None for p in self._runner.params.values()):
@@ -327,13 +327,19 @@ class GradientRelease:
                     "prepared with. Prepare after fully_shard, and after all else that "
                     "replaces them"
                 )
-        elif self._runner.since_step > 1:
+            return
+        if since.moves > 1:
             self._warn_once(
-                f"{self._runner.since_step} backwards since the last step(), and each "
-                "moved the parameters: to accumulate, pass accumulation='buffer' or "
-                "'states' to prepare_for_gradient_release"
+                f"{since.moves} backwards since the last step(), and each moved the same "
+                "parameters: to accumulate, pass accumulation='buffer' or 'states' to "
+                "prepare_for_gradient_release"
             )
-        self._runner.since_step = None if self._runner.since_step is None else 0
+        if since.backwards > 1 and not since.repeats and self.options.whole_backward:
+            self._warn_once(
+                f"{since.backwards} backwards since the last step(), each with gradients "
+                "of other parameters. If these are the blocks of one: " + NO_REENTRANCE
+            )
+        self._runner.since_step = SinceStep()
 
     def backward(
         self,

@@ -125,4 +125,4 @@ class ReleaseOptions:
     @property
     def whole_backward(self) -> bool:
         """Whether anything depends on where a backward begins and ends."""
-        return bool(self.accumulation or self.clip_global_norm or self.grad_norm)
+        return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)

@@ -30,6 +30,10 @@ class Owner(Protocol):
         """Refuse a rule whose state cannot take a gradient in parts."""
         ...
 
+    def groups(self) -> object:
+        """What of the groups decides whether options can be honoured, to compare."""
+        ...
+
     def accumulates(self) -> bool:
         """Whether optimi's flag is up: state moves, parameters don't."""
         ...
@@ -50,6 +54,11 @@ class ClassOwner:
         self.optimizer = optimizer
         self.update = optimizer.update
         self.check_accumulates = optimizer.check_accumulates
+
+    def groups(self) -> object:
+        """Which there are, and where each counts its steps."""
+        groups = self.optimizer.param_groups
+        return [(id(g), len(g["params"]), g["capturable"]) for g in groups]
 
     def accumulates(self) -> bool:
         """As the flag stands now."""
@@ -111,6 +120,10 @@ class TreeOwner:
     def check_accumulates(self) -> None:
         """Refuse a rule without a sum over gradients."""
         _f.check_accumulates(self.optimizer)
+
+    def groups(self) -> object:
+        """A tree has none."""
+        return None
 
     def accumulates(self) -> bool:
         """The flag is the classes'."""

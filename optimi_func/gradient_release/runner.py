@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from optimi_func import _functional as _f
 from optimi_func import _torch
@@ -24,7 +24,7 @@ from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
 NO_REENTRANCE = (
-    "reentrant checkpointing hides where a backward ends, which accumulation, "
+    "reentrant checkpointing hides where a backward ends, which accumulation_steps, "
     "clip_global_norm and grad_norm must know: use "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
@@ -37,11 +37,6 @@ NO_DDP = (
     "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
 )
 
-NO_SCALER = (
-    "a GradScaler has scaled the loss, and gradient release would apply the scaled "
-    "gradients: train in bfloat16, which needs no scaler, or remove() the hooks"
-)
-
 
 class Backward:
     """One running backward.
@@ -50,9 +45,8 @@ class Backward:
     the gradients that still waited.
     """
 
-    def __init__(self, last: bool, inside: bool) -> None:
+    def __init__(self, last: bool) -> None:
         self.last = last  # whether parameters move in it
-        self.inside = inside  # of another that has not shown itself
         self.ids: set[int] = set()  # its own, and those of backwards started inside it
         self.fired: set[Tensor] = set()
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
@@ -72,6 +66,31 @@ class Backward:
         return self._grad_scales[place]
 
 
+class SinceStep:
+    """The backwards since the last step(), for its warnings.
+
+    Attributes:
+        backwards: How many there were.
+        moves: How many of them moved parameters, of which the first alone may have been
+            the first to do so: backwards that move different parameters count as one.
+        repeats: Whether any parameter got a gradient in more than one.
+    """
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        self.moves = 0
+        self.repeats = False
+        self._fired: set[Tensor] = set()
+
+    def add(self, fired: set[Tensor], moved: bool) -> None:
+        """Note a backward, and which parameters got gradients in it."""
+        again = not self._fired.isdisjoint(fired)
+        self.backwards += 1
+        self.repeats |= again
+        self.moves += moved and (again or not self.moves)
+        self._fired |= fired
+
+
 class Runner:
     """Everything between a gradient's completion and its release; no door of its own.
 
@@ -84,9 +103,7 @@ class Runner:
         last_norm: The last step's, for how="lagged".
         skipped: By parameter, how many updates were left out.
         grad_scale: Of the backward to come, from the pass that measured it.
-        inner: What fired in backwards that an unseen one started, and which that is.
-        since_step: Backwards that moved parameters since the last step(); None before
-            the first.
+        since_step: The backwards since the last step(); None before the first.
     """
 
     def __init__(
@@ -101,22 +118,24 @@ class Runner:
         self.last_norm: Tensor | None = None
         self.skipped: dict[Tensor, Tensor] = {}
         self.grad_scale: Tensor | None = None
-        self.since_step: int | None = None
+        self.since_step: SinceStep | None = None
         self.lock = threading.RLock()  # devices run their hooks on threads of their own
         self._running: weakref.ref[Backward] | None = None
         self._updated: list[str] | None = None  # None: the last backward has finished
-        self.inner: tuple[weakref.ref[Any], set[Tensor]] | None = None
-        self._looked_around = False
+        self._found_alone = False  # nobody else writes the gradients
         small = [p for p in params.values() if p.numel() < SMALL]
         self._small_bytes = sum(p.nbytes for p in small)
         self._staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
+        # The options and groups that were last found to go together.
+        self._checked: tuple[ReleaseOptions, object] | None = None
         # Also in a compiled training step the hooks run as they are.
         self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
         self._at_end = cast(Any, torch.compiler.disable(self._end))
 
     def check(self, options: ReleaseOptions) -> None:
         """Refuse options that these parameters and their optimizer cannot honour."""
+        self._checked = None
         if options.accumulation == "states":
             self.owner.check_accumulates()
         if options.accumulation == "states" and options.skip_nonfinite:
@@ -134,11 +153,12 @@ class Runner:
                         "clipping, skip_nonfinite and grad_norm take plain tensors and "
                         f"DTensors, and {name} is a {type(part).__name__}"
                     )
+        self._checked = (options, self.owner.groups())
 
     @contextmanager
     def measuring(self) -> Generator[Backward]:
         """Backwards inside find the norms of their gradients and move nothing."""
-        self._measuring = Backward(last=True, inside=False)
+        self._measuring = Backward(last=True)
         try:
             yield self._measuring
         finally:
@@ -154,7 +174,7 @@ class Runner:
         with self.lock:
             if not self.cycle.is_open:
                 return
-            ending = Backward(last=True, inside=False)
+            ending = Backward(last=True)
             o = self.options
             if o.two_pass:
                 sums = self.cycle.buffer
@@ -205,8 +225,9 @@ class Runner:
         return backward
 
     def _begin(self, number: int, p: Tensor, running: Backward | None) -> Backward:
-        outer = _torch.outer_loss()
-        if outer is not None and running is not None:
+        if running is not None:
+            # The engine keeps it alive, so it has not ended: this one was started inside
+            # of it, by a hook or by reentrant checkpointing, and ends with it.
             running.ids.add(number)
             return running
         if self._updated is not None:
@@ -223,8 +244,8 @@ class Runner:
         if self._measuring is not None:
             backward = self._measuring
         else:
-            self._check_backward(p, inside=outer is not None)
-            backward = Backward(self.moves_next(), inside=outer is not None)
+            self._check_backward()
+            backward = Backward(self.moves_next())
             o = self.options
             backward.grad_scale = (
                 self._lagged_grad_scale() if o.clipping == "lagged" else self.grad_scale
@@ -235,42 +256,30 @@ class Runner:
                     "run the backward: call handle.backward(loss_fn), or choose "
                     "how='lagged'"
                 )
-        if outer is not None:
-            backward.fired = self._fired_inside(outer)
         backward.ids.add(number)
         self._running, self._updated = weakref.ref(backward), []
         _torch.after_backward(partial(self._at_end, backward))
         return backward
 
-    def _fired_inside(self, outer: object) -> set[Tensor]:
-        """What fired in the other backwards that `outer` started."""
-        if self.inner is None or self.inner[0]() is not outer:
-            self.inner = (weakref.ref(outer), set())
-        return self.inner[1]
-
-    def _check_backward(self, p: Tensor, inside: bool) -> None:
+    def _check_backward(self) -> None:
         """Refuse a backward that could not be honoured, before its first update."""
         o = self.options
-        if inside and o.whole_backward:
-            raise RuntimeError(NO_REENTRANCE)
         if _torch.in_compiled_autograd():
             raise RuntimeError(
                 "compiled autograd runs hooks inside a graph of its own: set "
                 "torch.compile's config option compiled_autograd to False"
             )
-        if not self._looked_around:
-            if _torch.in_ddp(p):
-                raise RuntimeError(NO_DDP)
-            if _torch.has_fresh_scaler():
-                raise RuntimeError(NO_SCALER)
-            self._looked_around = True
         if o.accumulation and self.owner.accumulates():
             raise RuntimeError(
                 f"optimizer_accumulation=True with accumulation={o.accumulation!r}: "
                 "choose one"
             )
         if o.accumulation == "states":
-            self.check(o)
+            # Numbers in groups change at every step, and with them perhaps the rule.
+            self.owner.check_accumulates()
+            found = (o, self.owner.groups())
+            if found != self._checked:
+                self.check(o)
 
     def moves_next(self) -> bool:
         """Whether the next backward moves parameters."""
@@ -336,7 +345,26 @@ class Runner:
 
     def _end(self, backward: Backward) -> None:
         with self.lock:
-            self._finish(backward)
+            try:
+                self._finish(backward)
+                self._check_alone(backward)
+            except BaseException:
+                self._running = None  # the traceback keeps it alive
+                raise
+
+    def _check_alone(self, backward: Backward) -> None:
+        """Refuse DistributedDataParallel, by what it does, in the first backward.
+
+        A module that was wrapped after the hooks were added does not show it before: a
+        wrapper puts averaged gradients into p.grad at the end of the backward.
+        """
+        if self._found_alone:
+            return
+        if distributed.is_available() and distributed.is_initialized():
+            for p in backward.fired:
+                if p.grad is not None:
+                    raise RuntimeError(f"{self.names[p]} got its gradient back: {NO_DDP}")
+        self._found_alone = True
 
     def _finish(self, backward: Backward) -> None:
         """Apply what waits, and with the last backward of a cycle close it."""
@@ -352,9 +380,9 @@ class Runner:
             self._report(backward)
             if o.accumulation:
                 cycle.position = 0 if backward.last else cycle.position + 1
-            whole = o.accumulation is None and not backward.inside
-            moved = whole and not self.owner.accumulates()
-            self.since_step = (self.since_step or 0) + moved
+            moved = o.accumulation is None and not self.owner.accumulates()
+            self.since_step = self.since_step or SinceStep()
+            self.since_step.add(backward.fired, moved)
             self.owner.end(backward.last)
         if backward.staging_buffer.numel():
             self._staging_buffer = backward.staging_buffer

@@ -162,8 +162,8 @@ class BaseOptimizer(Optimizer):
                 )
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(
-                f"Invalid learning rate: lr={lr}: allowed is a number or a tensor of "
-                "one element"
+                f"Tensor lr must be 1-element: lr={lr}: allowed is a number or a tensor "
+                "of one element"
             )
         if group["decouple_lr"] and group["max_lr"] is None:
             # The max_lr of every step to come, resolved before a schedule lowers lr.
@@ -324,7 +324,9 @@ class BaseOptimizer(Optimizer):
         process. It would move no parameter, but count as a step, and let L2 decay join
         the moments.
         """
-        if self.state or not all(_is_zero(group["lr"]) for group in self.param_groups):
+        if any(isinstance(key, Tensor) for key in self.state):
+            return False
+        if not all(_is_zero(group["lr"]) for group in self.param_groups):
             return False
         params = [p for group in self.param_groups for p in group["params"]]
         params = [p for p in params if p.grad is not None]
@@ -568,9 +570,11 @@ class BaseOptimizer(Optimizer):
         """
 
         def own(_: Optimizer, packed: dict[str, Any]) -> None:
+            indices = {i for group in packed["param_groups"] for i in group["params"]}
+            # What hooks of the user's put beside them is saved as it is.
             packed["state"] = {
-                i: {k: _unshared(v) for k, v in entry.items()}
-                for i, entry in packed["state"].items()
+                i: {k: _unshared(v) for k, v in x.items()} if i in indices else x
+                for i, x in packed["state"].items()
             }
             for group in packed["param_groups"]:
                 # Of a dtype torch.distributed.checkpoint makes no whole state_dict.
@@ -605,7 +609,8 @@ class BaseOptimizer(Optimizer):
         """Load a state: ours, torch.optim's of the same name, or optimi's.
 
         Where the optimizer and the state both have parameter names, entries are found by
-        name, whatever their order and groups; else by order, as torch does. Hyperparameters
+        name, whatever their order and groups; else by order, as torch does, and names that
+        only the state has become the optimizer's. Hyperparameters
         are the file's; how the step is carried out (kahan_sum, state_dtype, compile,
         foreach, triton, capturable, gradient_release) stays as it is here. Tensors are
         copied, into the dtypes that fresh state would have; torch casts all to the

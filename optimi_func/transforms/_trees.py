@@ -1,5 +1,6 @@
 """What the transforms share: checked trees, states told apart, one tree or the other."""
 
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,9 +15,35 @@ from optimi_func._functional import (
     match_tree,
 )
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, Scalar, is_pure
+from optimi_func._rule import PyTree, Scalar
+from optimi_func.execution.kernels import with_own_code_object
 
 S = TypeVar("S")
+
+
+class Transform:
+    """What every transform of an optimizer is made from: a dataclass with init and step.
+
+    torch.compile counts recompilations by code object, and stops at 8. Every transform's
+    `step` has one of its own, in place of one for all of its class, so that any number of
+    different ones can be compiled in a process.
+    """
+
+    def __post_init__(self) -> None:
+        """Give this object a step of its own; one made within a graph is traced into it."""
+        if torch.compiler.is_compiling():
+            return
+        step = with_own_code_object(getattr(type(self), "step"), "step")  # noqa: B009
+        self.__dict__["step"] = MethodType(step, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields: pickle and deepcopy make the step anew."""
+        return {k: v for k, v in self.__dict__.items() if k != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the fields."""
+        self.__dict__.update(state)
+        Transform.__post_init__(self)
 
 
 class Trees(NamedTuple):
@@ -51,17 +78,6 @@ def check_state(state: Any, kind: type[S], name: str) -> S:
             "make it with this optimizer's init"
         )
     return state
-
-
-def check_optimizer(name: str, optimizer: Any) -> PureOptimizer:
-    """Refuse what has no init and step."""
-    if not is_pure(optimizer):
-        raise TypeError(
-            f"{name} got {optimizer!r}, which has no init or no step: allowed are "
-            "optimizers of the pure API, as optimi_func.adamw(lr=1e-3), and transforms of "
-            "them"
-        )
-    return optimizer
 
 
 def check_positive(label: str, name: str, value: Number) -> None:

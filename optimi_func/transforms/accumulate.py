@@ -9,10 +9,10 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._functional import flatten_params, match_tree
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func.transforms._trees import (
+    Transform,
     Trees,
-    check_optimizer,
     check_state,
     choose_tree,
     count_from,
@@ -30,7 +30,7 @@ class EveryState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Every:
+class Every(Transform):
     """An optimizer that steps every k-th time: see `every_k`."""
 
     optimizer: PureOptimizer
@@ -112,4 +112,4 @@ def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") 
         raise ValueError(f"k={k!r}: allowed are whole numbers from 1")
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r}: allowed are {get_args(Reduction)}")
-    return Every(check_optimizer("every_k", optimizer), k, reduction)
+    return Every(check_pure("every_k", optimizer, ""), k, reduction)

@@ -16,8 +16,8 @@ from optimi_func._functional import (
 )
 from optimi_func._leaf import compute_dtype
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import PureOptimizer, PyTree
-from optimi_func.transforms._trees import check_optimizer, check_state, count_from, like
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func.transforms._trees import Transform, check_state, count_from, like
 
 
 class EmaState(NamedTuple):
@@ -30,7 +30,7 @@ class EmaState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Averaged:
+class Averaged(Transform):
     """An optimizer that averages the parameters it makes: see `ema`."""
 
     optimizer: PureOptimizer
@@ -114,4 +114,4 @@ def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Aver
     (tensor(2.), tensor(1.6667))
     """
     check_number("averaging decay", "decay", decay, below=1.0)
-    return Averaged(check_optimizer("ema", optimizer), decay, debias)
+    return Averaged(check_pure("ema", optimizer, ""), decay, debias)

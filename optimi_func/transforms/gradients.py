@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._functional import Number, flatten_params, resolve
 from optimi_func._norms import clip_factor, total_norm
-from optimi_func._rule import PureOptimizer, PyTree
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func.transforms._trees import (
+    Transform,
     Trees,
-    check_optimizer,
     check_positive,
     check_state,
     count_from,
@@ -50,7 +50,7 @@ class ChainState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class Chain(Transform):
     """Gradient transforms before an optimizer: see `chain`."""
 
     transforms: tuple[GradientTransform, ...]
@@ -125,7 +125,7 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
                 "transforms, such as clip_global_norm(1.0)"
             )
         before.append(transform)
-    return Chain(tuple(before), check_optimizer("chain", optimizer))
+    return Chain(tuple(before), check_pure("chain", optimizer, ""))
 
 
 def _stateless(rewrite: Callable[[Grads, Tensor], Grads]) -> GradientTransform:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._rule import PureOptimizer, PyTree
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func.transforms._trees import (
+    Transform,
     Trees,
-    check_optimizer,
     check_state,
     choose_tree,
     count_from,
@@ -26,7 +26,7 @@ class FiniteState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Guard:
+class Guard(Transform):
     """An optimizer that skips bad gradients: see `apply_if_finite`."""
 
     optimizer: PureOptimizer
@@ -109,4 +109,4 @@ def apply_if_finite(
             f"max_consecutive={max_consecutive!r}: allowed are whole numbers from 0, and "
             "None"
         )
-    return Guard(check_optimizer("apply_if_finite", optimizer), max_consecutive)
+    return Guard(check_pure("apply_if_finite", optimizer, ""), max_consecutive)

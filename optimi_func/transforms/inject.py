@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._functional import FunctionalOptimizer, TreeState, resolve_tree
 from optimi_func._math import scalar_dtype
 from optimi_func._rule import PyTree, Scalar
-from optimi_func.transforms._trees import check_state, tensor_of
+from optimi_func.transforms._trees import Transform, check_state, tensor_of
 
 
 class InjectState(NamedTuple):
@@ -22,7 +22,7 @@ class InjectState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Injected:
+class Injected(Transform):
     """A `FunctionalOptimizer` whose numbers are in its state: see `inject`."""
 
     optimizer: FunctionalOptimizer

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._functional import flatten_params, match_tree
 from optimi_func._leaf import is_low
-from optimi_func._rule import PureOptimizer, PyTree
-from optimi_func.transforms._trees import Trees, check_optimizer, check_state
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func.transforms._trees import Transform, Trees, check_state
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
 Select: TypeAlias = str | Callable[[str, Tensor], bool]
@@ -70,7 +70,7 @@ class PartitionState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Partition:
+class Partition(Transform):
     """An optimizer a part of the tree: see `partition` and `masked`."""
 
     selects: tuple[Select, ...]
@@ -203,9 +203,9 @@ def partition(
                 "predicate, optimizer)"
             )
         _check_select("partition", part[0])
-    optimizers = [check_optimizer("partition", optimizer) for _, optimizer in parts]
+    optimizers = [check_pure("partition", optimizer, "") for _, optimizer in parts]
     if rest is not None:
-        optimizers.append(check_optimizer("partition", rest))
+        optimizers.append(check_pure("partition", rest, ""))
     return Partition(tuple(s for s, _ in parts), tuple(optimizers), False)
 
 
@@ -230,7 +230,7 @@ def masked(optimizer: PureOptimizer, select: Select) -> Partition:
     {'body': tensor([1.]), 'head': {'weight': tensor([0.])}}
     """
     _check_select("masked", select)
-    return Partition((select,), (check_optimizer("masked", optimizer),), True)
+    return Partition((select,), (check_pure("masked", optimizer, ""),), True)
 
 
 def _check_select(name: str, select: Any) -> None:

@@ -187,7 +187,7 @@ def test_a_foreign_state_changes_nothing() -> None:
             r"\['exp_avg'\] is \(9,\)",
         ),
         (lambda s: s["param_groups"].clear(), "0 param groups"),
-        (lambda s: s["param_groups"][0]["params"].pop(), "1 parameters does not fit"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "has 1 parameters"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate"),
     ]
     for change, text in cases:
@@ -257,7 +257,11 @@ def test_coarse_moments_warn() -> None:
 
 BAD = [
     ({"lr": -0.1}, ValueError, "Invalid learning rate: lr=-0.1"),
-    ({"lr": torch.tensor([0.1, 0.2])}, ValueError, "Invalid learning rate: lr=tensor"),
+    (
+        {"lr": torch.tensor([0.1, 0.2])},
+        ValueError,
+        "Tensor lr must be 1-element: lr=tensor",
+    ),
     ({"lr": torch.tensor(-0.1)}, ValueError, "Invalid learning rate: lr=-0.1"),
     ({"lr": {"a": 0.1}}, TypeError, "Invalid lr: lr={'a': 0.1}"),
     ({"lr": lambda s: 0.1}, TypeError, "Invalid lr: lr=<function"),

@@ -224,6 +224,62 @@ def test_private_autograd_is_there() -> None:
     assert seen == [True, "end"]
 
 
+def test_private_norms_are_there() -> None:
+    from optimi_func import _torch
+
+    tensors = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(1).double()]
+    norms = _torch.norms(tensors)
+    assert [x.item() for x in norms] == [4.0, 1.0]
+    assert [x.dtype for x in norms] == [torch.float32, torch.float64]
+
+
+def test_private_autograd_tells_a_backward_within_a_backward() -> None:
+    """What starts inside has a number of its own, and its end comes first."""
+    from optimi_func import _torch
+
+    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen, ends = [], []
+
+    def note(p) -> None:
+        seen.append(_torch.backward_id())
+        name = "outer" if p is w else "inner"
+        _torch.after_backward(lambda: ends.append(name))
+
+    w.register_post_accumulate_grad_hook(note)
+    v.register_post_accumulate_grad_hook(note)
+    x = torch.ones(2, requires_grad=True)
+    between, inner = x * 1, v.sum()
+    between.register_hook(lambda g: inner.backward())
+    (between * w).sum().backward()
+    assert len(set(seen)) == 2
+    assert ends == ["inner", "outer"]
+
+
+def test_private_optimizer_is_there() -> None:
+    """What classes keep apart from their own fields when they are pickled."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    own = {k for k in vars(optimizer) if k.startswith("_optimizer_")}
+    assert len(own) == 6 and all(k.endswith("_hooks") for k in own)
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer = optimi_func.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    assert "_zero_grad_profile_name" in vars(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+
+
+def test_private_compiler_settings_are_there() -> None:
+    """What execution/ sets while it compiles, and what it drops after a failure."""
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    assert config.cpp.vec_isa_ok in (None, True, False)
+    assert callable(cpu_vec_isa.valid_vec_isa_list.cache_clear)
+    for name in ("use_pre_grad_passes", "use_joint_graph_passes", "size_asserts"):
+        assert hasattr(config, name), name
+    assert hasattr(config, "cpp_cache_precompile_headers")
+    assert callable(compile_fx_inner)
+
+
 def test_private_transforms_are_there() -> None:
     from optimi_func import _torch
 

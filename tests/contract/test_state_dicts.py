@@ -1,6 +1,9 @@
 """States from elsewhere: by name, from torch and optimi and back, in other dtypes."""
 
 import copy
+import pickle
+import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -252,8 +255,14 @@ def tensors(optimizer: Any, ps: list[Tensor]) -> list[Tensor]:
 # All or nothing
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "no groups": (lambda s: s["param_groups"].clear(), "0 param groups"),
-    "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), "of 9 parameters"),
+    "no groups": (
+        lambda s: s["param_groups"].clear(),
+        "different number of parameter groups: it has 0",
+    ),
+    "fewer parameters": (
+        lambda s: s["param_groups"][0]["params"].pop(),
+        "has 9 parameters",
+    ),
     "a field less": (lambda s: s["state"][3].pop("exp_avg"), r"state\[3\] holds"),
     "truncated": (
         lambda s: s["state"][9].update(exp_avg=torch.ones(2, 3)),
@@ -287,6 +296,139 @@ def test_what_does_not_fit_changes_nothing(change: Any, text: str) -> None:
     assert after["param_groups"] == before["param_groups"]
     assert_same_state(after, before)
     assert optimi_func.AdamW is type(optimizer)
+
+
+# torch.optim's contract to the letter
+
+
+def both(ps: list[Tensor], **options: Any) -> tuple[Any, Any]:
+    """torch's AdamW and ours."""
+    return (
+        torch.optim.AdamW(ps, lr=0.05, **options),
+        AdamW(copied(ps), lr=0.05, **EAGER, **options),
+    )
+
+
+def test_names_that_only_the_state_has_are_taken_over() -> None:
+    saved = started(AdamW, named(params()).items()).state_dict()
+    for optimizer in both(params()):
+        optimizer.load_state_dict(
+            saved if isinstance(optimizer, AdamW) else torch_saved(params())
+        )
+        (group,) = optimizer.param_groups
+        assert group["param_names"] == list(named(params()))
+        assert optimizer.state_dict()["param_groups"][0]["param_names"][0] == "w0"
+        with pytest.raises(ValueError, match="should be with/without names"):
+            optimizer.add_param_group({"params": [torch.ones(1, requires_grad=True)]})
+    # Names that only the optimizer has stay.
+    other = AdamW(named(params()).items(), lr=0.1, **EAGER)
+    other.load_state_dict(started(AdamW, params()).state_dict())
+    assert other.param_groups[0]["param_names"][-1] == "w9"
+
+
+def torch_saved(ps: list[Tensor]) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(named(ps).items(), lr=0.05)
+    train(optimizer, ps, 0, 1)
+    return optimizer.state_dict()
+
+
+def test_state_beside_the_parameters_is_carried_along() -> None:
+    found = []
+    for optimizer in both(params()):
+        ps = optimizer.param_groups[0]["params"]
+        train(optimizer, ps, 0, 1)
+        table = {"mean": torch.ones(2), "names": ["a"]}
+
+        def note(optimizer: Any, table: Any = table) -> None:
+            optimizer.state["note"] = 1
+            optimizer.state["table"] = table
+
+        handle = optimizer.register_state_dict_pre_hook(note)
+        saved = optimizer.state_dict()
+        handle.remove()
+        assert saved["state"]["table"] is table
+        other = type(optimizer)(copied(ps), lr=0.1)
+        other.load_state_dict(saved)
+        again = copy.deepcopy(optimizer)
+        back = pickle.loads(pickle.dumps(optimizer))
+        for one in (optimizer, other, again, back):
+            qs = one.param_groups[0]["params"]
+            beside = {k: v for k, v in one.state.items() if not isinstance(k, Tensor)}
+            assert beside["table"]["mean"].tolist() == [1, 1]
+            train(one, qs, 1, 1)
+            keys = [k for k in one.state_dict()["state"] if isinstance(k, str)]
+            found.append((sorted(beside), keys))
+    assert found[:4] == found[4:]
+    theirs = torch.optim.AdamW(copied(ps), lr=0.1)
+    theirs.load_state_dict(optimizer.torch_state_dict())
+    assert theirs.state["note"] == 1
+
+
+def test_a_parameters_entry_has_to_be_a_dict() -> None:
+    ps = params()
+    saved = started(AdamW, ps).state_dict()
+    saved["state"][0] = 1
+    with pytest.raises(ValueError, match=r"state\[0\] is 1: allowed is a dict"):
+        AdamW(copied(ps), lr=0.1, **EAGER).load_state_dict(saved)
+
+
+def adding(group: Any) -> Any:
+    def call(cls: Any) -> None:
+        ps = params()[:2]
+        cls(ps, lr=0.1).add_param_group(group(ps))
+
+    return call
+
+
+def loading(change: Any) -> Any:
+    def call(cls: Any) -> None:
+        ps = params()[:3]
+        optimizer = cls([{"params": ps[:2]}, {"params": ps[2:]}], lr=0.1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved)
+        optimizer.load_state_dict(saved)
+
+    return call
+
+
+def requiring(cls: Any) -> Any:
+    optimizer = cls(params(), lr=0.1)
+    optimizer.defaults["lr"] = torch.optim.optimizer.required
+    return optimizer
+
+
+# What torch.optim says too. Other numbers out of their range are refused in optimi's words
+# ("Invalid epsilon: eps=-1.0"), sparse gradients as a TypeError by every rule, and a
+# state_dict without its keys as a ValueError that names them.
+WRONG_CALLS: dict[str, Any] = {
+    "no parameters": lambda cls: cls([], lr=0.1),
+    "a tensor": lambda cls: cls(params()[0], lr=0.1),
+    "a set": lambda cls: cls([{"params": set(params())}], lr=0.1),
+    "no tensors": lambda cls: cls([1.0], lr=0.1),
+    "some names": lambda cls: cls([("w", params()[0]), params()[1]], lr=0.1),
+    "no leaf": lambda cls: cls([params()[0] * 2], lr=0.1),
+    "no required number": lambda cls: requiring(cls).add_param_group({"params": params()}),
+    "lr below 0": lambda cls: cls(params(), lr=-1.0),
+    "lr of two": lambda cls: cls(params(), lr=torch.ones(2)),
+    "a closure": lambda cls: cls(params(), lr=0.1).step(1),
+    "a parameter twice": adding(lambda ps: {"params": ps[:1]}),
+    "no dict": adding(lambda ps: ps),
+    "no params": adding(lambda ps: {"lr": 0.1}),
+    "names later": adding(lambda ps: {"params": [("w", params()[0])]}),
+    "a group less": loading(lambda s: s["param_groups"].pop()),
+    "a parameter less": loading(lambda s: s["param_groups"][0]["params"].pop()),
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_errors_begin_with_torchs_words(call: Any) -> None:
+    with pytest.raises(Exception) as theirs:
+        call(torch.optim.AdamW)
+    with pytest.raises(type(theirs.value)) as ours:
+        call(partial(AdamW, **EAGER))
+    # The value, which torch appends and we name.
+    words = re.sub(r": -1\.0$", ": ", str(theirs.value))
+    assert str(ours.value).startswith(words)
 
 
 # To a pure optimizer and back

@@ -333,33 +333,67 @@ def test_a_bucket_of_one_is_a_copy() -> None:
     assert (conv.weight != before).all()
 
 
-def test_vector_instructions_are_believed_and_forgotten(monkeypatch) -> None:
-    """Probing them takes a new process longer than all the rest of its first step."""
-    from torch._inductor import cpu_vec_isa
+def test_vector_instructions_are_not_tried_out(monkeypatch) -> None:
+    """A test program for each takes a new process a fifth of its first step."""
+    from torch._inductor import config, cpu_vec_isa
 
-    def probing():
-        raise AssertionError("probed")
+    def build(self, code):
+        raise AssertionError("tried out")
 
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", probing)
+    # VecAVX512 and its kin still try their extensions, small programs without headers.
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", build)
     with direct.unprobed_vectors():
-        believed = cpu_vec_isa.pick_vec_isa()
-    assert (
-        believed.bit_width()
-        == {"AVX2": 256, "AVX512": 512}[torch.backends.cpu.get_cpu_capability()]
-    )
-    assert cpu_vec_isa.valid_vec_isa_list is probing
-    # Where the belief was wrong, the machine is asked.
+        assert cpu_vec_isa.VecAVX2()
+        with config.patch({"cpp.vec_isa_ok": False}), direct.unprobed_vectors():
+            assert not cpu_vec_isa.VecAVX2()  # as the user has it
+    with pytest.raises(AssertionError, match="tried out"):
+        bool(cpu_vec_isa.VecAVX2())
+
+
+def test_vector_instructions_are_tried_out_where_a_compilation_fails(monkeypatch) -> None:
+    from torch._inductor import config, cpu_vec_isa
+
     seen = []
 
     def compile_(function, example, options):
-        seen.append(cpu_vec_isa.valid_vec_isa_list is probing)
+        cpu_vec_isa.valid_vec_isa_list()
+        seen.append((config.cpp.vec_isa_ok, cpu_vec_isa.valid_vec_isa_list.cache_info()))
         if len(seen) == 1:
             raise RuntimeError("unknown instruction")
         return function, direct._Record(options)
 
     monkeypatch.setattr(direct, "_compile", compile_)
     direct.compile_flat(lambda *xs: None, [torch.ones(2)])
-    assert seen == [False, True]
+    assert [ok for ok, _ in seen] == [True, None]
+    # A list of its own, made in the second compilation.
+    assert (seen[1][1].hits, seen[1][1].misses) == (0, 1)
+
+
+def test_threads_that_compile_at_a_time_leave_no_setting_behind() -> None:
+    from torch._inductor import config
+
+    one, both, two = (threading.Barrier(2, timeout=60) for _ in range(3))
+    seen = []
+
+    def first() -> None:
+        with direct.unprobed_vectors():
+            one.wait()
+            both.wait()
+        two.wait()
+
+    def second() -> None:
+        one.wait()
+        with direct.unprobed_vectors():
+            both.wait()
+            two.wait()
+        seen.append(config.cpp.vec_isa_ok)
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [*seen, config.cpp.vec_isa_ok] == [None, None]
 
 
 STEP = """

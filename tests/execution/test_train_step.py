@@ -3,7 +3,6 @@
 import copy
 import gc
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -481,7 +480,7 @@ def test_arguments_are_refused() -> None:
 
     refused(TypeError, "model_or_fn=3", lambda: train_step(3, loss, adamw))
     refused(TypeError, "loss_fn=None", lambda: train_step(model, None, adamw))
-    refused(TypeError, "optimizer=3", lambda: train_step(model, loss, 3))
+    refused(TypeError, "train_step got 3", lambda: train_step(model, loss, 3))
     for bad in (0, -1):
         refused(
             ValueError,
@@ -654,33 +653,31 @@ def test_a_loss_that_is_a_parameter() -> None:
     assert (state.params.item(), outcome.loss.item()) == (1.5, 2.0)
 
 
-def test_two_threads_rehearse() -> None:
-    from optimi_func.compiled.dry_run import dry_run
+def test_a_scaler_is_found_where_loss_fn_names_it() -> None:
+    from optimi_func.compiled.dry_run import check_unscaled
 
-    scale, scaler = torch.amp.GradScaler.scale, torch.amp.GradScaler("cpu")
-    meet, leave = threading.Barrier(2, timeout=60), threading.Event()
+    scaler = torch.amp.GradScaler("cpu")
+    scale = scaler.scale
 
-    def work(wait: Callable[[], Any]) -> None:
-        def program(params: Any, buffers: Any, batch: Any) -> Any:
-            meet.wait()
-            wait()
-            return params[0].sum(), None, []
+    class Trainer:
+        def __init__(self) -> None:
+            self.scaler = scaler
 
-        dry_run(program, [torch.ones(2)], [], None)
+        def loss(self, output: Tensor, batch: Any) -> Tensor:
+            return self.scaler.scale(output.sum())
 
-    def stay() -> None:
-        leave.wait(60)
+        def other(self, output: Tensor, batch: Any) -> Tensor:
+            return output.sum()
 
-    first = threading.Thread(target=work, args=(lambda: None,))
-    second = threading.Thread(target=work, args=(stay,))
-    for thread in (first, second):
-        thread.start()
-    first.join()
-    # Others scale meanwhile.
-    assert scaler.scale(torch.ones(())).item() == 65536.0
-    leave.set()
-    second.join()
-    assert torch.amp.GradScaler.scale is scale
+    for loss_fn in (lambda out, b: scaler.scale(out.sum()), Trainer().loss):
+        with pytest.raises(ValueError, match="loss_fn has a GradScaler, scaler"):
+            check_unscaled(loss_fn)
+    check_unscaled(Trainer().other)
+    check_unscaled(torch.nn.MSELoss())
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    check_unscaled(lambda out, b: off.scale(out.sum()))
+    # A limit: what stands behind something else is not found.
+    check_unscaled(lambda out, b: scale(out.sum()))
 
 
 def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:

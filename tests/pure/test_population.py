@@ -490,7 +490,7 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         (
             lambda: population.init(torch.optim.AdamW, TWO),
             TypeError,
-            "allowed are a factory",
+            "allowed are factories",
         ),
         (lambda: population.vmap_step(adamw, (0, 0, 0)), ValueError, "allowed are four"),
         (

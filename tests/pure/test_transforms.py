@@ -1,7 +1,9 @@
 """Transforms: each compiles, vmaps, differentiates, and equals a plain loop; they nest."""
 
 import copy
+import dataclasses
 import math
+import pickle
 import types
 from collections import namedtuple
 from collections.abc import Callable
@@ -1254,3 +1256,36 @@ def test_states_of_other_optimizers() -> None:
     state.hyper["lr"] = 0.1
     with pytest.raises(TypeError, match=r"state\.hyper\['lr'\] holds 0\.1"):
         inject(S).step(params, grads[0], state)
+
+
+def test_many_transforms_in_one_process_are_compiled() -> None:
+    """Each has a step of its own for Dynamo, which recompiles a code object 8 times."""
+    p, g = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
+    transforms = [
+        *[chain(clip_value(float(i)), optimi_func.sgd(lr=1.0)) for i in range(1, 7)],
+        *[every_k(optimi_func.adamw(lr=0.1), k) for k in range(1, 7)],
+    ]
+    for optimizer in transforms:
+        state = optimizer.init(p)
+        step = torch.compile(optimizer.step, fullgraph=True, backend="eager")
+        new, _ = step(p, g, state)
+        expected, _ = optimizer.step(p, g, state)
+        assert torch.equal(new["w"], expected["w"])
+    codes = {optimizer.step.__code__ for optimizer in transforms[:1]}
+    assert codes == {transforms[1].step.__code__}  # alike, and not one
+    assert transforms[0].step.__code__ is not transforms[1].step.__code__
+
+
+def pickled(x: Any) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled, dataclasses.replace])
+def test_a_copy_of_a_transform_steps_by_itself(copied: Any) -> None:
+    inner = every_k(optimi_func.adamw(lr=0.1), 2)
+    other = copied(inner)
+    assert other.step.__self__ is other and other.step.__code__ is not inner.step.__code__
+    assert (other.k, repr(other)) == (inner.k, repr(inner))
+    p, g = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
+    (a, s), (b, t) = (o.step(p, g, o.init(p)) for o in (inner, other))
+    assert torch.equal(a["w"], b["w"]) and torch.equal(s.sums["w"], t.sums["w"])

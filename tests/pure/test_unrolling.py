@@ -411,7 +411,7 @@ def test_bad_input() -> None:
             unroll(adamw(lr=0.1), loss, params, None, batches, **options)
     with pytest.raises(ValueError, match="batches is empty"):
         unroll(adamw(lr=0.1), loss, params, None, [])
-    with pytest.raises(TypeError, match="allowed are a factory"):
+    with pytest.raises(TypeError, match="allowed are factories"):
         unroll(torch.optim.AdamW, loss, params, None, batches)
     with pytest.raises(ValueError, match=r"a loss of shape \(4, 3\)"):
         unroll(sgd(lr=0.1), lambda p, b: p["w"], params, None, batches)

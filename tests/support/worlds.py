@@ -656,11 +656,10 @@ def replicas(folder: Path) -> None:
     with raises(ValueError, "FSDP2"):
         prepare_for_gradient_release(model, optimizer)
     handle = prepare_for_gradient_release(inner, optimizer)
-    before = snapshot(inner)
+    # Known by what it does, at the end of its first backward.
     with raises(RuntimeError, "FSDP2"):
         loss_of(model, mine(0)).backward()
     handle.remove()
-    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(inner)))
 
 
 def growth(folder: Path) -> None:

@@ -22,6 +22,7 @@ from optimi_func.execution.kernels import (
     has_list_kernels,
     kernel,
     kernel_key,
+    passes,
 )
 from optimi_func.execution.launches import (
     AllReduceMeans,
@@ -79,7 +80,7 @@ def plan_launches(
         "eager": lambda some, part: _plan_eager(rule, some, write, part),
     }
     plan = plans[executor]
-    if not (rule.per_tensor and write):
+    if passes(rule, write) == ("whole",):
         return plan(updates, "whole")
     # A mean over shards is a message, one for all tensors of a mesh, which every process
     # has to send, however much of a tensor lies there.

@@ -74,6 +74,11 @@ def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Kern
     return KernelKey(rule, statics, write, in_place, u.guarded, dtypes, device, part)
 
 
+def passes(rule: Rule[Any, Any], write: bool) -> tuple[Pass, ...]:
+    """The kernels of a step, in their order."""
+    return ("mean", "move") if rule.per_tensor and write else ("whole",)
+
+
 def has_list_kernels(device: torch.device) -> bool:
     """Whether a device's kernels update a whole list of tensors in one call."""
     return device.type == "cpu" and device.type not in _without_lists

@@ -104,7 +104,7 @@ class BaseOptimizer(Optimizer):
     # What torch and optimi call and keep otherwise.
     counterparts: ClassVar[Counterparts] = Counterparts()
     keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
-    _given: ClassVar[itemgetter[Any]]  # their values in a group
+    _given: "ClassVar[itemgetter[Any]]"  # their values in a group
 
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""

@@ -12,7 +12,9 @@ import optimi_func
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rates, Scalars
 from optimi_func.execution.foreach import trace
-from optimi_func.execution.kernel import Numbers, job_key
+from optimi_func.execution.kernels import KernelKey
+from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.tensors import flat_leaf
 
 
 def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **options) -> str:
@@ -22,9 +24,10 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     p = torch.ones(2, dtype=dtype)
     leaf = init_leaf(rule, p, None, None)
     coeffs = optimizer.coeffs(t)
-    numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    key = job_key(rule, leaf, p, numbers, True, True, False)
-    traced = trace(key, numbers.scalars, False)
+    numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
+    dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
+    key = KernelKey(rule, numbers.statics, True, True, False, dtypes, p.device, "whole")
+    traced = trace(key, numbers.scalars)
     names = [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
     called: dict[fx.Node, str] = dict(zip(traced.inputs, names))
     lines = []

@@ -14,9 +14,10 @@ import optimi_func
 from optimi_func import compiled
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rates, Scalars
-from optimi_func.execution import direct, loop
-from optimi_func.execution import kernel as kernels
-from optimi_func.execution.kernel import Numbers, job_key, kernel
+from optimi_func.execution import inductor, kernels, list_kernel
+from optimi_func.execution.kernels import KernelKey, kernel, passes
+from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.tensors import flat_leaf
 
 SHAPES = [
     *[(1,), (), (2,), (3,), (5, 1), (7, 11), (64,), (100, 3), (0,), (8193,)],
@@ -88,9 +89,11 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     p = torch.ones(4, dtype=dtype)
     leaf = init_leaf(optimizer.rule, p, None, None)
     coeffs = optimizer.coeffs(1)
-    numbers = Numbers(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
-    key = job_key(optimizer.rule, leaf, p, numbers, True, True, False)
-    _, code = run_and_get_code(lambda: kernel(key, numbers.scalars))
+    numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
+    dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
+    rule, options = optimizer.rule, (numbers.statics, True, True, False, dtypes, p.device)
+    keys = [KernelKey(rule, *options, part) for part in passes(rule, True)]
+    _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])
     return code
 
 
@@ -101,7 +104,7 @@ def test_a_step_is_one_kernel_without_allocations(
 ) -> None:
     """For one thread where a loop of ours shares a list among them, else for all."""
     if parallel:
-        monkeypatch.setattr(kernels, "_sweepless", {"cpu"})
+        monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
     (code,) = code_of("adamw", dtype)
     assert code.count("async_compile.cpp_pybinding(") == 1
     assert code.count("#pragma omp for") == parallel
@@ -238,17 +241,17 @@ def test_cuda_equals_cpu(name: str, dtype: torch.dtype) -> None:
 
 
 PARTS = {
-    "compiler": (loop, "_loop", lambda: None),
-    "machine code": (loop, "_machine_code", lambda *a: None),
-    "generated": (direct, "generated_code", lambda compiled: None),
-    "arguments": (direct._Record, "order", lambda self, example: None),
+    "compiler": (list_kernel, "native", lambda: None),
+    "machine code": (list_kernel, "_machine_code", lambda *a: None),
+    "generated": (inductor, "generated_code", lambda compiled: None),
+    "arguments": (inductor._Record, "order", lambda self, example: None),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_without_inductors_private_parts_the_same_is_done(part, monkeypatch):
     """The fallbacks of compiled/, and that they are not what runs here."""
-    monkeypatch.setattr(kernels, "_sweepless", set())
+    monkeypatch.setattr(kernels, "_without_lists", set())
     monkeypatch.setattr(kernels, "_kernels", {})
 
     def run() -> tuple[torch.Tensor, str]:
@@ -262,22 +265,22 @@ def test_without_inductors_private_parts_the_same_is_done(part, monkeypatch):
         return torch.cat([p.flatten() for p in params]), type(made[-1]).__name__
 
     fast, way = run()
-    assert way == "Sweep"
+    assert way == "ListKernel"
     kernels._kernels.clear()
     monkeypatch.setattr(*PARTS[part])
     slow, way = run()
     assert way == ("_Public" if part in ("generated", "arguments") else "_Direct")
     assert torch.equal(fast, slow)
     # It is not tried again.
-    assert not kernels.sweeps(torch.device("cpu"))
+    assert not kernels.has_list_kernels(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("sweeps", [True, False])
+@pytest.mark.parametrize("lists", [True, False])
 def test_only_kernels_of_one_tensor_know_a_number_of_threads(
-    sweeps, graphs, monkeypatch
+    lists, graphs, monkeypatch
 ) -> None:
-    if not sweeps:
-        monkeypatch.setattr(kernels, "_sweepless", {"cpu"})
+    if not lists:
+        monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
     optimizer = fresh("sgd", lr=0.1)
     before = torch.get_num_threads()
     p = torch.ones(9000)
@@ -288,7 +291,7 @@ def test_only_kernels_of_one_tensor_know_a_number_of_threads(
             compiled.step_(optimizer, p, torch.ones_like(p), state)
     finally:
         torch.set_num_threads(before)
-    assert graphs() == (1 if sweeps else 3)
+    assert graphs() == (1 if lists else 3)
 
 
 def test_ambient_state_costs_no_graph(graphs) -> None:
@@ -342,9 +345,9 @@ def test_vector_instructions_are_not_tried_out(monkeypatch) -> None:
 
     # VecAVX512 and its kin still try their extensions, small programs without headers.
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", build)
-    with direct.unprobed_vectors():
+    with inductor.unprobed_vectors():
         assert cpu_vec_isa.VecAVX2()
-        with config.patch({"cpp.vec_isa_ok": False}), direct.unprobed_vectors():
+        with config.patch({"cpp.vec_isa_ok": False}), inductor.unprobed_vectors():
             assert not cpu_vec_isa.VecAVX2()  # as the user has it
     with pytest.raises(AssertionError, match="tried out"):
         bool(cpu_vec_isa.VecAVX2())
@@ -360,10 +363,10 @@ def test_vector_instructions_are_tried_out_where_a_compilation_fails(monkeypatch
         seen.append((config.cpp.vec_isa_ok, cpu_vec_isa.valid_vec_isa_list.cache_info()))
         if len(seen) == 1:
             raise RuntimeError("unknown instruction")
-        return function, direct._Record(options)
+        return function, inductor._Record(options)
 
-    monkeypatch.setattr(direct, "_compile", compile_)
-    direct.compile_flat(lambda *xs: None, [torch.ones(2)])
+    monkeypatch.setattr(inductor, "_compile", compile_)
+    inductor.compile_flat(lambda *xs: None, [torch.ones(2)])
     assert [ok for ok, _ in seen] == [True, None]
     # A list of its own, made in the second compilation.
     assert (seen[1][1].hits, seen[1][1].misses) == (0, 1)
@@ -376,14 +379,14 @@ def test_threads_that_compile_at_a_time_leave_no_setting_behind() -> None:
     seen = []
 
     def first() -> None:
-        with direct.unprobed_vectors():
+        with inductor.unprobed_vectors():
             one.wait()
             both.wait()
         two.wait()
 
     def second() -> None:
         one.wait()
-        with direct.unprobed_vectors():
+        with inductor.unprobed_vectors():
             both.wait()
             two.wait()
         seen.append(config.cpp.vec_isa_ok)

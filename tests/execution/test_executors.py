@@ -208,9 +208,9 @@ def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None
 
 
 def test_foreach_names_an_operation_it_does_not_know() -> None:
-    from optimi_func._rule import Direction, Leaf, Rates, Rule, Scalars
+    from optimi_func._rule import Direction, Rates, Rule, Scalars
     from optimi_func.execution.foreach import trace
-    from optimi_func.execution.kernel import Numbers, job_key
+    from optimi_func.execution.kernels import KernelKey
     from optimi_func.optimizers import sgd
 
     odd = Rule(
@@ -220,11 +220,11 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
         sgd.no_coeffs,
         lambda g, s, c: Direction(torch.erfinv(g), s),
     )
-    numbers = Numbers(Scalars(sgd.NoState(), Rates(0.1, 0.0, 0.0, 1.0)))
-    leaf = Leaf(torch.ones(2), sgd.NoState(), None)
-    key = job_key(odd, leaf, leaf.p, numbers, True, True, False)
+    scalars = Scalars(sgd.NoState(), Rates(0.1, 0.0, 0.0, 1.0))
+    dtypes, device = (torch.float32,) * 2, torch.device("cpu")
+    key = KernelKey(odd, (None,) * 4, True, True, False, dtypes, device, "whole")
     with pytest.raises(NotImplementedError, match="erfinv"):
-        trace(key, numbers.scalars, False)
+        trace(key, scalars)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""Parameters that step together: their state side by side, and who may disturb that."""
+"""Plans: what is launched again at the next step, and who may disturb that."""
 
 import copy
 import gc
@@ -16,14 +16,20 @@ from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
 from optimi_func._rule import WHOLE_BATCH
-from optimi_func.execution import batching, kernel, loop
-from optimi_func.execution.cohorts import Cohort
-from optimi_func.execution.jobs import Segments
+from optimi_func.execution import kernels
+from optimi_func.execution.launches import (
+    FlattenedLaunch,
+    KernelLaunch,
+    Launch,
+    ListLaunch,
+)
+from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.plans import StatePlan
 
-# Lists and rows, buckets and launches of one leaf, as where kernels do not sweep.
+# List kernels; kernels of one tensor, as where there are no list kernels; and foreach.
 WAYS: dict[str, Any] = {
     "lists": {"compile": None},
-    "buckets": {"compile": None},
+    "tensors": {"compile": None},
     "foreach": {"foreach": True},
 }
 EAGER = {"compile": False}
@@ -32,21 +38,26 @@ EAGER = {"compile": False}
 @pytest.fixture(params=WAYS)
 def how(request, monkeypatch) -> dict[str, Any]:
     """Options of an optimizer that steps in one of the ways."""
-    if request.param == "buckets":
-        monkeypatch.setattr(kernel, "_sweepless", {"cpu"})
+    if request.param == "tensors":
+        monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
     return WAYS[request.param]
 
 
-def cohorts(optimizer: Any) -> list[Cohort]:
-    seen = optimizer._cohorts._seen.values()
-    return [one.cohort for one in seen if one.cohort is not None]
+def plans(optimizer: Any) -> list[StatePlan]:
+    return list(optimizer._plans._plans.values())
+
+
+def launches(optimizer: Any) -> list[Launch]:
+    (plan,) = plans(optimizer)
+    ((_, found),) = plan._known.values()
+    return found
 
 
 # A kernel costs seconds: every rule has one for lists, and those whose means or second
-# kernel make a step of another form also for buckets and for bfloat16; the rest soak.
+# kernel make a step of another form also for single tensors and bfloat16; the rest soak.
 QUICK = {
     "lists": {torch.float64: [*CLASSES], torch.bfloat16: ["adamw", "stableadamw"]},
-    "buckets": {
+    "tensors": {
         torch.float64: ["adamw", "stableadamw", "ranger"],
         torch.bfloat16: ["adamw"],
     },
@@ -75,13 +86,13 @@ def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -
     )
     train(ours, ps, 0, 8)
     train(plain, qs, 0, 8)
-    (cohort,) = cohorts(ours)
-    if how is WAYS["lists"]:
-        assert not cohort.buckets
-        assert [row.at for row in cohort.rows] == [list(range(10))]
-    else:
-        assert [len(b.at) for b in cohort.buckets] == [9]
-        assert [row.at for row in cohort.rows] == [[8]]  # the large one
+    if how is WAYS["lists"] and name != "ranger":
+        filled = [i for i, p in enumerate(ps) if p.numel()]
+        assert [type(x) for x in launches(ours)] == [ListLaunch]
+        assert launches(ours)[0]._places == filled
+    elif how is WAYS["tensors"] and name not in ("ranger", "stableadamw"):
+        # The large one by itself, the small ones together.
+        assert [type(x) for x in launches(ours)] == [KernelLaunch, FlattenedLaunch]
     assert_alike(ps, qs, 0.0 if dtype == torch.bfloat16 else 1e-12)
     for p, q in zip(ps, qs):
         assert ours.state[p]["step"].item() == plain.state[q]["step"].item() == 8
@@ -93,12 +104,12 @@ def test_tensors_of_the_state_stay_the_objects_they_are(how) -> None:
     train(optimizer, ps, 0, 1)
     before = {p: dict(optimizer.state[p]) for p in ps}
     train(optimizer, ps, 1, 3)
-    small = [p for p in ps if 0 < p.numel() < 1000]
+    where = {p: optimizer.state[p]["exp_avg"].data_ptr() for p in ps}
+    train(optimizer, ps, 4, 2)
     for p in ps:
+        assert optimizer.state[p]["exp_avg"].data_ptr() == where[p]
         assert list(before[p]) == list(optimizer.state[p])
         assert all(x is before[p][k] for k, x in optimizer.state[p].items())
-    where = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() for p in small}
-    assert len(where) == (len(small) if how is WAYS["lists"] else 1)
     saved = optimizer.state_dict()["state"]
     for entry in saved.values():
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in entry.values())
@@ -268,7 +279,7 @@ def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
         optimizer = AdamW(ps, lr=0.05, capturable=True, **way)
         for t in range(12):
             fill(ps, t)
-            skippable = WHOLE_BATCH._replace(ok=torch.tensor(t % 3 > 0))
+            skippable = WHOLE_BATCH._replace(finite=torch.tensor(t % 3 > 0))
             share = skippable if t % 2 else WHOLE_BATCH
             grads = [p.grad for p in ps]
             optimizer.update(ps, grads, [share] * len(ps), write=True, count=True)
@@ -287,7 +298,7 @@ def test_a_sparse_gradient_is_refused_before_any_write(how) -> None:
     assert_alike(ps, before, 0.0)
 
 
-def test_lists_that_take_turns_end_without_cohorts_and_stay_right(how) -> None:
+def test_lists_that_take_turns_have_a_plan_each(how) -> None:
     ends = []
     for way in (how, EAGER):
         ps = params()
@@ -303,11 +314,10 @@ def test_lists_that_take_turns_end_without_cohorts_and_stay_right(how) -> None:
     assert [ours.state[p]["step"].item() for p in ps] == [
         plain.state[q]["step"].item() for q in qs
     ]
-    assert len(ours._cohorts._seen) == 2
-    assert all(one.lost <= 4 for one in ours._cohorts._seen.values())
+    assert len(plans(ours)) == 2
 
 
-def test_ages_share_no_numbers(how) -> None:
+def test_only_equal_step_counts_share_numbers(how) -> None:
     ends = []
     for way in (how, EAGER):
         ps = params()
@@ -320,9 +330,8 @@ def test_ages_share_no_numbers(how) -> None:
             optimizer.step()
         ends.append(ps)
         if way is not EAGER:
-            (late,) = [c for c in cohorts(optimizer) if len(c.age_of) == len(ps)]
-            assert late.age_of == [0, 1] * 5
-            assert len(late.buckets) == (0 if how is WAYS["lists"] else 2)
+            (late,) = [x for x in plans(optimizer) if len(x.counts.at) == len(ps)]
+            assert late.counts.at == [0, 1] * 5
     assert_alike(*ends)
 
 
@@ -338,7 +347,7 @@ def test_a_backward_that_saved_a_small_parameter_or_its_state_raises(how) -> Non
             y.backward()
 
 
-@pytest.mark.parametrize("how", ["lists", "buckets"], indirect=True)
+@pytest.mark.parametrize("how", ["lists", "tensors"], indirect=True)
 def test_versions_count_what_is_written_and_nothing_else(how) -> None:
     ps = params()
     optimizer = AdamW(ps, lr=0.05, **how)
@@ -356,7 +365,7 @@ def test_versions_count_what_is_written_and_nothing_else(how) -> None:
                 assert (q > p, n > m, h > g) == (write, True, False)
 
 
-@pytest.mark.parametrize("how", ["lists", "buckets"], indirect=True)
+@pytest.mark.parametrize("how", ["lists", "tensors"], indirect=True)
 def test_steps_allocate_nothing_that_lasts_and_launch_once(how, monkeypatch) -> None:
     shapes = [(16,)] * 200 + [(8, 8)] * 50
     ps = [torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -365,15 +374,19 @@ def test_steps_allocate_nothing_that_lasts_and_launch_once(how, monkeypatch) -> 
 
     def count(owner: Any, name: str) -> None:
         run = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: calls.append(1) or run(*args))
+        monkeypatch.setattr(
+            owner, name, lambda *args, **each: calls.append(1) or run(*args, **each)
+        )
 
-    count(batching, "_run_direct")
-    count(loop.Sweep, "run")
+    count(FlattenedLaunch, "run")
+    count(ListKernel, "run")
     for t in range(6):
         fill(ps, t)
         calls.clear()
         optimizer.step()
     assert len(calls) == 1
+    if how is not WAYS["lists"]:
+        return  # small ones are copied into flat tensors, for the call
     fill(ps, 6)
     with torch.profiler.profile(profile_memory=True) as profiled:
         optimizer.step()
@@ -407,16 +420,6 @@ def _refuse(*args: Any) -> Any:
     raise AssertionError("the host waits for the device")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_means_are_summed_as_if_alone(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    sizes = sorted([*range(1, 40), 16, 16, 64, 100, 1000, 1000, 4097, 8191])
-    alone = [torch.randn(n, generator=generator, dtype=dtype) for n in sizes]
-    found = Segments(sizes).mean(torch.cat(alone)).split(sizes)
-    for x, mean in zip(alone, found):
-        assert mean.equal(x.mean().expand_as(x))
-
-
 def test_nothing_is_kept_alive(how) -> None:
     ps = params()
     optimizer = AdamW(ps, lr=0.05, **how)
@@ -447,5 +450,5 @@ def test_lists_that_never_come_again_are_forgotten(how) -> None:
                 p.grad = None
             optimizer.step()
         ends.append(ps)
-        assert len(optimizer._cohorts._seen) <= 32
+        assert len(plans(optimizer)) <= 32 + len(ps)
     assert_alike(*ends)

@@ -36,6 +36,11 @@ def _older_objects_rest() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Objects that rest are never freed: triton 3.9 reports its own as leaked at exit."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def graphs():
     """Counts the graphs that Dynamo made since the test began."""

@@ -50,12 +50,15 @@ class Plan:
         self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
 
     def _kind(self, executor: Executor, numbers: Numbers, write: bool) -> Any:
-        statics = tuple([x.statics for x in numbers.scalars])
-        guarded = tuple([f is None for f in numbers.finite])
-        at = tuple(numbers.at) if len(statics) > 1 else None
+        scalars, at, finite = numbers
+        if len(scalars) == 1:
+            statics, guarded, places = scalars[0].statics, finite[0] is not None, None
+        else:
+            statics = tuple([x.statics for x in scalars])
+            guarded, places = tuple([x is not None for x in finite]), tuple(at)
         # What watches single operations is to see them.
         watched = any_torch_dispatch_mode_on_stack()
-        return executor, write, statics, guarded, at, watched
+        return executor, write, statics, guarded, places, watched
 
     def find(
         self, executor: Executor, grads: list[Tensor], numbers: Numbers, write: bool

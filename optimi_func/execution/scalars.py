@@ -87,11 +87,9 @@ class Numbers(NamedTuple):
             write: False moves the state alone.
         """
         if microbatches is None:
-            packed = [
-                PackedScalars(microbatch_scalars(rule, s, WHOLE_BATCH, write))
-                for s in scalars
-            ]
-            return Numbers(packed, at, [None] * len(packed))
+            if not write:
+                scalars = [microbatch_scalars(rule, s, WHOLE_BATCH, write) for s in scalars]
+            return Numbers([PackedScalars(s) for s in scalars], at, [None] * len(scalars))
         places: dict[Any, int] = {}
         numbers = Numbers([], [], [])
         for i, m in zip(at, microbatches):

@@ -1,4 +1,4 @@
-"""What release asks of gradients beside their norms."""
+"""Norms and finiteness of gradients, of which a process may hold a part (DTensor)."""
 
 from typing import NamedTuple
 
@@ -17,21 +17,21 @@ from optimi_func._rule import Scalar
 
 
 class Norm(NamedTuple):
-    """The norm of what lies here of a tensor."""
+    """The norm of the local part of a tensor."""
 
     value: Tensor  # 0-d, of at least float32
     split: Split | None  # the processes that hold the rest of it
 
 
 def measured(tensors: list[Tensor]) -> list[Norm]:
-    """The norm of each tensor, as far as it lies here."""
+    """The norm of each tensor's local part."""
     shards = map(shards_of, tensors)
     splits = [None if s is None else s.split for s in shards]
     return list(map(Norm, norms_of(to_local(tensors)), splits))
 
 
 def whole(norms: list[Norm]) -> list[Norm]:
-    """The norms of whole tensors: a message, where any lies in shards."""
+    """The norms of whole tensors: an all-reduce where any is sharded."""
     if all(norm.split is None for norm in norms):
         return norms
     squares = [norm.value.double().square() for norm in norms]
@@ -43,7 +43,7 @@ def whole(norms: list[Norm]) -> list[Norm]:
 
 
 def total(norms: list[Norm]) -> Tensor:
-    """The norm of all: a message of one number a mesh, where any lies in shards."""
+    """The norm of all together: an all-reduce of one number a mesh where any is sharded."""
     parts: dict[Split | None, list[Tensor]] = {}
     for norm in norms:
         parts.setdefault(norm.split, []).append(norm.value)

@@ -382,7 +382,8 @@ class Runner:
                 cycle.position = 0 if backward.last else cycle.position + 1
             moved = o.accumulation is None and not self.owner.accumulates()
             self.since_step = self.since_step or SinceStep()
-            self.since_step.add(backward.fired, moved)
+            if backward.ids:  # none where step() ends a cycle
+                self.since_step.add(backward.fired, moved)
             self.owner.end(backward.last)
         if backward.staging_buffer.numel():
             self._staging_buffer = backward.staging_buffer

@@ -55,6 +55,9 @@ def read_before_written() -> None:
     so after the write. The gradient of one factor of a product would be the new value of
     the other.
 
+    Inductor's cache on disk does not know how an operation is lowered: who changes this
+    function gives the operation another name, or old graphs go on to be found.
+
     This sets Inductor's lowering of this one operation, which nobody else has; all others
     stay as they are. Torch 2.11 to 2.13; no upstream issue is known. A torch without these
     names fails in test_private_torch_is_there, one that computes too late again in

@@ -398,7 +398,7 @@ class GradientRelease:
         return loss.detach()
 
     def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Norm]]:
-        """The loss and its gradients' norms; the world is as it was before."""
+        """The loss and its gradients' norms; .grad, buffers, random state are restored."""
         model = self._model()
         if model is None:
             raise RuntimeError(
@@ -477,17 +477,17 @@ class _Buffers:
 
 
 def _is_reentrant(loss: Tensor) -> bool:
-    """Whether a reentrant checkpoint lies behind the loss."""
+    """Whether the loss was computed through a reentrant checkpoint."""
     return any(type(x).__name__ == "CheckpointFunctionBackward" for x in _nodes(loss))
 
 
 def _leaves(loss: Tensor) -> set[Tensor]:
-    """What backward gives gradients."""
+    """The leaf tensors that a backward of the loss would give gradients."""
     return {x.variable for x in _nodes(loss) if hasattr(x, "variable")}
 
 
 def _nodes(loss: Tensor) -> set[Any]:
-    """All of the graph behind the loss."""
+    """Every node of the loss's autograd graph."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:

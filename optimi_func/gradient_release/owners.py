@@ -35,7 +35,7 @@ class Owner(Protocol):
         ...
 
     def accumulates(self) -> bool:
-        """Whether optimi's flag is up: state moves, parameters don't."""
+        """Whether `optimizer_accumulation` is True: state moves, parameters don't."""
         ...
 
     def on_host(self, p: Tensor) -> bool:
@@ -56,12 +56,12 @@ class ClassOwner:
         self.check_accumulates = optimizer.check_accumulates
 
     def groups(self) -> object:
-        """Which there are, and where each counts its steps."""
+        """The groups, their sizes, and whether each counts its steps on the device."""
         groups = self.optimizer.param_groups
         return [(id(g), len(g["params"]), g["capturable"]) for g in groups]
 
     def accumulates(self) -> bool:
-        """As the flag stands now."""
+        """The flag's value now."""
         return self.optimizer.optimizer_accumulation
 
     def on_host(self, p: Tensor) -> bool:
@@ -122,11 +122,11 @@ class TreeOwner:
         _f.check_accumulates(self.optimizer)
 
     def groups(self) -> object:
-        """A tree has none."""
+        """None: a tree has no groups."""
         return None
 
     def accumulates(self) -> bool:
-        """The flag is the classes'."""
+        """False: only classes have the flag."""
         return False
 
     def on_host(self, p: Tensor) -> bool:

@@ -29,7 +29,7 @@ NO_REENTRANCE = (
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
-# Of what waits, in bytes: any dtype can begin there.
+# Waiting gradients begin at multiples of so many bytes: aligned for every dtype.
 _ALIGNMENT = 16
 
 NO_DDP = (
@@ -57,7 +57,7 @@ class Backward:
         self._grad_scales: dict[torch.device | None, Scalar] = {}
 
     def grad_scale_for(self, p: Tensor, on_host: bool) -> Scalar:
-        """The common scale where p's numbers are; one object for all that share it."""
+        """The common scale, on the host or p's device; the same object for all there."""
         if self.grad_scale is None:
             return WHOLE_BATCH.grad_scale
         place = None if on_host else p.device
@@ -92,7 +92,7 @@ class SinceStep:
 
 
 class Runner:
-    """Everything between a gradient's completion and its release; no door of its own.
+    """Updates parameters from their hooks, and frees the gradients. Internal.
 
     Attributes:
         params: What is released, by name.
@@ -127,7 +127,7 @@ class Runner:
         self._small_bytes = sum(p.nbytes for p in small)
         self._staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
-        # The options and groups that were last found to go together.
+        # The options and groups that `check` last accepted.
         self._checked: tuple[ReleaseOptions, object] | None = None
         # Also in a compiled training step the hooks run as they are.
         self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
@@ -231,7 +231,7 @@ class Runner:
             running.ids.add(number)
             return running
         if self._updated is not None:
-            # Its end never came.
+            # The last backward did not reach its end.
             names = ", ".join(self._updated) or "none"
             done = "updated, or their sums," if self.options.accumulation else "updated"
             self._running = self._updated = None
@@ -367,7 +367,7 @@ class Runner:
         self._found_alone = True
 
     def _finish(self, backward: Backward) -> None:
-        """Apply what waits, and with the last backward of a cycle close it."""
+        """Apply the gradients that wait; the last backward of a cycle ends the cycle."""
         o, cycle = self.options, self.cycle
         for device in list(backward.pending):
             self._flush(backward, device)
@@ -382,14 +382,15 @@ class Runner:
                 cycle.position = 0 if backward.last else cycle.position + 1
             moved = o.accumulation is None and not self.owner.accumulates()
             self.since_step = self.since_step or SinceStep()
-            self.since_step.add(backward.fired, moved)
+            if backward.ids:  # none where step() ends a cycle
+                self.since_step.add(backward.fired, moved)
             self.owner.end(backward.last)
         if backward.staging_buffer.numel():
             self._staging_buffer = backward.staging_buffer
         self._running = self._updated = None
 
     def _close(self, backward: Backward) -> None:
-        """Move what the last backward gave no gradient, but one before it did."""
+        """Update parameters with gradients in the cycle, but not in its last backward."""
         cycle = self.cycle
         for p, held in list(cycle.buffer.items()):
             wide = torch.promote_types(held.dtype, p.dtype)
@@ -485,7 +486,7 @@ class Runner:
     def _finite(
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
     ) -> tuple[list[Tensor], list[Tensor], list[Norm], list[Tensor | None]]:
-        """Leave out what is not finite, where the host can know; else say so by a flag."""
+        """Drop gradients that are not finite; on a device pass a flag to the update."""
         kept: list[int] = []
         finites: list[Tensor | None] = []
         hosts = list(map(self.owner.on_host, params))

@@ -106,11 +106,13 @@ class Plan:
         for launch in launches:
             launch.run(inputs)
         *full, comps = inputs.targets
-        if not write:
-            full, comps = full[1:], ()
-        # Autograd has not seen what kernels write: a backward that saved it must raise.
-        written = [x for role in full for x in role]
-        written += [x for x in comps if x is not None]
+        written = [x for role in (full if write else full[1:]) for x in role]
+        if write:
+            written += [x for x in comps if x is not None]
+        self.bump_versions(written)
+
+    def bump_versions(self, written: list[Tensor]) -> None:
+        """Tell autograd of what kernels write: a backward that saved it must raise."""
         if self._inference:
             written = [x for x in written if not x.is_inference()]  # these have no version
         torch.autograd.graph.increment_version(written)
@@ -128,13 +130,9 @@ class Found(NamedTuple):
     """A plan, and the tensors that it is true of now."""
 
     plan: "StatePlan"
-    roles: Roles
+    roles: Roles  # what lies here of each parameter and its state
     steps: list[Tensor]
-
-    @property
-    def params(self) -> list[Tensor]:
-        """What lies here of each parameter."""
-        return self.roles[0]
+    flat: list[Tensor]  # all of them
 
 
 class StatePlan(Plan):
@@ -146,22 +144,21 @@ class StatePlan(Plan):
         self._fields = spec.rule.state._fields
         self._lengths = list(map(len, entries))
         self._compensated = any(["kahan_comp" in entry for entry in entries])
+        self._no_comps: list[None] = [None] * len(params)
         self.distributed = any_distributed(params)
-        roles, steps = self.read(params, entries)
+        roles, steps, flat = self._read(params, entries)
         fields = len(self._fields)
-        leaves = zip(*roles)
         slots = [
             make_slot(Leaf(p, rest[:fields], rest[fields]), shards_of(whole))
-            for whole, (p, *rest) in zip(params, leaves)
+            for whole, (p, *rest) in zip(params, zip(*roles))
         ]
         super().__init__(spec.rule, slots, slots)
-        self._guard = Guard(_flat(roles, steps), addresses=True)
+        self._guard = Guard(flat, addresses=True)
         self.counts = StepCounts(steps, not spec.capturable)
 
-    def read(
+    def _read(
         self, params: list[Tensor], entries: list[dict[str, Any]]
-    ) -> tuple[Roles, list[Tensor]]:
-        """What lies here of each role, and the step counts."""
+    ) -> tuple[Roles, list[Tensor], list[Tensor]]:
         roles: Roles = [params]
         for name in self._fields:
             roles.append([entry[name] for entry in entries])
@@ -169,9 +166,11 @@ class StatePlan(Plan):
             roles.append([entry.get("kahan_comp") for entry in entries])
         if self.distributed:
             roles = list(map(to_local, roles))
+        steps = [entry["step"] for entry in entries]
+        flat = [x for role in roles for x in role if x is not None] + steps
         if not self._compensated:
-            roles.append([None] * len(params))
-        return roles, [entry["step"] for entry in entries]
+            roles.append(self._no_comps)
+        return roles, steps, flat
 
     def current(
         self, params: list[Tensor], entries: list[dict[str, Any] | None]
@@ -181,19 +180,16 @@ class StatePlan(Plan):
         try:
             if list(map(len, whole)) != self._lengths:
                 return None
-            roles, steps = self.read(params, whole)
+            found = Found(self, *self._read(params, whole))
         except (KeyError, TypeError):
             return None  # a field has gone, or a whole state
-        if not self._guard.holds(_flat(roles, steps)) or not self.counts.hold(steps):
+        if not self._guard.holds(found.flat) or not self.counts.hold(found.steps):
             return None
-        return Found(self, roles, steps)
+        return found
 
-
-def _flat(roles: Roles, steps: list[Tensor]) -> list[Tensor]:
-    *full, comps = roles
-    flat = [x for role in full for x in role]
-    flat += [x for x in comps if x is not None]
-    return flat + steps
+    def made(self, params: list[Tensor], entries: list[dict[str, Any]]) -> Found:
+        """The tensors that the plan has just been made of."""
+        return Found(self, *self._read(params, entries))
 
 
 class StepCounts:
@@ -215,6 +211,7 @@ class StepCounts:
         self._versions = list(map(_version, steps))
         self._addresses = array("q", map(Tensor.data_ptr, steps))
         self._native: Native | None = None  # reads and writes all of them in one call
+        self._tables = 0, 0, 0  # what it is called with
         apart = len(set(self._addresses)) == len(steps)
         self._countable = on_host and apart and {s.dtype for s in steps} == {torch.float32}
 
@@ -226,9 +223,7 @@ class StepCounts:
     def hold(self, steps: list[Tensor]) -> bool:
         """Whether nobody else has written to these counts."""
         if self._native is not None:
-            count = len(self._addresses)
-            counts, expected = address(self._addresses), address(self._expected)
-            return bool(self._native.counts_hold(counts, expected, count))
+            return bool(self._native.counts_hold(*self._tables))
         if self._on_host:
             return [step.item() for step in steps] == list(self._expected)
         return list(map(_version, steps)) == self._versions
@@ -242,9 +237,7 @@ class StepCounts:
     def advance(self, steps: list[Tensor], numbers: Numbers) -> None:
         """Count one step more; where there is a flag, only if it is true."""
         if self._native is not None:
-            count = len(self._addresses)
-            counts, expected = address(self._addresses), address(self._expected)
-            self._native.counts_advance(counts, expected, count)
+            self._native.counts_advance(*self._tables)
             torch.autograd.graph.increment_version(steps)
             return
         flags = [numbers.finite[i] for i in numbers.at]
@@ -257,6 +250,8 @@ class StepCounts:
             if self._countable:
                 # All of them by one call of C++, where kernels have been compiled by now.
                 self._native = loaded()
+                tables = address(self._addresses), address(self._expected)
+                self._tables = (*tables, len(steps))
         self._versions = list(map(_version, steps))
 
 
@@ -295,7 +290,7 @@ class PlanCache:
         while len(self._plans) >= _LISTS + others:
             del self._plans[next(iter(self._plans))]
         plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
-        return Found(plan, *plan.read(params, entries))
+        return plan.made(params, entries)
 
 
 class PreparedStep(NamedTuple):

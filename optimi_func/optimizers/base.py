@@ -480,10 +480,10 @@ class BaseOptimizer(Optimizer):
         if launches is None:
             if made is None:
                 return None
-            for p, part, g in zip(params, found.params, grads):
+            for p, part, g in zip(params, found.roles[0], grads):
                 _f.check_grad(_Path(group, p), part, g)
             launches = plan.make(
-                executor, found.params, grads, numbers, write, self._uncompilable
+                executor, found.roles[0], grads, numbers, write, self._uncompilable
             )
         inputs = StepInputs(found.roles, found.roles, grads, numbers)
         return PreparedStep(plan, launches, inputs, found.steps, write)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func._distributed import any_distributed, distribute_like
-from optimi_func._functional import FunctionalOptimizer, TreeState
+from optimi_func._functional import FunctionalOptimizer
+from optimi_func._tree import TreeState
 from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from optimi_func import _functional as _f
 from optimi_func import _torch
+from optimi_func._checks import check_grad
 from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
@@ -202,7 +202,7 @@ class Runner:
                         "gradients that gradient release frees: remove() the hooks for it"
                     )
                 if g.layout != torch.strided:
-                    _f.check_grad(f"[{self.names[p]!r}]", p, g)
+                    check_grad(f"[{self.names[p]!r}]", p, g)
                 g = redistribute_like(f"[{self.names[p]!r}]", p, g)
                 self._take(self._enter(p), p, g)
             except BaseException:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from optimi_func import _functional as _f
+from optimi_func._checks import (
+    IDLE_KAHAN,
+    check_accumulates,
+    check_grad,
+    check_param,
+    check_state_dtype,
+    decay_mistakes,
+    stuck_moments,
+)
 from optimi_func._distributed import (
     all_reduce_all,
     any_distributed,
@@ -28,7 +36,7 @@ from optimi_func._distributed import (
     same_placements,
     to_local,
 )
-from optimi_func._functional import FunctionalOptimizer, TreeState
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._leaf import init_leaf, is_low, rates
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar, Scalars
 from optimi_func._saved import (
@@ -44,6 +52,7 @@ from optimi_func._saved import (
     owned,
 )
 from optimi_func._torch import uncompiled
+from optimi_func._tree import TreeState
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
@@ -151,7 +160,7 @@ class BaseOptimizer(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group.get("param_names") or range(len(group["params"]))
         for name, p in zip(names, group["params"]):
-            _f.check_param(f"[{name!r}]", p)
+            check_param(f"[{name!r}]", p)
         lr = group["lr"]
         for name in self.keywords:
             numbers = group[name] if name == "betas" else (group[name],)
@@ -172,7 +181,7 @@ class BaseOptimizer(Optimizer):
                 group["max_lr"] = None
         elif isinstance(group["max_lr"], Tensor):
             group["max_lr"] = float(group["max_lr"])
-        _f.check_state_dtype(group["state_dtype"])
+        check_state_dtype(group["state_dtype"])
         self._bind(group, self._host)
         self._check_modes(group)
 
@@ -209,13 +218,13 @@ class BaseOptimizer(Optimizer):
         for group in groups:
             bound = self._bind(group, self._host)
             kinds.append((bound.decay, bound.weight_decay))
-            decay = _f.decay_mistakes(kinds[-1:])
+            decay = decay_mistakes(kinds[-1:])
             found += [text for text in bound.likely_mistakes() if text not in decay]
             dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
             if group["kahan_sum"] and not any(map(is_low, group["params"])):
-                found.append(_f.IDLE_KAHAN)
-            found += _f.stuck_moments(getattr(bound, "betas", ()), dtypes)
-        for text in dict.fromkeys([*found, *_f.decay_mistakes(kinds)]):
+                found.append(IDLE_KAHAN)
+            found += stuck_moments(getattr(bound, "betas", ()), dtypes)
+        for text in dict.fromkeys([*found, *decay_mistakes(kinds)]):
             warnings.warn(text, UserWarning, stacklevel=4)
 
     def _bind(
@@ -401,7 +410,7 @@ class BaseOptimizer(Optimizer):
             ValueError: One that cannot, of any group.
         """
         for group in self.param_groups:
-            _f.check_accumulates(self._bind(group, self._host))
+            check_accumulates(self._bind(group, self._host).rule)
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.
@@ -481,7 +490,7 @@ class BaseOptimizer(Optimizer):
             if made is None:
                 return None
             for p, part, g in zip(params, found.params, grads):
-                _f.check_grad(_Path(group, p), part, g)
+                check_grad(_Path(group, p), part, g)
             launches = plan.make(
                 executor, found.params, grads, numbers, write, self._uncompilable
             )
@@ -501,7 +510,7 @@ class BaseOptimizer(Optimizer):
         rule, capturable = spec.rule, spec.capturable
         state = self.state.get(p, {})
         path = _Path(group, p)
-        _f.check_param(path, p)
+        check_param(path, p)
         check_placed(path, p)
         check_writable(path, *to_local([p]))
         _check_state(path, p, state)
@@ -833,7 +842,7 @@ def _aligned(
 ) -> list[Tensor]:
     """Gradients that lie as their parameters do."""
     for p, g in zip(params, grads):
-        _f.check_grad(_Path(group, p), p, g)
+        check_grad(_Path(group, p), p, g)
     return [redistribute_like(_Path(group, p), p, g) for p, g in zip(params, grads)]
 
 

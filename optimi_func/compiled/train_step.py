@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from optimi_func import _functional as _f
 from optimi_func import _torch
-from optimi_func._functional import FunctionalOptimizer, TreeState
+from optimi_func._checks import warn
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, check_pure
+from optimi_func._tree import FlatTree, TreeState
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Inputs,
@@ -330,8 +331,8 @@ class PureStep:
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # Gradients are made in the graph, like their parameters: those stand for them.
-        leaves = _f.FlatTree.check(optimizer.rule, tree, tree, tree_state)
-        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
+        leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
+        warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels", set())
 
         def update(

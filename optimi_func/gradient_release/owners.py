@@ -4,9 +4,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from optimi_func import _functional as _f
-from optimi_func._functional import FlatTree, FunctionalOptimizer, TreeState
+from optimi_func._checks import check_accumulates
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Microbatch
+from optimi_func._tree import FlatTree, TreeState
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
 from optimi_func.optimizers import BaseOptimizer
@@ -119,7 +120,7 @@ class TreeOwner:
 
     def check_accumulates(self) -> None:
         """Refuse a rule without a sum over gradients."""
-        _f.check_accumulates(self.optimizer)
+        check_accumulates(self.optimizer.rule)
 
     def groups(self) -> object:
         """None: a tree has no groups."""

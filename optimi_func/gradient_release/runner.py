@@ -11,23 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from optimi_func import _functional as _f
 from optimi_func import _torch
+from optimi_func._checks import check_grad
 from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.tensors import is_plain
 from optimi_func.gradient_release.accumulation import Accumulation
+from optimi_func.gradient_release.backward import Backward, SinceStep
 from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
-
-NO_REENTRANCE = (
-    "reentrant checkpointing hides where a backward ends, which accumulation_steps, "
-    "clip_global_norm and grad_norm must know: use "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-)
 
 # Waiting gradients begin at multiples of so many bytes: aligned for every dtype.
 _ALIGNMENT = 16
@@ -36,59 +31,6 @@ NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
     "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
 )
-
-
-class Backward:
-    """One running backward.
-
-    The autograd engine alone keeps it alive: a backward that fails drops it, and with it
-    the gradients that still waited.
-    """
-
-    def __init__(self, last: bool) -> None:
-        self.last = last  # whether parameters move in it
-        self.ids: set[int] = set()  # its own, and those of backwards started inside it
-        self.fired: set[Tensor] = set()
-        self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
-        self.staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.norms: list[Norm] = []
-        self.grad_scale: Tensor | None = None  # of every gradient; None leaves them be
-        self._grad_scales: dict[torch.device | None, Scalar] = {}
-
-    def grad_scale_for(self, p: Tensor, on_host: bool) -> Scalar:
-        """The common scale, on the host or p's device; the same object for all there."""
-        if self.grad_scale is None:
-            return WHOLE_BATCH.grad_scale
-        place = None if on_host else p.device
-        if place not in self._grad_scales:
-            self._grad_scales[place] = at(self.grad_scale, p, on_host)
-        return self._grad_scales[place]
-
-
-class SinceStep:
-    """The backwards since the last step(), for its warnings.
-
-    Attributes:
-        backwards: How many there were.
-        moves: How many of them moved parameters, of which the first alone may have been
-            the first to do so: backwards that move different parameters count as one.
-        repeats: Whether any parameter got a gradient in more than one.
-    """
-
-    def __init__(self) -> None:
-        self.backwards = 0
-        self.moves = 0
-        self.repeats = False
-        self._fired: set[Tensor] = set()
-
-    def add(self, fired: set[Tensor], moved: bool) -> None:
-        """Note a backward, and which parameters got gradients in it."""
-        again = not self._fired.isdisjoint(fired)
-        self.backwards += 1
-        self.repeats |= again
-        self.moves += moved and (again or not self.moves)
-        self._fired |= fired
 
 
 class Runner:
@@ -202,7 +144,7 @@ class Runner:
                         "gradients that gradient release frees: remove() the hooks for it"
                     )
                 if g.layout != torch.strided:
-                    _f.check_grad(f"[{self.names[p]!r}]", p, g)
+                    check_grad(f"[{self.names[p]!r}]", p, g)
                 g = redistribute_like(f"[{self.names[p]!r}]", p, g)
                 self._take(self._enter(p), p, g)
             except BaseException:

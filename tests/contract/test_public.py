@@ -97,7 +97,8 @@ def test_readme_names_every_optimizer_and_command() -> None:
 LAYERS = [
     {"_rule", "_torch"},
     {"_leaf", "_norms", "_distributed", "_math"},
-    {"_bound"},
+    {"_bound", "_checks"},
+    {"_tree"},
     {"_functional"},
     {"_saved"},
     {"execution"},

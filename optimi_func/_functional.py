@@ -77,7 +77,7 @@ class FunctionalOptimizer:
         check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, lr=lr)
-        if self.decay.startswith("fully"):
+        if self.decouple_lr:
             changed._check_max_lr()
         return changed
 

@@ -256,25 +256,24 @@ class ListLaunch(Launch):
 
     def run(self, inputs: StepInputs) -> None:
         """Update the parameters."""
-        scalars, finite = self.scalars(inputs), self.finite(inputs)
-        grads = self.pick(inputs.grads)
+        scalars, grads = self.scalars(inputs), self.pick(inputs.grads)
         if self._negated:
             grads = [g.resolve_neg() for g in grads]  # kernels see memory, not signs
         g = array("q", map(Tensor.data_ptr, grads))
         table = self._p + g + self._rest
-        host = scalars.host_array(self._dtype) if finite is None else None
-        if self.on_host and host is not None:
-            self._kernel.run(address(host), table, self._lengths)
-        else:
-            values = with_finite(scalars.packed(self._dtype, grads[0].device), finite)
-            step = 0
-            if self._means is not None:
-                values = rows(values, self._means.measure(values, g, scalars))
-            elif self._given:
-                values = rows(values, torch.stack(self._given))
-            if values.dim() == 2:
-                step = values.stride(0) * values.element_size()
-            self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
+        if self.on_host and scalars.on_host:
+            numbers = scalars.host_array(self._dtype)
+            self._kernel.run(address(numbers), table, self._lengths)
+            return
+        values = scalars.packed(self._dtype, grads[0].device)
+        values, step = with_finite(values, self.finite(inputs)), 0
+        if self._means is not None:
+            values = rows(values, self._means.measure(values, g, scalars))
+        elif self._given:
+            values = rows(values, torch.stack(self._given))
+        if values.dim() == 2:
+            step = values.stride(0) * values.element_size()
+        self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
 
 
 class ListMeasure(Launch):

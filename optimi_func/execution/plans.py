@@ -105,14 +105,12 @@ class Plan:
         """Write every result."""
         for launch in launches:
             launch.run(inputs)
-        *full, comps = inputs.targets
-        written = [x for role in (full if write else full[1:]) for x in role]
+        # Tell autograd of what kernels wrote: a backward that saved it must raise.
+        p, *fields, comps = inputs.targets
+        written = [x for role in fields for x in role]
         if write:
+            written += p
             written += [x for x in comps if x is not None]
-        self.bump_versions(written)
-
-    def bump_versions(self, written: list[Tensor]) -> None:
-        """Tell autograd of what kernels write: a backward that saved it must raise."""
         if self._inference:
             written = [x for x in written if not x.is_inference()]  # these have no version
         torch.autograd.graph.increment_version(written)

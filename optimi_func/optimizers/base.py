@@ -357,7 +357,10 @@ class BaseOptimizer(Optimizer):
         with kernel_context(self._first().device):
             # What a first gradient makes joins the optimizer once nothing can fail.
             made: dict[Tensor, dict[str, Any]] = {}
-            found = [self._prepare(work, write, made) for work in works]
+            found = [
+                self._prepare(work, write, made) if step is None else step
+                for step, work in zip(steps, works)
+            ]
             self.state.update(made)
             for step, work in zip(cast(list[PreparedStep], found), works):
                 step.run(count)

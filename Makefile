@@ -1,11 +1,18 @@
 # Every target prepares .venv by itself: a fresh clone needs Python and make alone.
+#
+# TORCH=2.15.0 takes that torch instead of the pinned one, PYTHON=python3.12 that
+# interpreter; each combination has a .venv-* of its own.
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(addprefix -,$(subst /,-,$(filter-out python3,$(PYTHON))))$(addprefix -torch,$(TORCH))
 BIN := $(VENV)/bin
 # Newer than what it was installed from exactly when .venv is up to date.
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
+# Resolved with Python 3.11. Others get the same versions, which have wheels for 3.12 and
+# 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
+CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test soak bench lint format clean
@@ -17,22 +24,26 @@ help:
 	@echo "make bench   measure the step, release, accumulation, populations (minutes)"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
-	@echo "make clean   remove .venv, caches and outputs"
-	@echo "Pick the interpreter with PYTHON=...; it has to be 3.11 or newer."
+	@echo "make clean   remove .venv, .venv-*, caches and outputs"
+	@echo "Pick the interpreter with PYTHON=...; it has to be 3.11 or newer. TORCH=2.15.0 picks"
+	@echo "another torch. Each of them has its own .venv-*."
 
-$(STAMP): pyproject.toml constraints.txt
+$(VENV).txt: constraints.txt
+	@sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "error: $(PYTHON) not found; name one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $$($(PYTHON) --version 2>&1) is too old: optimi_func needs" \
 		"Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[test,lint,examples]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[test,lint,examples]' -c $(CONSTRAINTS)
 	@touch $@
 
 # The frameworks that the tests train with are half of everything: for the tests alone.
 $(FRAMEWORKS): $(STAMP)
-	$(BIN)/python -m pip install --quiet -e '.[frameworks]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[frameworks]' -c $(CONSTRAINTS)
 	@touch $@
 
 train: $(STAMP)
@@ -63,5 +74,5 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Every use of a private torch API outside compiled/ and execution/, a small function each.
 
 Each says why no public name does, in which torch it was tried (the lowest supported is
-2.11, the newest tried 2.13), and which test fails where a torch no longer has it. Nothing
+2.11, the newest tried 2.15), and which test fails where a torch no longer has it. Nothing
 here changes torch for others.
 """
 
@@ -24,7 +24,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, left out of any graph: torch.compiler.disable, at the first call.
 
     The public one imports the compiler at once, which takes a second. What torch.optim
-    itself is decorated with; torch 2.11 to 2.13. Without it importing this package fails;
+    itself is decorated with; torch 2.11 to 2.15. Without it importing this package fails;
     test_import_leaves_the_compiler_and_dtensor_alone notices where it is no longer lazy.
     """
     return _disable_dynamo(function)
@@ -38,7 +38,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     there, DistributedDataParallel puts its own into p.grad.
 
     A public name is on its way (pytorch/pytorch#66199, #193958); fully_shard uses this
-    one. Torch 2.11 to 2.13, test_private_autograd_is_there.
+    one. Torch 2.11 to 2.15, test_private_autograd_is_there.
     """
     queue = Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
@@ -48,7 +48,7 @@ def backward_id() -> int:
     """A number that tells one running backward from another; -1 outside of any.
 
     Of a backward that another one started, its own. No public name has it;
-    torch.autograd.graph's own multi-gradient hooks use this one. Torch 2.11 to 2.13,
+    torch.autograd.graph's own multi-gradient hooks use this one. Torch 2.11 to 2.15,
     test_private_autograd_is_there.
     """
     return torch._C._current_graph_task_id()
@@ -57,7 +57,7 @@ def backward_id() -> int:
 def in_compiled_autograd() -> bool:
     """Whether torch.compile runs the backward (torch._dynamo.config.compiled_autograd).
 
-    The public setting says that it may, not that it does. Torch 2.11 to 2.13,
+    The public setting says that it may, not that it does. Torch 2.11 to 2.15,
     test_compiled_autograd_is_refused.
     """
     from torch._dynamo import compiled_autograd
@@ -71,7 +71,7 @@ def in_compiled_autograd() -> bool:
 def has_accumulate_hooks(p: Tensor) -> bool:
     """Whether anybody registered a post-accumulate-grad hook on p.
 
-    Hooks can be added in public, and not be listed. Torch 2.11 to 2.13,
+    Hooks can be added in public, and not be listed. Torch 2.11 to 2.15,
     test_private_autograd_is_there.
     """
     return bool(getattr(p, "_post_accumulate_grad_hooks", None))
@@ -81,7 +81,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The Euclidean norm of each tensor, a 0-d tensor of at least float32.
 
     As torch.nn.utils.get_total_norm takes them, which returns the norm of all alone. Torch
-    2.11 to 2.13, test_private_norms_are_there.
+    2.11 to 2.15, test_private_norms_are_there.
     """
     kinds: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
@@ -96,7 +96,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 def transform_level() -> int:
     """How many transformations of torch.func are active; 0 outside of any.
 
-    This and the two below have no public names. Torch 2.11 to 2.13,
+    This and the two below have no public names. Torch 2.11 to 2.15,
     test_private_transforms_are_there.
     """
     return _functorch.maybe_current_level() or 0

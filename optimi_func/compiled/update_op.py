@@ -59,7 +59,7 @@ def read_before_written() -> None:
     function gives the operation another name, or old graphs go on to be found.
 
     This sets Inductor's lowering of this one operation, which nobody else has; all others
-    stay as they are. Torch 2.11 to 2.13; no upstream issue is known. A torch without these
+    stay as they are. Torch 2.11 to 2.15; no upstream issue is known. A torch without these
     names fails in test_private_torch_is_there, one that computes too late again in
     test_gradients_read_parameters_before_they_move.
     """

@@ -17,7 +17,7 @@ from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.execution.executors import SMALL
-from optimi_func.execution.tensors import is_plain
+from optimi_func.execution.tensors import is_dense, is_plain
 from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.backward import Backward, SinceStep
 from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
@@ -277,6 +277,9 @@ class Runner:
             size = max(least, 2 * room, offset + g.nbytes)
             backward.staging_buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         place = backward.staging_buffer[offset : offset + g.nbytes].view(g.dtype)
+        if is_dense(g):
+            # In g's own order: in another, means would be summed in another order too.
+            return place.as_strided(g.shape, g.stride()).copy_(g)
         return place.view(g.shape).copy_(g)
 
     def _flush(self, backward: Backward, device: torch.device) -> None:

@@ -299,14 +299,14 @@ def draw(found: Found) -> Axes:
     title = "Distance from true accumulation, in % of the weights' movement"
     (axes,) = harness.axes_of(title, figsize=(12, 5))
     groups = {
-        name.replace(", ", "\n").replace(": ", "\n"): {
+        name.replace(": ", ", "): {
             policy: 100 * row[policy]["error"]
             for policy in POLICIES
             if policy in row and row[policy]["error"] is not None
         }
         for name, row in found["cells"].items()
     }
-    harness.bars(axes, groups)
+    harness.bars(axes, groups, list(POLICIES))
     axes.set_ylabel("%")
     harness.legend(axes)
     return axes

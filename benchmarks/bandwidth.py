@@ -74,7 +74,7 @@ def draw(found: Found) -> Axes:
     """A bar per way."""
     (axes,) = harness.axes_of("Bytes moved per second", figsize=(6, 4.5))
     rates = found["bandwidth"]["bytes per second"]
-    harness.bars(axes, {n: {"": rate / 1e9} for n, rate in rates.items()}, digits=3)
+    harness.bars(axes, {n: {"": rate / 1e9} for n, rate in rates.items()})
     axes.set_ylabel("GB/s")
     return axes
 

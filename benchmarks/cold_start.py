@@ -68,7 +68,7 @@ def draw(found: Found) -> Axes:
         f"{int(n):,} tensors of 16": {f"{k} caches": s for k, s in by_kind.items()}
         for n, by_kind in found["first"].items()
     }
-    harness.bars(axes, groups)
+    harness.bars(axes, groups, ("cold caches", "warm caches"))
     top = max(median(s) for by_kind in found["first"].values() for s in by_kind.values())
     axes.set(ylabel="seconds (median, min to max)", ylim=(0, 1.4 * top))
     axes.legend(frameon=False)

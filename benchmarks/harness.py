@@ -395,32 +395,35 @@ def axes_of(title: str, rows: int = 1, columns: int = 1, **options: Any) -> list
 
 
 def bars(
-    axes: Axes, groups: dict[str, dict[str, Any]], base: float = 0, digits: int = 2
+    axes: Axes,
+    groups: dict[str, dict[str, Any]],
+    ways: Sequence[str] = ("",),
+    base: int = 0,
 ) -> None:
     """Groups of bars, one each way, with low and high; each as wide as the ways it has.
 
     With a base of 1 the axis is logarithmic: what is faster hangs down.
     """
-    ways = list(dict.fromkeys(way for group in groups.values() for way in group))
-    colors = plt.get_cmap("tab10" if len(ways) <= 10 else "tab20").colors
-    width = 0.85 / max(map(len, groups.values()))
+    colors = plt.get_cmap("tab10").colors
+    shown = [[way for way in ways if way in group] for group in groups.values()]
+    width = 0.85 / max(map(len, shown))
     used: set[str] = set()
     for i, group in enumerate(groups.values()):
-        for j, (way, value) in enumerate(group.items()):
-            middle, low, high = spread(value)
-            x = i + (j - (len(group) - 1) / 2) * width
+        for j, way in enumerate(shown[i]):
+            middle, low, high = spread(group[way])
+            x = i + (j - (len(shown[i]) - 1) / 2) * width
             axes.bar(
                 x,
                 middle - base,
                 0.9 * width,
                 bottom=base,
-                color=colors[ways.index(way)],
+                color=colors[list(ways).index(way)],
                 yerr=[[max(0, middle - low)], [max(0, high - middle)]],
                 error_kw={"elinewidth": 0.8},
                 label=None if way in used else way,
             )
             axes.annotate(
-                f"{middle:.{digits}g}" if middle < 10**digits else f"{middle:.0f}",
+                f"{middle:.{2 if middle < 2 else 1 if middle < 10 else 0}f}",
                 (x, max(base, high)),
                 xytext=(0, 2),
                 textcoords="offset points",
@@ -433,8 +436,9 @@ def bars(
         axes.axhline(base, color="black", linewidth=1)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     axes.margins(y=0.15)
-    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xticks(range(len(groups)), [name.replace(", ", "\n") for name in groups])
 
 
 def legend(axes: Axes, columns: int = 6) -> None:

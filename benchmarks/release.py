@@ -202,10 +202,10 @@ def draw(found: Found) -> Axes:
     """Bars of the peaks and of the times."""
     title = "Backward and update, beside torch's fused step after backward"
     time, memory = harness.axes_of(title, 1, 2, figsize=(12, 5), width_ratios=(3, 1))
-    harness.bars(time, found["time"], base=1)
+    harness.bars(time, found["time"], list(WAYS), base=1)
     time.set_ylabel("ratio of times; less is faster")
     peaks = {name: cell["share"] for name, cell in found["peak"].items()}
-    harness.bars(memory, {f"batch {found['config']['memory_batch']}": peaks})
+    harness.bars(memory, {f"batch {found['config']['memory_batch']}": peaks}, list(WAYS))
     memory.set_ylabel("peak, share of the gradients' bytes")
     harness.legend(time)
     return time

@@ -285,14 +285,18 @@ def measure(config: Config) -> Found:
     return {"skipped": {n: why for n, why in reasons.items() if why}, "steps": steps}
 
 
+def ways(found: Found) -> list[str]:
+    """All beside the reference that were measured."""
+    cells = [cell for by_dtype in found["steps"].values() for cell in by_dtype.values()]
+    return [way for way in WAYS if way != REFERENCE and any(way in cell for cell in cells)]
+
+
 def report(found: Found) -> str:
     """A line per set and dtype, a column per way."""
-    cells = [cell for by_dtype in found["steps"].values() for cell in by_dtype.values()]
-    ways = [way for way in WAYS if way != REFERENCE and any(way in cell for cell in cells)]
-    rows = [["AdamW, ratio to torch fused", "fused, ms", *ways]]
+    rows = [["AdamW, ratio to torch fused", "fused, ms", *ways(found)]]
     for key, by_dtype in found["steps"].items():
         for dtype, cell in by_dtype.items():
-            texts = [ratio_text(cell.get(way)) for way in ways]
+            texts = [ratio_text(cell.get(way)) for way in ways(found)]
             fused = harness.milliseconds(cell[REFERENCE])
             rows.append([f"{SETS[key].title}, {dtype}", fused, *texts])
     left = sorted({f"{n.split(':')[0]}: {why}" for n, why in found["skipped"].items()})
@@ -312,13 +316,8 @@ def draw(found: Found) -> Axes:
     title = "AdamW step: time as a ratio to torch.optim.AdamW(fused=True)"
     grid = harness.axes_of(title, len(DTYPES), figsize=(13, 11), sharex=True, sharey=True)
     for axes, dtype in zip(grid, DTYPES):
-        groups = {
-            SETS[key].title.replace(", ", "\n"): {
-                way: ratio for way, ratio in by_dtype[dtype].items() if way != REFERENCE
-            }
-            for key, by_dtype in found["steps"].items()
-        }
-        harness.bars(axes, groups, base=1)
+        groups = {SETS[key].title: cells[dtype] for key, cells in found["steps"].items()}
+        harness.bars(axes, groups, ways(found), base=1)
         axes.set_title(dtype, loc="left", fontsize=11)
         axes.set_ylabel("ratio; less is faster")
     harness.legend(grid[0])

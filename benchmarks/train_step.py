@@ -279,14 +279,14 @@ def draw(found: Found) -> Axes:
     title = f"A whole training step, beside {STANDARD}"
     grid = harness.axes_of(title, 1, 3, figsize=(14, 5))
     models = found["models"]
-    harness.bars(grid[0], models, base=1)
+    harness.bars(grid[0], models, list(WAYS), base=1)
     peaks = {m: {way: r["peak"] for way, r in rows.items()} for m, rows in models.items()}
-    harness.bars(grid[1], peaks)
+    harness.bars(grid[1], peaks, list(WAYS))
     seconds = {
         model: {way: row["compilations"] or 0 for way, row in rows.items()}
         for model, rows in models.items()
     }
-    harness.bars(grid[2], seconds)
+    harness.bars(grid[2], seconds, list(WAYS))
     names = ("ratio of times; less is faster", "peak, share of the gradients' bytes")
     for axes, name in zip(grid, (*names, "first step, seconds")):
         axes.set_ylabel(name)

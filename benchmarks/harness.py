@@ -268,6 +268,8 @@ def installed(package: str) -> str | None:
 def machine(file: str, config: Options) -> Found:
     """What the numbers are of."""
     device = getattr(config, "device", "cpu")
+    # Of folders of this machine nobody else knows.
+    given = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
     return {
         "device": device,
         "name": device_name(device),
@@ -276,7 +278,7 @@ def machine(file: str, config: Options) -> Found:
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
-        "command": shlex.join(["python", f"benchmarks/{Path(file).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(file).name}", *given]),
         "environment": {k: v for k, v in os.environ.items() if k.startswith("OMP_")},
     }
 

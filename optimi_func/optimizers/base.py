@@ -15,19 +15,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from optimi_func._checks import check_accumulates
-from optimi_func._distributed import (
-    distribute_like,
-)
+from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule
-from optimi_func._saved import (
-    Counterparts,
-    LoadReport,
-    as_torchs,
-    as_tree,
-    common,
-    match,
-)
+from optimi_func._saved import Counterparts, LoadReport, as_torchs, as_tree, common, match
 from optimi_func._torch import uncompiled
 from optimi_func._tree import TreeState
 from optimi_func.execution.kernels import kernel_context

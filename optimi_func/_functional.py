@@ -18,6 +18,9 @@ from optimi_func._math import scalar_dtype
 from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
+# Where earlier pickles have it.
+from optimi_func._tree import LeafState as LeafState
+
 # A number, or a schedule: 0-based step in, number out.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 

@@ -103,6 +103,7 @@ class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`."""
 
     on_host = False  # whether `run` runs no operation of torch's
+    raw = False  # whether it writes past torch, so that no version counts it
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self._places = [u.place for u in updates]  # ascending
@@ -160,6 +161,8 @@ def mean_of(given: Tensor | None) -> Any:
 class KernelLaunch(Launch):
     """A parameter's kernels, called with its tensors one after the other."""
 
+    raw = True
+
     def __init__(self, kernels: list[Flat], update: Update, write: bool) -> None:
         super().__init__([update])
         self._kernels, self._mean = kernels, update.mean
@@ -191,6 +194,8 @@ class KernelLaunch(Launch):
 
 class KernelMeasure(KernelLaunch):
     """The kernel that measures a parameter's mean, as far as the parameter lies here."""
+
+    raw = False
 
     def run(self, inputs: StepInputs) -> None:
         """Write the mean."""
@@ -229,6 +234,8 @@ class FlattenedLaunch(Launch):
 
 class ListLaunch(Launch):
     """Parameters that share a list kernel: one call, whatever their number and sizes."""
+
+    raw = True
 
     def __init__(
         self,

@@ -107,10 +107,11 @@ class Plan:
             launch.run(inputs)
         # Tell autograd of what kernels wrote: a backward that saved it must raise.
         p, *fields, comps = inputs.targets
-        written = [x for role in fields for x in role]
-        if write:
-            written += p
-            written += [x for x in comps if x is not None]
+        written: list[Tensor] = []
+        for role in (p, *fields, comps) if write else fields:
+            for launch in launches:
+                if launch.raw:
+                    written += [x for x in launch.pick(role) if x is not None]
         if self._inference:
             written = [x for x in written if not x.is_inference()]  # these have no version
         torch.autograd.graph.increment_version(written)

@@ -7,8 +7,10 @@ and the options that say how the step is carried out.
 import warnings
 from collections.abc import Callable
 from numbers import Real
+from operator import is_, itemgetter
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from optimi_func._checks import (
@@ -126,8 +128,50 @@ def on_device(x: Any) -> Any:
     return x.reshape(()).double() if isinstance(x, Tensor) else x
 
 
-def resolve_numbers(x: Any, number: Callable[[Any], Any]) -> Any:
-    """A group's number, or each of its betas, by `on_host` or `on_device`."""
+class GroupNumbers:
+    """The numbers of an optimizer's groups, bound to its rule and kept while they last.
+
+    Args:
+        factory: Makes the optimizer as a value.
+        keywords: What the factory takes, read from a group; lr first.
+    """
+
+    def __init__(
+        self, factory: Callable[..., FunctionalOptimizer], keywords: tuple[str, ...]
+    ) -> None:
+        self._factory, self._keywords = factory, keywords
+        self._given: itemgetter[Any] = itemgetter(*keywords)
+        self._bound: dict[int, tuple[Any, Any]] = {}
+
+    def bind(self, group: Group, number: Callable[[Any], Any]) -> FunctionalOptimizer:
+        """The group's numbers as they are now, bound to the rule.
+
+        Args:
+            group: The group.
+            number: What becomes of each: `on_host` or `on_device`.
+
+        Raises:
+            ValueError: A number out of its range.
+        """
+        given = self._given(group)
+        last, bound = self._bound.get(id(group), (None, None))
+        # Numbers that are the same objects as before need not be checked again.
+        if last is not None and all(map(is_, given[1:], last[1:])):
+            if given[0] is last[0]:
+                return bound
+            if type(given[0]) is float:
+                bound = bound.with_lr(given[0])
+                self._bound[id(group)] = given, bound
+                return bound
+        chosen = {name: _resolved(group[name], number) for name in self._keywords}
+        bound = self._factory(**chosen)
+        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
+        mutable = any(isinstance(x, Tensor | list) for x in flat)
+        self._bound[id(group)] = None if mutable else given, bound
+        return bound
+
+
+def _resolved(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
 
 
@@ -161,6 +205,14 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
             "model.named_parameters()"
         )
     return list(zip(group.get("param_names", ()), group["params"]))
+
+
+def first_param(groups: list[Group]) -> Tensor:
+    """Any parameter; a tensor of its own where there is none."""
+    for group in groups:
+        if group["params"]:
+            return group["params"][0]
+    return torch.empty(0)
 
 
 class Path:

@@ -5,51 +5,32 @@ read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tenso
 where kept, `kahan_comp`.
 """
 
-import gc
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from operator import is_, itemgetter
-from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from optimi_func._checks import check_accumulates, check_grad
-from optimi_func._distributed import (
-    any_distributed,
-    distribute_like,
-    redistribute_like,
-    to_local,
-)
+from optimi_func._checks import check_accumulates
+from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule
-from optimi_func._saved import (
-    Counterparts,
-    LoadReport,
-    as_torchs,
-    as_tree,
-    common,
-    match,
-)
+from optimi_func._saved import Counterparts, LoadReport, as_torchs, as_tree, common, match
 from optimi_func._torch import uncompiled
 from optimi_func._tree import TreeState
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import StepInputs
-from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._groups import (
+    GroupNumbers,
     Path,
     check_group,
     check_modes,
-    executor_of,
+    first_param,
     likely_mistakes,
-    on_device,
     on_host,
-    resolve_numbers,
-    scalars_after,
 )
 from optimi_func.optimizers._state import (
     ensure_state,
@@ -59,20 +40,12 @@ from optimi_func.optimizers._state import (
     wants_state_alone,
     without_shared_memory,
 )
+from optimi_func.optimizers._step import Stepper, Work
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
 Closure: TypeAlias = Callable[[], Any]
-
-
-class Work(NamedTuple):
-    """Parameters of one group to update."""
-
-    group: dict[str, Any]
-    params: list[Tensor]
-    grads: list[Any]  # a tensor for each
-    microbatches: list[Microbatch] | None  # what each is to its step; None: the whole of it
 
 
 class BaseOptimizer(Optimizer):
@@ -113,14 +86,12 @@ class BaseOptimizer(Optimizer):
     # What torch and optimi call and keep otherwise.
     counterparts: ClassVar[Counterparts] = Counterparts()
     keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
-    _given: "ClassVar[itemgetter[Any]]"  # their values in a group
 
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
         super().__init_subclass__()
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
         assert cls.keywords[0] == "lr"
-        cls._given = itemgetter(*cls.keywords)
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
@@ -135,10 +106,10 @@ class BaseOptimizer(Optimizer):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._bound: dict[int, tuple[Any, Any]] = {}
+        self._numbers = GroupNumbers(type(self).factory, self.keywords)
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._plans = PlanCache()
+        self._stepper = Stepper(self._numbers, self._uncompilable)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -152,7 +123,7 @@ class BaseOptimizer(Optimizer):
         try:
             group = self.param_groups[count]
             check_group(group, self.keywords)
-            self._bind(group, on_host)
+            self._numbers.bind(group, on_host)
             check_modes(group)
         except Exception:
             del self.param_groups[count:]
@@ -162,33 +133,12 @@ class BaseOptimizer(Optimizer):
 
     def _warn_of_mistakes(self, groups: list[dict[str, Any]]) -> None:
         """Warn, once for all groups, of what is allowed but hardly meant."""
-        bounds = [self._bind(group, on_host) for group in groups]
+        bounds = [self._numbers.bind(group, on_host) for group in groups]
         for text in likely_mistakes(groups, bounds):
             warnings.warn(text, UserWarning, stacklevel=4)
 
-    def _bind(
-        self, group: dict[str, Any], number: Callable[[Any], Any]
-    ) -> FunctionalOptimizer:
-        """The group's numbers as they are now, bound to the rule."""
-        given = self._given(group)
-        last, bound = self._bound.get(id(group), (None, None))
-        # Numbers that are the same objects as before need not be checked again.
-        if last is not None and all(map(is_, given[1:], last[1:])):
-            if given[0] is last[0]:
-                return bound
-            if type(given[0]) is float:
-                bound = bound.with_lr(given[0])
-                self._bound[id(group)] = given, bound
-                return bound
-        chosen = {name: resolve_numbers(group[name], number) for name in self.keywords}
-        bound = type(self).factory(**chosen)
-        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
-        mutable = any(isinstance(x, Tensor | list) for x in flat)
-        self._bound[id(group)] = None if mutable else given, bound
-        return bound
-
     def _rule_of(self, group: dict[str, Any]) -> Rule[Any, Any]:
-        return self._bind(group, on_host).rule
+        return self._numbers.bind(group, on_host).rule
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
@@ -240,7 +190,7 @@ class BaseOptimizer(Optimizer):
                 params = [p for p, g in zip(params, grads) if g is not None]
             if given:
                 work.append(Work(group, params, given, None))
-        self._step(work, write=True, count=True)
+        self._stepper.run(self.param_groups, self.state, work, write=True, count=True)
         return loss
 
     def init_state(self) -> None:
@@ -316,7 +266,7 @@ class BaseOptimizer(Optimizer):
             ps.append(p)
             gs.append(g)
             cast(list[Microbatch], its).append(microbatch)
-        self._step(list(works.values()), write, count)
+        self._stepper.run(self.param_groups, self.state, list(works.values()), write, count)
 
     def check_accumulates(self) -> None:
         """Refuse rules whose state cannot take a step's gradient in parts.
@@ -345,75 +295,6 @@ class BaseOptimizer(Optimizer):
                 f"a parameter of shape {tuple(param.shape)} is in none of the groups"
             )
         return self.param_groups[index]
-
-    def _step(self, works: list["Work"], write: bool, count: bool) -> None:
-        """Check everything, compile everything, and only then write."""
-        steps = [self._prepare(work, write, None) for work in works]
-        known = [step for step in steps if step is not None]
-        if len(known) == len(works) and all([step.on_host for step in known]):
-            for step in known:
-                step.run(count)
-            return
-        with kernel_context(self._first().device):
-            # What a first gradient makes joins the optimizer once nothing can fail.
-            made: dict[Tensor, dict[str, Any]] = {}
-            found = [
-                self._prepare(work, write, made) if step is None else step
-                for step, work in zip(steps, works)
-            ]
-            self.state.update(made)
-            for step, work in zip(cast(list[PreparedStep], found), works):
-                step.run(count)
-                if write and step.plan.distributed:
-                    # Autograd has not seen their local parts written.
-                    torch.autograd.graph.increment_version(work.params)
-
-    def _prepare(
-        self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]] | None
-    ) -> PreparedStep | None:
-        """Everything about a group's step but the writing.
-
-        Args:
-            work: The group's parameters and gradients.
-            write: False moves the state alone.
-            made: Where to put state that is made. None: if anything has to be made, or
-                computed on a device, there is no step.
-        """
-        group, params, grads, microbatches = work
-        # A step that the device may skip is counted there.
-        flags = microbatches is not None and any(m.finite is not None for m in microbatches)
-        capturable = group["capturable"] or flags
-        if capturable and made is None:
-            return None
-        bound = self._bind(group, on_device if capturable else on_host)
-        spec = Spec(bound.rule, group["kahan_sum"], capturable)
-        found = self._plans.find(spec, params, list(map(self.state.get, params)))
-        if found is None:
-            if made is None:
-                return None
-            with _uncollected():
-                entries = [ensure_state(self.state, group, spec, p, made) for p in params]
-                others = sum(len(group["params"]) for group in self.param_groups)
-                found = self._plans.make(spec, params, entries, others)
-        plan = found.plan
-        if plan.distributed or any_distributed(grads):
-            if made is None:
-                return None
-            grads = to_local(_aligned(group, params, grads))
-        scalars = scalars_after(bound, plan.counts.now(found.steps))
-        numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
-        executor = executor_of(group)
-        launches = plan.find(executor, grads, numbers, write)
-        if launches is None:
-            if made is None:
-                return None
-            for p, part, g in zip(params, found.roles[0], grads):
-                check_grad(Path(group, p), part, g)
-            launches = plan.make(
-                executor, found.roles[0], grads, numbers, write, self._uncompilable
-            )
-        inputs = StepInputs(found.roles, found.roles, grads, numbers)
-        return PreparedStep(plan, launches, inputs, found.steps, write)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -558,12 +439,12 @@ class BaseOptimizer(Optimizer):
         bounds: list[FunctionalOptimizer] = []
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
-            bounds.append(self._bind(group, on_host))
+            bounds.append(self._numbers.bind(group, on_host))
             spec = Spec(bounds[-1].rule, group["kahan_sum"], group["capturable"])
             entries.append(named_entries(self.state, group, spec))
         optimizer = common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}
-        return optimizer, as_tree(optimizer.rule, merged, self._first())
+        return optimizer, as_tree(optimizer.rule, merged, first_param(self.param_groups))
 
     def load_functional(
         self, state: TreeState, params: dict[str, Tensor] | None = None
@@ -584,13 +465,6 @@ class BaseOptimizer(Optimizer):
             for p, x in moved:
                 p.copy_(distribute_like(p, x))
 
-    def _first(self) -> Tensor:
-        """Any parameter; a tensor of its own where there is none."""
-        for group in self.param_groups:
-            if group["params"]:
-                return group["params"][0]
-        return torch.empty(0)
-
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""
         # A scheduler replaces `step` by a bound wrapper of its own.
@@ -599,36 +473,15 @@ class BaseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
-        self._clear_caches()
         self.__dict__.setdefault("releases", [])  # load_state_dict comes here too
         super().__setstate__(state)
+        self._clear_caches()
 
 
-_CACHES = ("_bound", "_grouped", "_group_index", "_plans")
+_CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
 _ATTACHED = ("releases",)
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
 
 def _is_not_ours_to_keep(field: str) -> bool:
     return field.startswith("_optimizer_") or field in (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
-
-
-@contextmanager
-def _uncollected() -> Generator[None]:
-    """Without Python's collector: for every hundred thousand objects it looks at all."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _aligned(
-    group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
-) -> list[Tensor]:
-    """Gradients that lie as their parameters do."""
-    for p, g in zip(params, grads):
-        check_grad(Path(group, p), p, g)
-    return [redistribute_like(Path(group, p), p, g) for p, g in zip(params, grads)]

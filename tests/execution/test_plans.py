@@ -44,7 +44,7 @@ def how(request, monkeypatch) -> dict[str, Any]:
 
 
 def plans(optimizer: Any) -> list[StatePlan]:
-    return list(optimizer._plans._plans.values())
+    return list(optimizer._stepper.plans._plans.values())
 
 
 def launches(optimizer: Any) -> list[Launch]:

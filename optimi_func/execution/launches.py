@@ -264,14 +264,13 @@ class ListLaunch(Launch):
     def run(self, inputs: StepInputs) -> None:
         """Update the parameters."""
         scalars, grads = self.scalars(inputs), self.pick(inputs.grads)
+        if self.on_host and scalars.on_host:
+            self.call(grads, scalars)
+            return
         if self._negated:
             grads = [g.resolve_neg() for g in grads]  # kernels see memory, not signs
         g = array("q", map(Tensor.data_ptr, grads))
         table = self._p + g + self._rest
-        if self.on_host and scalars.on_host:
-            numbers = scalars.host_array(self._dtype)
-            self._kernel.run(address(numbers), table, self._lengths)
-            return
         values = scalars.packed(self._dtype, grads[0].device)
         values, step = with_finite(values, self.finite(inputs)), 0
         if self._means is not None:
@@ -281,6 +280,12 @@ class ListLaunch(Launch):
         if values.dim() == 2:
             step = values.stride(0) * values.element_size()
         self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
+
+    def call(self, grads: list[Tensor], scalars: PackedScalars) -> None:
+        """Update the parameters, where `on_host`, by numbers on the host."""
+        table = self._p + array("q", map(Tensor.data_ptr, grads)) + self._rest
+        numbers = scalars.host_array(self._dtype)
+        self._kernel.run(address(numbers), table, self._lengths)
 
 
 class ListMeasure(Launch):

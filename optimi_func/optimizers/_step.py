@@ -7,10 +7,12 @@ reads groups and gradients, checks what the plan relies on, and runs its launche
 import gc
 from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._checks import check_grad
 from optimi_func._distributed import any_distributed, redistribute_like, to_local
@@ -19,7 +21,7 @@ from optimi_func._saved import Entry
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.scalars import Numbers, PackedScalars
 from optimi_func.optimizers._groups import (
     Group,
     GroupNumbers,
@@ -77,11 +79,17 @@ class Stepper:
         Raises:
             ValueError, TypeError: What does not fit; before any write.
         """
+        whole = write and count
+        if whole and self._repeat(states, works):
+            return
         steps = [self._prepare(groups, states, work, write, None) for work in works]
         known = [step for step in steps if step is not None]
         if len(known) == len(works) and all([step.on_host for step in known]):
-            for step in known:
+            for step, (group, params, _, microbatches) in zip(known, works):
                 step.run(count)
+                if whole and microbatches is None:
+                    entries = list(map(states.get, params))
+                    self.plans.remember(_asked(group), params, step, entries)
             return
         with kernel_context(first_param(groups).device):
             # What a first gradient makes joins the optimizer once nothing can fail.
@@ -96,6 +104,27 @@ class Stepper:
                 if write and step.plan.distributed:
                     # Autograd has not seen their local parts written.
                     torch.autograd.graph.increment_version(work.params)
+
+    def _repeat(self, states: State, works: list[Work]) -> bool:
+        """Run the last step again with new numbers; False, with nothing written, if not."""
+        if any_torch_dispatch_mode_on_stack():
+            return False  # what watches single operations is to see them
+        ready: list[Any] = []
+        for group, params, grads, microbatches in works:
+            last = self.plans.repeat(params)
+            if microbatches is not None or last is None or last.spec != _asked(group):
+                return False
+            flat = last.current(params, grads, list(map(states.get, params)))
+            if flat is None:
+                return False
+            bound = self._bind(group, on_host)
+            scalars = PackedScalars(*scalars_after(bound, [last.count]))
+            if not last.takes(bound.rule, scalars):
+                return False
+            ready.append((last, flat, grads, scalars))
+        for last, flat, grads, scalars in ready:
+            last.run(flat, grads, scalars)
+        return True
 
     def _prepare(
         self,
@@ -150,6 +179,10 @@ class Stepper:
             )
         inputs = StepInputs(found.roles, found.roles, grads, numbers)
         return PreparedStep(plan, launches, inputs, found.steps, write)
+
+
+# What a group asks for beside its numbers, as far as it decides on a plan.
+_asked = itemgetter("kahan_sum", "capturable", "foreach", "compile", "triton")
 
 
 @contextmanager

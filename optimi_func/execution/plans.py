@@ -125,6 +125,7 @@ class Spec(NamedTuple):
     rule: Rule[Any, Any]
     kahan_sum: bool | None
     capturable: bool  # counts lie on the parameters' device
+    apart: bool = False  # each count goes its own way: flags there say which step counts
 
 
 class Found(NamedTuple):
@@ -155,7 +156,7 @@ class StatePlan(Plan):
         ]
         super().__init__(spec.rule, slots, slots)
         self._guard = Guard(flat, addresses=True)
-        self.counts = StepCounts(steps, not spec.capturable)
+        self.counts = StepCounts(steps, not spec.capturable, spec.apart)
 
     def _read(
         self, params: list[Tensor], entries: list[dict[str, Any]]
@@ -196,12 +197,12 @@ class StatePlan(Plan):
 class StepCounts:
     """The step counts of a list of parameters; those that are equal share their numbers."""
 
-    def __init__(self, steps: list[Tensor], on_host: bool) -> None:
-        self._on_host = on_host
+    def __init__(self, steps: list[Tensor], on_host: bool, apart: bool) -> None:
+        self._on_host, self._apart = on_host, apart
         counts: Sequence[Any] = range(len(steps))
         if on_host:
             counts = [step.item() for step in steps]
-        elif not _is_capturing(steps):
+        elif not (apart or _is_capturing(steps)):
             # The host waits for the device once, here.
             counts = torch.stack(steps).tolist()
         # Of each parameter the place of its count among those that differ.
@@ -213,8 +214,8 @@ class StepCounts:
         self._addresses = array("q", map(Tensor.data_ptr, steps))
         self._native: Native | None = None  # reads and writes all of them in one call
         self._tables = 0, 0, 0  # what it is called with
-        apart = len(set(self._addresses)) == len(steps)
-        self._countable = on_host and apart and {s.dtype for s in steps} == {torch.float32}
+        once = len(set(self._addresses)) == len(steps)
+        self._countable = on_host and once and {s.dtype for s in steps} == {torch.float32}
 
     @property
     def native(self) -> bool:
@@ -227,7 +228,7 @@ class StepCounts:
             return bool(self._native.counts_hold(*self._tables))
         if self._on_host:
             return [step.item() for step in steps] == list(self.expected)
-        return list(map(_version, steps)) == self._versions
+        return self._apart or list(map(_version, steps)) == self._versions
 
     def now(self, steps: list[Tensor]) -> list[float | Tensor]:
         """The counts that differ: numbers on the host, else tensors."""

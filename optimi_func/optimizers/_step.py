@@ -146,12 +146,13 @@ class Stepper:
         """
         group, params, grads, microbatches = work
         # A step that the device may skip is counted there.
-        flags = microbatches is not None and any(m.finite is not None for m in microbatches)
-        capturable = group["capturable"] or flags
+        flags = [] if microbatches is None else [m.finite for m in microbatches]
+        capturable = group["capturable"] or any([flag is not None for flag in flags])
         if capturable and made is None:
             return None
         bound = self._bind(group, on_device if capturable else on_host)
-        spec = Spec(bound.rule, group["kahan_sum"], capturable)
+        apart = capturable and len(set(map(id, flags))) > 1
+        spec = Spec(bound.rule, group["kahan_sum"], capturable, apart)
         found = self.plans.find(spec, params, list(map(states.get, params)))
         if found is None:
             if made is None:

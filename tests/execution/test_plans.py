@@ -288,6 +288,33 @@ def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
     assert_alike(*ends)
 
 
+def test_a_step_that_some_parameters_skip_parts_their_counts(how) -> None:
+    ends = []
+    for way in (how, EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, capturable=True, **way)
+        for t in range(8):
+            fill(ps, t)
+            kept = [WHOLE_BATCH] * len(ps)
+            if t in (2, 5):
+                # Of every third parameter the gradient is not finite.
+                flags = [torch.tensor(i % 3 > 0) for i in range(len(ps))]
+                kept = [WHOLE_BATCH._replace(finite=flag) for flag in flags]
+            grads = [p.grad for p in ps]
+            optimizer.update(ps, grads, kept, write=True, count=True)
+        ends.append([*ps, *(optimizer.state[p]["step"] for p in ps)])
+        assert optimizer.state[ps[0]]["step"] == 6 and optimizer.state[ps[1]]["step"] == 8
+    assert_alike(*ends)
+    plain = params()
+    reference = AdamW(plain, lr=0.05, **EAGER)
+    for t in range(8):
+        fill(plain, t)
+        for p in plain[::3] if t in (2, 5) else []:
+            p.grad = None
+        reference.step()
+    assert_alike(plain, ends[0])
+
+
 CHOICES: dict[str, dict[str, Any]] = {
     "lr": {"lr": 0.2},
     "lr as a tensor": {"lr": torch.tensor(0.2, dtype=torch.float64)},

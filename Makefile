@@ -14,6 +14,9 @@ FRAMEWORKS := $(VENV)/.frameworks
 # 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
+QUESTIONS := step_time scaling foreach_or_loop host_cost cold_start bandwidth \
+	rules_per_byte release accumulation train_step population
+
 .DEFAULT_GOAL := help
 .PHONY: help train test soak bench lint format clean
 
@@ -21,7 +24,7 @@ help:
 	@echo "make train   train a small GPT three ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that take minutes"
-	@echo "make bench   measure the step, release, accumulation, populations (minutes)"
+	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
 	@echo "make clean   remove .venv, .venv-*, caches and outputs"
@@ -58,11 +61,8 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/step.py $(ARGS)
-	$(BIN)/python benchmarks/accumulation.py $(ARGS)
-	$(BIN)/python benchmarks/release.py $(ARGS)
-	$(BIN)/python benchmarks/train_step.py $(ARGS)
-	$(BIN)/python benchmarks/population.py $(ARGS)
+	for question in $(QUESTIONS); do \
+		$(BIN)/python benchmarks/$$question.py $(ARGS) || exit 1; done
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Measure how far gradient release's ways to accumulate end from true accumulation.
+"""How far do gradient release's ways to accumulate end from true accumulation?
 
 True accumulation sums the gradients of a step's micro-batches in p.grad and then makes
 one ordinary step. Under gradient release the gradients are gone by then, and a policy has
@@ -26,16 +26,16 @@ Bytes are those held between two backwards beside parameters and the optimizer's
 Where the package optimi is installed, its own flag is measured too, against its own step.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
+from harness import Found, option
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
@@ -49,20 +49,16 @@ except ImportError:
 
 
 @dataclass(frozen=True)
-class Config:
-    """What to measure, and on what."""
+class Config(harness.Options):
+    steps: int = option(20, "of the optimizer")
+    micro: int = option(8, "micro-batches in each")
+    batch: int = option(8, "size of a micro-batch of the regression")
+    noise: float = option(1.0, "standard deviation, on targets and on given gradients")
+    seeds: int = option(5, "to take the median of, from the first one on")
+    threads: int = option(1, "of torch; everything is tiny")
 
-    steps: int = 20
-    micro: int = 8
-    batch: int = 8
-    noise: float = 1.0
-    seed: int = 0
-    seeds: int = 5
-    json: Path | None = None
 
-    def quick(self) -> "Config":
-        """Shrink to seconds: this shows that all works, and measures nothing."""
-        return replace(self, steps=3, micro=2, seeds=1)
+QUICK: Found = {"steps": 3, "micro": 2, "seeds": 1}
 
 
 @dataclass(frozen=True)
@@ -76,28 +72,26 @@ class Rule:
     policies: tuple[str, ...] = ("flag", "states", "buffer", "bfloat16 buffer")
 
 
-EAGER = {"compile": False}
-MOMENTUM = {"momentum": 0.9}
+def ours(name: str, lr: float, **options: Any) -> Rule:
+    """This library's, without the compiler: everything is tiny."""
+    return Rule(getattr(optimi_func, name), lr, {"compile": False} | options)
+
+
 RULES = {
-    "SGD": Rule(optimi_func.SGD, 0.1, EAGER),
-    "SGD, momentum": Rule(optimi_func.SGD, 0.02, MOMENTUM | EAGER),
-    "SGD, Nesterov": Rule(optimi_func.SGD, 0.02, {"nesterov": True} | MOMENTUM | EAGER),
-    "Adam": Rule(optimi_func.Adam, 0.01, EAGER),
-    "AdamW": Rule(optimi_func.AdamW, 0.01, EAGER),
-    "StableAdamW": Rule(optimi_func.StableAdamW, 0.01, EAGER),
-    "RAdam": Rule(optimi_func.RAdam, 0.01, EAGER),
-    "Ranger": Rule(optimi_func.Ranger, 0.01, EAGER),
-    "Adan": Rule(optimi_func.Adan, 0.01, EAGER),
-    "Lion": Rule(optimi_func.Lion, 0.002, EAGER),
+    "SGD": ours("SGD", 0.1),
+    "SGD, momentum": ours("SGD", 0.02, momentum=0.9),
+    "SGD, Nesterov": ours("SGD", 0.02, momentum=0.9, nesterov=True),
+    **{
+        n: ours(n, 0.01)
+        for n in ("Adam", "AdamW", "StableAdamW", "RAdam", "Ranger", "Adan")
+    },
+    "Lion": ours("Lion", 0.002),
 }
 if optimi is not None:
     ITS = {"prepare": optimi.prepare_for_gradient_release, "policies": ("flag",)}
-    RULES |= {
-        f"SGD, momentum: optimi {optimi.__version__}": Rule(
-            optimi.SGD, 0.02, MOMENTUM, **ITS
-        ),
-        f"AdamW: optimi {optimi.__version__}": Rule(optimi.AdamW, 0.01, **ITS),
-    }
+    its = f"optimi {optimi.__version__}"
+    RULES[f"SGD, momentum: {its}"] = Rule(optimi.SGD, 0.02, {"momentum": 0.9}, **ITS)
+    RULES[f"AdamW: {its}"] = Rule(optimi.AdamW, 0.01, **ITS)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "flag": {},
@@ -208,25 +202,16 @@ def held_bytes(optimizer: Optimizer, carried: dict[str, Tensor]) -> int:
     return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What a rule and a policy come to; None where there is nothing to measure."""
-
-    error: float | None = None  # of the way that the weights went
-    moment: float | None = None  # of the first moment
-    extra: float | None = None  # bytes per parameter
-    refusal: str | None = None
-
-
-def measure(rule: Rule, config: Config) -> dict[str, Cell]:
+def measure_rule(rule: Rule, config: Config) -> Found:
     """By policy, medians over the seeds."""
     true = [train(task, rule, None, config) for task in tasks(config)]
-    cells: dict[str, Cell] = {}
+    cells: Found = {}
     for policy in rule.policies:
         try:
             own = [train(task, rule, policy, config) for task in tasks(config)]
         except ValueError as refusal:
-            cells[policy] = Cell(refusal=str(refusal))
+            nothing = {"error": None, "moment": None, "extra": None}
+            cells[policy] = nothing | {"refusal": str(refusal)}
             continue
         pairs = list(zip(own, true))
         regression, given = pairs[: config.seeds], pairs[config.seeds :]
@@ -235,7 +220,12 @@ def measure(rule: Rule, config: Config) -> dict[str, Cell]:
         a, b = pairs[0]
         # What true accumulation holds is its state and a gradient for each parameter.
         extra = (a.held - b.held) / b.end.numel() + b.end.element_size()
-        cells[policy] = Cell(median(moved), median(moments) if moments else None, extra)
+        cells[policy] = {
+            "error": median(moved),  # as a share of the way that the weights went
+            "moment": median(moments) if moments else None,
+            "extra": extra,  # bytes per parameter
+            "refusal": None,
+        }
     return cells
 
 
@@ -257,106 +247,70 @@ def distance(a: Tensor, b: Tensor, scale: Tensor) -> float:
     return ((a - b).norm() / scale.norm()).item()
 
 
-Cells = dict[str, dict[str, Cell]]
+def measure(config: Config) -> Found:
+    """By rule."""
+    rules = tqdm(RULES.items(), "rules", unit="rule", disable=None)
+    return {"cells": {name: measure_rule(rule, config) for name, rule in rules}}
 
 
-def table(cells: Cells, title: str, text: Callable[[Cell], str]) -> list[str]:
-    """Markdown, a line per rule and a column per policy."""
-    width = max(len(title), *map(len, cells))
-    heads = [f"{policy:>8}" for policy in POLICIES]
-    lines = [
-        f"| {title:<{width}} | {' | '.join(heads)} |",
-        f"|-{'-' * width}-|{''.join('-' * len(head) + '-:|' for head in heads)}",
-    ]
-    for name, row in cells.items():
-        texts = [text(row[policy]) if policy in row else "-" for policy in POLICIES]
-        line = " | ".join(f"{t:>{len(head)}}" for t, head in zip(texts, heads))
-        lines.append(f"| {name:<{width}} | {line} |")
-    return lines
+def rows(cells: Found, title: str, text: Callable[[Found], str]) -> str:
+    """A line per rule and a column per policy."""
+    return harness.table(
+        [
+            [title, *POLICIES],
+            *(
+                [name, *(text(row[p]) if p in row else "-" for p in POLICIES)]
+                for name, row in cells.items()
+            ),
+        ]
+    )
 
 
-def percent(cell: Cell, value: float | None) -> str:
+def percent(cell: Found, key: str) -> str:
     """Two digits of it."""
-    if cell.refusal is not None:
+    if cell["refusal"] is not None:
         return "refused"
-    return "-" if value is None else f"{100 * value:.2g}"
+    return "-" if cell[key] is None else f"{100 * cell[key]:.2g}"
 
 
-def report(cells: Cells) -> str:
+def report(found: Found) -> str:
     """All tables, and why what is refused is."""
-    lines = table(cells, "weights: error in %", lambda cell: percent(cell, cell.error))
-    lines += ["", *table(cells, "first moment: %", lambda c: percent(c, c.moment))]
-    # The same for all rules.
-    memory = {"extra bytes": cells["AdamW"]}
-    lines += ["", *table(memory, "per parameter", lambda cell: f"{cell.extra:.3g}"), ""]
-    lines += [
-        f"{name}, {policy}: {cell.refusal}"
+    config, cells = found["config"], found["cells"]
+    refusals = [
+        f"{name}, {policy}: {cell['refusal']}"
         for name, row in cells.items()
         for policy, cell in row.items()
-        if cell.refusal is not None
+        if cell["refusal"] is not None
     ]
-    return "\n".join(lines)
+    parts = [
+        f"{config['steps']} steps of {config['micro']} micro-batches of {config['batch']}, "
+        f"noise {config['noise']:g}, median of {config['seeds']} seeds",
+        rows(cells, "weights: error in %", lambda cell: percent(cell, "error")),
+        rows(cells, "first moment: %", lambda cell: percent(cell, "moment")),
+        # The same for all rules.
+        rows({"extra bytes": cells["AdamW"]}, "per parameter", lambda c: f"{c['extra']:g}"),
+        "\n".join(refusals),
+    ]
+    return "\n\n".join(parts)
 
 
-def results(cells: Cells, config: Config) -> dict[str, Any]:
-    """The same for a machine to read; shares and not percents."""
-    return {
-        "torch": torch.__version__,
-        "config": {k: v for k, v in asdict(config).items() if k != "json"},
-        "cells": {
-            name: {policy: asdict(cell) for policy, cell in row.items()}
-            for name, row in cells.items()
-        },
+def draw(found: Found) -> Axes:
+    """A group of bars per rule."""
+    title = "Distance from true accumulation, in % of the weights' movement"
+    (axes,) = harness.axes_of(title, figsize=(12, 5))
+    groups = {
+        name.replace(": ", ", "): {
+            policy: 100 * row[policy]["error"]
+            for policy in POLICIES
+            if policy in row and row[policy]["error"] is not None
+        }
+        for name, row in found["cells"].items()
     }
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
-    """Read the configuration from the command line."""
-    default = Config()
-    parser = argparse.ArgumentParser(
-        description="Measure what accumulation under gradient release is worth.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for name, meaning in {
-        "steps": "of the optimizer",
-        "micro": "micro-batches in each",
-        "batch": "size of a micro-batch of the regression",
-        "noise": "standard deviation, on its targets and on given gradients",
-        "seed": "the first one",
-        "seeds": "to take the median of",
-    }.items():
-        value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=meaning)
-    parser.add_argument(
-        "--json", type=Path, help="file for the numbers", default=argparse.SUPPRESS
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few steps, for seconds: does it work?"
-    )
-    options = vars(parser.parse_args(arguments))
-    quick = options.pop("quick")
-    config = replace(default, **options)
-    return config.quick() if quick else config
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    config = parse_arguments(arguments)
-    torch.set_num_threads(1)  # Everything is tiny.
-    cells = {
-        name: measure(rule, config)
-        # Without a terminal there is no bar.
-        for name, rule in tqdm(RULES.items(), "rules", unit="rule", disable=None)
-    }
-    print(
-        f"{config.steps} steps of {config.micro} micro-batches of {config.batch}, noise "
-        f"{config.noise:g}, median of {config.seeds} seeds, torch {torch.__version__}\n"
-    )
-    print(report(cells))
-    if config.json is not None:
-        text = json.dumps(results(cells, config), indent=2)
-        config.json.write_text(f"{text}\n")
+    harness.bars(axes, groups, list(POLICIES))
+    axes.set_ylabel("%")
+    harness.legend(axes)
+    return axes
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(__file__, __doc__, Config, QUICK, measure, report, draw)

@@ -1,6 +1,6 @@
-"""Measure gradient release against a step after backward and against hooks of one's own.
+"""What does gradient release save, and what does it cost?
 
-Two questions, each about backward and the update together, on residual MLP blocks:
+Two answers, each about backward and the update together, on residual MLP blocks:
 
 * memory: the most bytes allocated during it, less those allocated when it began
   (parameters, state and activations), as a share of the bytes of all gradients; a step
@@ -10,61 +10,49 @@ Two questions, each about backward and the update together, on residual MLP bloc
 The ways that are compared:
 
 * ``standard``: ``torch.optim.AdamW(fused=True)``, stepped after backward;
-* ``recipe``: PyTorch's tutorial: a ``torch.optim.AdamW(foreach=False)`` for every
-  parameter, stepped in a hook;
-* ``recipe, fused``: the same with ``fused=True``, which the tutorial does not have;
+* ``recipe``: PyTorch's tutorial: a dictionary with a ``torch.optim.AdamW(foreach=False)``
+  for every parameter, stepped in a hook;
+* ``recipe, fused``: the same dictionary with ``fused=True``, which the tutorial has not;
+* ``torch hooks, fused``: torch's own ``_apply_optimizer_in_backward``, with ``fused=True``;
 * ``release``: ``optimi_func.AdamW`` with gradient release.
 
-They take turns within each round, and the ratio is taken in each round: what slows the
-machine down for a while slows all of them. The table has the medians over the rounds.
-On a CPU run it more than once: whether a process gets its freed memory back from malloc
-or page by page from the system moves all times, those of temporaries most.
+On a CPU the allocator is kept warm where it is glibc's: what is freed stays with the
+process. Otherwise it is chance which temporaries the system has to map page by page, and
+all times move with it. Repeat it nevertheless on a shared machine.
 """
 
-import argparse
-import json
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+import ctypes
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 
+import harness
 import torch
 import torch.nn.functional as F
+from harness import NUMBERS, Found, Step, option
+from matplotlib.axes import Axes
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 import optimi_func
 
-MEASURED = "backward and update"
-NUMBERS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
-
 
 @dataclass(frozen=True)
-class Config:
-    """What to measure, and on what."""
+class Config(harness.OnDevice):
+    blocks: int = option(8, "residual ones")
+    width: int = option(512, "of a block")
+    hidden: int = option(2048, "units of a block")
+    memory_batch: int = option(32, "to measure memory with")
+    batches: tuple[int, ...] = option((8, 32, 256), "to measure time with")
+    rounds: int = option(60, "measured rounds, at most")
+    seconds: float = option(120.0, "to measure a batch for; no fewer than 5 rounds")
+    warmup: int = option(5, "rounds before those that are measured, at most")
 
-    blocks: int = 8
-    width: int = 512
-    hidden: int = 2048
-    memory_batch: int = 32
-    batches: tuple[int, ...] = (32, 256)
-    rounds: int = 60
-    warmup: int = 5
-    seed: int = 0
-    threads: int = torch.get_num_threads()
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    compile: bool | None = None
-    json: Path | None = None
 
-    def quick(self) -> "Config":
-        """Shrink to seconds: this shows that all works, and measures nothing."""
-        return replace(
-            self, blocks=2, width=64, hidden=128, batches=(4,), rounds=3, warmup=2
-        )
+QUICK: Found = {
+    **{"blocks": 2, "width": 64, "hidden": 128, "batches": (4,)},
+    **{"rounds": 3, "warmup": 2},
+}
 
 
 class Block(nn.Module):
@@ -79,10 +67,11 @@ class Block(nn.Module):
         return x + self.contract(F.gelu(self.expand(x)))
 
 
-Update = Callable[[], None]
+def nothing() -> None:
+    """Left to do after backward."""
 
 
-def standard(model: nn.Module, config: Config) -> Update:
+def standard(model: nn.Module, config: Config) -> Step:
     """One optimizer for all, after backward."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **NUMBERS)
 
@@ -93,11 +82,9 @@ def standard(model: nn.Module, config: Config) -> Update:
     return update
 
 
-def hooked(model: nn.Module, **options: bool) -> Update:
+def recipe(model: nn.Module, config: Config, **how: bool) -> Step:
     """An optimizer for each parameter, as soon as its gradient is complete."""
-    optimizers = {
-        p: torch.optim.AdamW([p], **options, **NUMBERS) for p in model.parameters()
-    }
+    optimizers = {p: torch.optim.AdamW([p], **how, **NUMBERS) for p in model.parameters()}
 
     def update(p: Tensor) -> None:
         optimizers[p].step()
@@ -105,230 +92,124 @@ def hooked(model: nn.Module, **options: bool) -> Update:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(update)
-    return lambda: None
+    return nothing
 
 
-def recipe(model: nn.Module, config: Config) -> Update:
-    """The tutorial's."""
-    return hooked(model, foreach=False)
+def torch_hooks(model: nn.Module, config: Config) -> Step:
+    """The same in torch's own words."""
+    apply = harness.load("torch.distributed.optim")._apply_optimizer_in_backward
+    apply(torch.optim.AdamW, model.parameters(), NUMBERS | {"fused": True})
+    return nothing
 
 
-def recipe_fused(model: nn.Module, config: Config) -> Update:
-    """The tutorial's with torch's fastest step."""
-    return hooked(model, fused=True)
-
-
-def release(model: nn.Module, config: Config) -> Update:
+def release(model: nn.Module, config: Config) -> Step:
     """This library's."""
     optimizer = optimi_func.AdamW(
         model.parameters(), gradient_release=True, compile=config.compile, **NUMBERS
     )
     optimi_func.prepare_for_gradient_release(model, optimizer)
-    return lambda: None
+    return nothing
 
 
-WAYS = {
+WAYS: dict[str, Callable[[nn.Module, Config], Step]] = {
     "standard": standard,
-    "recipe": recipe,
-    "recipe, fused": recipe_fused,
+    "recipe": partial(recipe, foreach=False),
+    "recipe, fused": partial(recipe, fused=True),
+    "torch hooks, fused": torch_hooks,
     "release": release,
 }
 
 
-class Training:
-    """A model trained in one of the ways; all have the same weights and inputs."""
+def training(name: str, config: Config, batch: int) -> tuple[Step, Step]:
+    """Forward, and backward and update; all ways have the same weights and inputs."""
+    torch.manual_seed(config.seed)
+    blocks = [Block(config.width, config.hidden) for _ in range(config.blocks)]
+    model = nn.Sequential(*blocks).to(config.device)
+    x = torch.randn(batch, config.width).to(config.device)
+    update = WAYS[name](model, config)
+    losses: list[Tensor] = []
 
-    def __init__(self, name: str, config: Config, batch: int) -> None:
-        torch.manual_seed(config.seed)
-        blocks = [Block(config.width, config.hidden) for _ in range(config.blocks)]
-        self.device = config.device
-        self.model = nn.Sequential(*blocks).to(self.device)
-        self.x = torch.randn(batch, config.width).to(self.device)
-        self.update = WAYS[name](self.model, config)
+    def forward() -> None:
+        losses.append(model(x).square().mean())
 
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients together."""
-        return sum(p.nbytes for p in self.model.parameters())
+    def backward() -> None:
+        losses.pop().backward()
+        update()
 
-    def step(self) -> float:
-        """Train one step and return the seconds of backward and update."""
-        loss = self.model(self.x).square().mean()
-        self.wait()
-        start = time.perf_counter()
-        with record_function(MEASURED):
-            loss.backward()
-            self.update()
-        self.wait()
-        return time.perf_counter() - start
-
-    def wait(self) -> None:
-        """Until the device has done what it was asked to."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    return forward, backward
 
 
-def peak_bytes(name: str, config: Config) -> tuple[int, int]:
-    """Peak of backward and update above what was allocated before, and gradient bytes."""
+def peak(name: str, config: Config) -> Found:
+    """Of backward and update, beside the bytes of all gradients."""
     # Kernels are compiled before, on a model of their own.
-    Training(name, config, config.memory_batch).step()
-    # The model is made under the profiler: it reports no free of a CPU tensor whose
-    # allocation it has not seen, and activations are freed in what is measured.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        training = Training(name, config, config.memory_batch)
-        for _ in range(config.warmup + 1):
-            training.step()
-    return read_peak(recorded, config.device), training.gradient_bytes()
+    for step in training(name, config, config.memory_batch):
+        step()
+    make = partial(training, name, config, config.memory_batch)
+    most = harness.peak_bytes(make, config.warmup + 1, config.device)
+    # Weights and biases of both layers of a block, in float32.
+    elements = 2 * config.width * config.hidden + config.width + config.hidden
+    gradients = 4 * config.blocks * elements
+    return {"bytes": most, "gradient bytes": gradients, "share": most / gradients}
 
 
-def read_peak(recorded: profile, device: str) -> int:
-    """Peak of the last measured part of a trace."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())["traceEvents"]
-    part = max((e for e in trace if e["name"] == MEASURED), key=lambda e: e["ts"])
-    kind = {"cpu": 0, "cuda": 1}[device]
-    allocated = sorted(
-        (event["ts"], event["args"]["Total Allocated"])
-        for event in trace
-        if event["name"] == "[memory]" and event["args"]["Device Type"] == kind
-    )
-    end = part["ts"] + part["dur"]
-    before = [total for when, total in allocated if when < part["ts"]][-1]
-    return max(total for when, total in allocated if part["ts"] <= when <= end) - before
+def keep_warm() -> bool:
+    """Have malloc keep what is freed: no mappings by themselves, no trimming, one arena."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False  # Not glibc.
+    trim_threshold, mmap_max, arena_max = -1, -4, -8
+    settings = {trim_threshold: 2**31 - 1, mmap_max: 0, arena_max: 1}
+    return all([mallopt(name, value) for name, value in settings.items()])
 
 
-def seconds_by_way(config: Config, batch: int) -> dict[str, list[float]]:
-    """Seconds of backward and update, a list per way with one value a round."""
-    trainings = {name: Training(name, config, batch) for name in WAYS}
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    names = list(WAYS)
-    for i in tqdm(
-        range(config.warmup + config.rounds),
-        f"batch {batch}",
-        unit="round",
-        disable=None,  # Without a terminal there is no bar.
-    ):
-        # Nobody always comes after the same one, whose leavings are in the cache.
-        turn = i % len(names)
-        for name in names[turn:] + names[:turn]:
-            taken = trainings[name].step()
-            if i >= config.warmup:
-                seconds[name].append(taken)
-    return seconds
+def measure(config: Config) -> Found:
+    """Memory and time."""
+    peaks = {name: peak(name, config) for name in tqdm(WAYS, "peaks", disable=None)}
+    warm, times = keep_warm(), {}
+    for batch in config.batches:
+        pairs = {name: training(name, config, batch) for name in WAYS}
+        seconds = harness.interleave(
+            {name: step for name, (_, step) in pairs.items()},
+            config,
+            f"batch {batch}",
+            before={name: forward for name, (forward, _) in pairs.items()},
+        )
+        ratios = harness.ratios(seconds, "standard")
+        times[f"batch {batch}"] = {name: asdict(ratio) for name, ratio in ratios.items()}
+    return {"allocator kept warm": warm, "peak": peaks, "time": times}
 
 
-@dataclass(frozen=True)
-class Time:
-    """The time of one way: its median, and quartiles of its ratio to the standard."""
-
-    milliseconds: float
-    ratio: float
-    low: float
-    high: float
-
-
-def summary(seconds: dict[str, list[float]]) -> dict[str, Time]:
-    """Medians over the rounds."""
-    times: dict[str, Time] = {}
-    for name, taken in seconds.items():
-        ratios = [own / other for own, other in zip(taken, seconds["standard"])]
-        low, ratio, high = quantiles(ratios, n=4)
-        times[name] = Time(1e3 * median(taken), ratio, low, high)
-    return times
-
-
-def table(peaks: dict[str, tuple[int, int]], times: dict[int, dict[str, Time]]) -> str:
+def report(found: Found) -> str:
     """One line per way."""
-    header = f"{'backward + update':<18} {'peak MB':>8} {'share':>6}"
-    for batch in times:
-        name = f"batch {batch}: ms"
-        header += f"   {name:>14} {'ratio':>6} {'quartiles':>11}"
-    lines = [header]
-    for name, (peak, gradients) in peaks.items():
-        line = f"{name:<18} {peak / 1e6:8.2f} {peak / gradients:6.3f}"
-        for by_way in times.values():
-            t = by_way[name]
-            line += f"   {t.milliseconds:14.2f} {t.ratio:6.2f} {t.low:5.2f}-{t.high:.2f}"
-        lines.append(line)
-    return "\n".join(lines)
+    config, warm = found["config"], found["allocator kept warm"]
+    rows = [["backward + update", "peak MB", "share"]]
+    rows[0] += [x for batch in found["time"] for x in (f"{batch}: ms", "ratio (quartiles)")]
+    for name, cell in found["peak"].items():
+        row = [name, f"{cell['bytes'] / 1e6:.2f}", f"{cell['share']:.3f}"]
+        for by_way in found["time"].values():
+            row += [harness.milliseconds(by_way[name]), harness.text(by_way[name])]
+        rows.append(row)
+    return (
+        f"{config['blocks']} blocks of {config['width']} x {config['hidden']}, gradients "
+        f"of {found['peak']['standard']['gradient bytes'] / 1e6:.1f} MB, peaks at batch "
+        f"{config['memory_batch']}, allocator {'kept warm' if warm else 'as it is'}\n\n"
+        f"{harness.table(rows)}"
+    )
 
 
-def results(
-    peaks: dict[str, tuple[int, int]], times: dict[int, dict[str, Time]], config: Config
-) -> dict[str, Any]:
-    """The same for a machine to read."""
-    return {
-        "torch": torch.__version__,
-        "device": config.device,
-        "threads": config.threads,
-        "peak": {
-            name: {"bytes": peak, "gradient bytes": gradients, "share": peak / gradients}
-            for name, (peak, gradients) in peaks.items()
-        },
-        "time": {
-            f"batch {batch}": {name: asdict(t) for name, t in by_way.items()}
-            for batch, by_way in times.items()
-        },
-    }
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
-    """Read the configuration from the command line."""
-    default = Config()
-    parser = argparse.ArgumentParser(
-        description="Measure the memory and time of gradient release.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for name, meaning in {
-        "rounds": "measured steps of each way",
-        "warmup": "steps of each way before those",
-        "threads": "of torch",
-        "seed": "of the weights and inputs",
-    }.items():
-        value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=int, default=value, help=meaning)
-    parser.add_argument(
-        "--batches", type=int, nargs="+", default=default.batches, help="sizes to time"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default=default.device, help="where to run"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="file for the numbers", default=argparse.SUPPRESS
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="compile optimi_func's AdamW (default: if there is a compiler)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, for seconds: does it work?"
-    )
-    options = vars(parser.parse_args(arguments))
-    quick = options.pop("quick")
-    config = replace(default, **options)
-    return config.quick() if quick else config
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    config = parse_arguments(arguments)
-    torch.set_num_threads(config.threads)
-    peaks = {name: peak_bytes(name, config) for name in tqdm(WAYS, "peaks", disable=None)}
-    times = {batch: summary(seconds_by_way(config, batch)) for batch in config.batches}
-    _, gradients = peaks["standard"]
-    print(
-        f"{config.blocks} blocks of {config.width} x {config.hidden}, gradients of "
-        f"{gradients / 1e6:.1f} MB, {config.device}, {config.threads} threads, torch "
-        f"{torch.__version__}; peaks at batch {config.memory_batch}\n"
-    )
-    print(table(peaks, times))
-    if config.json is not None:
-        text = json.dumps(results(peaks, times, config), indent=2)
-        config.json.write_text(f"{text}\n")
+def draw(found: Found) -> Axes:
+    """Bars of the peaks and of the times."""
+    title = "Backward and update, beside torch's fused step after backward"
+    time, memory = harness.axes_of(title, 1, 2, figsize=(12, 5), width_ratios=(3, 1))
+    harness.bars(time, found["time"], list(WAYS), base=1)
+    time.set_ylabel("ratio of times; less is faster")
+    peaks = {name: cell["share"] for name, cell in found["peak"].items()}
+    harness.bars(memory, {f"batch {found['config']['memory_batch']}": peaks}, list(WAYS))
+    memory.set_ylabel("peak, share of the gradients' bytes")
+    harness.legend(time)
+    return time
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(__file__, __doc__, Config, QUICK, measure, report, draw)

@@ -11,9 +11,9 @@ from optimi_func import population as population
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
 from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer
-from optimi_func._functional import LeafState as LeafState
-from optimi_func._functional import TreeState as TreeState
 from optimi_func._rule import PureOptimizer as PureOptimizer
+from optimi_func._tree import LeafState as LeafState
+from optimi_func._tree import TreeState as TreeState
 from optimi_func.gradient_release import GradientRelease as GradientRelease
 from optimi_func.gradient_release import (
     prepare_for_gradient_release as prepare_for_gradient_release,

@@ -45,7 +45,7 @@ def any_distributed(tensors: list[Tensor]) -> bool:
 
 
 def to_local(tensors: list[Tensor]) -> list[Tensor]:
-    """Of each DTensor the part that lies here, in place; others as they are."""
+    """The local part of each DTensor, sharing its memory; other tensors as they are."""
     if not any_distributed(tensors):
         return tensors
     kind = _dtensor()
@@ -60,7 +60,7 @@ def _part(x: Any) -> Tensor:
 
 
 def leaf_to_local(leaf: Leaf) -> Leaf:
-    """Of a leaf's tensors the parts that lie here."""
+    """A leaf with the local parts of its tensors."""
     p, state, comp = leaf
     p, *fields = to_local([p, *state] if comp is None else [p, *state, comp])
     comp = None if comp is None else fields.pop()
@@ -89,7 +89,7 @@ def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
 
 
 def same_placements(p: Any, x: Any) -> bool:
-    """Whether the parts of p and x that lie here are of the same elements."""
+    """Whether the local parts of p and x are of the same elements."""
     if not is_distributed(p) and not is_distributed(x):
         return True
     return (
@@ -101,7 +101,7 @@ def same_placements(p: Any, x: Any) -> bool:
 
 
 def check_placed(path: object, p: Any) -> None:
-    """Refuse a parameter whose elements are sums still to be taken."""
+    """Refuse a parameter with Partial placements: its elements are sums not yet taken."""
     if is_distributed(p) and any(place.is_partial() for place in p.placements):
         raise ValueError(
             f"params{path} has placements {p.placements}: allowed are Shard and Replicate"
@@ -131,7 +131,7 @@ def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
 
 
 def distribute_like(p: Any, x: Tensor) -> Tensor:
-    """A whole tensor, the same on every process, cut as p lies; a DTensor as it is."""
+    """A whole tensor, equal on all processes, divided as p is; a DTensor as it is."""
     if not is_distributed(p) or is_distributed(x):
         return x
     tensor: Any = sys.modules["torch.distributed.tensor"]

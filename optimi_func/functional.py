@@ -13,9 +13,9 @@ parameter tree, a number a subtree.
 """
 
 from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer
-from optimi_func._functional import LeafState as LeafState
 from optimi_func._functional import Number as Number
-from optimi_func._functional import TreeState as TreeState
+from optimi_func._tree import LeafState as LeafState
+from optimi_func._tree import TreeState as TreeState
 from optimi_func.optimizers.adam import adam as adam
 from optimi_func.optimizers.adam import adam_init as adam_init
 from optimi_func.optimizers.adam import adam_step as adam_step

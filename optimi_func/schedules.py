@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from optimi_func._functional import check_number
+from optimi_func._checks import check_number
 from optimi_func._math import choose, scalar_dtype, sqrt
 from optimi_func._rule import Scalar
 

@@ -28,9 +28,8 @@ def _seed() -> None:
 def _older_objects_rest() -> None:
     """The collector leaves alone what stood before a file's tests began.
 
-    Of the half million objects that torch and pytest have, a full collection, and the
-    search of a new handle among all objects for those that scale gradients, take longer
-    than most tests.
+    A full collection looks at the half million objects that torch and pytest have, which
+    takes longer than most tests.
     """
     gc.collect()
     gc.freeze()

@@ -70,7 +70,7 @@ def dry_run(
 
 
 class _Writes(TorchDispatchMode):
-    """Notes what is written to."""
+    """Records the memory of every tensor that an operation writes to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def saw(self, x: Tensor) -> bool:
-        """Whether x has been, by itself or by a view."""
+        """Whether x was written to, directly or through a view."""
         own = x.untyped_storage()._cdata
         return any(storage._cdata == own for storage in self._storages)
 

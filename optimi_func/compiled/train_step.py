@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from optimi_func import _functional as _f
 from optimi_func import _torch
-from optimi_func._functional import FunctionalOptimizer, TreeState
+from optimi_func._checks import warn
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, check_pure
+from optimi_func._tree import FlatTree, TreeState
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Inputs,
@@ -28,7 +29,7 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class TrainState(NamedTuple):
-    """All that a training step goes on from: a pytree of tensors, to be saved as it is."""
+    """Everything that changes from step to step: a pytree of tensors, to save and load."""
 
     params: PyTree
     buffers: PyTree
@@ -36,7 +37,7 @@ class TrainState(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a training step tells."""
+    """What a training step returns beside the new state."""
 
     loss: Tensor  # 0-d; the mean over the parts of the batch
     aux: PyTree  # what loss_fn returned beside it, or None; stacked over the parts
@@ -255,7 +256,7 @@ class PureStep:
             batch: What the model and loss_fn are called with.
 
         Returns:
-            The state after it and what the step tells.
+            The state after the step, and its loss, aux and norm.
         """
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -293,7 +294,7 @@ class PureStep:
                 raise TypeError(f"{_path(state, i)}={x!r}: allowed are trees of tensors")
         if not self._settings.donate:
             return
-        # Whatever of the buffers is written, the graph writes as the model would.
+        # Buffers may share memory: the graph writes to them as the model itself would.
         first = len(pytree.tree_leaves(state.params))
         buffers = range(first, first + len(pytree.tree_leaves(state.buffers)))
         for i, x in enumerate(tensors):
@@ -329,9 +330,9 @@ class PureStep:
             return _tell(whole, program, inputs)
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
-        # A gradient is like its parameter.
-        leaves = _f.FlatTree.check(optimizer.rule, tree, tree, tree_state)
-        _f.warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
+        # Gradients are made in the graph, like their parameters: those stand for them.
+        leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
+        warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels", set())
 
         def update(
@@ -346,7 +347,7 @@ class PureStep:
 
 
 def _path(state: TrainState, index: int) -> str:
-    """How errors call a leaf; found when it is asked for, for it takes long."""
+    """A leaf's name in errors; computed only for an error, as it is slow."""
     keyed, _ = pytree.tree_flatten_with_path(state)
     return "state" + pytree.keystr(keyed[index][0])
 
@@ -354,7 +355,7 @@ def _path(state: TrainState, index: int) -> str:
 def _traced(
     optimizer: PureOptimizer, params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
 ) -> TracedUpdate | None:
-    """The optimizer's own step on flat lists, for one that has no kernels."""
+    """The step of a transformed optimizer on flat lists; None where kernels do it."""
     if isinstance(optimizer, FunctionalOptimizer):
         return None
 
@@ -395,7 +396,7 @@ class ClassStep:
             batch: What the model and loss_fn are called with.
 
         Returns:
-            What the step tells.
+            Its loss, aux and norm.
         """
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()
@@ -416,7 +417,8 @@ class ClassStep:
         inputs = Inputs(detached, buffers, [], _opaque_true(detached), batch)
         with no_grad_context(), running(update, params):
             outcome = _tell(self._step_graph, program, inputs)
-        # Nothing has a gradient and nothing moves: hooks and schedulers see a step.
+        # There are no gradients, so this moves nothing; it runs step hooks and tells
+        # schedulers that a step was made.
         optimizer.step()
         return outcome
 

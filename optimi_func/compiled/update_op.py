@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     any_torch_dispatch_mode_on_stack,
 )
 
-# (places of parameters, their gradients, what those are scaled by): updates them in place.
+# (indices of parameters, their gradients, a factor on these or None) -> None, in place
 Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Tensor | None], None]
 
 
@@ -55,6 +55,9 @@ def read_before_written() -> None:
     so after the write. The gradient of one factor of a product would be the new value of
     the other.
 
+    Inductor's cache on disk does not know how an operation is lowered: who changes this
+    function gives the operation another name, or old graphs go on to be found.
+
     This sets Inductor's lowering of this one operation, which nobody else has; all others
     stay as they are. Torch 2.11 to 2.15; no upstream issue is known. A torch without these
     names fails in test_private_torch_is_there, one that computes too late again in
@@ -68,7 +71,7 @@ def read_before_written() -> None:
     layout = lowering.tag_to_layout_constraint(
         get_layout_constraint_tag(update, with_default=True)
     )
-    # What it does with every operation that it does not know.
+    # The lowering that Inductor gives every operation that it has no code for.
     lowering.make_fallback(update, layout_constraint=layout)
     call = lowering.lowerings[update]
 
@@ -82,7 +85,7 @@ def read_before_written() -> None:
 
 @contextmanager
 def running(update: Update, params: list[Tensor]) -> Generator[None]:
-    """Run a graph that holds `update_`: what it means, for this thread, for now."""
+    """Within, `update_` in a graph that this thread runs calls `update`."""
     token = _running.set((update, params))
     try:
         yield
@@ -102,8 +105,9 @@ def _update(
 ) -> None:
     del after
     update, owned = _running.get()
-    # Where the graph reads an old parameter later the compiler hands in a copy, to copy it
-    # back in the end: until then the parameter has to be the old one.
+    # Where the graph reads a parameter's old value after this, the compiler passes a copy,
+    # which it copies into the parameter at the end: until then the parameter keeps its old
+    # value, and the copy gets the new one.
     copies = [
         (owned[i], owned[i].clone(), p)
         for i, p in zip(places, params)
@@ -121,7 +125,7 @@ def _update(
 
 
 def _trace(*arguments: Any) -> None:
-    """Nothing comes out of it, whatever the shapes."""
+    """The operation on shapes alone: it returns nothing."""
 
 
 _library = torch.library.Library("optimi_func", "FRAGMENT")

@@ -24,8 +24,8 @@ from optimi_func.execution.inductor import probe_vectors, torch_compile, unprobe
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.execution.tensors import chunks
 
-# About as many updates has a step: each takes the host some time, and the fewer there are
-# the more gradients wait for each other.
+# Parameters are updated in about this many calls a step. Each call takes the host some
+# time; with fewer calls more gradients are held until the others of their call are ready.
 UPDATES = 8
 
 
@@ -47,7 +47,7 @@ class Outputs(NamedTuple):
     norm: Tensor | None
 
 
-# (params, gradients or None, flat state) -> what becomes of params and flat state
+# (params, gradients or None, flat state) -> (new params, new flat state)
 TracedUpdate: TypeAlias = Callable[
     [list[Tensor], list[Tensor | None], list[Tensor]], tuple[list[Tensor], list[Tensor]]
 ]
@@ -91,7 +91,7 @@ def arguments(batch: PyTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class DryRunChanged(Exception):
-    """The model takes another way than in the dry run."""
+    """Traced anew, the model uses other parameters or buffers than in the dry run."""
 
 
 class StepGraph:
@@ -105,7 +105,7 @@ class StepGraph:
         self.update = update
         self._found: dict[Any, DryRun] = {}
         self._graphs: dict[Any, Callable[..., Outputs]] = {}
-        # What a graph that is traced anew would have to be traced for.
+        # The arguments of the running call, for a dry run if its graph is traced anew.
         self._now: tuple[Program, Inputs] | None = None
         self._changed: DryRun | None = None
 
@@ -129,12 +129,12 @@ class StepGraph:
         try:
             outputs = self._run_parts(program, dry, inputs, parts)
         except DryRunChanged:
-            # What the model is asked by a trace is the same the next time.
+            # The trace has made a dry run of the model as it is now: compile for that.
             assert self._changed is not None
             dry = self._found[kind] = self._changed
             outputs = self._run_parts(program, dry, inputs, parts)
         except Exception:
-            # Who mends the model may change what it reaches.
+            # The user may correct the model, and with it which parameters it uses.
             del self._found[kind]
             raise
         aux = None
@@ -178,7 +178,8 @@ class StepGraph:
         try:
             if graph is None:
                 body = with_own_code_object(self._body(program, dry, last), "train_step")
-                # Dropout draws what it would eagerly, which takes fixed shapes.
+                # fallback_random: dropout draws the same numbers as eagerly, for which
+                # shapes have to be fixed.
                 options = {"dynamic": False, "options": {"fallback_random": True}}
                 read_before_written()
                 graph = torch_compile(body, options)
@@ -201,8 +202,8 @@ class StepGraph:
 
         @torch.compiler.assume_constant_result
         def confirm() -> bool:
-            # Run by whoever traces. Later than the first time because something about
-            # the model is new, with it perhaps which parameters the loss reaches.
+            # Called while Dynamo traces. A second trace means that something about the
+            # model has changed, and perhaps which parameters the loss depends on.
             if traced and self._now is not None:
                 found = _dry_run(*self._now)
                 if found != dry:
@@ -229,8 +230,8 @@ class StepGraph:
 
             moving = [params[i] for i in used_params]
             grads, (loss, (aux, after)) = grad_and_value(compute, has_aux=True)(moving)
-            # Every write waits for the loss: where the forward fails on its data, such as
-            # an index out of range, it finds everything as it was.
+            # Every write depends on the loss: if the forward fails on its data, such as an
+            # index out of range, nothing has been written.
             opaque_true = opaque_true | loss.isnan()
             loss = _chosen(loss, opaque_true)
             for i in aliased_aux:
@@ -267,7 +268,7 @@ class StepGraph:
 
 
 class _Place(NamedTuple):
-    """Where a parameter stands, and its elements."""
+    """A parameter's index, and its number of elements."""
 
     at: int
     numel: int
@@ -300,15 +301,15 @@ def _placed(
 
 
 def _write(olds: list[Tensor], news: list[Tensor], opaque_true: Tensor) -> None:
-    """Write what an optimizer's own step returned onto what it was given."""
-    # A state that is the parameter of the step before is read before that is written.
+    """Copy the tensors that an optimizer's step returned into those it was given."""
+    # All are read before any is written: a state may hold the parameter before the step.
     news = [_chosen(new, opaque_true) for new in news]
     for old, new in zip(olds, news):
         old.copy_(new)
 
 
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
-    """X as it is now. Inductor drops clones, and would read it after a write."""
+    """A copy of x that Inductor keeps: it drops clones, and would read x after a write."""
     return torch.where(opaque_true.to(x.device), x, x.new_zeros(()))
 
 
@@ -365,7 +366,7 @@ def _first(
 
 @contextmanager
 def no_grad_context() -> Generator[None]:
-    """No gradient but the graph's own; autocast is the forward's to choose."""
+    """torch.no_grad outside of any inference_mode; autocast stays as the caller has it."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

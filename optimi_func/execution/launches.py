@@ -103,6 +103,7 @@ class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`."""
 
     on_host = False  # whether `run` runs no operation of torch's
+    raw = False  # whether it writes past torch, so that no version counts it
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self._places = [u.place for u in updates]  # ascending
@@ -160,6 +161,8 @@ def mean_of(given: Tensor | None) -> Any:
 class KernelLaunch(Launch):
     """A parameter's kernels, called with its tensors one after the other."""
 
+    raw = True
+
     def __init__(self, kernels: list[Flat], update: Update, write: bool) -> None:
         super().__init__([update])
         self._kernels, self._mean = kernels, update.mean
@@ -191,6 +194,8 @@ class KernelLaunch(Launch):
 
 class KernelMeasure(KernelLaunch):
     """The kernel that measures a parameter's mean, as far as the parameter lies here."""
+
+    raw = False
 
     def run(self, inputs: StepInputs) -> None:
         """Write the mean."""
@@ -230,6 +235,8 @@ class FlattenedLaunch(Launch):
 class ListLaunch(Launch):
     """Parameters that share a list kernel: one call, whatever their number and sizes."""
 
+    raw = True
+
     def __init__(
         self,
         kernel: ListKernel,
@@ -256,25 +263,29 @@ class ListLaunch(Launch):
 
     def run(self, inputs: StepInputs) -> None:
         """Update the parameters."""
-        scalars, finite = self.scalars(inputs), self.finite(inputs)
-        grads = self.pick(inputs.grads)
+        scalars, grads = self.scalars(inputs), self.pick(inputs.grads)
+        if self.on_host and scalars.on_host:
+            self.call(grads, scalars)
+            return
         if self._negated:
             grads = [g.resolve_neg() for g in grads]  # kernels see memory, not signs
         g = array("q", map(Tensor.data_ptr, grads))
         table = self._p + g + self._rest
-        host = scalars.host_array(self._dtype) if finite is None else None
-        if self.on_host and host is not None:
-            self._kernel.run(address(host), table, self._lengths)
-        else:
-            values = with_finite(scalars.packed(self._dtype, grads[0].device), finite)
-            step = 0
-            if self._means is not None:
-                values = rows(values, self._means.measure(values, g, scalars))
-            elif self._given:
-                values = rows(values, torch.stack(self._given))
-            if values.dim() == 2:
-                step = values.stride(0) * values.element_size()
-            self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
+        values = scalars.packed(self._dtype, grads[0].device)
+        values, step = with_finite(values, self.finite(inputs)), 0
+        if self._means is not None:
+            values = rows(values, self._means.measure(values, g, scalars))
+        elif self._given:
+            values = rows(values, torch.stack(self._given))
+        if values.dim() == 2:
+            step = values.stride(0) * values.element_size()
+        self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
+
+    def call(self, grads: list[Tensor], scalars: PackedScalars) -> None:
+        """Update the parameters, where `on_host`, by numbers on the host."""
+        table = self._p + array("q", map(Tensor.data_ptr, grads)) + self._rest
+        numbers = scalars.host_array(self._dtype)
+        self._kernel.run(address(numbers), table, self._lengths)
 
 
 class ListMeasure(Launch):

@@ -142,6 +142,9 @@ class ListKernel:
         self._roles, self._widths = array("q", roles), array("q", widths)
         head = (code, len(roles), address(self._roles), address(self._widths))
         self._head = array("q", head)
+        functions = native()
+        assert functions is not None
+        self._run_list, self._kernel = functions.run_list, address(self._head)
 
     def __call__(self, numbers: Tensor, *tensors: Tensor) -> None:
         """One row."""
@@ -167,10 +170,8 @@ class ListKernel:
             per_piece: Likewise of one piece, counted through all rows; a piece has PIECE
                 elements, or what is left of its row.
         """
-        loop = native()
-        assert loop is not None
-        loop.run_list(
-            address(self._head),
+        self._run_list(
+            self._kernel,
             len(lengths),
             address(lengths),
             address(table),

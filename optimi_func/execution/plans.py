@@ -6,7 +6,8 @@ is noticed at the next step, which then plans anew. Plans keep no tensor alive.
 
 from array import array
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +20,7 @@ from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.launches import (
     Launch,
+    ListLaunch,
     Roles,
     Slot,
     StepInputs,
@@ -26,7 +28,7 @@ from optimi_func.execution.launches import (
     make_slot,
 )
 from optimi_func.execution.list_kernel import Native, address, loaded
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.scalars import Numbers, PackedScalars
 from optimi_func.execution.tensors import foreach_add_
 
 # Kinds of gradients and numbers for which a plan keeps launches: Ranger has two.
@@ -46,16 +48,19 @@ class Plan:
     ) -> None:
         self.rule = rule
         self._slots, self._targets = slots, targets
-        self._inference = any([slot.inference for slot in targets])
+        self.inference = any([slot.inference for slot in targets])
         self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
 
     def _kind(self, executor: Executor, numbers: Numbers, write: bool) -> Any:
-        statics = tuple([x.statics for x in numbers.scalars])
-        guarded = tuple([f is None for f in numbers.finite])
-        at = tuple(numbers.at) if len(statics) > 1 else None
+        scalars, at, finite = numbers
+        if len(scalars) == 1:
+            statics, guarded, places = scalars[0].statics, finite[0] is not None, None
+        else:
+            statics = tuple([x.statics for x in scalars])
+            guarded, places = tuple([x is not None for x in finite]), tuple(at)
         # What watches single operations is to see them.
         watched = any_torch_dispatch_mode_on_stack()
-        return executor, write, statics, guarded, at, watched
+        return executor, write, statics, guarded, places, watched
 
     def find(
         self, executor: Executor, grads: list[Tensor], numbers: Numbers, write: bool
@@ -102,13 +107,14 @@ class Plan:
         """Write every result."""
         for launch in launches:
             launch.run(inputs)
-        *full, comps = inputs.targets
-        if not write:
-            full, comps = full[1:], ()
-        # Autograd has not seen what kernels write: a backward that saved it must raise.
-        written = [x for role in full for x in role]
-        written += [x for x in comps if x is not None]
-        if self._inference:
+        # Tell autograd of what kernels wrote: a backward that saved it must raise.
+        p, *fields, comps = inputs.targets
+        written: list[Tensor] = []
+        for role in (p, *fields, comps) if write else fields:
+            for launch in launches:
+                if launch.raw:
+                    written += [x for x in launch.pick(role) if x is not None]
+        if self.inference:
             written = [x for x in written if not x.is_inference()]  # these have no version
         torch.autograd.graph.increment_version(written)
 
@@ -119,19 +125,16 @@ class Spec(NamedTuple):
     rule: Rule[Any, Any]
     kahan_sum: bool | None
     capturable: bool  # counts lie on the parameters' device
+    apart: bool = False  # each count goes its own way: flags there say which step counts
 
 
 class Found(NamedTuple):
     """A plan, and the tensors that it is true of now."""
 
     plan: "StatePlan"
-    roles: Roles
+    roles: Roles  # what lies here of each parameter and its state
     steps: list[Tensor]
-
-    @property
-    def params(self) -> list[Tensor]:
-        """What lies here of each parameter."""
-        return self.roles[0]
+    flat: list[Tensor]  # all of them
 
 
 class StatePlan(Plan):
@@ -143,22 +146,21 @@ class StatePlan(Plan):
         self._fields = spec.rule.state._fields
         self._lengths = list(map(len, entries))
         self._compensated = any(["kahan_comp" in entry for entry in entries])
+        self._no_comps: list[None] = [None] * len(params)
         self.distributed = any_distributed(params)
-        roles, steps = self.read(params, entries)
+        roles, steps, flat = self._read(params, entries)
         fields = len(self._fields)
-        leaves = zip(*roles)
         slots = [
             make_slot(Leaf(p, rest[:fields], rest[fields]), shards_of(whole))
-            for whole, (p, *rest) in zip(params, leaves)
+            for whole, (p, *rest) in zip(params, zip(*roles))
         ]
         super().__init__(spec.rule, slots, slots)
-        self._guard = Guard(_flat(roles, steps), addresses=True)
-        self.counts = StepCounts(steps, not spec.capturable)
+        self._guard = Guard(flat, addresses=True)
+        self.counts = StepCounts(steps, not spec.capturable, spec.apart)
 
-    def read(
+    def _read(
         self, params: list[Tensor], entries: list[dict[str, Any]]
-    ) -> tuple[Roles, list[Tensor]]:
-        """What lies here of each role, and the step counts."""
+    ) -> tuple[Roles, list[Tensor], list[Tensor]]:
         roles: Roles = [params]
         for name in self._fields:
             roles.append([entry[name] for entry in entries])
@@ -166,9 +168,11 @@ class StatePlan(Plan):
             roles.append([entry.get("kahan_comp") for entry in entries])
         if self.distributed:
             roles = list(map(to_local, roles))
+        steps = [entry["step"] for entry in entries]
+        flat = [x for role in roles for x in role if x is not None] + steps
         if not self._compensated:
-            roles.append([None] * len(params))
-        return roles, [entry["step"] for entry in entries]
+            roles.append(self._no_comps)
+        return roles, steps, flat
 
     def current(
         self, params: list[Tensor], entries: list[dict[str, Any] | None]
@@ -178,42 +182,40 @@ class StatePlan(Plan):
         try:
             if list(map(len, whole)) != self._lengths:
                 return None
-            roles, steps = self.read(params, whole)
+            found = Found(self, *self._read(params, whole))
         except (KeyError, TypeError):
             return None  # a field has gone, or a whole state
-        if not self._guard.holds(_flat(roles, steps)) or not self.counts.hold(steps):
+        if not self._guard.holds(found.flat) or not self.counts.hold(found.steps):
             return None
-        return Found(self, roles, steps)
+        return found
 
-
-def _flat(roles: Roles, steps: list[Tensor]) -> list[Tensor]:
-    *full, comps = roles
-    flat = [x for role in full for x in role]
-    flat += [x for x in comps if x is not None]
-    return flat + steps
+    def made(self, params: list[Tensor], entries: list[dict[str, Any]]) -> Found:
+        """The tensors that the plan has just been made of."""
+        return Found(self, *self._read(params, entries))
 
 
 class StepCounts:
     """The step counts of a list of parameters; those that are equal share their numbers."""
 
-    def __init__(self, steps: list[Tensor], on_host: bool) -> None:
-        self._on_host = on_host
+    def __init__(self, steps: list[Tensor], on_host: bool, apart: bool) -> None:
+        self._on_host, self._apart = on_host, apart
         counts: Sequence[Any] = range(len(steps))
         if on_host:
             counts = [step.item() for step in steps]
-        elif not _is_capturing(steps):
+        elif not (apart or _is_capturing(steps)):
             # The host waits for the device once, here.
             counts = torch.stack(steps).tolist()
         # Of each parameter the place of its count among those that differ.
         places = {count: i for i, count in enumerate(dict.fromkeys(counts))}
         self.at = [places[count] for count in counts]
         self._firsts = [self.at.index(i) for i in range(len(places))]
-        self._expected = array("f", counts) if on_host else array("f")
+        self.expected = array("f", counts) if on_host else array("f")
         self._versions = list(map(_version, steps))
         self._addresses = array("q", map(Tensor.data_ptr, steps))
         self._native: Native | None = None  # reads and writes all of them in one call
-        apart = len(set(self._addresses)) == len(steps)
-        self._countable = on_host and apart and {s.dtype for s in steps} == {torch.float32}
+        self._tables = 0, 0, 0  # what it is called with
+        once = len(set(self._addresses)) == len(steps)
+        self._countable = on_host and once and {s.dtype for s in steps} == {torch.float32}
 
     @property
     def native(self) -> bool:
@@ -223,25 +225,26 @@ class StepCounts:
     def hold(self, steps: list[Tensor]) -> bool:
         """Whether nobody else has written to these counts."""
         if self._native is not None:
-            count = len(self._addresses)
-            counts, expected = address(self._addresses), address(self._expected)
-            return bool(self._native.counts_hold(counts, expected, count))
+            return bool(self._native.counts_hold(*self._tables))
         if self._on_host:
-            return [step.item() for step in steps] == list(self._expected)
-        return list(map(_version, steps)) == self._versions
+            return [step.item() for step in steps] == list(self.expected)
+        return self._apart or list(map(_version, steps)) == self._versions
 
     def now(self, steps: list[Tensor]) -> list[float | Tensor]:
         """The counts that differ: numbers on the host, else tensors."""
         if self._on_host:
-            return [self._expected[i] for i in self._firsts]
+            return [self.expected[i] for i in self._firsts]
         return [steps[i] for i in self._firsts]
+
+    def advance_all(self) -> None:
+        """Count one step more, where that is one call."""
+        assert self._native is not None
+        self._native.counts_advance(*self._tables)
 
     def advance(self, steps: list[Tensor], numbers: Numbers) -> None:
         """Count one step more; where there is a flag, only if it is true."""
         if self._native is not None:
-            count = len(self._addresses)
-            counts, expected = address(self._addresses), address(self._expected)
-            self._native.counts_advance(counts, expected, count)
+            self.advance_all()
             torch.autograd.graph.increment_version(steps)
             return
         flags = [numbers.finite[i] for i in numbers.at]
@@ -250,10 +253,12 @@ class StepCounts:
             if flag is not None:
                 step.add_(flag)
         if self._on_host:
-            self._expected = array("f", [step.item() for step in steps])
+            self.expected = array("f", [step.item() for step in steps])
             if self._countable:
                 # All of them by one call of C++, where kernels have been compiled by now.
                 self._native = loaded()
+                tables = address(self._addresses), address(self.expected)
+                self._tables = (*tables, len(steps))
         self._versions = list(map(_version, steps))
 
 
@@ -261,11 +266,105 @@ def _is_capturing(steps: list[Tensor]) -> bool:
     return steps[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class Repeat:
+    """A whole step by one list launch, to be run again while only its numbers change.
+
+    It checks what `PlanCache.find` and `Plan.find` do, in fewer calls: with a few small
+    tensors these are what a step costs.
+    """
+
+    __slots__ = (
+        "_getter",
+        "_grads",
+        "_guard",
+        "_launch",
+        "_lengths",
+        "_plan",
+        "_statics",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        spec: Any,
+        step: "PreparedStep",
+        launch: ListLaunch,
+        entries: list[dict[str, Any]],
+    ) -> None:
+        self.spec = spec  # what the group asked for
+        self._plan, self._launch = step.plan, launch
+        self._statics = step.inputs.numbers.scalars[0].statics
+        names = ["step", *step.plan.rule.state._fields]
+        if step.inputs.roles[-1][0] is not None:
+            names.append("kahan_comp")
+        # Of one name it would give no tuple.
+        one = len(names) == 1
+        self._getter = (lambda entry: (entry["step"],)) if one else itemgetter(*names)
+        self._lengths = list(map(len, entries))
+        self._guard = Guard(self._flat(step.inputs.roles[0], entries), addresses=True)
+        self._grads = Guard(step.inputs.grads, addresses=False)
+
+    def _flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Tensor]:
+        return [*params, *chain.from_iterable(map(self._getter, entries))]
+
+    def current(
+        self, params: list[Tensor], grads: list[Tensor], entries: list[Any]
+    ) -> list[Tensor] | None:
+        """The tensors as they are now, if all is as it was."""
+        try:
+            if list(map(len, entries)) != self._lengths:
+                return None
+            flat = self._flat(params, entries)
+        except (KeyError, TypeError):
+            return None  # a field has gone, or a whole state
+        same = self._guard.holds(flat) and self._grads.holds(grads)
+        return flat if same and self._plan.counts.hold([]) else None
+
+    def takes(self, rule: Rule[Any, Any], scalars: PackedScalars) -> bool:
+        """Whether numbers are those of the launch, but for their values."""
+        same = rule is self._plan.rule and scalars.statics == self._statics
+        return same and scalars.on_host
+
+    @property
+    def count(self) -> float:
+        """The steps that all of the parameters have taken."""
+        return self._plan.counts.expected[0]
+
+    def run(self, flat: list[Tensor], grads: list[Tensor], scalars: PackedScalars) -> None:
+        """Write every result and count the step."""
+        self._launch.call(self._launch.pick(grads), scalars)
+        torch.autograd.graph.increment_version(flat)
+        self._plan.counts.advance_all()
+
+
 class PlanCache:
     """The plans of an optimizer's lists of parameters."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, StatePlan] = {}
+        self._repeats: dict[Any, Repeat] = {}
+
+    def repeat(self, params: list[Tensor]) -> Repeat | None:
+        """The last step of a list, if it is of a kind to be repeated."""
+        return self._repeats.get(tuple(map(id, params)))
+
+    def remember(
+        self, spec: Any, params: list[Tensor], step: "PreparedStep", entries: list[Any]
+    ) -> None:
+        """A step that has just been run may be repeated, where it is of that kind."""
+        comps, key = step.inputs.roles[-1], tuple(map(id, params))
+        (launch, *others), alike = step.launches, len({x is None for x in comps}) == 1
+        if (
+            isinstance(launch, ListLaunch)
+            and not others
+            and alike
+            and step.on_host
+            and len(step.inputs.numbers.scalars) == 1
+            and not step.plan.inference
+        ):
+            self._repeats[key] = Repeat(spec, step, launch, entries)
+        else:
+            self._repeats.pop(key, None)
 
     def find(
         self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any] | None]
@@ -290,9 +389,11 @@ class PlanCache:
             others: For so many lists there is room, beside some more.
         """
         while len(self._plans) >= _LISTS + others:
-            del self._plans[next(iter(self._plans))]
+            oldest = next(iter(self._plans))
+            self._repeats.pop(oldest[1:], None)
+            del self._plans[oldest]
         plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
-        return Found(plan, *plan.read(params, entries))
+        return plan.made(params, entries)
 
 
 class PreparedStep(NamedTuple):

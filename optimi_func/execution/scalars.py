@@ -15,17 +15,19 @@ class PackedScalars:
 
     def __init__(self, scalars: Scalars) -> None:
         self.scalars = scalars
+        self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         leaves = _flatten(scalars)
-        kinds = set(map(type, leaves))
         # A bool is a static choice, part of the kernel; the rest is data.
         self.statics: tuple[bool | None, ...] = (None,) * len(leaves)
-        self._values = leaves
+        self._values, self.on_host = leaves, True
+        kinds = set(map(type, leaves))
+        if len(kinds) == 1 and float in kinds:
+            return
         if bool in kinds:
             self.statics = tuple([x if isinstance(x, bool) else None for x in leaves])
             self._values = [x for x in leaves if not isinstance(x, bool)]
         # Whether all of them are numbers, and no tensors.
         self.on_host = not any([issubclass(kind, Tensor) for kind in kinds])
-        self._packed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def values(self, dtype: torch.dtype, device: torch.device) -> list[Scalar]:
         """The values: host numbers where all of them are, else 0-d tensors."""
@@ -33,10 +35,8 @@ class PackedScalars:
             return list(self._values)
         return list(self.packed(dtype, device).unbind())
 
-    def host_array(self, dtype: torch.dtype) -> "array[float] | None":
-        """All values in memory of the host's, each rounded once; None if on a device."""
-        if not self.on_host:
-            return None
+    def host_array(self, dtype: torch.dtype) -> "array[float]":
+        """All values in memory of the host's, each rounded once, where they are there."""
         return array("d" if dtype == torch.float64 else "f", self._values)
 
     def packed(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,12 +47,12 @@ class PackedScalars:
         return self._packed[key]
 
     def _pack(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        values = self.host_array(dtype)
-        if values is not None:
-            if not values:
+        if self.on_host:
+            if not self._values:
                 return torch.empty(0, dtype=dtype, device=device)
             # torch.tensor takes ten times as long to look at a list.
-            return torch.frombuffer(values, dtype=dtype).to(device, non_blocking=True)
+            values = torch.frombuffer(self.host_array(dtype), dtype=dtype)
+            return values.to(device, non_blocking=True)
         tensors = [
             x.detach().to(device, dtype)
             if isinstance(x, Tensor)
@@ -87,11 +87,9 @@ class Numbers(NamedTuple):
             write: False moves the state alone.
         """
         if microbatches is None:
-            packed = [
-                PackedScalars(microbatch_scalars(rule, s, WHOLE_BATCH, write))
-                for s in scalars
-            ]
-            return Numbers(packed, at, [None] * len(packed))
+            if not write:
+                scalars = [microbatch_scalars(rule, s, WHOLE_BATCH, write) for s in scalars]
+            return Numbers([PackedScalars(s) for s in scalars], at, [None] * len(scalars))
         places: dict[Any, int] = {}
         numbers = Numbers([], [], [])
         for i, m in zip(at, microbatches):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optimi_func import _functional as _f
+from optimi_func import _tree as _f
 from optimi_func._distributed import (
     any_distributed,
     check_placed,
@@ -14,8 +14,9 @@ from optimi_func._distributed import (
     shards_of,
     to_local,
 )
-from optimi_func._functional import FlatTree, FunctionalOptimizer, TreeState
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Leaf, Microbatch, PyTree, Scalars
+from optimi_func._tree import FlatTree, TreeState
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Roles, StepInputs, make_slot

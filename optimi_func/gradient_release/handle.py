@@ -13,12 +13,20 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func._distributed import any_distributed, distribute_like
-from optimi_func._functional import FunctionalOptimizer, TreeState
+from optimi_func._functional import FunctionalOptimizer
+from optimi_func._tree import TreeState
 from optimi_func.gradient_release.accumulation import Accumulation
+from optimi_func.gradient_release.backward import SinceStep
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
-from optimi_func.gradient_release.runner import NO_REENTRANCE, Runner, SinceStep
+from optimi_func.gradient_release.runner import Runner
+from optimi_func.gradient_release.two_pass import (
+    NO_REENTRANCE,
+    Buffers,
+    is_reentrant,
+    leaves_of,
+)
 from optimi_func.optimizers import BaseOptimizer
 
 # A cache: which hooks a model has. Not on the model, whose copies would carry them along.
@@ -398,14 +406,14 @@ class GradientRelease:
         return loss.detach()
 
     def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Norm]]:
-        """The loss and its gradients' norms; the world is as it was before."""
+        """The loss and its gradients' norms; .grad, buffers, random state are restored."""
         model = self._model()
         if model is None:
             raise RuntimeError(
                 "the module that was prepared is gone, and with it the list of buffers to "
                 "put back between two passes: keep a reference to it"
             )
-        buffers = _Buffers(model)
+        buffers = Buffers(model)
         runner = self._runner
         params = list(runner.params.values())
         before = {p: p.grad.clone() for p in params if p.grad is not None}
@@ -415,12 +423,12 @@ class GradientRelease:
         try:
             with runner.measuring() as measured, torch.random.fork_rng(sorted(devices)):
                 loss = loss_fn()
-                if _is_reentrant(loss):
+                if is_reentrant(loss):
                     raise RuntimeError(NO_REENTRANCE)
                 # Other parameters' gradients must not be added twice.
                 if any_distributed(params):
                     # What fully_shard made is no leaf: its gradients come from others.
-                    split_aliasing = {x: x.grad for x in _leaves(loss).difference(params)}
+                    split_aliasing = {x: x.grad for x in leaves_of(loss).difference(params)}
                     for x in split_aliasing:
                         x.grad = None
                     loss.backward()
@@ -454,46 +462,3 @@ class GradientRelease:
 
 def _take_out(handles: list[Any], handle: GradientRelease) -> None:
     handles[:] = [other for other in handles if other is not handle]
-
-
-class _Buffers:
-    """A model's buffers as they were: which there are, and what is in them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tables = [(m, dict(m._buffers)) for m in model.modules()]
-        tensors = {x for _, table in self._tables for x in table.values() if x is not None}
-        self._contents = [(x, x.clone()) for x in tensors]
-
-    def restore(self) -> None:
-        """Put back what has changed, and write to nothing else."""
-        for module, table in self._tables:
-            module._buffers.clear()
-            module._buffers.update(table)
-        for x, before in self._contents:
-            # Not by x._version, which BatchNorm does not count up.
-            with torch.inference_mode(x.is_inference()), torch.no_grad():
-                if not torch.equal(x, before):
-                    x.copy_(before)
-
-
-def _is_reentrant(loss: Tensor) -> bool:
-    """Whether a reentrant checkpoint lies behind the loss."""
-    return any(type(x).__name__ == "CheckpointFunctionBackward" for x in _nodes(loss))
-
-
-def _leaves(loss: Tensor) -> set[Tensor]:
-    """What backward gives gradients."""
-    return {x.variable for x in _nodes(loss) if hasattr(x, "variable")}
-
-
-def _nodes(loss: Tensor) -> set[Any]:
-    """All of the graph behind the loss."""
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [after for after, _ in node.next_functions]
-    return seen

@@ -1,4 +1,4 @@
-"""What release asks of gradients beside their norms."""
+"""Norms and finiteness of gradients, of which a process may hold a part (DTensor)."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from optimi_func._rule import Scalar
 
 
 class Norm(NamedTuple):
-    """The norm of what lies here of a tensor."""
+    """The norm of the local part of a tensor."""
 
     value: Tensor  # 0-d, of at least float32
     shard: ShardSpec | None  # the processes that hold the rest of it

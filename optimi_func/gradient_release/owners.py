@@ -4,9 +4,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from optimi_func import _functional as _f
-from optimi_func._functional import FlatTree, FunctionalOptimizer, TreeState
+from optimi_func._checks import check_accumulates
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Microbatch
+from optimi_func._tree import FlatTree, TreeState
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
 from optimi_func.optimizers import BaseOptimizer
@@ -35,7 +36,7 @@ class Owner(Protocol):
         ...
 
     def accumulates(self) -> bool:
-        """Whether optimi's flag is up: state moves, parameters don't."""
+        """Whether `optimizer_accumulation` is True: state moves, parameters don't."""
         ...
 
     def on_host(self, p: Tensor) -> bool:
@@ -56,12 +57,12 @@ class ClassOwner:
         self.check_accumulates = optimizer.check_accumulates
 
     def groups(self) -> object:
-        """Which there are, and where each counts its steps."""
+        """The groups, their sizes, and whether each counts its steps on the device."""
         groups = self.optimizer.param_groups
         return [(id(g), len(g["params"]), g["capturable"]) for g in groups]
 
     def accumulates(self) -> bool:
-        """As the flag stands now."""
+        """The flag's value now."""
         return self.optimizer.optimizer_accumulation
 
     def on_host(self, p: Tensor) -> bool:
@@ -119,14 +120,14 @@ class TreeOwner:
 
     def check_accumulates(self) -> None:
         """Refuse a rule without a sum over gradients."""
-        _f.check_accumulates(self.optimizer)
+        check_accumulates(self.optimizer.rule)
 
     def groups(self) -> object:
-        """A tree has none."""
+        """None: a tree has no groups."""
         return None
 
     def accumulates(self) -> bool:
-        """The flag is the classes'."""
+        """False: only classes have the flag."""
         return False
 
     def on_host(self, p: Tensor) -> bool:

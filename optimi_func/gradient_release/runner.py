@@ -11,25 +11,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from optimi_func import _functional as _f
 from optimi_func import _torch
+from optimi_func._checks import check_grad
 from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.execution.executors import SMALL
-from optimi_func.execution.tensors import is_plain
+from optimi_func.execution.tensors import is_dense, is_plain
 from optimi_func.gradient_release.accumulation import Accumulation
+from optimi_func.gradient_release.backward import Backward, SinceStep
 from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
-NO_REENTRANCE = (
-    "reentrant checkpointing hides where a backward ends, which accumulation_steps, "
-    "clip_global_norm and grad_norm must know: use "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-)
-
-# Of what waits, in bytes: any dtype can begin there.
+# Waiting gradients begin at multiples of so many bytes: aligned for every dtype.
 _ALIGNMENT = 16
 
 NO_DDP = (
@@ -38,61 +33,8 @@ NO_DDP = (
 )
 
 
-class Backward:
-    """One running backward.
-
-    The autograd engine alone keeps it alive: a backward that fails drops it, and with it
-    the gradients that still waited.
-    """
-
-    def __init__(self, last: bool) -> None:
-        self.last = last  # whether parameters move in it
-        self.ids: set[int] = set()  # its own, and those of backwards started inside it
-        self.fired: set[Tensor] = set()
-        self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
-        self.staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.norms: list[Norm] = []
-        self.grad_scale: Tensor | None = None  # of every gradient; None leaves them be
-        self._grad_scales: dict[torch.device | None, Scalar] = {}
-
-    def grad_scale_for(self, p: Tensor, on_host: bool) -> Scalar:
-        """The common scale where p's numbers are; one object for all that share it."""
-        if self.grad_scale is None:
-            return WHOLE_BATCH.grad_scale
-        place = None if on_host else p.device
-        if place not in self._grad_scales:
-            self._grad_scales[place] = at(self.grad_scale, p, on_host)
-        return self._grad_scales[place]
-
-
-class SinceStep:
-    """The backwards since the last step(), for its warnings.
-
-    Attributes:
-        backwards: How many there were.
-        moves: How many of them moved parameters, of which the first alone may have been
-            the first to do so: backwards that move different parameters count as one.
-        repeats: Whether any parameter got a gradient in more than one.
-    """
-
-    def __init__(self) -> None:
-        self.backwards = 0
-        self.moves = 0
-        self.repeats = False
-        self._fired: set[Tensor] = set()
-
-    def add(self, fired: set[Tensor], moved: bool) -> None:
-        """Note a backward, and which parameters got gradients in it."""
-        again = not self._fired.isdisjoint(fired)
-        self.backwards += 1
-        self.repeats |= again
-        self.moves += moved and (again or not self.moves)
-        self._fired |= fired
-
-
 class Runner:
-    """Everything between a gradient's completion and its release; no door of its own.
+    """Updates parameters from their hooks, and frees the gradients. Internal.
 
     Attributes:
         params: What is released, by name.
@@ -127,7 +69,7 @@ class Runner:
         self._small_bytes = sum(p.nbytes for p in small)
         self._staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
-        # The options and groups that were last found to go together.
+        # The options and groups that `check` last accepted.
         self._checked: tuple[ReleaseOptions, object] | None = None
         # Also in a compiled training step the hooks run as they are.
         self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
@@ -202,7 +144,7 @@ class Runner:
                         "gradients that gradient release frees: remove() the hooks for it"
                     )
                 if g.layout != torch.strided:
-                    _f.check_grad(f"[{self.names[p]!r}]", p, g)
+                    check_grad(f"[{self.names[p]!r}]", p, g)
                 g = redistribute_like(f"[{self.names[p]!r}]", p, g)
                 self._take(self._enter(p), p, g)
             except BaseException:
@@ -231,7 +173,7 @@ class Runner:
             running.ids.add(number)
             return running
         if self._updated is not None:
-            # Its end never came.
+            # The last backward did not reach its end.
             names = ", ".join(self._updated) or "none"
             done = "updated, or their sums," if self.options.accumulation else "updated"
             self._running = self._updated = None
@@ -335,6 +277,9 @@ class Runner:
             size = max(least, 2 * room, offset + g.nbytes)
             backward.staging_buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         place = backward.staging_buffer[offset : offset + g.nbytes].view(g.dtype)
+        if is_dense(g):
+            # In g's own order: in another, means would be summed in another order too.
+            return place.as_strided(g.shape, g.stride()).copy_(g)
         return place.view(g.shape).copy_(g)
 
     def _flush(self, backward: Backward, device: torch.device) -> None:
@@ -367,7 +312,7 @@ class Runner:
         self._found_alone = True
 
     def _finish(self, backward: Backward) -> None:
-        """Apply what waits, and with the last backward of a cycle close it."""
+        """Apply the gradients that wait; the last backward of a cycle ends the cycle."""
         o, cycle = self.options, self.cycle
         for device in list(backward.pending):
             self._flush(backward, device)
@@ -382,14 +327,15 @@ class Runner:
                 cycle.position = 0 if backward.last else cycle.position + 1
             moved = o.accumulation is None and not self.owner.accumulates()
             self.since_step = self.since_step or SinceStep()
-            self.since_step.add(backward.fired, moved)
+            if backward.ids:  # none where step() ends a cycle
+                self.since_step.add(backward.fired, moved)
             self.owner.end(backward.last)
         if backward.staging_buffer.numel():
             self._staging_buffer = backward.staging_buffer
         self._running = self._updated = None
 
     def _close(self, backward: Backward) -> None:
-        """Move what the last backward gave no gradient, but one before it did."""
+        """Update parameters with gradients in the cycle, but not in its last backward."""
         cycle = self.cycle
         for p, held in list(cycle.buffer.items()):
             wide = torch.promote_types(held.dtype, p.dtype)
@@ -485,7 +431,7 @@ class Runner:
     def _finite(
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
     ) -> tuple[list[Tensor], list[Tensor], list[Norm], list[Tensor | None]]:
-        """Leave out what is not finite, where the host can know; else say so by a flag."""
+        """Drop gradients that are not finite; on a device pass a flag to the update."""
         kept: list[int] = []
         finites: list[Tensor | None] = []
         hosts = list(map(self.owner.on_host, params))

@@ -10,8 +10,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, ca
 
 import torch
 
-from optimi_func._functional import FunctionalOptimizer, TreeState, init_tree
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import PyTree, Rule
+from optimi_func._tree import TreeState, init_tree
 from optimi_func.execution.trees import step, step_
 from optimi_func.optimizers.base import BaseOptimizer, Params
 

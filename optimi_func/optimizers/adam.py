@@ -6,18 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import (
-    FunctionalOptimizer,
-    Number,
-    TreeState,
-    check_betas,
-    check_eps,
-    decay_kind,
-    init_tree,
-)
+from optimi_func._checks import check_betas, check_eps
+from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import moment, power, root, second_moment, sqrt
 from optimi_func._rule import DecayKind, Direction, PyTree, Rule, Scalar
 from optimi_func._saved import Counterparts
+from optimi_func._tree import TreeState, init_tree
 from optimi_func.optimizers._forms import group_defaults, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
 

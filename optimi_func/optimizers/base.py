@@ -5,65 +5,47 @@ read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tenso
 where kept, `kahan_comp`.
 """
 
-import gc
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from numbers import Real
-from operator import is_, itemgetter
-from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from optimi_func import _functional as _f
-from optimi_func._distributed import (
-    all_reduce_all,
-    any_distributed,
-    check_placed,
-    distribute_like,
-    redistribute_like,
-    same_placements,
-    to_local,
-)
-from optimi_func._functional import FunctionalOptimizer, TreeState
-from optimi_func._leaf import init_leaf, is_low, rates
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar, Scalars
-from optimi_func._saved import (
-    Counterparts,
-    LoadReport,
-    Match,
-    as_torchs,
-    as_tree,
-    checked,
-    common,
-    from_tree,
-    match,
-    owned,
-)
+from optimi_func._checks import check_accumulates
+from optimi_func._distributed import distribute_like
+from optimi_func._functional import FunctionalOptimizer
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule
+from optimi_func._saved import Counterparts, LoadReport, as_torchs, as_tree, common, match
 from optimi_func._torch import uncompiled
-from optimi_func.execution.executors import Executor
+from optimi_func._tree import TreeState
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import StepInputs
-from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers
-from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
+from optimi_func.execution.plans import Spec
+from optimi_func.optimizers._groups import (
+    GroupNumbers,
+    Path,
+    check_group,
+    check_modes,
+    first_param,
+    likely_mistakes,
+    on_host,
+)
+from optimi_func.optimizers._state import (
+    ensure_state,
+    loaded_groups,
+    loaded_tree,
+    named_entries,
+    wants_state_alone,
+    without_shared_memory,
+)
+from optimi_func.optimizers._step import Stepper, Work
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
 Closure: TypeAlias = Callable[[], Any]
-
-
-class Work(NamedTuple):
-    """Parameters of one group to update."""
-
-    group: dict[str, Any]
-    params: list[Tensor]
-    grads: list[Any]  # a tensor for each
-    microbatches: list[Microbatch] | None  # what each is to its step; None: the whole of it
 
 
 class BaseOptimizer(Optimizer):
@@ -104,14 +86,12 @@ class BaseOptimizer(Optimizer):
     # What torch and optimi call and keep otherwise.
     counterparts: ClassVar[Counterparts] = Counterparts()
     keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
-    _given: "ClassVar[itemgetter[Any]]"  # their values in a group
 
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
         super().__init_subclass__()
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
         assert cls.keywords[0] == "lr"
-        cls._given = itemgetter(*cls.keywords)
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
@@ -126,10 +106,10 @@ class BaseOptimizer(Optimizer):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._bound: dict[int, tuple[Any, Any]] = {}
+        self._numbers = GroupNumbers(type(self).factory, self.keywords)
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._plans = PlanCache()
+        self._stepper = Stepper(self._numbers, self._uncompilable)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -141,111 +121,24 @@ class BaseOptimizer(Optimizer):
         count = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._check_group(self.param_groups[count])
+            group = self.param_groups[count]
+            check_group(group, self.keywords)
+            self._numbers.bind(group, on_host)
+            check_modes(group)
         except Exception:
             del self.param_groups[count:]
             raise
         if self._constructed:
             self._warn_of_mistakes(self.param_groups[count:])
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        names = group.get("param_names") or range(len(group["params"]))
-        for name, p in zip(names, group["params"]):
-            _f.check_param(f"[{name!r}]", p)
-        lr = group["lr"]
-        for name in self.keywords:
-            numbers = group[name] if name == "betas" else (group[name],)
-            if not isinstance(numbers, tuple | list) or not all(map(_is_host, numbers)):
-                raise TypeError(
-                    f"Invalid {name}: {name}={group[name]!r}: allowed are numbers and "
-                    "tensors of one element"
-                )
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(
-                f"Tensor lr must be 1-element: lr={lr}: allowed is a number or a tensor "
-                "of one element"
-            )
-        if group["decouple_lr"] and group["max_lr"] is None:
-            # The max_lr of every step to come, resolved before a schedule lowers lr.
-            group["max_lr"] = float(lr)
-            if group["max_lr"] == 0.0:
-                group["max_lr"] = None
-        elif isinstance(group["max_lr"], Tensor):
-            group["max_lr"] = float(group["max_lr"])
-        _f.check_state_dtype(group["state_dtype"])
-        self._bind(group, self._host)
-        self._check_modes(group)
-
-    def _check_modes(self, group: dict[str, Any]) -> None:
-        for name in ("compile", "foreach", "triton", "kahan_sum"):
-            if group[name] not in (None, True, False):
-                raise TypeError(
-                    f"Invalid {name}: {name}={group[name]!r}: allowed are None, True "
-                    "and False"
-                )
-        if group["compile"] is False and group["triton"]:
-            raise ValueError(
-                "triton=True asks for the compiled step and compile=False for the eager "
-                "one: choose one"
-            )
-        if group["foreach"] and (group["compile"] or group["triton"]):
-            raise ValueError(
-                "foreach=True and compile=True (or triton=True) are two ways to run the "
-                "step: choose one"
-            )
-        if group["foreach"] and group["gradient_release"]:
-            warnings.warn(
-                "foreach=True updates many tensors at once, gradient_release=True one "
-                "at a time: foreach is disabled",
-                UserWarning,
-                stacklevel=5,
-            )
-            group["foreach"] = False
-
     def _warn_of_mistakes(self, groups: list[dict[str, Any]]) -> None:
         """Warn, once for all groups, of what is allowed but hardly meant."""
-        found: list[str] = []
-        kinds: list[tuple[Any, Any]] = []
-        for group in groups:
-            bound = self._bind(group, self._host)
-            kinds.append((bound.decay, bound.weight_decay))
-            decay = _f.decay_mistakes(kinds[-1:])
-            found += [text for text in bound.likely_mistakes() if text not in decay]
-            dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
-            if group["kahan_sum"] and not any(map(is_low, group["params"])):
-                found.append(_f.IDLE_KAHAN)
-            found += _f.stuck_moments(getattr(bound, "betas", ()), dtypes)
-        for text in dict.fromkeys([*found, *_f.decay_mistakes(kinds)]):
+        bounds = [self._numbers.bind(group, on_host) for group in groups]
+        for text in likely_mistakes(groups, bounds):
             warnings.warn(text, UserWarning, stacklevel=4)
 
-    def _bind(
-        self, group: dict[str, Any], number: Callable[[Any], Any]
-    ) -> FunctionalOptimizer:
-        """The group's numbers as they are now, bound to the rule."""
-        given = self._given(group)
-        last, bound = self._bound.get(id(group), (None, None))
-        # Numbers that are the same objects as before need not be checked again.
-        if last is not None and all(map(is_, given[1:], last[1:])):
-            if given[0] is last[0]:
-                return bound
-            if type(given[0]) is float:
-                bound = bound.with_lr(given[0])
-                self._bound[id(group)] = given, bound
-                return bound
-        chosen = {name: _numbers(group[name], number) for name in self.keywords}
-        bound = type(self).factory(**chosen)
-        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
-        mutable = any(isinstance(x, Tensor | list) for x in flat)
-        self._bound[id(group)] = None if mutable else given, bound
-        return bound
-
-    @staticmethod
-    def _host(x: Any) -> Any:
-        return x.item() if isinstance(x, Tensor) else x
-
-    @staticmethod
-    def _device(x: Any) -> Any:
-        return x.reshape(()).double() if isinstance(x, Tensor) else x
+    def _rule_of(self, group: dict[str, Any]) -> Rule[Any, Any]:
+        return self._numbers.bind(group, on_host).rule
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
@@ -281,7 +174,7 @@ class BaseOptimizer(Optimizer):
                 raise ValueError("step takes a closure or a param, not both")
             self.step_params([param])
             return None
-        if closure is None and self._wants_state_alone():
+        if closure is None and wants_state_alone(self.state, self.param_groups):
             self.init_state()
             return None
         loss = None
@@ -297,7 +190,7 @@ class BaseOptimizer(Optimizer):
                 params = [p for p, g in zip(params, grads) if g is not None]
             if given:
                 work.append(Work(group, params, given, None))
-        self._step(work, write=True, count=True)
+        self._stepper.run(self.param_groups, self.state, work, write=True, count=True)
         return loss
 
     def init_state(self) -> None:
@@ -309,31 +202,12 @@ class BaseOptimizer(Optimizer):
         """
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
-            rule = self._bind(group, self._host).rule
-            spec = Spec(rule, group["kahan_sum"], group["capturable"])
+            spec = Spec(self._rule_of(group), group["kahan_sum"], group["capturable"])
             for p in group["params"]:
                 if p.requires_grad and not self.state.get(p):
                     with kernel_context(p.device):
-                        self._ensure_state(group, spec, p, made)
+                        ensure_state(self.state, group, spec, p, made)
         self.state.update(made)
-
-    def _wants_state_alone(self) -> bool:
-        """Whether this is the step by which torch.distributed.checkpoint makes state.
-
-        There is no state, every lr is 0, on the host, and so is every gradient, in every
-        process. It would move no parameter, but count as a step, and let L2 decay join
-        the moments.
-        """
-        if any(isinstance(key, Tensor) for key in self.state):
-            return False
-        if not all(_is_zero(group["lr"]) for group in self.param_groups):
-            return False
-        params = [p for group in self.param_groups for p in group["params"]]
-        params = [p for p in params if p.grad is not None]
-        with torch.no_grad():
-            grads = to_local([cast(Tensor, p.grad) for p in params])
-            flags = [torch.count_nonzero(g) == 0 for g in grads]
-            return bool(params) and all(map(bool, all_reduce_all(flags, params)))
 
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, as a hook of one's own would in backward.
@@ -354,7 +228,7 @@ class BaseOptimizer(Optimizer):
             )
         for p in params:
             if p.grad is None:
-                name = _Path(self.group_of(p), p)
+                name = Path(self.group_of(p), p)
                 raise ValueError(f"step(param=...): {name} has no gradient")
         grads = [cast(Tensor, p.grad) for p in params]
         microbatches = [WHOLE_BATCH] * len(params)
@@ -392,7 +266,7 @@ class BaseOptimizer(Optimizer):
             ps.append(p)
             gs.append(g)
             cast(list[Microbatch], its).append(microbatch)
-        self._step(list(works.values()), write, count)
+        self._stepper.run(self.param_groups, self.state, list(works.values()), write, count)
 
     def check_accumulates(self) -> None:
         """Refuse rules whose state cannot take a step's gradient in parts.
@@ -401,7 +275,7 @@ class BaseOptimizer(Optimizer):
             ValueError: One that cannot, of any group.
         """
         for group in self.param_groups:
-            _f.check_accumulates(self._bind(group, self._host))
+            check_accumulates(self._rule_of(group))
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.
@@ -421,115 +295,6 @@ class BaseOptimizer(Optimizer):
                 f"a parameter of shape {tuple(param.shape)} is in none of the groups"
             )
         return self.param_groups[index]
-
-    def _step(self, works: list["Work"], write: bool, count: bool) -> None:
-        """Check everything, compile everything, and only then write."""
-        steps = [self._prepare(work, write, None) for work in works]
-        known = [step for step in steps if step is not None]
-        if len(known) == len(works) and all([step.on_host for step in known]):
-            for step in known:
-                step.run(count)
-            return
-        with kernel_context(self._first().device):
-            # What a first gradient makes joins the optimizer once nothing can fail.
-            made: dict[Tensor, dict[str, Any]] = {}
-            found = [self._prepare(work, write, made) for work in works]
-            self.state.update(made)
-            for step, work in zip(cast(list[PreparedStep], found), works):
-                step.run(count)
-                if write and step.plan.distributed:
-                    # Autograd has not seen their local parts written.
-                    torch.autograd.graph.increment_version(work.params)
-
-    def _prepare(
-        self, work: "Work", write: bool, made: dict[Tensor, dict[str, Any]] | None
-    ) -> PreparedStep | None:
-        """Everything about a group's step but the writing.
-
-        Args:
-            work: The group's parameters and gradients.
-            write: False moves the state alone.
-            made: Where to put state that is made. None: if anything has to be made, or
-                computed on a device, there is no step.
-        """
-        group, params, grads, microbatches = work
-        # A step that the device may skip is counted there.
-        flags = microbatches is not None and any(m.finite is not None for m in microbatches)
-        capturable = group["capturable"] or flags
-        if capturable and made is None:
-            return None
-        bound = self._bind(group, self._device if capturable else self._host)
-        spec = Spec(bound.rule, group["kahan_sum"], capturable)
-        found = self._plans.find(spec, params, list(map(self.state.get, params)))
-        if found is None:
-            if made is None:
-                return None
-            with _uncollected():
-                entries = [self._ensure_state(group, spec, p, made) for p in params]
-                others = sum(len(group["params"]) for group in self.param_groups)
-                found = self._plans.make(spec, params, entries, others)
-        plan = found.plan
-        if plan.distributed or any_distributed(grads):
-            if made is None:
-                return None
-            grads = to_local(_aligned(group, params, grads))
-        scalars = _scalars(bound, plan.counts.now(found.steps))
-        numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
-        executor = _executor(group)
-        launches = plan.find(executor, grads, numbers, write)
-        if launches is None:
-            if made is None:
-                return None
-            for p, part, g in zip(params, found.params, grads):
-                _f.check_grad(_Path(group, p), part, g)
-            launches = plan.make(
-                executor, found.params, grads, numbers, write, self._uncompilable
-            )
-        inputs = StepInputs(found.roles, found.roles, grads, numbers)
-        return PreparedStep(plan, launches, inputs, found.steps, write)
-
-    def _ensure_state(
-        self,
-        group: dict[str, Any],
-        spec: Spec,
-        p: Tensor,
-        made: dict[Tensor, dict[str, Any]],
-    ) -> dict[str, Any]:
-        """A parameter's state as its group asks for it now, checked and completed."""
-        if p in made:
-            return made[p]
-        rule, capturable = spec.rule, spec.capturable
-        state = self.state.get(p, {})
-        path = _Path(group, p)
-        _f.check_param(path, p)
-        check_placed(path, p)
-        check_writable(path, *to_local([p]))
-        _check_state(path, p, state)
-        names = rule.state._fields
-        missing = [name for name in names if name not in state]
-        compensated = is_low(p) and group["kahan_sum"] is not False
-        device = p.device if capturable else torch.device("cpu")
-        astray = "step" in state and state["step"].device != device
-        if (
-            "step" not in state
-            or missing
-            or astray
-            or ("kahan_comp" in state) != compensated
-        ):
-            state = dict(state)
-            if astray:
-                state["step"] = state["step"].to(device)
-            fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
-            if "step" not in state or (missing and len(missing) == len(names)):
-                # Also where momentum appears in mid-run: its buffer has a first step.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state.update({name: getattr(fresh.state, name) for name in missing})
-            if not compensated:
-                state.pop("kahan_comp", None)
-            elif "kahan_comp" not in state:
-                state["kahan_comp"] = fresh.comp
-        made[p] = state
-        return state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -568,20 +333,9 @@ class BaseOptimizer(Optimizer):
         Tensors that lie side by side in memory for the step are copied: what is saved is
         that of the parameter alone.
         """
-
-        def own(_: Optimizer, packed: dict[str, Any]) -> None:
-            indices = {i for group in packed["param_groups"] for i in group["params"]}
-            # What hooks of the user's put beside them is saved as it is.
-            packed["state"] = {
-                i: {k: _unshared(v) for k, v in x.items()} if i in indices else x
-                for i, x in packed["state"].items()
-            }
-            for group in packed["param_groups"]:
-                # Of a dtype torch.distributed.checkpoint makes no whole state_dict.
-                if group["state_dtype"] is not None:
-                    group["state_dtype"] = str(group["state_dtype"])
-
-        handle = self.register_state_dict_post_hook(own, prepend=True)
+        handle = self.register_state_dict_post_hook(
+            lambda _, packed: without_shared_memory(packed), prepend=True
+        )
         try:
             return super().state_dict()
         finally:
@@ -634,7 +388,10 @@ class BaseOptimizer(Optimizer):
 
         def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             with torch.inference_mode(False):
-                found, groups, entries = self._prepared(given, strict, keep_dtypes)
+                found = match(given, self.param_groups, strict, self.counterparts)
+                groups, entries = loaded_groups(
+                    found, self.param_groups, self._rule_of, keep_dtypes
+                )
             reports.append(found.report)
             made.update(entries)
             return {**given, "state": found.others, "param_groups": groups}
@@ -653,26 +410,6 @@ class BaseOptimizer(Optimizer):
             for handle in handles:
                 handle.remove()
         return reports[-1]
-
-    def _prepared(
-        self, state_dict: dict[str, Any], strict: bool, keep_dtypes: bool
-    ) -> tuple[Match, list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-        """What to load, checked and copied: the groups, and the state of parameters."""
-        found = match(state_dict, self.param_groups, strict, self.counterparts)
-        groups: list[dict[str, Any]] = []
-        made: dict[Tensor, dict[str, Any]] = {}
-        for mine, options, entries in zip(self.param_groups, found.groups, found.entries):
-            first = sum(len(group["params"]) for group in groups)
-            places = list(range(first, first + len(entries)))
-            group = {**mine, **options, "params": places}
-            groups.append(group)
-            rule = self._bind(group, self._host).rule
-            names = group.get("param_names", places)
-            for name, p, saved in zip(names, mine["params"], entries):
-                if saved is not None:
-                    entry = checked(rule, f"state[{name!r}]", p, saved)
-                    made[p] = owned(rule, p, group, entry, keep_dtypes)
-        return found, groups, made
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
         """This optimizer as a pure one, with its state for the tree {name: parameter}.
@@ -699,20 +436,15 @@ class BaseOptimizer(Optimizer):
         >>> optimizer.state[model.bias]["momentum_buffer"]
         tensor([1.])
         """
-        entries: dict[str, dict[str, Any]] = {}
         bounds: list[FunctionalOptimizer] = []
-        names: list[list[str]] = []
+        entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
-            bounds.append(self._bind(group, self._host))
+            bounds.append(self._numbers.bind(group, on_host))
             spec = Spec(bounds[-1].rule, group["kahan_sum"], group["capturable"])
-            names.append([])
-            for name, p in self._named(group):
-                if self.state.get(p) or p.requires_grad:
-                    made: dict[Tensor, dict[str, Any]] = {}
-                    entries[name] = self._ensure_state(group, spec, p, made)
-                    names[-1].append(name)
-        optimizer = common(bounds, names)
-        return optimizer, as_tree(optimizer.rule, entries, self._first())
+            entries.append(named_entries(self.state, group, spec))
+        optimizer = common(bounds, list(map(list, entries)))
+        merged = {name: entry for some in entries for name, entry in some.items()}
+        return optimizer, as_tree(optimizer.rule, merged, first_param(self.param_groups))
 
     def load_functional(
         self, state: TreeState, params: dict[str, Tensor] | None = None
@@ -727,42 +459,11 @@ class BaseOptimizer(Optimizer):
             ValueError: Names that no parameter has, shapes or fields that do not fit;
                 nothing is loaded then.
         """
-        home = {n: (group, p) for group in self.param_groups for n, p in self._named(group)}
-        loaded = from_tree(state)
-        for name, x in {**loaded, **(params or {})}.items():
-            if name not in home:
-                raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
-            if isinstance(x, Tensor) and x.shape != home[name][1].shape:
-                raise ValueError(
-                    f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "
-                    f"{tuple(home[name][1].shape)}"
-                )
-        made: dict[Tensor, dict[str, Any]] = {}
-        for name, entry in loaded.items():
-            group, p = home[name]
-            rule = self._bind(group, self._host).rule
-            entry = checked(rule, f"state.leaves[{name!r}]", p, entry)
-            with torch.no_grad():
-                made[p] = owned(rule, p, group, entry, keep_dtypes=True)
+        made, moved = loaded_tree(state, params or {}, self.param_groups, self._rule_of)
         self.state.update(made)
         with torch.no_grad():
-            for name, x in (params or {}).items():
-                home[name][1].copy_(distribute_like(home[name][1], x))
-
-    def _named(self, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        if group["params"] and "param_names" not in group:
-            raise ValueError(
-                "this optimizer's parameters have no names: make it with "
-                "model.named_parameters()"
-            )
-        return list(zip(group.get("param_names", ()), group["params"]))
-
-    def _first(self) -> Tensor:
-        """Any parameter; a tensor of its own where there is none."""
-        for group in self.param_groups:
-            if group["params"]:
-                return group["params"][0]
-        return torch.empty(0)
+            for p, x in moved:
+                p.copy_(distribute_like(p, x))
 
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""
@@ -772,116 +473,15 @@ class BaseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
-        self._clear_caches()
         self.__dict__.setdefault("releases", [])  # load_state_dict comes here too
         super().__setstate__(state)
+        self._clear_caches()
 
 
-_CACHES = ("_bound", "_grouped", "_group_index", "_plans")
+_CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
 _ATTACHED = ("releases",)
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
 
 def _is_not_ours_to_keep(field: str) -> bool:
     return field.startswith("_optimizer_") or field in (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
-
-
-def _scalars(bound: FunctionalOptimizer, counts: list[Any]) -> list[Scalars]:
-    """The numbers of the steps that follow these counts."""
-    lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
-    top = lr if bound.max_lr is None else bound.max_lr
-    now = rates(lr, decay, bound.decay, top, bound.maximize)
-    steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
-    return [Scalars(bound.coeffs(t), now) for t in steps]
-
-
-def _executor(group: dict[str, Any]) -> Executor:
-    if group["foreach"]:
-        return "foreach"
-    if group["compile"] is False:
-        return "eager"
-    return "kernels" if group["compile"] or group["triton"] else "auto"
-
-
-@contextmanager
-def _uncollected() -> Generator[None]:
-    """Without Python's collector: for every hundred thousand objects it looks at all."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _is_zero(lr: Any) -> bool:
-    """Whether lr is 0, as far as that is known without asking a device."""
-    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
-
-
-def _is_host(x: Any) -> bool:
-    return x is None or isinstance(x, Real | Tensor)
-
-
-def _numbers(x: Any, number: Callable[[Any], Any]) -> Any:
-    return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
-
-
-def _aligned(
-    group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
-) -> list[Tensor]:
-    """Gradients that lie as their parameters do."""
-    for p, g in zip(params, grads):
-        _f.check_grad(_Path(group, p), p, g)
-    return [redistribute_like(_Path(group, p), p, g) for p, g in zip(params, grads)]
-
-
-class _Path:
-    """How errors call a parameter: by its name, or its place in the group.
-
-    Found when it is asked for: of ten thousand parameters each would look through all.
-    """
-
-    def __init__(self, group: dict[str, Any], p: Tensor) -> None:
-        self._group, self._p = group, p
-
-    def __str__(self) -> str:
-        index = next(i for i, q in enumerate(self._group["params"]) if q is self._p)
-        names = self._group.get("param_names")
-        return f"[{(names[index] if names else index)!r}]"
-
-
-def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
-    """Refuse a state that no longer fits its parameter."""
-    for name, x in state.items():
-        if x.is_inference() and not p.is_inference():
-            raise ValueError(
-                f"state{path}[{name!r}] was made under inference_mode and cannot be "
-                "written to: clone it outside"
-            )
-        if name != "step" and (x.shape != p.shape or x.device != p.device):
-            raise ValueError(
-                f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
-                f"parameter {tuple(p.shape)} on {p.device}"
-            )
-        if is_expanded(x):
-            raise ValueError(
-                f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
-                "written to; clone it"
-            )
-        if name != "step" and not same_placements(p, x):
-            raise ValueError(
-                f"state{path}[{name!r}] is not divided among processes as its parameter "
-                "is: load it anew, after fully_shard or distribute_tensor"
-            )
-
-
-def _unshared(x: Any) -> Any:
-    """The tensor itself, or a copy where its memory holds more than it."""
-    if not isinstance(x, Tensor):
-        return x
-    (part,) = to_local([x])
-    if not is_plain(part) or part.is_meta:
-        return x
-    return x.clone() if part.untyped_storage().nbytes() > part.nbytes else x

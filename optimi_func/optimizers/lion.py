@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number, check_betas
+from optimi_func._checks import check_betas
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment
 from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions

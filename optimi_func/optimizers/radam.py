@@ -6,13 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import (
-    FunctionalOptimizer,
-    Number,
-    check_betas,
-    check_eps,
-    decay_kind,
-)
+from optimi_func._checks import check_betas, check_eps
+from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import choose, power, root, sqrt
 from optimi_func._rule import DecayKind, Direction, Rule, Scalar
 from optimi_func._saved import Counterparts

@@ -6,14 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import (
-    FunctionalOptimizer,
-    Number,
-    check_betas,
-    check_eps,
-    check_number,
-    decay_kind,
-)
+from optimi_func._checks import check_betas, check_eps, check_number
+from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import choose, scalar_dtype
 from optimi_func._rule import DecayKind, Direction, Rule, Scalar
 from optimi_func._saved import Counterparts

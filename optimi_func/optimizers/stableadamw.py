@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number, check_betas, check_eps
+from optimi_func._checks import check_betas, check_eps
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import root
 from optimi_func._rule import Direction, Rule
 from optimi_func.optimizers import adam

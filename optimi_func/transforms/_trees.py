@@ -7,15 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import (
-    Number,
-    check_grad,
-    check_number,
-    flatten_params,
-    match_tree,
-)
+from optimi_func._checks import check_grad, check_number
+from optimi_func._functional import Number
 from optimi_func._leaf import compute_dtype
 from optimi_func._rule import PyTree, Scalar
+from optimi_func._tree import flatten_params, match_tree
 from optimi_func.execution.kernels import with_own_code_object
 
 S = TypeVar("S")

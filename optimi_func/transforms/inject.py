@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import FunctionalOptimizer, TreeState, resolve_tree
+from optimi_func._functional import FunctionalOptimizer, resolve_tree
 from optimi_func._math import scalar_dtype
 from optimi_func._rule import PyTree, Scalar
+from optimi_func._tree import TreeState
 from optimi_func.transforms._trees import Transform, check_state, tensor_of
 
 

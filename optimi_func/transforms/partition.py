@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import flatten_params, match_tree
 from optimi_func._leaf import is_low
 from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state
 
 # A pattern for a leaf's path, or a predicate of path and parameter.

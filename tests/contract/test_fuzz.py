@@ -11,7 +11,6 @@ import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from hypothesis.stateful import (
 from simulator import FIELDS, fresh, one_step, options
 from torch import Tensor, nn
 
-from optimi_func import AdamW, _torch, prepare_for_gradient_release
+from optimi_func import AdamW, prepare_for_gradient_release
 
 SHAPES = [(), (1,), (0,), (3,), (2, 3), (4, 4), (16,), (2, 3, 2, 2), (91, 91)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -108,9 +107,6 @@ class Program(RuleBasedStateMachine):
         self.quiet.__enter__()
         # Advice; and what torch says of what it is made to do here.
         warnings.simplefilter("ignore", UserWarning)
-        # Which looks at every object of the test session, for every handle.
-        self.patch = mock.patch.object(_torch, "_alive", lambda kind: [])
-        self.patch.start()
         self.handle: Any = None
         self.parts = 1
         self.retired: list[tuple[Any, list[Slot]]] = []  # what nobody steps any more
@@ -119,7 +115,6 @@ class Program(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.handle is not None:
             self.handle.remove()
-        self.patch.stop()
         self.quiet.__exit__(None, None, None)
 
     # What there is

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from optimi_func import compiled, population, prepare_for_gradient_release
-from optimi_func._functional import FunctionalOptimizer, Number, check_number
+from optimi_func._checks import check_number
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import moment
 from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions

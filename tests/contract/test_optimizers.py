@@ -186,7 +186,10 @@ def test_a_foreign_state_changes_nothing() -> None:
             lambda s: s["state"][0].update(exp_avg=torch.ones(9)),
             r"\['exp_avg'\] is \(9,\)",
         ),
-        (lambda s: s["param_groups"].clear(), "0 param groups"),
+        (
+            lambda s: s["param_groups"].clear(),
+            "different number of parameter groups: it has 0",
+        ),
         (lambda s: s["param_groups"][0]["params"].pop(), "has 1 parameters"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "Invalid learning rate"),
     ]
@@ -650,7 +653,6 @@ def test_state_taken_away_is_freed() -> None:
     train(optimizer, qs, 1)
     gc.collect()
     assert gone() is None
-    assert list(optimizer._known) == qs
 
 
 def test_accumulating_does_not_touch_the_parameters_version() -> None:

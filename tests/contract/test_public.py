@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -70,6 +71,15 @@ def test_defaults_are_the_same_at_every_door(name: str) -> None:
         assert parameter.default == cls[key].default, key
 
 
+@pytest.mark.parametrize(
+    "path", ["_functional.LeafState", "_functional.TreeState", "population.Population"]
+)
+def test_pickled_classes_are_found_where_they_were(path: str) -> None:
+    module, name = path.split(".")
+    found = pickle.loads(f"coptimi_func.{module}\n{name}\n.".encode())
+    assert found.__name__ == name
+
+
 def test_import_leaves_the_compiler_and_dtensor_alone() -> None:
     slow = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"}
     code = f"import sys, optimi_func; print({slow} & set(sys.modules))"
@@ -97,7 +107,8 @@ def test_readme_names_every_optimizer_and_command() -> None:
 LAYERS = [
     {"_rule", "_torch"},
     {"_leaf", "_norms", "_distributed", "_math"},
-    {"_bound"},
+    {"_bound", "_checks"},
+    {"_tree"},
     {"_functional"},
     {"_saved"},
     {"execution"},

@@ -25,6 +25,7 @@ from optimi_func.execution.launches import (
 )
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.plans import StatePlan
+from optimi_func.optimizers._step import Stepper
 
 # List kernels; kernels of one tensor, as where there are no list kernels; and foreach.
 WAYS: dict[str, Any] = {
@@ -44,7 +45,7 @@ def how(request, monkeypatch) -> dict[str, Any]:
 
 
 def plans(optimizer: Any) -> list[StatePlan]:
-    return list(optimizer._plans._plans.values())
+    return list(optimizer._stepper.plans._plans.values())
 
 
 def launches(optimizer: Any) -> list[Launch]:
@@ -283,6 +284,75 @@ def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
             share = skippable if t % 2 else WHOLE_BATCH
             grads = [p.grad for p in ps]
             optimizer.update(ps, grads, [share] * len(ps), write=True, count=True)
+        ends.append(ps)
+    assert_alike(*ends)
+
+
+def test_a_step_that_some_parameters_skip_parts_their_counts(how) -> None:
+    ends = []
+    for way in (how, EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, capturable=True, **way)
+        for t in range(8):
+            fill(ps, t)
+            kept = [WHOLE_BATCH] * len(ps)
+            if t in (2, 5):
+                # Of every third parameter the gradient is not finite.
+                flags = [torch.tensor(i % 3 > 0) for i in range(len(ps))]
+                kept = [WHOLE_BATCH._replace(finite=flag) for flag in flags]
+            grads = [p.grad for p in ps]
+            optimizer.update(ps, grads, kept, write=True, count=True)
+        ends.append([*ps, *(optimizer.state[p]["step"] for p in ps)])
+        assert optimizer.state[ps[0]]["step"] == 6 and optimizer.state[ps[1]]["step"] == 8
+    assert_alike(*ends)
+    plain = params()
+    reference = AdamW(plain, lr=0.05, **EAGER)
+    for t in range(8):
+        fill(plain, t)
+        for p in plain[::3] if t in (2, 5) else []:
+            p.grad = None
+        reference.step()
+    assert_alike(plain, ends[0])
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "lr": {"lr": 0.2},
+    "lr as a tensor": {"lr": torch.tensor(0.2, dtype=torch.float64)},
+    "betas": {"betas": (0.5, 0.9)},
+    "decay": {"weight_decay": 0.3},
+    "maximize": {"maximize": True},
+    "rule": {"amsgrad": True},
+    "counts on the device": {"capturable": True},
+    "foreach": {"foreach": True, "compile": None},
+    "eager": {"compile": False},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_steps_that_are_repeated_take_new_numbers_and_choices(choice, monkeypatch) -> None:
+    """Two groups; only the second one's choice changes, and back again."""
+    ends = []
+    prepared: list[int] = []
+    prepare = Stepper._prepare
+    monkeypatch.setattr(
+        Stepper, "_prepare", lambda *args: prepared.append(1) or prepare(*args)
+    )
+    for way in (WAYS["lists"], EAGER):
+        ps = params()
+        groups = [{"params": ps[:5]}, {"params": ps[5:], "betas": (0.8, 0.95)}]
+        optimizer = AdamW(groups, lr=0.05, weight_decay=0.1, **way)
+        train(optimizer, ps, 0, 4)
+        prepared.clear()
+        train(optimizer, ps, 4, 3)
+        assert not prepared or way is EAGER
+        group = optimizer.param_groups[1]
+        before = {name: group[name] for name in choice}
+        group.update(choice if way is not EAGER else {**choice, "compile": False})
+        if way is EAGER:
+            group["foreach"] = None
+        train(optimizer, ps, 7, 3)
+        group.update(before)
+        train(optimizer, ps, 10, 3)
         ends.append(ps)
     assert_alike(*ends)
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_release_benchmark(tmp_path: Path) -> None:
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     written = json.loads(numbers.read_text())
-    for way in ("standard", "recipe", "recipe, fused", "release"):
+    for way in ("standard", "recipe", "recipe, fused", "torch hooks, fused", "release"):
         assert way in done.stdout
         assert written["peak"][way]["bytes"] > 0
         assert written["time"]["batch 4"][way]["ratio"] > 0
@@ -112,12 +113,12 @@ def test_accumulation_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_step_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/step.py")]
-    options = ["--sets", "tiny", "--parts", "steps", "scaling", "--largest", "1e4"]
-    options += ["--seconds", "0.05", "--no-compile", "--out", str(tmp_path)]
+    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/step_time.py")]
+    options = ["--sets", "tiny", "--ways", "optimi_func", "optimi_func foreach"]
+    options += ["--seconds", "0.05", "--no-compile", "--json", str(tmp_path / "old.json")]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "numbers.json").read_text())
+    found = json.loads((tmp_path / "old.json").read_text())
     assert {"name", "threads", "torch", "date", "commit"} <= set(found["machine"])
     for dtype in ("float32", "bfloat16", "bfloat16 + Kahan"):
         assert f"| 5 tensors, {dtype} " in done.stdout
@@ -126,12 +127,10 @@ def test_step_benchmark(tmp_path: Path) -> None:
         for way in ("optimi_func", "optimi_func foreach"):
             assert f" {way} |" in done.stdout
             assert 0 < cell[way]["low"] <= cell[way]["ratio"] <= cell[way]["high"]
-    assert list(found["scaling"]) == ["10000"]
-    for picture in ("steps.png", "scaling.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "old.png").read_bytes().startswith(b"\x89PNG")
 
     # A run that took twice as long for everything.
-    old, new = tmp_path / "numbers.json", tmp_path / "new.json"
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
     for cell in found["steps"]["tiny"].values():
         for ratio in cell.values():
             ratio["ratio"] *= 2
@@ -139,9 +138,38 @@ def test_step_benchmark(tmp_path: Path) -> None:
     options = ["--compare", str(old), str(new)]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    row = next(x for x in done.stdout.splitlines() if "float32: optimi_func " in x)
+    row = next(x for x in done.stdout.splitlines() if "float32, optimi_func " in x)
     assert row.endswith(" 2.00 |")
     assert "torch fused" not in done.stdout
+
+
+@pytest.mark.soak
+def test_small_step_benchmarks(tmp_path: Path) -> None:
+    """The other questions about a step, those that need no compiler."""
+    ran = {
+        "foreach_or_loop": ["--sets", "tiny"],
+        "scaling": ["--largest", "1e4"],
+        "host_cost": ["--cpu-time"],
+        "bandwidth": [],
+        "rules_per_byte": [],
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, more in ran.items():
+        command = [sys.executable, "-W", "error", str(ROOT / f"benchmarks/{name}.py")]
+        path = tmp_path / f"{name}.json"
+        options = ["--quick", "--no-compile", "--json", str(path), *more]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(path.read_text())
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        # What was written says the same.
+        options = ["--show", str(path), "--json", str(tmp_path / "again.json")]
+        again = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert again.stdout == done.stdout, again.stderr
+    assert list(found["scaling"]["scaling"]) == ["10000"]
+    assert found["host_cost"]["config"]["cpu_time"] is True
+    cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]
+    assert cell["optimi_func"]["goal"] == 0.75 and cell["torch fused"]["ratio"] == 1
 
 
 def test_lr_sweep(tmp_path: Path) -> None:

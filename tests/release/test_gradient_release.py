@@ -39,6 +39,27 @@ def test_release_is_the_ordinary_step_bit_for_bit(cls, dtype) -> None:
     assert_same(*pair)
 
 
+@pytest.mark.parametrize("options", [EAGER, {"compile": True}], ids=str)
+def test_small_gradients_keep_their_memory_order(options) -> None:
+    """A mean over a channels_last gradient is summed in its order, also while it waits."""
+    ends = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(4, 16, 3).to(memory_format=torch.channels_last)
+        optimizer = optimi_func.StableAdamW(
+            conv.parameters(), lr=0.1, gradient_release=release, **options
+        )
+        if release:
+            prepare_for_gradient_release(conv, optimizer)
+        for i in range(6):
+            x = 3.0**i * torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+            conv(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach().clone() for p in conv.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
 @pytest.mark.parametrize("name", ["adamw", "stableadamw"])
 def test_compiled_release_makes_no_further_graph(name: str, graphs) -> None:
     pair = []

@@ -11,7 +11,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from cases import Case
@@ -19,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import _torch
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from safetensors_state import load_state, save_state
@@ -119,15 +117,12 @@ class Run:
         # Two threads wait for each other longer than so few elements take. Kernels are
         # compiled for a number of threads: that of all tests.
         torch.set_num_threads(2 if self.mode.options.get("compile") else 1)
-        # Each new handle asks all objects alive whether they scale gradients: among those
-        # of a whole test session that takes longer than its run.
-        with mock.patch.object(_torch, "_alive", lambda kind: []):
-            for t in range(start, stop):
-                self.model.loss(t).backward()
-                if (t + 1) % each == 0:
-                    self.optimizer.step()
-                    self.schedule.step()
-                    self.optimizer.zero_grad()
+        for t in range(start, stop):
+            self.model.loss(t).backward()
+            if (t + 1) % each == 0:
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
         torch.set_num_threads(2)
 
     def save(self, folder: Path) -> None:

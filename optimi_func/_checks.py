@@ -1,0 +1,167 @@
+"""What is refused, and in which words; and what is allowed but probably not meant.
+
+Every error names the argument, its value and what is allowed. Nothing here knows an
+optimizer: the values that these functions check come from the trees, the classes and the
+numbers of a step alike.
+"""
+
+import math
+import warnings
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._rule import DecayKind, Rule
+
+IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
+
+
+def check_number(
+    label: str,
+    name: str,
+    value: Any,
+    below: float | None = None,
+    least: float = 0.0,
+    most: float | None = None,
+) -> None:
+    """Refuse a host number out of its range; tensors are the caller's word."""
+    if isinstance(value, Tensor) or callable(value):
+        return
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, Real)
+    ):
+        raise TypeError(
+            f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
+            "schedules"
+        )
+    number = float(value)
+    fits = math.isfinite(number) and number >= least
+    fits = fits and (below is None or number < below) and (most is None or number <= most)
+    if not fits:
+        allowed = f"finite, at least {least}"
+        allowed += "" if below is None else f" and below {below}"
+        allowed += "" if most is None else f" and at most {most}"
+        raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
+
+
+def check_betas(betas: Any, count: int) -> None:
+    """Refuse betas that are not `count` numbers, each in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != count:
+        raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
+    for i, beta in enumerate(betas):
+        check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
+
+
+def check_eps(eps: Any) -> None:
+    """Refuse a negative eps."""
+    check_number("epsilon", "eps", eps)
+
+
+def check_param(path: object, p: Any) -> None:
+    """Refuse what is not a dense real floating tensor."""
+    if not isinstance(p, Tensor):
+        raise TypeError(f"params{path}={p!r} is not a tensor")
+    if p.is_complex():
+        raise TypeError(
+            f"params{path} has dtype {p.dtype}: optimize torch.view_as_real of it"
+        )
+    if not p.is_floating_point():
+        raise TypeError(f"params{path} has dtype {p.dtype}: allowed are floating ones")
+    if torch.finfo(p.dtype).bits < 16:
+        raise TypeError(
+            f"params{path} has dtype {p.dtype}: allowed are those of 16 bits or more"
+        )
+    if p.layout != torch.strided:
+        raise TypeError(f"params{path} has layout {p.layout}: allowed is strided")
+
+
+def check_grad(path: object, p: Tensor, g: Any) -> None:
+    """Refuse a gradient that does not fit its parameter."""
+    if g is None:
+        return
+    if not isinstance(g, Tensor):
+        raise TypeError(f"grads{path}={g!r} is neither a tensor nor None")
+    if g.layout != torch.strided:
+        raise TypeError(f"grads{path} has layout {g.layout}: allowed is strided")
+    if not g.is_floating_point():
+        raise TypeError(f"grads{path} has dtype {g.dtype}: allowed are floating ones")
+    if torch.finfo(g.dtype).bits < torch.finfo(p.dtype).bits:
+        raise TypeError(
+            f"grads{path} has dtype {g.dtype}, narrower than its parameter's {p.dtype}: "
+            "allowed are that or wider"
+        )
+    if g.shape != p.shape:
+        raise ValueError(
+            f"grads{path} has shape {tuple(g.shape)}, its parameter {tuple(p.shape)}"
+        )
+    if g.device != p.device:
+        raise ValueError(f"grads{path} is on {g.device}, its parameter on {p.device}")
+
+
+def check_state_dtype(dtype: Any) -> None:
+    """Refuse a state dtype that no moment could use."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(
+            f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch "
+            "dtypes and None"
+        )
+    if torch.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"Invalid state_dtype: state_dtype={dtype}: allowed are dtypes of 16 bits "
+            "or more"
+        )
+
+
+def check_accumulates(rule: Rule[Any, Any]) -> None:
+    """Refuse a rule whose state cannot take a step's gradient in parts."""
+    if rule.accumulate is None:
+        raise ValueError(
+            "accumulation='states' adds gradients into the state, and "
+            f"{rule.name} with these options has none that is a sum over "
+            "gradients: use accumulation='buffer'"
+        )
+
+
+def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
+    """One warning for all groups whose fully decoupled decay looks like a decoupled."""
+    high = [
+        wd
+        for kind, tree in groups
+        if kind.startswith("fully")
+        for wd in pytree.tree_leaves(tree)
+        if isinstance(wd, float | int) and wd >= 1e-3
+    ]
+    if not high:
+        return []
+    return [
+        f"weight_decay={max(high)} is potentially high for decouple_lr=True: fully "
+        "decoupled weight decay is not multiplied by the learning rate, so a "
+        "weight_decay of 1e-5 to 1e-4 is usual."
+    ]
+
+
+def stuck_moments(betas: Any, dtypes: set[torch.dtype]) -> list[str]:
+    """Warnings for bfloat16 moments whose steps round to nothing.
+
+    A bfloat16 number has 8 bits: where 1 - beta < 2^-8, beta * v + (1 - beta) * g^2
+    rounds back to v unless g^2 is far from it.
+    """
+    if torch.bfloat16 not in dtypes:
+        return []
+    return [
+        f"betas[{i}]={beta} with bfloat16 state: 1 - beta is below 2^-8, so the moment "
+        "hardly moves. Pass state_dtype=torch.float32, or a beta of at most 0.996."
+        for i, beta in enumerate(betas)
+        if isinstance(beta, float) and 1.0 - beta < 2.0**-8
+    ]
+
+
+def warn(texts: list[str]) -> None:
+    """Give each text as a UserWarning of the caller's caller."""
+    for text in texts:
+        warnings.warn(text, UserWarning, stacklevel=3)

@@ -1,0 +1,243 @@
+"""Parameter trees, flat: their states, the paths of their leaves, and how trees match.
+
+A parameter tree is a pytree of tensors. Its gradients and its state have the same
+structure, and lr and weight_decay may be prefixes of it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._checks import (
+    IDLE_KAHAN,
+    check_grad,
+    check_param,
+    check_state_dtype,
+    stuck_moments,
+    warn,
+)
+from optimi_func._leaf import init_leaf, is_low
+from optimi_func._rule import Leaf, PyTree, Rule, Scalar
+
+
+class LeafState:
+    """The state of one parameter: the rule's tensors and, where kept, `kahan_comp`.
+
+    A registered pytree node. Fields read as attributes: `state.leaves["w"].exp_avg`.
+    """
+
+    __slots__ = ("kahan_comp", "rule_state")
+
+    def __init__(self, rule_state: Any, kahan_comp: Tensor | None) -> None:
+        self.rule_state = rule_state
+        self.kahan_comp = kahan_comp
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in LeafState.__slots__:
+            raise AttributeError(name)
+        return getattr(self.rule_state, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LeafState, (self.rule_state, self.kahan_comp)
+
+    def __repr__(self) -> str:
+        return f"LeafState({self.rule_state!r}, kahan_comp={self.kahan_comp!r})"
+
+
+def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], Any]:
+    tensors = list(leaf.rule_state)
+    if leaf.kahan_comp is not None:
+        tensors.append(leaf.kahan_comp)
+    # An absent compensation is absent: vmap, grad and jvp refuse None.
+    return tensors, (type(leaf.rule_state), leaf.kahan_comp is not None)
+
+
+def _flatten_leaf_with_keys(leaf: LeafState) -> tuple[list[Any], Any]:
+    tensors, (kind, compensated) = _flatten_leaf(leaf)
+    names = [*kind._fields, "kahan_comp"]
+    keyed = [(pytree.GetAttrKey(n), t) for n, t in zip(names, tensors)]
+    return keyed, (kind, compensated)
+
+
+def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
+    kind, compensated = context
+    tensors = list(tensors)
+    comp = tensors.pop() if compensated else None
+    return LeafState(kind(*tensors), comp)
+
+
+pytree.register_pytree_node(
+    LeafState,
+    _flatten_leaf,
+    _unflatten_leaf,
+    serialized_type_name="optimi_func.functional.LeafState",
+    flatten_with_keys_fn=_flatten_leaf_with_keys,
+)
+
+
+class TreeState(NamedTuple):
+    """The state of a parameter tree."""
+
+    step: Tensor  # 0-d float32 on the parameters' device: steps taken so far
+    leaves: PyTree  # the parameters' structure, a LeafState in each place
+
+
+class FlatTree(NamedTuple):
+    """A checked (params, grads, state), flat."""
+
+    paths: list[str]
+    spec: pytree.TreeSpec
+    leaves: list[Leaf]
+    grads: list[Tensor | None]
+    state: TreeState
+    states: list[LeafState]
+
+    @staticmethod
+    def check(
+        rule: Rule[Any, Any], params: PyTree, grads: PyTree, state: TreeState
+    ) -> "FlatTree":
+        """Flatten the three trees, refusing whatever a step could not use."""
+        paths, tensors, spec = flatten_params(params)
+        if not isinstance(state, TreeState):
+            raise TypeError(
+                f"state={type(state).__name__} is not a TreeState: make one with "
+                f"{rule.name}'s init"
+            )
+        flat_grads = match_tree("grads", grads, spec, params)
+        states = match_tree("state", state.leaves, spec, params)
+        for path, p, g, s in zip(paths, tensors, flat_grads, states):
+            check_grad(path, p, g)
+            _check_state(rule, path, p, s)
+        leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
+        return FlatTree(paths, spec, leaves, flat_grads, state, states)
+
+    def rebuild(self, stepped: dict[int, Leaf]) -> tuple[PyTree, TreeState]:
+        """Trees again, with the leaves that moved."""
+        params = [leaf.p for leaf in self.leaves]
+        states = list(self.states)
+        for i, (p, rule_state, comp) in stepped.items():
+            params[i], states[i] = p, LeafState(rule_state, comp)
+        step = self.state.step + 1.0
+        return (
+            pytree.tree_unflatten(params, self.spec),
+            TreeState(step, pytree.tree_unflatten(states, self.spec)),
+        )
+
+    def stuck_moments(self, optimizer: object) -> list[str]:
+        """Warnings for moments too coarse for their beta."""
+        dtypes = {s.dtype for leaf in self.leaves for s in leaf.state}
+        return stuck_moments(getattr(optimizer, "betas", ()), dtypes)
+
+
+def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
+    if not isinstance(s, LeafState):
+        raise TypeError(f"state.leaves{path}={s!r} is not a LeafState")
+    if not isinstance(s.rule_state, rule.state):
+        raise ValueError(
+            f"state.leaves{path} holds {type(s.rule_state)._fields}, but "
+            f"{rule.name} needs {rule.state._fields}: make it with its own init and the "
+            "same options"
+        )
+    for name, x in zip((*rule.state._fields, "kahan_comp"), pytree.tree_leaves(s)):
+        if x.shape != p.shape or x.device != p.device:
+            raise ValueError(
+                f"state.leaves{path}.{name} has shape {tuple(x.shape)} on {x.device}, "
+                f"its parameter {tuple(p.shape)} on {p.device}"
+            )
+
+
+def init_tree(
+    rule: Rule[Any, Any],
+    params: PyTree,
+    kahan_sum: bool | None,
+    state_dtype: torch.dtype | None,
+) -> TreeState:
+    """Fresh state for a parameter tree."""
+    check_state_dtype(state_dtype)
+    _, tensors, spec = flatten_params(params)
+    states: list[LeafState] = []
+    if kahan_sum and not any(is_low(p) for p in tensors):
+        warn([IDLE_KAHAN])
+    for p in tensors:
+        leaf = init_leaf(rule, p, kahan_sum, state_dtype)
+        states.append(LeafState(leaf.state, leaf.comp))
+    step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    return TreeState(step, pytree.tree_unflatten(states, spec))
+
+
+def step_to_come(step: Tensor) -> Scalar:
+    """The 1-based number of the step after `step` of them.
+
+    A count on the host gives host coefficients; a device's is never waited for.
+    """
+    return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
+
+
+def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
+    """Paths, leaves and structure of a parameter tree, checked."""
+    tensors, spec = pytree.tree_flatten(params)
+    if not tensors:
+        raise ValueError(f"params={params!r} holds no tensor")
+    paths = _paths(params, len(tensors))
+    for path, p in zip(paths, tensors):
+        check_param(path, p)
+    return paths, tensors, spec
+
+
+def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
+    """Flatten `tree` as far as `spec` goes, or name the first leaf that differs."""
+    try:
+        return spec.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} and params differ in structure{_difference(tree, params)}"
+        ) from error
+
+
+def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
+    """The numbers of a prefix of the parameter tree, and which of them each leaf has."""
+    count = len(leaves.leaves)
+    numbers, spec = pytree.tree_flatten(prefix)
+    if callable(prefix) or spec.is_leaf():
+        return [prefix], [0] * count
+    places = pytree.tree_unflatten(range(count), leaves.spec)
+    try:
+        subtrees = spec.flatten_up_to(places)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} is no prefix of params{_difference(prefix, places)}"
+        ) from error
+    at = [0] * count
+    for i, subtree in enumerate(subtrees):
+        for place in pytree.tree_leaves(subtree):
+            at[place] = i
+    return numbers, at
+
+
+def _difference(tree: PyTree, params: PyTree) -> str:
+    def stop(x: Any) -> bool:
+        return isinstance(x, LeafState)
+
+    ours = _paths(params, len(pytree.tree_leaves(params)))
+    theirs = _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
+    for path in ours:
+        # A prefix covers what lies below it.
+        if not any(path.startswith(known) for known in theirs):
+            return f": params{path} has no counterpart"
+    for path in theirs:
+        if not any(known.startswith(path) for known in ours):
+            return f": {path} is not in params"
+    return ": the containers are of different types"
+
+
+def _paths(tree: PyTree, count: int, stop: Any = None) -> list[str]:
+    if not torch.compiler.is_compiling():
+        try:
+            keyed, _ = pytree.tree_flatten_with_path(tree, is_leaf=stop)
+            return [pytree.keystr(path) for path, _ in keyed]
+        except ValueError:
+            pass  # a node registered without names for its children
+    # Nor can Dynamo trace key paths; the message then counts leaves.
+    return [f"<leaf {i}>" for i in range(count)]

@@ -1,0 +1,230 @@
+"""Param groups: what is allowed in one, its numbers, and how errors call its parameters.
+
+A group is the dict that torch.optim keeps: its parameters, the numbers under torch's names,
+and the options that say how the step is carried out.
+"""
+
+import warnings
+from collections.abc import Callable
+from numbers import Real
+from operator import is_, itemgetter
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from optimi_func._checks import (
+    IDLE_KAHAN,
+    check_param,
+    check_state_dtype,
+    decay_mistakes,
+    stuck_moments,
+)
+from optimi_func._functional import FunctionalOptimizer
+from optimi_func._leaf import is_low, rates
+from optimi_func._rule import Scalar, Scalars
+from optimi_func.execution.executors import Executor
+
+Group: TypeAlias = dict[str, Any]
+
+
+def check_group(group: Group, keywords: tuple[str, ...]) -> None:
+    """Refuse parameters and numbers of types that no step takes, and settle max_lr.
+
+    Args:
+        group: The group; `max_lr` is written into it.
+        keywords: The numbers and choices that the optimizer takes.
+
+    Raises:
+        TypeError, ValueError: What is not allowed, by its name and value.
+    """
+    names = group.get("param_names") or range(len(group["params"]))
+    for name, p in zip(names, group["params"]):
+        check_param(f"[{name!r}]", p)
+    lr = group["lr"]
+    for name in keywords:
+        numbers = group[name] if name == "betas" else (group[name],)
+        if not isinstance(numbers, tuple | list) or not all(map(_is_host, numbers)):
+            raise TypeError(
+                f"Invalid {name}: {name}={group[name]!r}: allowed are numbers and "
+                "tensors of one element"
+            )
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(
+            f"Tensor lr must be 1-element: lr={lr}: allowed is a number or a tensor "
+            "of one element"
+        )
+    if group["decouple_lr"] and group["max_lr"] is None:
+        # The max_lr of every step to come, resolved before a schedule lowers lr.
+        group["max_lr"] = float(lr)
+        if group["max_lr"] == 0.0:
+            group["max_lr"] = None
+    elif isinstance(group["max_lr"], Tensor):
+        group["max_lr"] = float(group["max_lr"])
+    check_state_dtype(group["state_dtype"])
+
+
+def _is_host(x: Any) -> bool:
+    return x is None or isinstance(x, Real | Tensor)
+
+
+def check_modes(group: Group) -> None:
+    """Refuse options on how the step runs that exclude each other.
+
+    foreach yields to gradient_release, with a warning at the caller of add_param_group.
+    """
+    for name in ("compile", "foreach", "triton", "kahan_sum"):
+        if group[name] not in (None, True, False):
+            raise TypeError(
+                f"Invalid {name}: {name}={group[name]!r}: allowed are None, True and False"
+            )
+    if group["compile"] is False and group["triton"]:
+        raise ValueError(
+            "triton=True asks for the compiled step and compile=False for the eager "
+            "one: choose one"
+        )
+    if group["foreach"] and (group["compile"] or group["triton"]):
+        raise ValueError(
+            "foreach=True and compile=True (or triton=True) are two ways to run the "
+            "step: choose one"
+        )
+    if group["foreach"] and group["gradient_release"]:
+        warnings.warn(
+            "foreach=True updates many tensors at once, gradient_release=True one "
+            "at a time: foreach is disabled",
+            UserWarning,
+            stacklevel=4,
+        )
+        group["foreach"] = False
+
+
+def likely_mistakes(groups: list[Group], bounds: list[FunctionalOptimizer]) -> list[str]:
+    """What is allowed in these groups, but hardly meant: each text once.
+
+    Args:
+        groups: The groups.
+        bounds: The numbers of each.
+    """
+    found: list[str] = []
+    for group, bound in zip(groups, bounds):
+        decay = decay_mistakes([(bound.decay, bound.weight_decay)])
+        found += [text for text in bound.likely_mistakes() if text not in decay]
+        dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
+        if group["kahan_sum"] and not any(map(is_low, group["params"])):
+            found.append(IDLE_KAHAN)
+        found += stuck_moments(getattr(bound, "betas", ()), dtypes)
+    # One warning for all groups, with the highest.
+    decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds])
+    return list(dict.fromkeys([*found, *decays]))
+
+
+def on_host(x: Any) -> Any:
+    """A number of a group as a Python number."""
+    return x.item() if isinstance(x, Tensor) else x
+
+
+def on_device(x: Any) -> Any:
+    """A number of a group; a tensor stays on its device, as a 0-d float64."""
+    return x.reshape(()).double() if isinstance(x, Tensor) else x
+
+
+class GroupNumbers:
+    """The numbers of an optimizer's groups, bound to its rule and kept while they last.
+
+    Args:
+        factory: Makes the optimizer as a value.
+        keywords: What the factory takes, read from a group; lr first.
+    """
+
+    def __init__(
+        self, factory: Callable[..., FunctionalOptimizer], keywords: tuple[str, ...]
+    ) -> None:
+        self._factory, self._keywords = factory, keywords
+        self._given: itemgetter[Any] = itemgetter(*keywords)
+        self._bound: dict[int, tuple[Any, Any]] = {}
+
+    def bind(self, group: Group, number: Callable[[Any], Any]) -> FunctionalOptimizer:
+        """The group's numbers as they are now, bound to the rule.
+
+        Args:
+            group: The group.
+            number: What becomes of each: `on_host` or `on_device`.
+
+        Raises:
+            ValueError: A number out of its range.
+        """
+        given = self._given(group)
+        last, bound = self._bound.get(id(group), (None, None))
+        # Numbers that are the same objects as before need not be checked again.
+        if last is not None and all(map(is_, given[1:], last[1:])):
+            if given[0] is last[0]:
+                return bound
+            if type(given[0]) is float:
+                bound = bound.with_lr(given[0])
+                self._bound[id(group)] = given, bound
+                return bound
+        chosen = {name: _resolved(group[name], number) for name in self._keywords}
+        bound = self._factory(**chosen)
+        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
+        mutable = any(isinstance(x, Tensor | list) for x in flat)
+        self._bound[id(group)] = None if mutable else given, bound
+        return bound
+
+
+def _resolved(x: Any, number: Callable[[Any], Any]) -> Any:
+    return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
+
+
+def scalars_after(bound: FunctionalOptimizer, counts: list[Any]) -> list[Scalars]:
+    """The numbers of the steps that follow these counts."""
+    lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
+    top = lr if bound.max_lr is None else bound.max_lr
+    now = rates(lr, decay, bound.decay, top, bound.maximize)
+    steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
+    return [Scalars(bound.coeffs(t), now) for t in steps]
+
+
+def executor_of(group: Group) -> Executor:
+    """How the group's options ask for the step to be run."""
+    if group["foreach"]:
+        return "foreach"
+    if group["compile"] is False:
+        return "eager"
+    return "kernels" if group["compile"] or group["triton"] else "auto"
+
+
+def named_params(group: Group) -> list[tuple[str, Tensor]]:
+    """The group's parameters with their names.
+
+    Raises:
+        ValueError: Parameters without names.
+    """
+    if group["params"] and "param_names" not in group:
+        raise ValueError(
+            "this optimizer's parameters have no names: make it with "
+            "model.named_parameters()"
+        )
+    return list(zip(group.get("param_names", ()), group["params"]))
+
+
+def first_param(groups: list[Group]) -> Tensor:
+    """Any parameter; a tensor of its own where there is none."""
+    for group in groups:
+        if group["params"]:
+            return group["params"][0]
+    return torch.empty(0)
+
+
+class Path:
+    """How errors call a parameter: by its name, or its place in the group.
+
+    Found when it is asked for: of ten thousand parameters each would look through all.
+    """
+
+    def __init__(self, group: Group, p: Tensor) -> None:
+        self._group, self._p = group, p
+
+    def __str__(self) -> str:
+        index = next(i for i, q in enumerate(self._group["params"]) if q is self._p)
+        names = self._group.get("param_names")
+        return f"[{(names[index] if names else index)!r}]"

@@ -1,0 +1,238 @@
+"""The state of a class's parameters: made, checked, completed, saved and loaded.
+
+`state[p]` is a flat dict: `step`, the rule's tensors and, where kept, `kahan_comp`. What
+other libraries and files keep instead is in `_saved`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from optimi_func._checks import check_param
+from optimi_func._distributed import (
+    all_reduce_all,
+    check_placed,
+    same_placements,
+    to_local,
+)
+from optimi_func._leaf import init_leaf, is_low
+from optimi_func._rule import Rule
+from optimi_func._saved import Entry, Match, checked, from_tree, owned
+from optimi_func._tree import TreeState
+from optimi_func.execution.plans import Spec
+from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
+from optimi_func.optimizers._groups import Group, Path, named_params
+
+
+def ensure_state(
+    states: Mapping[Any, Entry],
+    group: Group,
+    spec: Spec,
+    p: Tensor,
+    made: dict[Tensor, Entry],
+) -> Entry:
+    """A parameter's state as its group asks for it now, checked and completed.
+
+    Args:
+        states: The optimizer's.
+        group: The parameter's.
+        spec: The group's rule and where it counts steps.
+        p: The parameter.
+        made: Where the state is put; what is there already is the answer.
+
+    Raises:
+        ValueError, TypeError: A parameter or a state that no step could use.
+    """
+    if p in made:
+        return made[p]
+    rule, capturable = spec.rule, spec.capturable
+    state = states.get(p, {})
+    path = Path(group, p)
+    check_param(path, p)
+    check_placed(path, p)
+    check_writable(path, *to_local([p]))
+    _check_state(path, p, state)
+    names = rule.state._fields
+    missing = [name for name in names if name not in state]
+    compensated = is_low(p) and group["kahan_sum"] is not False
+    device = p.device if capturable else torch.device("cpu")
+    astray = "step" in state and state["step"].device != device
+    if "step" not in state or missing or astray or ("kahan_comp" in state) != compensated:
+        state = dict(state)
+        if astray:
+            state["step"] = state["step"].to(device)
+        fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
+        if "step" not in state or (missing and len(missing) == len(names)):
+            # Also where momentum appears in mid-run: its buffer has a first step.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state.update({name: getattr(fresh.state, name) for name in missing})
+        if not compensated:
+            state.pop("kahan_comp", None)
+        elif "kahan_comp" not in state:
+            state["kahan_comp"] = fresh.comp
+    made[p] = state
+    return state
+
+
+def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
+    """Refuse a state that no longer fits its parameter."""
+    for name, x in state.items():
+        if x.is_inference() and not p.is_inference():
+            raise ValueError(
+                f"state{path}[{name!r}] was made under inference_mode and cannot be "
+                "written to: clone it outside"
+            )
+        if name != "step" and (x.shape != p.shape or x.device != p.device):
+            raise ValueError(
+                f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
+                f"parameter {tuple(p.shape)} on {p.device}"
+            )
+        if is_expanded(x):
+            raise ValueError(
+                f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
+                "written to; clone it"
+            )
+        if name != "step" and not same_placements(p, x):
+            raise ValueError(
+                f"state{path}[{name!r}] is not divided among processes as its parameter "
+                "is: load it anew, after fully_shard or distribute_tensor"
+            )
+
+
+def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
+    """Whether this is the step by which torch.distributed.checkpoint makes state.
+
+    There is no state, every lr is 0, on the host, and so is every gradient, in every
+    process. It would move no parameter, but count as a step, and let L2 decay join
+    the moments.
+    """
+    if any(isinstance(key, Tensor) for key in states):
+        return False
+    if not all(_is_zero(group["lr"]) for group in groups):
+        return False
+    params = [p for group in groups for p in group["params"]]
+    params = [p for p in params if p.grad is not None]
+    with torch.no_grad():
+        grads = to_local([cast(Tensor, p.grad) for p in params])
+        flags = [torch.count_nonzero(g) == 0 for g in grads]
+        return bool(params) and all(map(bool, all_reduce_all(flags, params)))
+
+
+def _is_zero(lr: Any) -> bool:
+    """Whether lr is 0, as far as that is known without asking a device."""
+    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
+
+
+def without_shared_memory(packed: dict[str, Any]) -> None:
+    """Make a packed state_dict one to save: no memory of others, no dtypes as objects."""
+    indices = {i for group in packed["param_groups"] for i in group["params"]}
+    # What hooks of the user's put beside them is saved as it is.
+    packed["state"] = {
+        i: {k: _unshared(v) for k, v in x.items()} if i in indices else x
+        for i, x in packed["state"].items()
+    }
+    for group in packed["param_groups"]:
+        # Of a dtype torch.distributed.checkpoint makes no whole state_dict.
+        if group["state_dtype"] is not None:
+            group["state_dtype"] = str(group["state_dtype"])
+
+
+def _unshared(x: Any) -> Any:
+    """The tensor itself, or a copy where its memory holds more than it."""
+    if not isinstance(x, Tensor):
+        return x
+    (part,) = to_local([x])
+    if not is_plain(part) or part.is_meta:
+        return x
+    return x.clone() if part.untyped_storage().nbytes() > part.nbytes else x
+
+
+def loaded_groups(
+    found: Match,
+    groups: list[Group],
+    rule_of: Callable[[Group], Rule[Any, Any]],
+    keep_dtypes: bool,
+) -> tuple[list[Group], dict[Tensor, Entry]]:
+    """What a matched state becomes, checked and copied: groups, and state of parameters.
+
+    Args:
+        found: The saved options and entries, laid out as the optimizer is.
+        groups: The optimizer's, as they are.
+        rule_of: A group's rule; refuses numbers out of range.
+        keep_dtypes: Keep the file's, where else they are those of fresh state.
+
+    Raises:
+        ValueError: Numbers, fields or shapes that do not fit.
+    """
+    loaded: list[Group] = []
+    made: dict[Tensor, Entry] = {}
+    for mine, options, entries in zip(groups, found.groups, found.entries):
+        first = sum(len(group["params"]) for group in loaded)
+        places = list(range(first, first + len(entries)))
+        group = {**mine, **options, "params": places}
+        loaded.append(group)
+        rule = rule_of(group)
+        names = group.get("param_names", places)
+        for name, p, saved in zip(names, mine["params"], entries):
+            if saved is not None:
+                entry = checked(rule, f"state[{name!r}]", p, saved)
+                made[p] = owned(rule, p, group, entry, keep_dtypes)
+    return loaded, made
+
+
+def named_entries(
+    states: Mapping[Any, Entry], group: Group, spec: Spec
+) -> dict[str, Entry]:
+    """By name, the completed state of the parameters that have one or will have.
+
+    Raises:
+        ValueError: Parameters without names.
+    """
+    return {
+        name: ensure_state(states, group, spec, p, {})
+        for name, p in named_params(group)
+        if states.get(p) or p.requires_grad
+    }
+
+
+def loaded_tree(
+    state: TreeState,
+    params: Mapping[str, Tensor],
+    groups: list[Group],
+    rule_of: Callable[[Group], Rule[Any, Any]],
+) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
+    """What a pure optimizer's state and parameters become, checked.
+
+    Args:
+        state: With `leaves` by name.
+        params: Values for the parameters, by name.
+        groups: The optimizer's.
+        rule_of: A group's rule.
+
+    Returns:
+        The state of parameters, in memory of its own; and the parameters to write, each
+        with its new value.
+
+    Raises:
+        ValueError: Names that no parameter has, shapes or fields that do not fit.
+    """
+    home = {name: (group, p) for group in groups for name, p in named_params(group)}
+    entries = from_tree(state)
+    for name, x in {**entries, **params}.items():
+        if name not in home:
+            raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
+        if isinstance(x, Tensor) and x.shape != home[name][1].shape:
+            raise ValueError(
+                f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "
+                f"{tuple(home[name][1].shape)}"
+            )
+    made: dict[Tensor, Entry] = {}
+    for name, entry in entries.items():
+        group, p = home[name]
+        rule = rule_of(group)
+        entry = checked(rule, f"state.leaves[{name!r}]", p, entry)
+        with torch.no_grad():
+            made[p] = owned(rule, p, group, entry, keep_dtypes=True)
+    return made, [(home[name][1], x) for name, x in params.items()]

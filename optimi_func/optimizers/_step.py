@@ -1,0 +1,205 @@
+"""A step of a class: the work of its groups, each by a plan that is found or made.
+
+Everything is checked and compiled before anything is written. A step like the last one
+reads groups and gradients, checks what the plan relies on, and runs its launches.
+"""
+
+import gc
+from collections.abc import Generator, MutableMapping
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
+
+from optimi_func._checks import check_grad
+from optimi_func._distributed import any_distributed, redistribute_like, to_local
+from optimi_func._rule import Microbatch
+from optimi_func._saved import Entry
+from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.launches import StepInputs
+from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
+from optimi_func.execution.scalars import Numbers, PackedScalars
+from optimi_func.optimizers._groups import (
+    Group,
+    GroupNumbers,
+    Path,
+    executor_of,
+    first_param,
+    on_device,
+    on_host,
+    scalars_after,
+)
+from optimi_func.optimizers._state import ensure_state
+
+State: TypeAlias = MutableMapping[Any, Entry]
+
+
+class Work(NamedTuple):
+    """Parameters of one group to update."""
+
+    group: Group
+    params: list[Tensor]
+    grads: list[Any]  # a tensor for each
+    microbatches: list[Microbatch] | None  # what each is to its step; None: the whole of it
+
+
+class Stepper:
+    """Carries out an optimizer's steps. It keeps plans, and neither parameters nor state.
+
+    Args:
+        numbers: The groups' numbers, bound.
+        uncompilable: Devices on which compilation has failed; added to.
+    """
+
+    def __init__(self, numbers: GroupNumbers, uncompilable: set[str]) -> None:
+        self.plans = PlanCache()
+        self._bind = numbers.bind
+        self._uncompilable = uncompilable
+
+    def run(
+        self,
+        groups: list[Group],
+        states: State,
+        works: list[Work],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Check everything, compile everything, and only then write.
+
+        Args:
+            groups: All of the optimizer's.
+            states: The optimizer's; what is made joins it.
+            works: What is to be updated.
+            write: False moves the state alone.
+            count: Whether the step ends here, for the step counts.
+
+        Raises:
+            ValueError, TypeError: What does not fit; before any write.
+        """
+        whole = write and count
+        if whole and self._repeat(states, works):
+            return
+        steps = [self._prepare(groups, states, work, write, None) for work in works]
+        known = [step for step in steps if step is not None]
+        if len(known) == len(works) and all([step.on_host for step in known]):
+            for step, (group, params, _, microbatches) in zip(known, works):
+                step.run(count)
+                if whole and microbatches is None:
+                    entries = list(map(states.get, params))
+                    self.plans.remember(_asked(group), params, step, entries)
+            return
+        with kernel_context(first_param(groups).device):
+            # What a first gradient makes joins the optimizer once nothing can fail.
+            made: dict[Tensor, Entry] = {}
+            found = [
+                self._prepare(groups, states, work, write, made) if step is None else step
+                for step, work in zip(steps, works)
+            ]
+            states.update(made)
+            for step, work in zip(cast(list[PreparedStep], found), works):
+                step.run(count)
+                if write and step.plan.distributed:
+                    # Autograd has not seen their local parts written.
+                    torch.autograd.graph.increment_version(work.params)
+
+    def _repeat(self, states: State, works: list[Work]) -> bool:
+        """Run the last step again with new numbers; False, with nothing written, if not."""
+        if any_torch_dispatch_mode_on_stack():
+            return False  # what watches single operations is to see them
+        ready: list[Any] = []
+        for group, params, grads, microbatches in works:
+            last = self.plans.repeat(params)
+            if microbatches is not None or last is None or last.spec != _asked(group):
+                return False
+            flat = last.current(params, grads, list(map(states.get, params)))
+            if flat is None:
+                return False
+            bound = self._bind(group, on_host)
+            scalars = PackedScalars(*scalars_after(bound, [last.count]))
+            if not last.takes(bound.rule, scalars):
+                return False
+            ready.append((last, flat, grads, scalars))
+        for last, flat, grads, scalars in ready:
+            last.run(flat, grads, scalars)
+        return True
+
+    def _prepare(
+        self,
+        groups: list[Group],
+        states: State,
+        work: Work,
+        write: bool,
+        made: dict[Tensor, Entry] | None,
+    ) -> PreparedStep | None:
+        """Everything about a group's step but the writing.
+
+        Args:
+            groups: All of the optimizer's.
+            states: The optimizer's.
+            work: The group's parameters and gradients.
+            write: False moves the state alone.
+            made: Where to put state that is made. None: if anything has to be made, or
+                computed on a device, there is no step.
+        """
+        group, params, grads, microbatches = work
+        # A step that the device may skip is counted there.
+        flags = [] if microbatches is None else [m.finite for m in microbatches]
+        capturable = group["capturable"] or any([flag is not None for flag in flags])
+        if capturable and made is None:
+            return None
+        bound = self._bind(group, on_device if capturable else on_host)
+        apart = capturable and len(set(map(id, flags))) > 1
+        spec = Spec(bound.rule, group["kahan_sum"], capturable, apart)
+        found = self.plans.find(spec, params, list(map(states.get, params)))
+        if found is None:
+            if made is None:
+                return None
+            with _uncollected():
+                entries = [ensure_state(states, group, spec, p, made) for p in params]
+                others = sum(len(group["params"]) for group in groups)
+                found = self.plans.make(spec, params, entries, others)
+        plan = found.plan
+        if plan.distributed or any_distributed(grads):
+            if made is None:
+                return None
+            grads = to_local(_aligned(group, params, grads))
+        scalars = scalars_after(bound, plan.counts.now(found.steps))
+        numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
+        executor = executor_of(group)
+        launches = plan.find(executor, grads, numbers, write)
+        if launches is None:
+            if made is None:
+                return None
+            for p, part, g in zip(params, found.roles[0], grads):
+                check_grad(Path(group, p), part, g)
+            launches = plan.make(
+                executor, found.roles[0], grads, numbers, write, self._uncompilable
+            )
+        inputs = StepInputs(found.roles, found.roles, grads, numbers)
+        return PreparedStep(plan, launches, inputs, found.steps, write)
+
+
+# What a group asks for beside its numbers, as far as it decides on a plan.
+_asked = itemgetter("kahan_sum", "capturable", "foreach", "compile", "triton")
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Without Python's collector: for every hundred thousand objects it looks at all."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Gradients that lie as their parameters do."""
+    for p, g in zip(params, grads):
+        check_grad(Path(group, p), p, g)
+    return [redistribute_like(Path(group, p), p, g) for p, g in zip(params, grads)]

@@ -1,0 +1,177 @@
+"""What population-based training does between steps: members copied, and moved."""
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func.population.axes import place
+from optimi_func.population.members import Population, check_members
+
+T = TypeVar("T")
+
+# What has to stay below 1: its distance from 1 is what a factor means.
+_BELOW_ONE = ("betas", "momentum")
+
+
+def select(tree: T, index: Sequence[int] | Tensor) -> T:
+    """The members at `index`, in its order; one that stands there twice comes twice.
+
+    What population-based training is made of: parameters, optimizer state and
+    hyperparameters go along together.
+
+    Args:
+        tree: A Population or any tree with the members along every first axis.
+        index: Numbers of members from 0, or a bool for each member.
+
+    Raises:
+        IndexError: A number that no member has, or bools of another number than members.
+
+    >>> select({"w": torch.tensor([1.0, 2.0, 3.0])}, [2, 0, 0])["w"]
+    tensor([3., 1., 1.])
+    """
+    n = place({"tree": tree}, (0,)).n
+    device = pytree.tree_leaves(tree)[0].device
+    at = _index("index", index, n, device)
+    return pytree.tree_map(lambda x: x[at.to(x.device)], tree)
+
+
+def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor) -> T:
+    """The population with copies of the members `source` in the places `into`.
+
+    Exploitation, in the words of population-based training (Jaderberg et al., "Population
+    Based Training of Neural Networks", arXiv:1711.09846).
+
+    Args:
+        tree: A Population or any tree with the members along every first axis.
+        source: Numbers of the members to copy.
+        into: As many places; what stood there is gone.
+
+    Raises:
+        IndexError: A number that no member has.
+        ValueError: Lists of different lengths, or a place that is named twice.
+
+    >>> clone({"w": torch.tensor([1.0, 2.0, 3.0])}, [2], [0])["w"]
+    tensor([3., 2., 3.])
+    """
+    n = place({"tree": tree}, (0,)).n
+    device = pytree.tree_leaves(tree)[0].device
+    origin, target = _index("source", source, n, device), _index("into", into, n, device)
+    if len(origin) != len(target):
+        raise ValueError(f"source has {len(origin)} members, into {len(target)}")
+    if len(target.unique()) != len(target):
+        raise ValueError(f"into={target.tolist()} names a place twice")
+    return select(tree, torch.arange(n, device=device).index_copy(0, target, origin))
+
+
+def perturb(
+    members: Population,
+    *,
+    factors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    noise: float = 0.0,
+    at: Sequence[int] | Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Population:
+    """Move hyperparameters by random factors, and parameters by Gaussian noise.
+
+    Exploration, in the words of population-based training (arXiv:1711.09846):
+
+        h <- h * f,  f drawn from `factors`        p <- p + noise * N(0, 1)
+
+    betas and momentum stay below 1: a factor multiplies their distance from 1, and 1 / f
+    thus the number of steps over which they average.
+
+    Args:
+        members: The population.
+        factors: By hyperparameter, the factors to draw from, with equal chances.
+        noise: Standard deviation, in the units of the parameters.
+        at: Numbers of the members to move; None moves all.
+        generator: Where randomness comes from, on the population's device.
+
+    Raises:
+        ValueError: A hyperparameter that the population has not, no factors for one, a
+            factor that is not positive and finite, or noise that is not from 0.
+        IndexError: A number that no member has.
+
+    >>> from optimi_func import sgd
+    >>> from optimi_func.population import init
+    >>> members = init(sgd, torch.zeros(3), {"lr": 0.1}, n=2)
+    >>> perturb(members, factors={"lr": [2.0]}, at=[1]).hyper["lr"]
+    tensor([0.1000, 0.2000], dtype=torch.float64)
+    """
+    check_members(members)
+    if isinstance(noise, bool) or not isinstance(noise, numbers.Real):
+        raise TypeError(f"Invalid noise: noise={noise!r}: allowed are numbers from 0")
+    if not 0.0 <= noise < math.inf:
+        raise ValueError(f"Invalid noise: noise={noise}: allowed are numbers from 0")
+    n = len(members)
+    device = pytree.tree_leaves(members)[0].device
+    at = _index("at", range(n) if at is None else at, n, device)
+    for name, some in factors.items():
+        if name not in members.hyper:
+            raise ValueError(
+                f"the population has no hyperparameter {name!r}: it has "
+                f"{list(members.hyper)}"
+            )
+        listed = isinstance(some, Sequence) and bool(some)
+        if not listed or not all(_is_factor(f) for f in some):
+            raise ValueError(
+                f"Invalid factors: factors[{name!r}]={some!r}: allowed are lists of "
+                "positive numbers, at least one"
+            )
+
+    def scale(x: Tensor, some: Sequence[float], below_one: bool) -> Tensor:
+        drawn = torch.randint(len(some), (len(at),), generator=generator, device=device)
+        f = torch.tensor(some, dtype=x.dtype, device=device)[drawn]
+        old = x[at]
+        new = (1.0 - (1.0 - old) * f).clamp_min(0.0) if below_one else old * f
+        return x.index_copy(0, at, new)
+
+    def shake(p: Tensor) -> Tensor:
+        old = p[at]
+        drawn = torch.randn(old.shape, generator=generator, device=device, dtype=old.dtype)
+        return p.index_copy(0, at, old + noise * drawn)
+
+    hyper = dict(members.hyper)
+    for name, some in factors.items():
+        below = name in _BELOW_ONE
+        hyper[name] = pytree.tree_map(
+            lambda x, some=some, below=below: scale(x, some, below), hyper[name]
+        )
+    params = pytree.tree_map(shake, members.params) if noise else members.params
+    return replace(members, params=params, hyper=hyper)
+
+
+def _is_factor(f: object) -> bool:
+    return isinstance(f, numbers.Real) and 0.0 < float(f) < math.inf
+
+
+def _index(
+    name: str, index: Sequence[int] | Tensor, n: int, device: torch.device
+) -> Tensor:
+    """Numbers of members as a checked 1-D tensor."""
+    if isinstance(index, str) or not isinstance(index, Iterable):
+        raise TypeError(f"{name}={index!r}: allowed are lists of numbers of members")
+    at = torch.as_tensor(index if isinstance(index, Tensor) else list(index), device=device)
+    if at.dtype == torch.bool:
+        if at.shape != (n,):
+            raise IndexError(
+                f"{name} has {tuple(at.shape)} bools, the population {n} members"
+            )
+        return at.nonzero()[:, 0]
+    if at.numel() == 0:
+        at = at.long()
+    if at.dim() != 1 or at.is_floating_point() or at.is_complex():
+        raise IndexError(f"{name}={index!r}: allowed are a list of numbers of members")
+    if torch.compiler.is_compiling():
+        return at  # the host does not know its values
+    wrong = [i for i in at.tolist() if not 0 <= i < n]
+    if wrong:
+        raise IndexError(f"{name} has {wrong[0]}: allowed are members 0 to {n - 1}")
+    return at.long()

@@ -1,0 +1,266 @@
+"""One vmapped call for all members: their steps, their losses and their metrics."""
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
+from optimi_func._rule import PyTree
+from optimi_func.population.axes import Randomness, place
+from optimi_func.population.members import NO_NUMBERS, Hyper, Population, check_members
+
+T = TypeVar("T")
+
+
+def vmap_step(
+    optimizer: Optimizer,
+    in_axes: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
+    *,
+    randomness: Randomness = "error",
+) -> Callable[..., tuple[PyTree, Any]]:
+    """The step over members: a function `(params, grads, state, hyper) -> (params, state)`.
+
+    Everything travels by position, because vmap batches no keyword arguments. It is pure,
+    compiles to one graph, and can be differentiated.
+
+    Args:
+        optimizer: A factory such as `adamw`, called with `hyper`; or a value with `init`
+            and `step`, and then `hyper` is left out.
+        in_axes: Where params, grads, state and hyper have their members: an axis, None for
+            one of all members, or a prefix tree of these, as in torch.vmap. In hyper,
+            numbers and 0-d tensors are one for all in any case.
+        randomness: As in torch.vmap, for transformed optimizers that draw noise.
+
+    Returns:
+        A function whose results have the members along their first axis.
+
+    Raises:
+        ValueError: When called: leaves with different numbers of members, each named.
+        TypeError: An optimizer that is no factory and has no `init` and `step`, or hyper
+            beside an optimizer whose numbers are bound.
+
+    >>> from torch.func import vmap
+    >>> from optimi_func import sgd, sgd_init
+    >>> p, lrs = torch.zeros(2), torch.tensor([1.0, 2.0])
+    >>> p, state = vmap_step(sgd)(p, torch.ones(2), vmap(sgd_init)(p), {"lr": lrs})
+    >>> p
+    tensor([-1., -2.])
+    """
+    check_optimizer(optimizer, None)
+    if not isinstance(in_axes, tuple) or len(in_axes) != 4:
+        raise ValueError(
+            f"in_axes={in_axes!r}: allowed are four, of params, grads, state and hyper"
+        )
+
+    def step(
+        params: PyTree, grads: PyTree, state: Any, hyper: Hyper = NO_NUMBERS
+    ) -> tuple[PyTree, Any]:
+        check_optimizer(optimizer, hyper)
+        args = {"params": params, "grads": grads, "state": state, "hyper": dict(hyper)}
+        return place(args, in_axes).run(
+            lambda p, g, s, h: bind(optimizer, h).step(p, g, s), randomness
+        )
+
+    return step
+
+
+def step(
+    optimizer: Optimizer,
+    members: Population,
+    grads: PyTree,
+    *,
+    randomness: Randomness = "error",
+) -> Population:
+    """One update of every member, with its own numbers: `vmap_step` on a Population.
+
+    Args:
+        optimizer: As `init` had it.
+        members: The population.
+        grads: Gradients of its params; None leaves a parameter alone, of all members.
+        randomness: As in torch.vmap, for transformed optimizers that draw noise.
+
+    Raises:
+        ValueError: Gradients of another number of members.
+
+    >>> from optimi_func import sgd
+    >>> from optimi_func.population import init
+    >>> members = init(sgd, {"w": torch.zeros(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
+    >>> step(sgd, members, {"w": torch.ones(2, 3)}).params["w"][:, 0]
+    tensor([-0.1000, -0.2000])
+    """
+    check_members(members)
+    update = vmap_step(optimizer, randomness=randomness)
+    params, state = update(members.params, grads, members.state, members.hyper)
+    return replace(members, params=params, state=state)
+
+
+def loss_and_grad(
+    loss_fn: Callable[..., Any],
+    members: Population,
+    *data: PyTree,
+    in_axes: Any = None,
+    has_aux: bool = False,
+    randomness: Randomness = "error",
+) -> tuple[Any, PyTree]:
+    """Each member's loss and the gradient of its parameters.
+
+    Args:
+        loss_fn: `(params, *data) -> loss` of one member, or `(params, buffers, *data)`
+            where the population has buffers; the loss is a scalar. A module whose buffers
+            change runs through `call_module`.
+        members: The population.
+        *data: What all members see, or what each has of its own.
+        in_axes: Where data has its members: None (all see the same), an axis, or a tuple
+            with one of these, or a prefix tree of them, for each argument.
+        has_aux: loss_fn returns (loss, aux): metrics, or new buffers.
+        randomness: As in torch.vmap: "different" gives each member its own dropout.
+
+    Returns:
+        Losses of shape [n], or (losses, aux) with has_aux; and the gradients.
+
+    Raises:
+        ValueError: A loss that is no scalar; data of another number of members.
+        TypeError: A loss that is no floating tensor; members that are no Population.
+        RuntimeError: The loss writes to a tensor that all members share.
+
+    >>> from optimi_func import sgd
+    >>> from optimi_func.population import init
+    >>> members = init(sgd, {"w": torch.ones(3)}, {"lr": 0.1}, n=2)
+    >>> loss_and_grad(lambda p, x: (p["w"] * x).sum(), members, torch.ones(3))[0]
+    tensor([3., 3.])
+    """
+
+    def checked(*args: Any) -> Any:
+        return scalar_loss(loss_fn(*args), has_aux)
+
+    both = grad_and_value(checked, has_aux=has_aux)
+    grads, losses = _over_members(both, members, data, in_axes, randomness)
+    return losses, grads
+
+
+def evaluate(
+    metric: Callable[..., T],
+    members: Population,
+    *data: PyTree,
+    in_axes: Any = None,
+    randomness: Randomness = "error",
+) -> T:
+    """A metric of each member: whatever `metric` returns, with the members first.
+
+    Args:
+        metric: `(params, *data)`, or `(params, buffers, *data)` where the population has
+            buffers, of one member; returns a tree of tensors.
+        members: The population.
+        *data: What all members see, or what each has of its own.
+        in_axes: As in `loss_and_grad`.
+        randomness: As in torch.vmap.
+
+    Raises:
+        ValueError: Data of another number of members.
+        RuntimeError: The metric writes to a tensor that all members share.
+
+    >>> from optimi_func import sgd
+    >>> from optimi_func.population import init, stack
+    >>> members = init(sgd, stack([torch.ones(3), torch.zeros(3)]), {"lr": 0.1})
+    >>> evaluate(lambda p: p.sum(), members)
+    tensor([3., 0.])
+    """
+    with torch.no_grad():
+        return _over_members(metric, members, data, in_axes, randomness)
+
+
+def _over_members(
+    fn: Callable[..., Any],
+    members: Population,
+    data: tuple[PyTree, ...],
+    in_axes: Any,
+    randomness: Randomness,
+) -> Any:
+    check_members(members)
+    args: dict[str, PyTree] = {"params": members.params}
+    if members.buffers:
+        args["buffers"] = members.buffers
+    if not isinstance(in_axes, tuple):
+        in_axes = (in_axes,) * len(data)
+    if len(in_axes) != len(data):
+        raise ValueError(
+            f"in_axes={in_axes!r} has {len(in_axes)} entries: allowed are one for all, or "
+            f"one for each of {len(data)} data"
+        )
+    axes = (*(0 for _ in args), *in_axes)
+    args |= {f"data[{i}]": x for i, x in enumerate(data)}
+    placed = place(args, axes)
+    if torch.compiler.is_compiling():
+        return placed.run(fn, randomness)
+    try:
+        return placed.run(fn, randomness)
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _SHARED_WRITES):
+            raise
+        raise RuntimeError(
+            f"{_module_in(error)} writes to a tensor that all members share, where each "
+            "needs its own: make the population of the module, and run that with "
+            "call_module(module, params, buffers, ...), which gives new buffers back"
+        ) from error
+
+
+# How torch says it.
+_SHARED_WRITES = (
+    "Batch norm got a batched tensor",
+    "vmap: inplace arithmetic",
+    "would mutate a captured Tensor",
+)
+
+
+def _module_in(error: BaseException) -> str:
+    """The innermost module that was running, and its buffers."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            names = ", ".join(name for name, _ in module.named_buffers()) or "none"
+            return f"{module} (buffers: {names})"
+    return "the function"
+
+
+def call_module(
+    module: nn.Module, params: PyTree, buffers: Mapping[str, Tensor], *args: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run a module as a function of its parameters and buffers, and return new buffers.
+
+    For losses of modules whose buffers change, such as BatchNorm in training mode; as aux,
+    the buffers of all members come back. Nothing passed in is written, nor the module.
+
+    Args:
+        module: Gives the code; its own parameters and buffers are not used.
+        params: By name, of one member.
+        buffers: By name, all that the module has.
+        *args: The module's inputs.
+
+    Returns:
+        Its output, and the buffers after it.
+
+    Raises:
+        ValueError: A buffer of the module that is not given, or one that it has not.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> _, after = call_module(norm, {}, dict(norm.named_buffers()), torch.ones(4, 2))
+    >>> after["num_batches_tracked"], norm.num_batches_tracked
+    (tensor(1), tensor(0))
+    """
+    names = [name for name, _ in module.named_buffers()]
+    for name in names:
+        if name not in buffers:
+            raise ValueError(
+                f"buffers lack {name!r} of {type(module).__name__}: a population made of "
+                "the module has them, and its losses take (params, buffers, *data)"
+            )
+    for name in buffers:
+        if name not in names:
+            raise ValueError(f"{type(module).__name__} has no buffer {name!r}")
+    own = {name: x.clone() for name, x in buffers.items()}
+    return functional_call(module, (params, own), args), own

@@ -353,10 +353,14 @@ class PlanCache:
     ) -> None:
         """A step that has just been run may be repeated, where it is of that kind."""
         comps, key = step.inputs.roles[-1], tuple(map(id, params))
-        (launch, *others), alike = step.launches, len({x is None for x in comps}) == 1
+        # None where there is no element to update.
+        launch, alike = (
+            next(iter(step.launches), None),
+            len({x is None for x in comps}) == 1,
+        )
         if (
             isinstance(launch, ListLaunch)
-            and not others
+            and len(step.launches) == 1
             and alike
             and step.on_host
             and len(step.inputs.numbers.scalars) == 1

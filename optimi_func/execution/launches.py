@@ -16,6 +16,7 @@ from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import PIECE, ListKernel, address
 from optimi_func.execution.scalars import Numbers, PackedScalars, with_finite
 from optimi_func.execution.tensors import (
+    flat_leaf,
     flatten,
     foreach_copy_,
     is_dense,
@@ -53,7 +54,7 @@ class Slot(NamedTuple):
 def make_slot(leaf: Leaf, shard: ShardSpec | None) -> Slot:
     """The slot of a leaf's local tensors."""
     p = leaf.p
-    tensors = [p, *leaf.state] if leaf.comp is None else [p, *leaf.state, leaf.comp]
+    tensors = flat_leaf(leaf)
     return Slot(
         tuple([x.dtype for x in tensors]),
         tuple(map(Tensor.data_ptr, tensors)),
@@ -134,7 +135,6 @@ class EagerLaunch(Launch):
     def __init__(self, rule: Rule[Any, Any], update: Update, write: bool) -> None:
         super().__init__([update])
         self._rule, self._write, self._mean = rule, write, update.mean
-        self._compensated = len(update.slot.dtypes) > 1 + update.slot.fields
 
     def run(self, inputs: StepInputs) -> None:
         """Update the parameter."""
@@ -142,10 +142,7 @@ class EagerLaunch(Launch):
         p, *rest = [role[i] for role in inputs.roles]
         comp = rest.pop()
         leaf = Leaf(p, self._rule.state(*rest), comp)
-        scalars, finite = (
-            self.scalars(inputs).scalars,
-            self.finite(inputs),
-        )
+        scalars, finite = self.scalars(inputs).scalars, self.finite(inputs)
         mean = mean_of(self._mean)
         new = leaf_step(self._rule, leaf, inputs.grads[i], scalars, self._write, mean)
         if finite is not None:

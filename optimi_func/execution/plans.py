@@ -354,10 +354,8 @@ class PlanCache:
         """A step that has just been run may be repeated, where it is of that kind."""
         comps, key = step.inputs.roles[-1], tuple(map(id, params))
         # None where there is no element to update.
-        launch, alike = (
-            next(iter(step.launches), None),
-            len({x is None for x in comps}) == 1,
-        )
+        launch = next(iter(step.launches), None)
+        alike = len({x is None for x in comps}) == 1
         if (
             isinstance(launch, ListLaunch)
             and len(step.launches) == 1

@@ -26,7 +26,7 @@ from optimi_func.execution.tensors import check_writable
 
 
 class TreeStep:
-    """One step of a tree's leaves, some at a time; `count` ends it.
+    """One step of a tree's leaves, some at a time; the caller counts it.
 
     The numbers are those of the step that `tree.state` has taken last, read once.
     """

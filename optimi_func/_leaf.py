@@ -79,6 +79,18 @@ def leaf_step(
     return Leaf(p, type(state)(*(_to(n, s.dtype) for n, s in zip(new, state))), comp)
 
 
+def leaf_mean(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
+    """The mean that a step of this leaf takes; a trace drops what comes after it."""
+    means: list[Tensor] = []
+
+    def mean(x: Tensor) -> Tensor:
+        means.append(whole_mean(x))
+        return means[-1]
+
+    leaf_step(rule, leaf, g, scalars, True, mean)
+    return means[0]
+
+
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     # The same object where nothing changes: executors tell untouched state by identity.
     return x if x.dtype == dtype else x.to(dtype)

@@ -1,20 +1,17 @@
 """Executors: from updates to launches, through kernels, torch._foreach_* or single ops.
 
-Where there are list kernels, on CPU, dense tensors are handed over as they are, all in one
-launch. Elsewhere a large tensor is a launch by itself; small ones, and everywhere those
-whose gradient and state differ in memory order, are copied into flat tensors and updated
-by one call of the same kernel.
+Kernels are handed tensors that fill their memory; the others are updated op by op. Where
+there are list kernels, on CPU, one launch takes all that share dtypes and numbers.
+Elsewhere large tensors are a call each, and small ones are copied into a flat tensor and
+updated by one call of the same kernel.
 """
 
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from optimi_func._rule import Rule
 from optimi_func.execution.foreach import plan_foreach
-from optimi_func.execution.inductor import Flat
 from optimi_func.execution.kernels import (
     DispatchModeError,
     Kernel,
@@ -22,18 +19,16 @@ from optimi_func.execution.kernels import (
     has_list_kernels,
     kernel,
     kernel_key,
-    passes,
 )
 from optimi_func.execution.launches import (
-    AllReduceMeans,
     EagerLaunch,
     FlattenedLaunch,
     KernelLaunch,
-    KernelMeasure,
     Launch,
     ListLaunch,
-    ListMeasure,
+    ShardedLaunch,
     Update,
+    alike,
     split_aliasing,
 )
 from optimi_func.execution.list_kernel import ListKernel
@@ -48,8 +43,7 @@ MEASURED = 1 << 20
 
 # "auto": kernels where a compiler is found, else eager.
 Executor: TypeAlias = Literal["auto", "kernels", "foreach", "eager"]
-# Launches for a part of a step.
-PlanPass: TypeAlias = Callable[[list[Update], Pass], list[Launch]]
+Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]
 
 
 def plan_launches(
@@ -74,29 +68,20 @@ def plan_launches(
     """
     if executor == "auto":
         return _plan_auto(rule, updates, write, uncompilable)
-    plans: dict[str, PlanPass] = {
-        "kernels": lambda some, part: _plan_kernels(rule, some, write, part),
-        "foreach": lambda some, part: plan_foreach(rule, some, write, part),
-        "eager": lambda some, part: _plan_eager(rule, some, write, part),
+    planners: dict[str, Planner] = {
+        "kernels": _plan_kernels,
+        "foreach": plan_foreach,
+        "eager": _plan_eager,
     }
-    plan = plans[executor]
-    if passes(rule, write) == ("whole",):
-        return plan(updates, "whole")
-    # A mean over shards is a message, one for all tensors of a mesh, which every process
-    # has to send, however much of a tensor lies there.
-    updates = list(map(_with_mean, updates))
-    sharded = [u for u in updates if u.mean is not None]
-    if not sharded:
-        return plan(updates, "move")
-    measured = [u for u in sharded if u.slot.numel]
-    first = plan(measured, "mean") if measured else []
-    return [*first, AllReduceMeans(sharded), *plan(updates, "move")]
-
-
-def _with_mean(u: Update) -> Update:
-    if u.slot.shard is None:
-        return u
-    return u._replace(mean=torch.zeros((), dtype=torch.float64, device=u.g.device))
+    plan = planners[executor]
+    if not (rule.per_tensor and write):
+        return plan(rule, updates, write)
+    sharded = [u for u in updates if u.slot.shard is not None]
+    launches = plan(rule, [u for u in updates if u.slot.shard is None], write)
+    if sharded:
+        here = [u for u in sharded if u.slot.numel]
+        launches.append(ShardedLaunch(plan(rule, here, write), sharded))
+    return launches
 
 
 def _plan_auto(
@@ -130,93 +115,60 @@ def _plan_auto(
     return plan_launches("eager", rule, updates, write, uncompilable)
 
 
-def _plan_eager(
-    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
-) -> list[Launch]:
-    if part == "mean":
-        return plan_foreach(rule, updates, write, part)
+def _plan_eager(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     return [EagerLaunch(rule, u, write) for u in updates]
 
 
-def _plan_kernels(
-    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
-) -> list[Launch]:
-    direct, flattened = _sorted(updates)
+def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     launches: list[Launch] = []
-    for some in direct:
-        launches += _plan_direct(rule, some, write, part)
-    if part != "whole":
-        # Each needs a mean of its own, which a concatenation does not have.
-        return launches + (plan_foreach(rule, flattened, write, part) if flattened else [])
-    groups: dict[Any, list[Update]] = {}
-    for u in flattened:
-        kind = (u.slot.dtypes, u.g.dtype, u.g.device, u.at, u.guarded)
-        groups.setdefault(kind, []).append(u)
-    for some in groups.values():
-        for chunk in chunks(some, FLATTENED, _numel):
-            if sum(map(_numel, chunk)) < 2:
+    for some in alike(updates):
+        odd = next((u for u in some if not u.plain), None)
+        if odd is not None:
+            raise TypeError(
+                f"compiled steps take plain tensors, not {type(odd.p).__name__} with a "
+                f"gradient of {type(odd.g).__name__}: pass compile=False"
+            )
+        launches += _plan_eager(rule, [u for u in some if not u.dense], write)
+        dense = [u for u in some if u.dense]
+        if dense:
+            launches += _plan_dense(rule, dense, write)
+    return launches
+
+
+def _plan_dense(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
+    """Launches of updates that share their kernels and numbers."""
+
+    def made(part: Pass, first: Update = updates[0]) -> Kernel:
+        return kernel(kernel_key(rule, first, write, part), first.scalars.scalars)
+
+    measures = rule.per_tensor and write
+    launches: list[Launch] = []
+    if not has_list_kernels(updates[0].g.device):
+        # Those with a mean of their own share no flat tensor.
+        limit = 2 if measures else SMALL
+        small = [u for u in updates if u.slot.numel < limit and u.aligned]
+        for chunk in chunks(small, FLATTENED, _numel) if small else ():
+            if measures or sum(map(_numel, chunk)) < 2:
                 # Length 1 would specialise the graph.
-                launches += _plan_eager(rule, chunk, write, part)
+                launches += _plan_eager(rule, chunk, write)
                 continue
             # The copies are the kernel's to write; a flag decides on the way back.
             first = chunk[0]._replace(target=chunk[0].slot, guarded=False)
-            launches.append(FlattenedLaunch(_flat(rule, first, write, part), chunk, write))
+            launches.append(FlattenedLaunch(made("whole", first), chunk, write))
+        updates = [u for u in updates if u.slot.numel >= limit or not u.aligned]
+    if not updates:
+        return launches
+    run = made("move" if measures else "whole")
+    mean = made("mean") if measures else None
+    if not isinstance(run, ListKernel):
+        assert not isinstance(mean, ListKernel)
+        return [KernelLaunch(run, mean, updates), *launches]
+    assert mean is None or isinstance(mean, ListKernel)
+    for apart in split_aliasing(updates):
+        together = chunks(apart, MEASURED, _numel) if measures else [apart]
+        launches += [ListLaunch(run, mean, chunk) for chunk in together]
     return launches
 
 
 def _numel(u: Update) -> int:
     return u.slot.numel
-
-
-def _sorted(updates: list[Update]) -> tuple[list[list[Update]], list[Update]]:
-    """Those whose tensors kernels can be handed, by kernel and numbers; and the others."""
-    direct: dict[Any, list[Update]] = {}
-    flattened: list[Update] = []
-    for u in updates:
-        slot = u.slot
-        if not slot.numel:
-            continue
-        if not u.plain:
-            raise TypeError(
-                f"compiled steps take plain tensors, not {type(u.p).__name__} with a "
-                f"gradient of {type(u.g).__name__}: pass compile=False"
-            )
-        small = slot.numel < SMALL and not has_list_kernels(u.g.device)
-        if small or not u.agrees:
-            flattened.append(u)
-            continue
-        kind = (slot.dtypes, u.g.dtype, u.g.device, u.at, u.target is slot, u.guarded)
-        direct.setdefault((*kind, u.mean is None), []).append(u)
-    return list(direct.values()), flattened
-
-
-def _plan_direct(
-    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
-) -> list[Launch]:
-    """Launches of updates that share their kernels and numbers."""
-    first = updates[0]
-    run = _kernel(rule, first, write, part)
-    measures = part == "move" and first.mean is None
-    mean = _kernel(rule, first, write, "mean") if measures else None
-    if not isinstance(run, ListKernel):
-        assert not isinstance(mean, ListKernel)
-        kernels = [run] if mean is None else [mean, run]
-        kind = KernelMeasure if part == "mean" else KernelLaunch
-        return [kind(kernels, u, write) for u in updates]
-    assert mean is None or isinstance(mean, ListKernel)
-    launches: list[Launch] = []
-    if part == "mean":
-        return [ListMeasure(run, chunk) for chunk in chunks(updates, MEASURED, _numel)]
-    for apart in split_aliasing(updates):
-        together = [apart] if part == "whole" else chunks(apart, MEASURED, _numel)
-        launches += [ListLaunch(run, mean, chunk, write) for chunk in together]
-    return launches
-
-
-def _kernel(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Kernel:
-    return kernel(kernel_key(rule, u, write, part), u.scalars.scalars)
-
-
-def _flat(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Flat:
-    """A kernel, of one row where it is a list kernel."""
-    return _kernel(rule, u, write, part)

@@ -13,17 +13,16 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
+from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Rule, Scalar, Scalars
-from optimi_func.execution.kernels import (
-    KernelKey,
-    Pass,
-    fill,
-    kernel_key,
-    measure,
-    unpack,
+from optimi_func.execution.kernels import KernelKey, Pass, fill, kernel_key, unpack
+from optimi_func.execution.launches import (
+    Launch,
+    StepInputs,
+    Update,
+    alike,
+    given_mean,
 )
-from optimi_func.execution.launches import Launch, StepInputs, Update, mean_of
 from optimi_func.execution.tensors import chunks, flat_leaf, foreach_copy_
 
 aten = torch.ops.aten
@@ -91,7 +90,7 @@ def _trace(key: KernelKey, spec: pytree.TreeSpec) -> Trace:
         scalars = fill(key.statics, spec, numbers)
         leaf, g = unpack(key.rule, key.compensated, tensors)
         if key.part == "mean":
-            return [measure(key.rule, leaf, g, scalars)]
+            return [leaf_mean(key.rule, leaf, g, scalars)]
         new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)
         return flat_leaf(new)
 
@@ -130,38 +129,33 @@ class _Slice(NamedTuple):
     start: int | None  # of a stretch; None takes the tensors as they are
 
 
-def plan_foreach(
-    rule: Rule[Any, Any], updates: list[Update], write: bool, part: Pass
-) -> list[Launch]:
+def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     """Launches of chunks of updates that share dtypes and numbers.
 
     Args:
         rule: The mathematics.
         updates: What to update.
         write: False moves the state alone.
-        part: "mean" writes the mean over what lies here into `update.mean`.
     """
-    groups: dict[Any, list[Update]] = {}
-    for u in updates:
-        if u.slot.numel > 0:
-            kind = (u.slot.dtypes, u.g.dtype, u.g.device, u.at, u.guarded)
-            groups.setdefault(kind, []).append(u)
     launches: list[Launch] = []
-    for some in groups.values():
-        key = kernel_key(rule, some[0], write, part)
-        traced = trace(key, some[0].scalars.scalars)
-        wide = compute_dtype(*key.dtypes)
+    for some in alike(updates):
+        first = some[0]
+        sharded = rule.per_tensor and write and first.slot.shard is not None
+        parts: list[Pass] = ["whole", "mean"] if sharded else ["whole"]
+        keys = [kernel_key(rule, first, write, part) for part in parts]
+        traced = [trace(key, first.scalars.scalars) for key in keys]
+        wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
         room = sum(u.p.nbytes for u in some) // (TEMPORARIES * wide.itemsize)
         size = min(CHUNK, max(LEAST, room))
         slices = [s for u in some for s in _slices(rule, u, size)]
         for chunk in chunks(slices, size, lambda s: s.numel):
-            launches.append(ForeachLaunch(traced, chunk, wide, part))
+            launches.append(ForeachLaunch(traced, chunk))
     return launches
 
 
 def _slices(rule: Rule[Any, Any], u: Update, size: int) -> list[_Slice]:
     count = u.slot.numel
-    if count <= size or rule.per_tensor or not u.agrees:
+    if count <= size or rule.per_tensor or not (u.dense and u.aligned):
         return [_Slice(u, count, None)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
     starts = range(0, count, size)
@@ -169,34 +163,35 @@ def _slices(rule: Rule[Any, Any], u: Update, size: int) -> list[_Slice]:
 
 
 class ForeachLaunch(Launch):
-    """A trace, run on lists of tensors."""
+    """A trace, run on lists of tensors; a second one measures shards."""
 
-    def __init__(
-        self, trace: Trace, slices: list[_Slice], wide: torch.dtype, part: Pass
-    ) -> None:
+    def __init__(self, traces: list[Trace], slices: list[_Slice]) -> None:
         super().__init__([s.update for s in slices])
-        self._trace, self._wide, self._part = trace, wide, part
+        self._traces = traces
         self._stretches = [(s.start, s.numel) for s in slices]
-        self._means = [s.update.mean for s in slices]
-        self._roles = len(slices[0].update.slot.dtypes)
 
     def _take(self, role: list[Tensor]) -> list[Tensor]:
         return [
             role[i] if start is None else _stretch(role[i], start, numel)
-            for i, (start, numel) in zip(self._places, self._stretches)
+            for i, (start, numel) in zip(self.places, self._stretches)
         ]
 
-    def run(self, inputs: StepInputs) -> None:
-        """Run the trace and write the results onto their targets, or the means."""
+    def _read(self, inputs: StepInputs) -> list[Value]:
         p, *state = map(self._take, inputs.roles[: self._roles])
         g = self._take(inputs.grads)
-        values = self.scalars(inputs).values(self._wide, g[0].device)
-        read: list[Value] = [*values, p, g, *state]
-        if self._part == "mean":
-            (found,) = _interpret(self._trace, read, [whole_mean] * len(p))
-            foreach_copy_(cast(list[Tensor], self._means), cast(list[Tensor], found))
-            return
-        results = _interpret(self._trace, read, list(map(mean_of, self._means)))
+        values = self.scalars(inputs).values(self.dtype, g[0].device)
+        return [*values, p, g, *state]
+
+    def measure(self, inputs: StepInputs) -> Tensor:
+        """The means."""
+        means = [whole_mean] * len(self.places)
+        (found,) = _interpret(self._traces[1], self._read(inputs), means)
+        return torch.stack(cast(list[Tensor], found))
+
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+        """Run the trace and write the results onto their targets."""
+        given = [whole_mean] * len(self.places) if means is None else map(given_mean, means)
+        results = _interpret(self._traces[0], self._read(inputs), list(given))
         finite = self.finite(inputs)
         for target, result in zip(map(self._take, inputs.targets[: self._roles]), results):
             assert isinstance(result, list)

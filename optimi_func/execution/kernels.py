@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
+from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Leaf, Rule, Scalars
 from optimi_func.execution.inductor import Flat, compile_flat, compile_list_kernel
 from optimi_func.execution.launches import Update
@@ -72,11 +72,6 @@ def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Kern
     dtypes = (p, u.g.dtype, *rest)
     statics, device = u.scalars.statics, u.g.device
     return KernelKey(rule, statics, write, in_place, u.guarded, dtypes, device, part)
-
-
-def passes(rule: Rule[Any, Any], write: bool) -> tuple[Pass, ...]:
-    """The kernels of a step, in their order."""
-    return ("mean", "move") if rule.per_tensor and write else ("whole",)
 
 
 def has_list_kernels(device: torch.device) -> bool:
@@ -166,7 +161,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
         scalars = fill(key.statics, spec, values)
         leaf, g = unpack(rule, key.compensated, tensors[:inputs])
         if key.part == "mean":
-            numbers[-1:].copy_(measure(rule, leaf, g, scalars).reshape(1))
+            numbers[-1:].copy_(leaf_mean(rule, leaf, g, scalars).reshape(1))
             return
         mean = whole_mean if key.part == "whole" else lambda x: values[-1]
         new = leaf_step(rule, leaf, g, scalars, key.write, mean)
@@ -176,18 +171,6 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
         write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
 
     return run
-
-
-def measure(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
-    """The mean that a step of this leaf takes; a trace drops what comes after it."""
-    means: list[Tensor] = []
-
-    def mean(x: Tensor) -> Tensor:
-        means.append(whole_mean(x))
-        return means[-1]
-
-    leaf_step(rule, leaf, g, scalars, True, mean)
-    return means[0]
 
 
 def fill(

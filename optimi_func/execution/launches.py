@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from optimi_func._distributed import ShardSpec, all_reduce_sum
-from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
-from optimi_func._rule import Leaf, Rule
+from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
+from optimi_func._rule import Leaf, Rule, Scalar
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import PIECE, ListKernel, address
 from optimi_func.execution.scalars import Numbers, PackedScalars, with_finite
@@ -78,17 +78,32 @@ class Update(NamedTuple):
     at: int  # which of the step's scalars are its
     scalars: PackedScalars
     guarded: bool  # whether a flag says if anything is to be written
-    mean: Tensor | None  # 0-d: holds the mean over all shards when it is moved
 
     @property
-    def agrees(self) -> bool:
-        """Whether all its tensors fill their memory in one and the same order."""
-        return self.slot.dense and self.target.dense and same_order(self.p, self.g)
+    def dense(self) -> bool:
+        """Whether all that the step reads and writes but g fills memory in one order."""
+        return self.slot.dense and self.target.dense
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the gradient's memory holds its elements as the parameter's does."""
+        return same_order(self.p, self.g) and not self.g.is_neg()
 
     @property
     def plain(self) -> bool:
         """Whether all that a kernel would read is memory."""
         return self.slot.plain and is_plain(self.g)
+
+
+def alike(updates: list[Update]) -> list[list[Update]]:
+    """Those with elements, grouped by what one launch has in common."""
+    groups: dict[Any, list[Update]] = {}
+    for u in updates:
+        slot = u.slot
+        if slot.numel:
+            kind = (slot.dtypes, u.g.dtype, u.g.device, u.at, u.target is slot, u.guarded)
+            groups.setdefault(kind, []).append(u)
+    return list(groups.values())
 
 
 class StepInputs(NamedTuple):
@@ -101,20 +116,35 @@ class StepInputs(NamedTuple):
 
 
 class Launch:
-    """A call that updates some of a plan's parameters; nothing happens before `run`."""
+    """A call that updates some of a plan's parameters; nothing happens before `run`.
+
+    Args:
+        updates: Of parameters that share dtypes and numbers; in ascending order.
+    """
 
     on_host = False  # whether `run` runs no operation of torch's
     raw = False  # whether it writes past torch, so that no version counts it
 
     def __init__(self, updates: Sequence[Update]) -> None:
-        self._places = [u.place for u in updates]  # ascending
-        self._at = updates[0].at
+        first = updates[0]
+        self.places = [u.place for u in updates]
+        self._at = first.at
+        self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
+        self._roles = len(first.slot.dtypes)
+        self._aligned = all([u.aligned for u in updates])
 
     def pick(self, items: list[T]) -> list[T]:
         """Of a list with something for each parameter this launch's part."""
-        if len(items) == len(self._places):
+        if len(items) == len(self.places):
             return items
-        return [items[i] for i in self._places]
+        return [items[i] for i in self.places]
+
+    def aligned(self, inputs: StepInputs) -> list[Tensor]:
+        """The gradients, copied where kernels, which see memory, would misread one."""
+        grads = self.pick(inputs.grads)
+        if self._aligned:
+            return grads
+        return list(map(_align, self.pick(inputs.roles[0]), grads))
 
     def scalars(self, inputs: StepInputs) -> PackedScalars:
         """The numbers of this launch's parameters."""
@@ -124,9 +154,29 @@ class Launch:
         """Their flag: where it is false nothing is written."""
         return inputs.numbers.finite[self._at]
 
-    def run(self, inputs: StepInputs) -> None:
-        """Update the parameters."""
+    def values(self, inputs: StepInputs, device: torch.device) -> Tensor:
+        """The numbers as kernels take them: with the flag behind them."""
+        values = self.scalars(inputs).packed(self.dtype, device)
+        return with_finite(values, self.finite(inputs))
+
+    def measure(self, inputs: StepInputs) -> Tensor:
+        """Of a rule that takes means, those over what lies here of each parameter."""
         raise NotImplementedError
+
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+        """Update the parameters.
+
+        Args:
+            inputs: Of this step.
+            means: Where the parameters are shards, the means over all of each.
+        """
+        raise NotImplementedError
+
+
+def _align(p: Tensor, g: Tensor) -> Tensor:
+    if same_order(p, g):
+        return g.resolve_neg()
+    return torch.empty_like(p, dtype=g.dtype).copy_(g)
 
 
 class EagerLaunch(Launch):
@@ -134,92 +184,95 @@ class EagerLaunch(Launch):
 
     def __init__(self, rule: Rule[Any, Any], update: Update, write: bool) -> None:
         super().__init__([update])
-        self._rule, self._write, self._mean = rule, write, update.mean
+        self._rule, self._write = rule, write
 
-    def run(self, inputs: StepInputs) -> None:
-        """Update the parameter."""
-        (i,) = self._places
+    def _leaf(self, inputs: StepInputs) -> Leaf:
+        (i,) = self.places
         p, *rest = [role[i] for role in inputs.roles]
         comp = rest.pop()
-        leaf = Leaf(p, self._rule.state(*rest), comp)
+        return Leaf(p, self._rule.state(*rest), comp)
+
+    def measure(self, inputs: StepInputs) -> Tensor:
+        """The mean, as one row."""
+        g, scalars = inputs.grads[self.places[0]], self.scalars(inputs).scalars
+        return leaf_mean(self._rule, self._leaf(inputs), g, scalars).reshape(1)
+
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+        """Update the parameter."""
+        (i,) = self.places
+        leaf, g = self._leaf(inputs), inputs.grads[i]
         scalars, finite = self.scalars(inputs).scalars, self.finite(inputs)
-        mean = mean_of(self._mean)
-        new = leaf_step(self._rule, leaf, inputs.grads[i], scalars, self._write, mean)
+        mean = whole_mean if means is None else given_mean(means[0])
+        new = leaf_step(self._rule, leaf, g, scalars, self._write, mean)
         if finite is not None:
             new = select(finite, leaf, new)
         write_back([role[i] for role in inputs.targets], new)
 
 
-def mean_of(given: Tensor | None) -> Any:
-    """How the pipeline takes its mean: of the tensor, or the one of all its shards."""
-    return whole_mean if given is None else lambda x: given.to(x.dtype)
+def given_mean(mean: Tensor) -> Callable[[Tensor], Tensor]:
+    """What the pipeline takes for its mean where that is known."""
+    return lambda x: mean.to(x.dtype)
 
 
 class KernelLaunch(Launch):
-    """A parameter's kernels, called with its tensors one after the other."""
+    """Parameters that share their kernels: these are called for one after the other."""
 
     raw = True
 
-    def __init__(self, kernels: list[Flat], update: Update, write: bool) -> None:
-        super().__init__([update])
-        self._kernels, self._mean = kernels, update.mean
-        self._measures = len(kernels) > 1
-        self._in_place = update.target is update.slot
-        self._dtype = compute_dtype(update.g.dtype, *update.slot.dtypes)
-        self._roles = len(update.slot.dtypes)
+    def __init__(
+        self, kernel: Flat, mean_kernel: Flat | None, updates: list[Update]
+    ) -> None:
+        super().__init__(updates)
+        self._kernel, self._mean_kernel = kernel, mean_kernel
+        self._in_place = updates[0].target is updates[0].slot
 
-    def run(self, inputs: StepInputs) -> None:
-        """Update the parameter."""
-        self.call(inputs)
-
-    def call(self, inputs: StepInputs) -> Tensor:
-        """Call the kernels; the numbers that they were called with."""
-        (i,) = self._places
-        p, *state = [role[i] for role in inputs.roles[: self._roles]]
-        g = inputs.grads[i].resolve_neg()  # kernels see memory, not signs
-        targets = [] if self._in_place else [x[i] for x in inputs.targets[: self._roles]]
-        values = self.scalars(inputs).packed(self._dtype, g.device)
-        values = with_finite(values, self.finite(inputs))
-        if self._measures or self._mean is not None:
-            values = torch.cat([values, values.new_zeros(1)])
-            if self._mean is not None:
-                values[-1].copy_(self._mean)
-        for kernel in self._kernels:
-            kernel(values, p, g, *state, *targets)
+    def _call(
+        self, inputs: StepInputs, kernels: list[Flat], means: Tensor | None
+    ) -> Tensor:
+        grads = self.aligned(inputs)
+        values = self.values(inputs, grads[0].device).expand(len(grads), -1)
+        if self._mean_kernel is not None:
+            values = rows(
+                values[0], values.new_zeros(len(grads)) if means is None else means
+            )
+        p, *state = map(self.pick, inputs.roles[: self._roles])
+        columns = [p, grads, *state]
+        if not self._in_place:
+            columns += map(self.pick, inputs.targets[: self._roles])
+        for row, *tensors in zip(values, *columns):
+            for kernel in kernels:
+                kernel(row, *tensors)
         return values
 
+    def measure(self, inputs: StepInputs) -> Tensor:
+        """The means, which the kernel writes behind each row of numbers."""
+        assert self._mean_kernel is not None
+        return self._call(inputs, [self._mean_kernel], None)[:, -1]
 
-class KernelMeasure(KernelLaunch):
-    """The kernel that measures a parameter's mean, as far as the parameter lies here."""
-
-    raw = False
-
-    def run(self, inputs: StepInputs) -> None:
-        """Write the mean."""
-        assert self._mean is not None
-        self._mean.copy_(self.call(inputs)[-1])
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+        """Update the parameters."""
+        measures = self._mean_kernel is not None and means is None
+        kernels = [self._mean_kernel, self._kernel] if measures else [self._kernel]
+        self._call(inputs, [k for k in kernels if k is not None], means)
 
 
 class FlattenedLaunch(Launch):
     """Several parameters copied into flat tensors, updated by one call, and copied back.
 
-    For those whose gradient or state lies in memory in another order, and, where there are
-    no list kernels, for small ones: a call takes as long as some thousand elements do.
+    For small ones where there are no list kernels: a call takes as long as some thousand
+    elements do.
     """
 
     def __init__(self, kernel: Flat, updates: list[Update], write: bool) -> None:
         super().__init__(updates)
-        first = updates[0]
-        self._kernel = kernel
-        self._written = written_roles(first, write)
-        self._dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        self._roles = len(first.slot.dtypes)
+        self._kernel, self._written = kernel, written_roles(updates[0], write)
 
-    def run(self, inputs: StepInputs) -> None:
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameters."""
+        del means
         p, *state = [self.pick(role) for role in inputs.roles[: self._roles]]
         flat = [flatten(role) for role in (p, self.pick(inputs.grads), *state)]
-        self._kernel(self.scalars(inputs).packed(self._dtype, flat[0].device), *flat)
+        self._kernel(self.scalars(inputs).packed(self.dtype, flat[0].device), *flat)
         results = [flat[0], *flat[2:]]
         finite = self.finite(inputs)
         for role, result in list(zip(inputs.targets, results))[self._written]:
@@ -235,11 +288,7 @@ class ListLaunch(Launch):
     raw = True
 
     def __init__(
-        self,
-        kernel: ListKernel,
-        mean_kernel: ListKernel | None,
-        updates: list[Update],
-        write: bool,
+        self, kernel: ListKernel, mean_kernel: ListKernel | None, updates: list[Update]
     ) -> None:
         super().__init__(updates)
         first = updates[0]
@@ -249,63 +298,36 @@ class ListLaunch(Launch):
         if first.target is not first.slot:
             self._rest += _joined(_columns([u.target for u in updates]))
         self._lengths = array("q", [u.slot.numel for u in updates])
-        self._dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        self._negated = any(u.g.is_neg() for u in updates)
-        self._means: ListMeans | None = None
-        self._given = [u.mean for u in updates if u.mean is not None]
-        if mean_kernel is not None and not self._given:
-            self._means = ListMeans(mean_kernel, updates)
-        plain = self._means is None and not self._given and not self._negated
-        self.on_host = plain and not first.guarded
+        self._means = None if mean_kernel is None else ListMeans(mean_kernel, updates)
+        self.on_host = self._aligned and self._means is None and not first.guarded
 
-    def run(self, inputs: StepInputs) -> None:
+    def measure(self, inputs: StepInputs) -> Tensor:
+        """The means."""
+        assert self._means is not None
+        g = _addresses(grads := self.aligned(inputs))
+        l2 = self.scalars(inputs).scalars.rates.l2
+        return self._means.measure(self.values(inputs, grads[0].device), g, l2)
+
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameters."""
-        scalars, grads = self.scalars(inputs), self.pick(inputs.grads)
+        scalars = self.scalars(inputs)
         if self.on_host and scalars.on_host:
-            self.call(grads, scalars)
+            self.call(self.pick(inputs.grads), scalars)
             return
-        if self._negated:
-            grads = [g.resolve_neg() for g in grads]  # kernels see memory, not signs
-        g = array("q", map(Tensor.data_ptr, grads))
-        table = self._p + g + self._rest
-        values = scalars.packed(self._dtype, grads[0].device)
-        values, step = with_finite(values, self.finite(inputs)), 0
+        grads = self.aligned(inputs)
+        values, step = self.values(inputs, grads[0].device), 0
         if self._means is not None:
-            values = rows(values, self._means.measure(values, g, scalars))
-        elif self._given:
-            values = rows(values, torch.stack(self._given))
-        if values.dim() == 2:
+            found = self.measure(inputs) if means is None else means
+            values = rows(values, found)
             step = values.stride(0) * values.element_size()
+        table = self._p + _addresses(grads) + self._rest
         self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
 
     def call(self, grads: list[Tensor], scalars: PackedScalars) -> None:
         """Update the parameters, where `on_host`, by numbers on the host."""
-        table = self._p + array("q", map(Tensor.data_ptr, grads)) + self._rest
-        numbers = scalars.host_array(self._dtype)
+        table = self._p + _addresses(grads) + self._rest
+        numbers = scalars.host_array(self.dtype)
         self._kernel.run(address(numbers), table, self._lengths)
-
-
-class ListMeasure(Launch):
-    """The means of several parameters, as far as these lie here."""
-
-    def __init__(self, mean_kernel: ListKernel, updates: list[Update]) -> None:
-        super().__init__(updates)
-        self._given = [u.mean for u in updates]
-        self._negated = any(u.g.is_neg() for u in updates)
-        self._means = ListMeans(mean_kernel, updates)
-
-    def run(self, inputs: StepInputs) -> None:
-        """Write the means."""
-        grads = self.pick(inputs.grads)
-        if self._negated:
-            grads = [g.resolve_neg() for g in grads]
-        g = array("q", map(Tensor.data_ptr, grads))
-        scalars = self.scalars(inputs)
-        values = scalars.packed(self._means.dtype, grads[0].device)
-        values = with_finite(values, self.finite(inputs))
-        for target, mean in zip(self._given, self._means.measure(values, g, scalars)):
-            assert target is not None
-            target.copy_(mean)
 
 
 class ListMeans:
@@ -314,7 +336,6 @@ class ListMeans:
     def __init__(self, kernel: ListKernel, updates: list[Update]) -> None:
         self._kernel = kernel
         slot, g = updates[0].slot, updates[0].g
-        self.dtype = compute_dtype(g.dtype, *slot.dtypes)
         columns = _columns([u.slot for u in updates])
         self._p, self._state = columns[0], _joined(columns[1 : 1 + slot.fields])
         self._comp = _joined(columns[1 + slot.fields :])
@@ -331,10 +352,9 @@ class ListMeans:
             self._rows = torch.tensor([i for i, _ in starts], device="cpu")
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
-    def measure(self, values: Tensor, g: Table, scalars: PackedScalars) -> Tensor:
+    def measure(self, values: Tensor, g: Table, l2: Scalar) -> Tensor:
         """The mean of each row."""
         p, comp = self._p, self._comp
-        l2 = scalars.scalars.rates.l2
         if self._alike and not isinstance(l2, Tensor) and l2 == 0:
             # l2 is 0, so p and its compensation are multiplied by 0: pass the gradients'
             # addresses for them, which saves reading them.
@@ -350,25 +370,39 @@ class ListMeans:
         return sums.index_add_(0, self._rows, found * self._shares)
 
 
-class AllReduceMeans(Launch):
-    """From each mean over what lies here the mean over the whole tensor: one message."""
+class ShardedLaunch(Launch):
+    """Launches of shards whose rule takes means over whole tensors.
 
-    def __init__(self, updates: list[Update]) -> None:
+    These are one message for all tensors of a mesh, which every process has to send,
+    however much of a tensor lies there.
+    """
+
+    raw = True
+
+    def __init__(self, launches: list[Launch], updates: list[Update]) -> None:
         super().__init__(updates)
-        self._means = [(u.mean, u.slot) for u in updates]
+        self._launches = launches
+        self._slots = [u.slot for u in updates]
 
-    def run(self, inputs: StepInputs) -> None:
-        """Send and receive."""
-        del inputs
+    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+        """Measure, send and receive, and update the parameters."""
+        del means
+        found = {
+            place: mean.double()
+            for launch in self._launches
+            for place, mean in zip(launch.places, launch.measure(inputs))
+        }
         sums: list[Tensor] = []
-        shards: list[ShardSpec | None] = []
-        for mean, slot in self._means:
-            assert mean is not None
-            sums.append(mean * slot.numel)
-            shards.append(slot.shard)
-        for (mean, slot), total in zip(self._means, all_reduce_sum(sums, shards)):
-            assert mean is not None and slot.shard is not None
-            mean.copy_(total / slot.shard.numel)
+        for i, slot in zip(self.places, self._slots):
+            device = inputs.grads[i].device
+            none_here = torch.zeros((), dtype=torch.float64, device=device)
+            sums.append(found.get(i, none_here) * slot.numel)
+        totals = all_reduce_sum(sums, [slot.shard for slot in self._slots])
+        for i, slot, total in zip(self.places, self._slots, totals):
+            assert slot.shard is not None
+            found[i] = total / slot.shard.numel
+        for launch in self._launches:
+            launch.run(inputs, torch.stack([found[i] for i in launch.places]))
 
 
 def written_roles(update: Update, write: bool) -> slice:
@@ -409,11 +443,16 @@ def _overlaps(taken: list[tuple[int, int]], start: int, end: int) -> bool:
 
 
 def rows(values: Tensor, last: Tensor) -> Tensor:
-    """For each of `last` the values, and it."""
-    own = values.new_empty(len(last), len(values) + 1)
+    """For each of `last` the values, and it; each row begins at a multiple of 16 bytes."""
+    count = len(values) + 1
+    own = values.new_empty(len(last), -(-count // 4) * 4)[:, :count]
     own[:, :-1] = values
     own[:, -1] = last
     return own
+
+
+def _addresses(tensors: list[Tensor]) -> Table:
+    return array("q", map(Tensor.data_ptr, tensors))
 
 
 def _columns(slots: list[Slot]) -> list[Table]:

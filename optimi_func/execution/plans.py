@@ -93,7 +93,7 @@ class Plan:
         scalars, at, finite = numbers
         parts = zip(self._slots, self._targets, params, grads, at)
         updates = [
-            Update(i, slot, target, p, g, j, scalars[j], finite[j] is not None, None)
+            Update(i, slot, target, p, g, j, scalars[j], finite[j] is not None)
             for i, (slot, target, p, g, j) in enumerate(parts)
         ]
         launches = plan_launches(executor, self.rule, updates, write, uncompilable)
@@ -128,70 +128,67 @@ class Spec(NamedTuple):
     apart: bool = False  # each count goes its own way: flags there say which step counts
 
 
-class Found(NamedTuple):
-    """A plan, and the tensors that it is true of now."""
-
-    plan: "StatePlan"
-    roles: Roles  # what lies here of each parameter and its state
-    steps: list[Tensor]
-    flat: list[Tensor]  # all of them
-
-
 class StatePlan(Plan):
     """A plan for parameters whose state lies in `optimizer.state[p]`."""
 
     def __init__(
         self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any]]
     ) -> None:
-        self._fields = spec.rule.state._fields
+        compensated = ["kahan_comp" in entry for entry in entries]
+        self._all = all(compensated) or not any(compensated)
+        names = ["step", *spec.rule.state._fields, "kahan_comp"]
+        self._names = names if any(compensated) else names[:-1]
+        # Of one name itemgetter would give no tuple.
+        alike = self._all and len(self._names) > 1
+        self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
-        self._compensated = any(["kahan_comp" in entry for entry in entries])
-        self._no_comps: list[None] = [None] * len(params)
         self.distributed = any_distributed(params)
-        roles, steps, flat = self._read(params, entries)
-        fields = len(self._fields)
+        flat = self.flat(params, entries)
+        self._guard = Guard(self._present(flat), addresses=True)
+        roles, fields = self.roles(flat), len(spec.rule.state._fields)
         slots = [
             make_slot(Leaf(p, rest[:fields], rest[fields]), shards_of(whole))
             for whole, (p, *rest) in zip(params, zip(*roles))
         ]
         super().__init__(spec.rule, slots, slots)
-        self._guard = Guard(flat, addresses=True)
-        self.counts = StepCounts(steps, not spec.capturable, spec.apart)
+        self.counts = StepCounts(self.steps(flat), not spec.capturable, spec.apart)
 
-    def _read(
-        self, params: list[Tensor], entries: list[dict[str, Any]]
-    ) -> tuple[Roles, list[Tensor], list[Tensor]]:
-        roles: Roles = [params]
-        for name in self._fields:
-            roles.append([entry[name] for entry in entries])
-        if self._compensated:
-            roles.append([entry.get("kahan_comp") for entry in entries])
-        if self.distributed:
-            roles = list(map(to_local, roles))
-        steps = [entry["step"] for entry in entries]
-        flat = [x for role in roles for x in role if x is not None] + steps
-        if not self._compensated:
-            roles.append(self._no_comps)
-        return roles, steps, flat
+    def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(entry.get, self._names))
+
+    def _present(self, flat: list[Any]) -> list[Tensor]:
+        return flat if self._all else [x for x in flat if x is not None]
+
+    def flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Any]:
+        """What lies here of the parameters, then of each its count, state, compensation."""
+        flat = [*params, *chain.from_iterable(map(self._getter, entries))]
+        return to_local(flat) if self.distributed else flat
 
     def current(
         self, params: list[Tensor], entries: list[dict[str, Any] | None]
-    ) -> Found | None:
+    ) -> list[Any] | None:
         """The tensors as they are now, if all is as it was when the plan was made."""
         whole = cast(list[dict[str, Any]], entries)
         try:
             if list(map(len, whole)) != self._lengths:
                 return None
-            found = Found(self, *self._read(params, whole))
+            flat = self.flat(params, whole)
         except (KeyError, TypeError):
             return None  # a field has gone, or a whole state
-        if not self._guard.holds(found.flat) or not self.counts.hold(found.steps):
-            return None
-        return found
+        same = self._guard.holds(self._present(flat))
+        return flat if same and self.counts.hold(self.steps(flat)) else None
 
-    def made(self, params: list[Tensor], entries: list[dict[str, Any]]) -> Found:
-        """The tensors that the plan has just been made of."""
-        return Found(self, *self._read(params, entries))
+    def steps(self, flat: list[Any]) -> list[Tensor]:
+        """The step counts."""
+        return flat[len(self._lengths) :: len(self._names)]
+
+    def roles(self, flat: list[Any]) -> Roles:
+        """The parameters, each field of their state, and their compensations."""
+        count, width = len(self._lengths), len(self._names)
+        roles = [flat[:count], *(flat[count + i :: width] for i in range(1, width))]
+        if self._names[-1] != "kahan_comp":
+            roles.append([None] * count)
+        return roles
 
 
 class StepCounts:
@@ -266,75 +263,28 @@ def _is_capturing(steps: list[Tensor]) -> bool:
     return steps[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class Repeat:
+class Repeat(NamedTuple):
     """A whole step by one list launch, to be run again while only its numbers change.
 
-    It checks what `PlanCache.find` and `Plan.find` do, in fewer calls: with a few small
-    tensors these are what a step costs.
+    With a few small tensors, what is planned and looked up is what a step costs.
     """
 
-    __slots__ = (
-        "_getter",
-        "_grads",
-        "_guard",
-        "_launch",
-        "_lengths",
-        "_plan",
-        "_statics",
-        "spec",
-    )
-
-    def __init__(
-        self,
-        spec: Any,
-        step: "PreparedStep",
-        launch: ListLaunch,
-        entries: list[dict[str, Any]],
-    ) -> None:
-        self.spec = spec  # what the group asked for
-        self._plan, self._launch = step.plan, launch
-        self._statics = step.inputs.numbers.scalars[0].statics
-        names = ["step", *step.plan.rule.state._fields]
-        if step.inputs.roles[-1][0] is not None:
-            names.append("kahan_comp")
-        # Of one name it would give no tuple.
-        one = len(names) == 1
-        self._getter = (lambda entry: (entry["step"],)) if one else itemgetter(*names)
-        self._lengths = list(map(len, entries))
-        self._guard = Guard(self._flat(step.inputs.roles[0], entries), addresses=True)
-        self._grads = Guard(step.inputs.grads, addresses=False)
-
-    def _flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Tensor]:
-        return [*params, *chain.from_iterable(map(self._getter, entries))]
-
-    def current(
-        self, params: list[Tensor], grads: list[Tensor], entries: list[Any]
-    ) -> list[Tensor] | None:
-        """The tensors as they are now, if all is as it was."""
-        try:
-            if list(map(len, entries)) != self._lengths:
-                return None
-            flat = self._flat(params, entries)
-        except (KeyError, TypeError):
-            return None  # a field has gone, or a whole state
-        same = self._guard.holds(flat) and self._grads.holds(grads)
-        return flat if same and self._plan.counts.hold([]) else None
+    asked: Any  # what the group asked for beside its numbers
+    plan: StatePlan
+    launch: ListLaunch
+    statics: Any
+    grads: Guard
 
     def takes(self, rule: Rule[Any, Any], scalars: PackedScalars) -> bool:
         """Whether numbers are those of the launch, but for their values."""
-        same = rule is self._plan.rule and scalars.statics == self._statics
+        same = rule is self.plan.rule and scalars.statics == self.statics
         return same and scalars.on_host
-
-    @property
-    def count(self) -> float:
-        """The steps that all of the parameters have taken."""
-        return self._plan.counts.expected[0]
 
     def run(self, flat: list[Tensor], grads: list[Tensor], scalars: PackedScalars) -> None:
         """Write every result and count the step."""
-        self._launch.call(self._launch.pick(grads), scalars)
+        self.launch.call(self.launch.pick(grads), scalars)
         torch.autograd.graph.increment_version(flat)
-        self._plan.counts.advance_all()
+        self.plan.counts.advance_all()
 
 
 class PlanCache:
@@ -348,32 +298,23 @@ class PlanCache:
         """The last step of a list, if it is of a kind to be repeated."""
         return self._repeats.get(tuple(map(id, params)))
 
-    def remember(
-        self, spec: Any, params: list[Tensor], step: "PreparedStep", entries: list[Any]
-    ) -> None:
+    def remember(self, asked: Any, params: list[Tensor], step: "PreparedStep") -> None:
         """A step that has just been run may be repeated, where it is of that kind."""
-        comps, key = step.inputs.roles[-1], tuple(map(id, params))
+        key, numbers = tuple(map(id, params)), step.inputs.numbers
         # None where there is no element to update.
         launch = next(iter(step.launches), None)
-        alike = len({x is None for x in comps}) == 1
-        if (
-            isinstance(launch, ListLaunch)
-            and len(step.launches) == 1
-            and alike
-            and step.on_host
-            and len(step.inputs.numbers.scalars) == 1
-            and not step.plan.inference
-        ):
-            self._repeats[key] = Repeat(spec, step, launch, entries)
+        one = len(step.launches) == 1 and len(numbers.scalars) == 1
+        one = one and not step.plan.inference  # such tensors have no version
+        if isinstance(launch, ListLaunch) and one and step.on_host:
+            statics = numbers.scalars[0].statics
+            guard = Guard(step.inputs.grads, addresses=False)
+            self._repeats[key] = Repeat(asked, step.plan, launch, statics, guard)
         else:
             self._repeats.pop(key, None)
 
-    def find(
-        self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any] | None]
-    ) -> Found | None:
-        """The plan of a list, if it is still true."""
-        plan = self._plans.get((spec, *map(id, params)))
-        return None if plan is None else plan.current(params, entries)
+    def find(self, spec: Spec, params: list[Tensor]) -> StatePlan | None:
+        """The plan of a list, which may no longer be true."""
+        return self._plans.get((spec, *map(id, params)))
 
     def make(
         self,
@@ -381,7 +322,7 @@ class PlanCache:
         params: list[Tensor],
         entries: list[dict[str, Any]],
         others: int,
-    ) -> Found:
+    ) -> StatePlan:
         """A new plan, to be found by later steps.
 
         Args:
@@ -395,7 +336,7 @@ class PlanCache:
             self._repeats.pop(oldest[1:], None)
             del self._plans[oldest]
         plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
-        return plan.made(params, entries)
+        return plan
 
 
 class PreparedStep(NamedTuple):

@@ -88,8 +88,7 @@ class Stepper:
             for step, (group, params, _, microbatches) in zip(known, works):
                 step.run(count)
                 if whole and microbatches is None:
-                    entries = list(map(states.get, params))
-                    self.plans.remember(_asked(group), params, step, entries)
+                    self.plans.remember(_asked(group), params, step)
             return
         with kernel_context(first_param(groups).device):
             # What a first gradient makes joins the optimizer once nothing can fail.
@@ -112,13 +111,13 @@ class Stepper:
         ready: list[Any] = []
         for group, params, grads, microbatches in works:
             last = self.plans.repeat(params)
-            if microbatches is not None or last is None or last.spec != _asked(group):
+            if microbatches is not None or last is None or last.asked != _asked(group):
                 return False
-            flat = last.current(params, grads, list(map(states.get, params)))
-            if flat is None:
+            flat = last.plan.current(params, list(map(states.get, params)))
+            if flat is None or not last.grads.holds(grads):
                 return False
             bound = self._bind(group, on_host)
-            scalars = PackedScalars(*scalars_after(bound, [last.count]))
+            scalars = PackedScalars(*scalars_after(bound, last.plan.counts.now([])))
             if not last.takes(bound.rule, scalars):
                 return False
             ready.append((last, flat, grads, scalars))
@@ -153,33 +152,36 @@ class Stepper:
         bound = self._bind(group, on_device if capturable else on_host)
         apart = capturable and len(set(map(id, flags))) > 1
         spec = Spec(bound.rule, group["kahan_sum"], capturable, apart)
-        found = self.plans.find(spec, params, list(map(states.get, params)))
-        if found is None:
+        plan, flat = self.plans.find(spec, params), None
+        if plan is not None:
+            flat = plan.current(params, list(map(states.get, params)))
+        if plan is None or flat is None:
             if made is None:
                 return None
             with _uncollected():
                 entries = [ensure_state(states, group, spec, p, made) for p in params]
                 others = sum(len(group["params"]) for group in groups)
-                found = self.plans.make(spec, params, entries, others)
-        plan = found.plan
+                plan = self.plans.make(spec, params, entries, others)
+                flat = plan.flat(params, entries)
+        roles, counts = plan.roles(flat), plan.steps(flat)
         if plan.distributed or any_distributed(grads):
             if made is None:
                 return None
             grads = to_local(_aligned(group, params, grads))
-        scalars = scalars_after(bound, plan.counts.now(found.steps))
+        scalars = scalars_after(bound, plan.counts.now(counts))
         numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
         executor = executor_of(group)
         launches = plan.find(executor, grads, numbers, write)
         if launches is None:
             if made is None:
                 return None
-            for p, part, g in zip(params, found.roles[0], grads):
+            for p, part, g in zip(params, roles[0], grads):
                 check_grad(Path(group, p), part, g)
             launches = plan.make(
-                executor, found.roles[0], grads, numbers, write, self._uncompilable
+                executor, roles[0], grads, numbers, write, self._uncompilable
             )
-        inputs = StepInputs(found.roles, found.roles, grads, numbers)
-        return PreparedStep(plan, launches, inputs, found.steps, write)
+        inputs = StepInputs(roles, roles, grads, numbers)
+        return PreparedStep(plan, launches, inputs, counts, write)
 
 
 # What a group asks for beside its numbers, as far as it decides on a plan.

@@ -15,7 +15,7 @@ from optimi_func import compiled
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rates, Scalars
 from optimi_func.execution import inductor, kernels, list_kernel
-from optimi_func.execution.kernels import KernelKey, kernel, passes
+from optimi_func.execution.kernels import KernelKey, Pass, kernel
 from optimi_func.execution.scalars import PackedScalars
 from optimi_func.execution.tensors import flat_leaf
 
@@ -92,7 +92,8 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     rule, options = optimizer.rule, (numbers.statics, True, True, False, dtypes, p.device)
-    keys = [KernelKey(rule, *options, part) for part in passes(rule, True)]
+    parts: list[Pass] = ["mean", "move"] if rule.per_tensor else ["whole"]
+    keys = [KernelKey(rule, *options, part) for part in parts]
     _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])
     return code
 

@@ -90,7 +90,7 @@ def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -
     if how is WAYS["lists"] and name != "ranger":
         filled = [i for i, p in enumerate(ps) if p.numel()]
         assert [type(x) for x in launches(ours)] == [ListLaunch]
-        assert launches(ours)[0]._places == filled
+        assert launches(ours)[0].places == filled
     elif how is WAYS["tensors"] and name not in ("ranger", "stableadamw"):
         # The large one by itself, the small ones together.
         assert [type(x) for x in launches(ours)] == [KernelLaunch, FlattenedLaunch]

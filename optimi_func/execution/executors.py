@@ -1,9 +1,8 @@
 """Executors: from updates to launches, through kernels, torch._foreach_* or single ops.
 
-Kernels are handed tensors that fill their memory; the others are updated op by op. Where
-there are list kernels, on CPU, one launch takes all that share dtypes and numbers.
-Elsewhere large tensors are a call each, and small ones are copied into a flat tensor and
-updated by one call of the same kernel.
+Kernels are handed tensors that fill their memory; the others are copied into flat ones.
+Where there are list kernels, on CPU, one launch takes all that share dtypes and numbers.
+Elsewhere large tensors are a call each, and small ones are copied into a flat tensor too.
 """
 
 import warnings
@@ -128,45 +127,45 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
                 f"compiled steps take plain tensors, not {type(odd.p).__name__} with a "
                 f"gradient of {type(odd.g).__name__}: pass compile=False"
             )
-        launches += _plan_eager(rule, [u for u in some if not u.dense], write)
-        dense = [u for u in some if u.dense]
-        if dense:
-            launches += _plan_dense(rule, dense, write)
+        launches += _plan_alike(rule, some, write)
     return launches
 
 
-def _plan_dense(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
+def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     """Launches of updates that share their kernels and numbers."""
+    measures = rule.per_tensor and write
+    least = 0
+    if not has_list_kernels(updates[0].g.device):
+        least = 2 if measures else SMALL  # length 1 would specialise the graph
+    launches: list[Launch] = []
+    direct: list[Update] = []
+    flattened: list[Update] = []
+    for u in updates:
+        small = u.aligned and u.slot.numel < least
+        (direct if u.dense and not small else flattened).append(u)
 
-    def made(part: Pass, first: Update = updates[0]) -> Kernel:
+    def made(part: Pass, first: Update) -> Kernel:
         return kernel(kernel_key(rule, first, write, part), first.scalars.scalars)
 
-    measures = rule.per_tensor and write
-    launches: list[Launch] = []
-    if not has_list_kernels(updates[0].g.device):
-        # Those with a mean of their own share no flat tensor.
-        limit = 2 if measures else SMALL
-        small = [u for u in updates if u.slot.numel < limit and u.aligned]
-        for chunk in chunks(small, FLATTENED, _numel) if small else ():
-            if measures or sum(map(_numel, chunk)) < 2:
-                # Length 1 would specialise the graph.
-                launches += _plan_eager(rule, chunk, write)
-                continue
+    if direct:
+        run = made("move" if measures else "whole", direct[0])
+        mean = made("mean", direct[0]) if measures else None
+        if isinstance(run, ListKernel):
+            assert mean is None or isinstance(mean, ListKernel)
+            for apart in split_aliasing(direct):
+                together = chunks(apart, MEASURED, _numel) if measures else [apart]
+                launches += [ListLaunch(run, mean, chunk) for chunk in together]
+        else:
+            assert not isinstance(mean, ListKernel)
+            launches.append(KernelLaunch(run, mean, direct))
+    for chunk in chunks(flattened, FLATTENED, _numel) if flattened else ():
+        if measures or sum(map(_numel, chunk)) < 2:
+            # Each needs a mean of its own, which a concatenation does not have.
+            launches += plan_foreach(rule, chunk, write)
+        else:
             # The copies are the kernel's to write; a flag decides on the way back.
             first = chunk[0]._replace(target=chunk[0].slot, guarded=False)
             launches.append(FlattenedLaunch(made("whole", first), chunk, write))
-        updates = [u for u in updates if u.slot.numel >= limit or not u.aligned]
-    if not updates:
-        return launches
-    run = made("move" if measures else "whole")
-    mean = made("mean") if measures else None
-    if not isinstance(run, ListKernel):
-        assert not isinstance(mean, ListKernel)
-        return [KernelLaunch(run, mean, updates), *launches]
-    assert mean is None or isinstance(mean, ListKernel)
-    for apart in split_aliasing(updates):
-        together = chunks(apart, MEASURED, _numel) if measures else [apart]
-        launches += [ListLaunch(run, mean, chunk) for chunk in together]
     return launches
 
 

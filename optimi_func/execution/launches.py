@@ -259,8 +259,8 @@ class KernelLaunch(Launch):
 class FlattenedLaunch(Launch):
     """Several parameters copied into flat tensors, updated by one call, and copied back.
 
-    For small ones where there are no list kernels: a call takes as long as some thousand
-    elements do.
+    For those that do not fill their memory and, where there are no list kernels, for
+    small ones: a call takes as long as some thousand elements do.
     """
 
     def __init__(self, kernel: Flat, updates: list[Update], write: bool) -> None:

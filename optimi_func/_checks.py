@@ -108,7 +108,7 @@ def check_state_dtype(dtype: Any) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(
             f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch "
-            "dtypes and None"
+            "dtypes and None (and as storage.moments '8bit')"
         )
     if torch.finfo(dtype).bits < 16:
         raise ValueError(

@@ -130,6 +130,37 @@ def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
         return g.redistribute(placements=p.placements)
 
 
+def cuts_evenly(p: Any, dims: int, group: int) -> bool:
+    """Whether every part of a tensor is whole groups of what lies side by side.
+
+    Args:
+        p: The tensor.
+        dims: Along so many of its dimensions, the first ones, it may be cut; along the
+            last of them in multiples of `group`, unless it is the first of several.
+        group: Elements.
+    """
+    if not is_distributed(p):
+        return True
+    parts = group
+    for i, place in enumerate(p.placements):
+        if not place.is_shard():
+            continue
+        if place.dim >= dims:
+            return False
+        if place.dim == dims - 1 and (place.dim > 0 or p.dim() == 1):
+            parts *= p.device_mesh.size(i)
+    return parts == group or p.shape[dims - 1] % parts == 0
+
+
+def zeros_divided_like(p: Any, shape: list[int]) -> Tensor:
+    """Zeros of another shape in float32, divided among processes as p is."""
+    if not is_distributed(p):
+        return p.new_zeros(shape, dtype=torch.float32)
+    tensor: Any = sys.modules["torch.distributed.tensor"]
+    places = {"device_mesh": p.device_mesh, "placements": p.placements}
+    return tensor.zeros(shape, dtype=torch.float32, **places)
+
+
 def distribute_like(p: Any, x: Tensor) -> Tensor:
     """A whole tensor, equal on all processes, divided as p is; a DTensor as it is."""
     if not is_distributed(p) or is_distributed(x):

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._checks import check_number, decay_mistakes, warn
-from optimi_func._leaf import compute_dtype, leaf_step, rates, whole_mean
+from optimi_func._leaf import leaf_dtype, leaf_step, rates, whole_mean
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars
+from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, Storage
+from optimi_func._storage import dither_at, storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
 # Where earlier pickles have it.
@@ -136,6 +137,7 @@ class FunctionalOptimizer:
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> TreeState:
         """Fresh state for `params`.
 
@@ -144,9 +146,11 @@ class FunctionalOptimizer:
             kahan_sum: None compensates float16 and bfloat16 parameters; False none.
             state_dtype: The moments' dtype; None takes each parameter's. A second
                 moment is never float16.
+            storage: In place of these two, how parameters and moments are kept:
+                "compact", "exact" or `Storage(param, moments)`.
         """
         warn(self.likely_mistakes())
-        return init_tree(self.rule, params, kahan_sum, state_dtype)
+        return init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
 
     def step(
         self, params: PyTree, grads: PyTree, state: TreeState
@@ -169,7 +173,7 @@ class FunctionalOptimizer:
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
-                now = _cast(scalars[i], _leaf_dtype(leaf, g), leaf.p.device)
+                now = _cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
                 stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_mean)
         return leaves.rebuild(stepped)
 
@@ -193,7 +197,7 @@ class FunctionalOptimizer:
             decay = resolve("weight_decay", decays[j], step)
             top = lr if max_lr is None else max_lr
             r = rates(lr, decay, self.decay, top, self.maximize)
-            shared[i, j] = Scalars(coeffs, r)
+            shared[i, j] = Scalars(coeffs, r, dither_at(t))
         return [shared[pair] for pair in zip(lr_at, decay_at)]
 
 
@@ -237,11 +241,6 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
         if ".item()" in str(error) or "data-dependent control flow" in str(error):
             raise ValueError(help) from error
         raise
-
-
-def _leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
-    """The dtype of one leaf's arithmetic and scalars."""
-    return compute_dtype(leaf.p.dtype, g.dtype, *(s.dtype for s in leaf.state))
 
 
 def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:

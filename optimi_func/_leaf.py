@@ -20,6 +20,16 @@ from optimi_func._rule import (
     Scalar,
     Scalars,
 )
+from optimi_func._storage import (
+    Storage,
+    decode,
+    encode,
+    narrow,
+    remainder_dtype,
+    tensors_of,
+    to,
+    widen,
+)
 
 
 def whole_mean(x: Tensor) -> Tensor:
@@ -32,6 +42,12 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
+    """The dtype of one leaf's arithmetic."""
+    fields = [x.dtype for field in leaf.state for x in tensors_of(field)]
+    return compute_dtype(leaf.p.dtype, g.dtype, *fields)
+
+
 def leaf_step(
     rule: Rule[Any, Any],
     leaf: Leaf,
@@ -42,7 +58,8 @@ def leaf_step(
 ) -> Leaf:
     """One step of one parameter.
 
-    With x = p + comp the parameter as it is meant (comp = 0 where there is none):
+    With state and x, the parameter as it is meant (p + comp where there is one), decoded
+    from how they are kept, and both encoded again at the end:
 
         g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
@@ -63,20 +80,22 @@ def leaf_step(
         mean: Takes the mean of an elementwise quantity over the whole parameter.
     """
     p, state, comp = leaf
-    wide = compute_dtype(p.dtype, g.dtype, *(s.dtype for s in state))
-    c, r = scalars
-    p32 = _to(p, wide)
-    x = p32 if comp is None else p32 + _to(comp, wide)
-    g = r.grad_scale * _to(g, wide) + r.l2 * x
-    d, new, spread = rule.direction(g, type(state)(*(_to(s, wide) for s in state)), c)
+    wide = leaf_dtype(leaf, g)
+    c, r, dither = scalars
+    p32, x = widen(p, comp, wide)
+    old = [decode(s, wide) for s in state]
+    g = r.grad_scale * to(g, wide) + r.l2 * x
+    d, new, spread = rule.direction(g, type(state)(*old), c)
     if write:
         u = -(r.lr * d + r.decay * x)
         if spread is not None:
             u = u / mean(spread).clamp_min(1.0).sqrt()
         if rule.after is not None:
             u, new = rule.after(x, u, new, c)
-        p, comp = _add(p, p32, comp, u)
-    return Leaf(p, type(state)(*(_to(n, s.dtype) for n, s in zip(new, state))), comp)
+        p, comp = _add(p, p32, x, comp, u)
+    # What a rule leaves alone stays the object that it is.
+    fields = [s if n is o else encode(n, s, dither) for n, o, s in zip(new, old, state)]
+    return Leaf(p, type(state)(*fields), comp)
 
 
 def leaf_mean(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
@@ -91,20 +110,18 @@ def leaf_mean(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> 
     return means[0]
 
 
-def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # The same object where nothing changes: executors tell untouched state by identity.
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def _add(
-    p: Tensor, p32: Tensor, comp: Tensor | None, u: Tensor
+    p: Tensor, p32: Tensor, x: Tensor, comp: Tensor | None, u: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """P + u in p's dtype, with what the rounding lost where it is kept (Kahan 1965)."""
     if comp is None:
-        return _to(p32 + u, p.dtype), None
-    u = u + _to(comp, u.dtype)
+        return to(p32 + u, p.dtype), None
+    if not comp.is_floating_point():
+        x = x + u
+        return narrow(x, p, comp, _round(x, p.dtype))
+    u = u + to(comp, u.dtype)
     new = _round(p32 + u, p.dtype)
-    return _to(new, p.dtype), _to(u - (new - p32), comp.dtype)
+    return to(new, p.dtype), to(u - (new - p32), comp.dtype)
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,27 +140,11 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaled - (scaled - x)) * (2.0 * bits)
 
 
-def is_low(p: Tensor) -> bool:
-    """Whether p is of a dtype that compensated summation is for."""
-    return p.dtype in (torch.float16, torch.bfloat16)
-
-
-def init_leaf(
-    rule: Rule[Any, Any],
-    p: Tensor,
-    kahan_sum: bool | None,
-    state_dtype: torch.dtype | None,
-) -> Leaf:
-    """Fresh state for p.
-
-    Args:
-        rule: The mathematics.
-        p: The parameter.
-        kahan_sum: None compensates float16 and bfloat16 parameters; False none.
-        state_dtype: The moments' dtype; None takes the parameter's.
-    """
-    comp = torch.zeros_like(p) if is_low(p) and kahan_sum is not False else None
-    return Leaf(p, rule.init(p, state_dtype or p.dtype), comp)
+def init_leaf(rule: Rule[Any, Any], p: Tensor, storage: Storage) -> Leaf:
+    """Fresh state for p."""
+    dtype = remainder_dtype(p, storage.param)
+    comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
+    return Leaf(p, rule.init(p, storage.moments or p.dtype), comp)
 
 
 def microbatch_scalars(
@@ -158,13 +159,13 @@ def microbatch_scalars(
         write: Whether the parameter moves now. Decay, also that within the gradient,
             belongs to the moment that it does.
     """
-    coeffs, r = scalars
+    coeffs, r, _ = scalars
     if microbatch.accumulate:
         assert rule.accumulate is not None
         coeffs = rule.accumulate(coeffs)
     if microbatch.grad_scale is not WHOLE_BATCH.grad_scale:
         r = r._replace(grad_scale=microbatch.grad_scale * r.grad_scale)
-    return Scalars(coeffs, r if write else r._replace(l2=0.0))
+    return Scalars(coeffs, r if write else r._replace(l2=0.0), scalars.dither)
 
 
 def rates(

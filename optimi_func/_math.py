@@ -1,11 +1,13 @@
 """Scalar calculus that reads the same for Python numbers and traced tensors."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optimi_func._rule import Scalar
+from optimi_func._rule import MomentStorage, Scalar
+from optimi_func._storage import is_eligible, moment_codes, second_moment_codes
 
 
 def power(base: Scalar, t: Scalar) -> Scalar:
@@ -44,11 +46,29 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()
 
 
-def moment(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros to hold a first moment of p's gradients."""
-    return torch.zeros_like(p, dtype=dtype)
+def moment(p: Tensor, kept: MomentStorage) -> Any:
+    """Zeros to hold a first moment of p's gradients, in a dtype or in codes."""
+    if kept == "8bit" and is_eligible(p):
+        return moment_codes(p)
+    return wide_moment(p, kept)
 
 
-def second_moment(p: Tensor, dtype: torch.dtype) -> Tensor:
+def second_moment(p: Tensor, kept: MomentStorage) -> Any:
     """Zeros to hold a mean of squares; never float16, where 1e-4 squared is 0."""
+    if kept == "8bit" and is_eligible(p):
+        return second_moment_codes(p)
+    return wide_second_moment(p, kept)
+
+
+# What codes would spoil: a maximum, a gradient that another is subtracted from.
+
+
+def wide_moment(p: Tensor, kept: MomentStorage) -> Tensor:
+    """As `moment`, never in codes."""
+    return torch.zeros_like(p, dtype=p.dtype if kept == "8bit" else kept)
+
+
+def wide_second_moment(p: Tensor, kept: MomentStorage) -> Tensor:
+    """As `second_moment`, never in codes."""
+    dtype = p.dtype if kept == "8bit" else kept
     return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)

@@ -25,6 +25,9 @@ from torch import Tensor
 
 # A number that may be traced, differentiated or vmapped: 0-d where it is a Tensor.
 Scalar: TypeAlias = float | Tensor
+# How parameters are kept whose dtype is float16 or bfloat16, and how moments are.
+ParamStorage: TypeAlias = Literal["plain", "kahan", "kahan8", "exact"]
+MomentStorage: TypeAlias = torch.dtype | Literal["8bit"]
 # Anything torch.utils._pytree can flatten.
 PyTree: TypeAlias = Any
 
@@ -50,8 +53,9 @@ class Rule(Generic[S, C]):
     Attributes:
         name: The name by which errors, kernels and graphs call it.
         state: The State, a NamedTuple of tensors shaped like the parameter.
-        init: `(p, dtype) -> State`: fresh tensors, none aliasing another; moments in
-            `dtype`, whatever must not lose bits in a dtype of its own choosing.
+        init: `(p, kept) -> State`: fresh tensors, none aliasing another. Moments are made
+            by `moment` and `second_moment`, kept as asked, in a dtype or in codes; whatever
+            must not lose bits is in a dtype of its own choosing.
         coeffs: `(t, *, <numbers>) -> Coeffs`: all the scalar work of step t (1-based),
             for `t` an int (host, double precision) or a tensor (traced, float64 where the
             device has it). The keywords are the rule's own hyperparameters. A Python bool
@@ -68,7 +72,7 @@ class Rule(Generic[S, C]):
 
     name: str
     state: type[S]
-    init: Callable[[Tensor, torch.dtype], S]
+    init: Callable[[Tensor, MomentStorage], S]
     coeffs: Callable[..., C]
     direction: Callable[[Tensor, S, C], Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
@@ -102,6 +106,7 @@ class Scalars(NamedTuple):
 
     coeffs: Any  # the rule's Coeffs
     rates: Rates
+    dither: Scalar = 0.5  # in [0, 1): what codes are rounded by; 0.5 to the nearest
 
 
 DecayKind: TypeAlias = Literal["l2", "decoupled", "fully", "proximal", "fully proximal"]
@@ -116,6 +121,22 @@ class Microbatch(NamedTuple):
 
 
 WHOLE_BATCH = Microbatch(1.0, False, None)
+
+
+class Storage(NamedTuple):
+    """How parameters and moments are kept.
+
+    Attributes:
+        param: Of bfloat16 (and float16) parameters: "plain" as they are; "kahan" with a
+            compensation of their own dtype; "kahan8" with one of 8 bits, 24 bits in all;
+            "exact" with 16 bits more, which make a bfloat16 parameter a float32. None:
+            "kahan". float32 parameters are as they are.
+        moments: The moments' dtype, or "8bit": 8 bits an element and a float32 for each
+            64 of them. None: the parameter's dtype.
+    """
+
+    param: ParamStorage | None = None
+    moments: MomentStorage | None = None
 
 
 class Leaf(NamedTuple):
@@ -140,6 +161,7 @@ class PureOptimizer(Protocol):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> Any:
         """Fresh state for `params`: see `FunctionalOptimizer.init`."""
         ...

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._leaf import is_low
 from optimi_func._rule import Rule
+from optimi_func._storage import is_low
 from optimi_func._tree import LeafState, TreeState
 
 # How the step is carried out is the running optimizer's affair, not the file's.

@@ -11,21 +11,21 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._checks import (
-    IDLE_KAHAN,
     check_grad,
     check_param,
-    check_state_dtype,
     stuck_moments,
     warn,
 )
-from optimi_func._leaf import init_leaf, is_low
-from optimi_func._rule import Leaf, PyTree, Rule, Scalar
+from optimi_func._leaf import init_leaf
+from optimi_func._rule import Leaf, PyTree, Rule, Scalar, Storage
+from optimi_func._storage import check_stored
 
 
 class LeafState:
-    """The state of one parameter: the rule's tensors and, where kept, `kahan_comp`.
+    """The state of one parameter: the rule's fields and, where kept, `kahan_comp`.
 
-    A registered pytree node. Fields read as attributes: `state.leaves["w"].exp_avg`.
+    A registered pytree node. Fields read as attributes: `state.leaves["w"].exp_avg`, a
+    tensor, or codes whose `decode(dtype)` gives one.
     """
 
     __slots__ = ("kahan_comp", "rule_state")
@@ -127,7 +127,8 @@ class FlatTree(NamedTuple):
 
     def stuck_moments(self, optimizer: object) -> list[str]:
         """Warnings for moments too coarse for their beta."""
-        dtypes = {s.dtype for leaf in self.leaves for s in leaf.state}
+        fields = [field for leaf in self.leaves for field in leaf.state]
+        dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
         return stuck_moments(getattr(optimizer, "betas", ()), dtypes)
 
 
@@ -140,8 +141,10 @@ def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
             f"{rule.name} needs {rule.state._fields}: make it with its own init and the "
             "same options"
         )
-    for name, x in zip((*rule.state._fields, "kahan_comp"), pytree.tree_leaves(s)):
-        if x.shape != p.shape or x.device != p.device:
+    fields = dict(zip(rule.state._fields, s.rule_state), kahan_comp=s.kahan_comp)
+    for name, field in fields.items():
+        x = field if field is None or isinstance(field, Tensor) else field.q
+        if x is not None and (x.shape != p.shape or x.device != p.device):
             raise ValueError(
                 f"state.leaves{path}.{name} has shape {tuple(x.shape)} on {x.device}, "
                 f"its parameter {tuple(p.shape)} on {p.device}"
@@ -151,18 +154,13 @@ def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
 def init_tree(
     rule: Rule[Any, Any],
     params: PyTree,
-    kahan_sum: bool | None,
-    state_dtype: torch.dtype | None,
+    storage: Storage,
 ) -> TreeState:
     """Fresh state for a parameter tree."""
-    check_state_dtype(state_dtype)
     _, tensors, spec = flatten_params(params)
-    states: list[LeafState] = []
-    if kahan_sum and not any(is_low(p) for p in tensors):
-        warn([IDLE_KAHAN])
-    for p in tensors:
-        leaf = init_leaf(rule, p, kahan_sum, state_dtype)
-        states.append(LeafState(leaf.state, leaf.comp))
+    leaves = [init_leaf(rule, p, storage) for p in tensors]
+    warn(check_stored(rule, storage, leaves))
+    states = [LeafState(leaf.state, leaf.comp) for leaf in leaves]
     step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
     return TreeState(step, pytree.tree_unflatten(states, spec))
 

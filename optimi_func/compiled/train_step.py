@@ -12,7 +12,14 @@ from torch.utils import _pytree as pytree
 from optimi_func import _torch
 from optimi_func._checks import warn
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import WHOLE_BATCH, Microbatch, PureOptimizer, PyTree, check_pure
+from optimi_func._rule import (
+    WHOLE_BATCH,
+    Microbatch,
+    PureOptimizer,
+    PyTree,
+    Storage,
+    check_pure,
+)
 from optimi_func._tree import FlatTree, TreeState
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
@@ -217,6 +224,7 @@ class PureStep:
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> TrainState:
         """A state to begin with: these tensors, and the optimizer's fresh state.
 
@@ -226,6 +234,7 @@ class PureStep:
             buffers: Tree of what the function writes to; None has none.
             kahan_sum: As the optimizer's own init takes it.
             state_dtype: Likewise.
+            storage: Likewise.
 
         Raises:
             ValueError, TypeError: Trees for a module, or none for a function.
@@ -245,7 +254,9 @@ class PureStep:
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
             buffers = dict(module.named_buffers())
-        inner = self._optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        inner = self._optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
         return TrainState(params, buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:

@@ -11,7 +11,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, ca
 import torch
 
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import PyTree, Rule
+from optimi_func._rule import PyTree, Rule, Storage
+from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
 from optimi_func.execution.trees import step, step_
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -35,6 +36,7 @@ class TreeInit(Protocol):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> TreeState:
         """Fresh state, as `FunctionalOptimizer.init`."""
         ...
@@ -48,8 +50,9 @@ def init_function(rule: Rule[Any, Any], name: str) -> TreeInit:
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> TreeState:
-        return init_tree(rule, params, kahan_sum, state_dtype)
+        return init_tree(rule, params, storage_of(storage, kahan_sum, state_dtype))
 
     init.__name__ = init.__qualname__ = f"{name}_init"
     init.__module__ = rule.init.__module__

@@ -21,8 +21,9 @@ from optimi_func._checks import (
     stuck_moments,
 )
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._leaf import is_low, rates
+from optimi_func._leaf import rates
 from optimi_func._rule import Scalar, Scalars
+from optimi_func._storage import dither_at, is_low
 from optimi_func.execution.executors import Executor
 
 Group: TypeAlias = dict[str, Any]
@@ -181,7 +182,7 @@ def scalars_after(bound: FunctionalOptimizer, counts: list[Any]) -> list[Scalars
     top = lr if bound.max_lr is None else bound.max_lr
     now = rates(lr, decay, bound.decay, top, bound.maximize)
     steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
-    return [Scalars(bound.coeffs(t), now) for t in steps]
+    return [Scalars(bound.coeffs(t), now, dither_at(t)) for t in steps]
 
 
 def executor_of(group: Group) -> Executor:

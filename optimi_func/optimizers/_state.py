@@ -17,9 +17,10 @@ from optimi_func._distributed import (
     same_placements,
     to_local,
 )
-from optimi_func._leaf import init_leaf, is_low
+from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule
 from optimi_func._saved import Entry, Match, checked, from_tree, owned
+from optimi_func._storage import is_low, storage_of
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
 from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
@@ -63,7 +64,8 @@ def ensure_state(
         state = dict(state)
         if astray:
             state["step"] = state["step"].to(device)
-        fresh = init_leaf(rule, p, group["kahan_sum"], group["state_dtype"])
+        storage = storage_of(None, group["kahan_sum"], group["state_dtype"])
+        fresh = init_leaf(rule, p, storage)
         if "step" not in state or (missing and len(missing) == len(names)):
             # Also where momentum appears in mid-run: its buffer has a first step.
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)

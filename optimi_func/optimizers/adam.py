@@ -8,9 +8,25 @@ from torch import Tensor
 
 from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
-from optimi_func._math import moment, power, root, second_moment, sqrt
-from optimi_func._rule import DecayKind, Direction, PyTree, Rule, Scalar
+from optimi_func._math import (
+    moment,
+    power,
+    root,
+    second_moment,
+    sqrt,
+    wide_second_moment,
+)
+from optimi_func._rule import (
+    DecayKind,
+    Direction,
+    MomentStorage,
+    PyTree,
+    Rule,
+    Scalar,
+    Storage,
+)
 from optimi_func._saved import Counterparts
+from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
 from optimi_func.optimizers._forms import group_defaults, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -39,8 +55,8 @@ class Coeffs(NamedTuple):
     eps: Scalar
 
 
-def init(p: Tensor, dtype: torch.dtype) -> State:
-    return State(moment(p, dtype), second_moment(p, dtype))
+def init(p: Tensor, kept: MomentStorage) -> State:
+    return State(moment(p, kept), second_moment(p, kept))
 
 
 def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
@@ -66,8 +82,8 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
     return Direction(d, new)
 
 
-def amsgrad_init(p: Tensor, dtype: torch.dtype) -> AMSGradState:
-    return AMSGradState(*init(p, dtype), second_moment(p, dtype))
+def amsgrad_init(p: Tensor, kept: MomentStorage) -> AMSGradState:
+    return AMSGradState(*init(p, kept), wide_second_moment(p, kept))
 
 
 def amsgrad_direction(g: Tensor, s: AMSGradState, c: Coeffs) -> Direction:
@@ -133,13 +149,18 @@ def adam_init(
     amsgrad: bool = False,
     kahan_sum: bool | None = None,
     state_dtype: torch.dtype | None = None,
+    storage: Storage | str | None = None,
 ) -> TreeState:
     """Fresh Adam or AdamW state: see `FunctionalOptimizer.init`.
 
     >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
     tensor([0., 0.])
     """
-    return init_tree(amsgrad_rule if amsgrad else adam_rule, params, kahan_sum, state_dtype)
+    return init_tree(
+        amsgrad_rule if amsgrad else adam_rule,
+        params,
+        storage_of(storage, kahan_sum, state_dtype),
+    )
 
 
 adamw_init = adam_init

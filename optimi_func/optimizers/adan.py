@@ -8,8 +8,8 @@ from torch import Tensor
 
 from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import choose, moment, power, root, second_moment, sqrt
-from optimi_func._rule import DecayKind, Direction, Rule, Scalar
+from optimi_func._math import choose, moment, power, root, second_moment, sqrt, wide_moment
+from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -38,9 +38,9 @@ class Coeffs(NamedTuple):
     eps: Scalar
 
 
-def init(p: Tensor, dtype: torch.dtype) -> State:
-    m, w, g_prev = moment(p, dtype), moment(p, dtype), moment(p, dtype)
-    return State(m, w, second_moment(p, dtype), g_prev)
+def init(p: Tensor, kept: MomentStorage) -> State:
+    m, w, v = moment(p, kept), moment(p, kept), second_moment(p, kept)
+    return State(m, w, v, wide_moment(p, kept))
 
 
 def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar, Scalar], eps: Scalar) -> Coeffs:

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment
-from optimi_func._rule import Direction, Rule, Scalar
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
 
@@ -27,8 +27,8 @@ class Coeffs(NamedTuple):
     one_minus_beta2: Scalar
 
 
-def init(p: Tensor, dtype: torch.dtype) -> State:
-    return State(moment(p, dtype))
+def init(p: Tensor, kept: MomentStorage) -> State:
+    return State(moment(p, kept))
 
 
 def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar]) -> Coeffs:

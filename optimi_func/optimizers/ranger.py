@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas, check_eps, check_number
 from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import choose, scalar_dtype
-from optimi_func._rule import DecayKind, Direction, Rule, Scalar
+from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers import adam, radam
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
@@ -30,9 +30,9 @@ class Coeffs(NamedTuple):
     alpha: Scalar  # alpha at a sync, else 0
 
 
-def init(p: Tensor, dtype: torch.dtype) -> State:
+def init(p: Tensor, kept: MomentStorage) -> State:
     wide = torch.promote_types(p.dtype, torch.float32)
-    m, v = adam.init(p, dtype)
+    m, v = adam.init(p, kept)
     return State(m, v, p.to(wide, copy=True))
 
 

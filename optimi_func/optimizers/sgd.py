@@ -9,8 +9,17 @@ from torch import Tensor
 from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import choose, moment
-from optimi_func._rule import DecayKind, Direction, PyTree, Rule, Scalar
+from optimi_func._rule import (
+    DecayKind,
+    Direction,
+    MomentStorage,
+    PyTree,
+    Rule,
+    Scalar,
+    Storage,
+)
 from optimi_func._saved import Counterparts
+from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
 from optimi_func.optimizers._forms import group_defaults, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -32,8 +41,8 @@ class Coeffs(NamedTuple):
     nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
 
 
-def no_init(p: Tensor, dtype: torch.dtype) -> NoState:
-    del p, dtype
+def no_init(p: Tensor, kept: MomentStorage) -> NoState:
+    del p, kept
     return NoState()
 
 
@@ -47,8 +56,8 @@ def plain_direction(g: Tensor, s: NoState, c: NoState) -> Direction:
     return Direction(g, s)
 
 
-def init(p: Tensor, dtype: torch.dtype) -> State:
-    return State(moment(p, dtype))
+def init(p: Tensor, kept: MomentStorage) -> State:
+    return State(moment(p, kept))
 
 
 def coeffs(
@@ -134,9 +143,14 @@ def sgd_init(
     momentum: Number = 0.0,
     kahan_sum: bool | None = None,
     state_dtype: torch.dtype | None = None,
+    storage: Storage | str | None = None,
 ) -> TreeState:
     """Fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
-    return init_tree(sgd(lr=0.0, momentum=momentum).rule, params, kahan_sum, state_dtype)
+    return init_tree(
+        sgd(lr=0.0, momentum=momentum).rule,
+        params,
+        storage_of(storage, kahan_sum, state_dtype),
+    )
 
 
 sgd_step, compiled_sgd_step, compiled_sgd_step_ = step_functions(sgd, "sgd")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._bound import Optimizer, bind, check_optimizer
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import PyTree
+from optimi_func._rule import PyTree, Storage
 from optimi_func.population.axes import path, place
 
 T = TypeVar("T")
@@ -51,6 +51,7 @@ def init(
     n: int | None = None,
     kahan_sum: bool | None = None,
     state_dtype: torch.dtype | None = None,
+    storage: Storage | str | None = None,
 ) -> Population:
     """A population of n copies of one model, or of the models of a list.
 
@@ -66,6 +67,7 @@ def init(
         n: How many copies.
         kahan_sum: As in the optimizer's own init.
         state_dtype: As in the optimizer's own init.
+        storage: As in the optimizer's own init.
 
     Returns:
         Params, fresh state, hyper and (of modules) buffers, in memory of their own. All
@@ -89,8 +91,9 @@ def init(
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
     device = pytree.tree_leaves(params)[0].device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
+    options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
     start = place({"params": params, "hyper": given}, (0, 0)).run(
-        lambda p, h: _fresh_state(bind(optimizer, h), p, kahan_sum, state_dtype), "error"
+        lambda p, h: _fresh_state(bind(optimizer, h), p, options), "error"
     )
     # What is the same for all members comes out of vmap as one number seen n times.
     state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
@@ -162,12 +165,10 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
     return pytree.tree_map(spread, number)
 
 
-def _fresh_state(
-    optimizer: Any, params: PyTree, kahan_sum: bool | None, dtype: torch.dtype | None
-) -> Any:
-    if kahan_sum is None and dtype is None:
-        return optimizer.init(params)
-    return optimizer.init(params, kahan_sum=kahan_sum, state_dtype=dtype)
+def _fresh_state(optimizer: Any, params: PyTree, options: dict[str, Any]) -> Any:
+    # An optimizer of the user's own need not take any.
+    given = {name: x for name, x in options.items() if x is not None}
+    return optimizer.init(params, **given)
 
 
 def stack(trees: Sequence[T]) -> T:

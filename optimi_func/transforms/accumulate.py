@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import (
     Transform,
@@ -43,9 +43,12 @@ class Every(Transform):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> EveryState:
         """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        inner = self.optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
         _, tensors, spec = flatten_params(params)
         zeros = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in tensors]
         return EveryState(count_from(params), pytree.tree_unflatten(zeros, spec), inner)

@@ -11,7 +11,7 @@ from optimi_func._checks import check_number
 from optimi_func._functional import Number, resolve
 from optimi_func._leaf import compute_dtype
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, check_state, count_from, like
 
@@ -39,9 +39,12 @@ class Averaged(Transform):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> EmaState:
         """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        inner = self.optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
         _, tensors, spec = flatten_params(params)
         # Not detached: where a_0 is p_0, the mean's derivative by p_0 has a part of it.
         wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._functional import Number, resolve
 from optimi_func._norms import clip_factor, total_norm
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
 from optimi_func._tree import flatten_params
 from optimi_func.transforms._trees import (
     Transform,
@@ -63,9 +63,12 @@ class Chain(Transform):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> ChainState:
         """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        inner = self.optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
         states = tuple(transform.init(params) for transform in self.transforms)
         return ChainState(count_from(params), states, inner)
 

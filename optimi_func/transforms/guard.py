@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.transforms._trees import (
     Transform,
     Trees,
@@ -38,9 +38,12 @@ class Guard(Transform):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> FiniteState:
         """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        inner = self.optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
         return FiniteState(count_from(params), count_from(params), inner)
 
     def step(

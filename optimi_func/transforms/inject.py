@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._functional import FunctionalOptimizer, resolve_tree
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import PyTree, Scalar
+from optimi_func._rule import PyTree, Scalar, Storage
 from optimi_func._tree import TreeState
 from optimi_func.transforms._trees import Transform, check_state, tensor_of
 
@@ -34,9 +34,12 @@ class Injected(Transform):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> InjectState:
         """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(params, kahan_sum=kahan_sum, state_dtype=state_dtype)
+        inner = self.optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
         numbers = _numbers(self.optimizer)
         hyper = {k: _tensors(k, x, inner.step) for k, x in numbers.items()}
         return InjectState(hyper, inner)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._leaf import is_low
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._storage import is_low
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state
 
@@ -87,6 +87,7 @@ class Partition(Transform):
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> PartitionState:
         """Fresh state, and with it the decision which leaf is whose.
 
@@ -105,6 +106,7 @@ class Partition(Transform):
                 # A part without low precision is no news where another has it.
                 kahan_sum=kahan_sum if i in low or not low else None,
                 state_dtype=state_dtype,
+                storage=storage,
             )
             for i, optimizer in enumerate(self.optimizers)
         )

@@ -26,6 +26,7 @@ from optimi_func._storage import (
     encode,
     narrow,
     remainder_dtype,
+    round_to,
     tensors_of,
     to,
     widen,
@@ -117,27 +118,10 @@ def _add(
     if comp is None:
         return to(p32 + u, p.dtype), None
     if not comp.is_floating_point():
-        x = x + u
-        return narrow(x, p, comp, _round(x, p.dtype))
+        return narrow(x + u, p, comp)
     u = u + to(comp, u.dtype)
-    new = _round(p32 + u, p.dtype)
+    new = round_to(p32 + u, p.dtype)
     return to(new, p.dtype), to(u - (new - p32), comp.dtype)
-
-
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """X at the precision of a narrower dtype, still in its own (Veltkamp 1968).
-
-    Arithmetic, because compilers fold `x.to(bfloat16).to(float32)` into x, and with it
-    the compensation into 0. Its derivative is 1.
-    """
-    bits = torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
-    # Down by as much first: the largest finite numbers would overflow.
-    x = x * (0.5 / bits)
-    # Not x * (bits + 1): compilers (Triton's, by default) round a product and the sum that
-    # it goes into only once, and scaled - x would no longer lose any bits. All products
-    # here are by powers of two and so exact: one rounding or two, the result is the same.
-    scaled = x * bits + x
-    return (scaled - (scaled - x)) * (2.0 * bits)
 
 
 def init_leaf(rule: Rule[Any, Any], p: Tensor, storage: Storage) -> Leaf:

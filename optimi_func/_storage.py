@@ -4,6 +4,7 @@ A rule computes in float32 (float64); what it is given is decoded here, and what
 encoded. Nothing here knows an optimizer, nor where a step runs.
 """
 
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -266,6 +267,48 @@ def tensors_of(field: Any) -> tuple[Tensor, ...]:
     return (field,) if isinstance(field, Tensor) else tuple(field)
 
 
+def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
+    """A leaf's state as a flat dict: of a field in codes two tensors, under other names."""
+    entry: dict[str, Tensor] = {}
+    for name, field in state._asdict().items():
+        if isinstance(field, Tensor):
+            entry[name] = field
+        else:
+            entry[name + _Q], entry[name + _SCALE] = field
+    if comp is not None:
+        entry["kahan_comp"] = comp
+    return entry
+
+
+def names_in(fields: tuple[str, ...], entry: Mapping[str, Any]) -> list[str]:
+    """Under which names an entry has a rule's fields and the compensation, in order."""
+    every = [n for field in fields for n in (field, field + _Q, field + _SCALE)]
+    return [name for name in (*every, "kahan_comp") if name in entry]
+
+
+def codes_of(q: Tensor, scale: Tensor) -> Codes:
+    """The codes that these tensors are."""
+    return Moment8(q, scale) if q.dtype == torch.int8 else SecondMoment8(q, scale)
+
+
+def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
+    """The state of a rule from its tensors, one after the other.
+
+    Args:
+        kind: The rule's State.
+        tensors: As `entry_of` has them; what comes after them is left.
+        codes: Of each field whether it is kept in codes.
+    """
+    fields = [
+        codes_of(next(tensors), next(tensors)) if coded else next(tensors)
+        for coded in codes
+    ]
+    return kind(*fields)
+
+
+_Q, _SCALE = "_q", "_scale"
+
+
 class _NotDifferentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -329,22 +372,36 @@ def widen(p: Tensor, rest: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Te
     return p32, p32 + to(rest, wide)
 
 
-def narrow(x: Tensor, p: Tensor, rest: Tensor, rounded: Tensor) -> tuple[Tensor, Tensor]:
+def narrow(x: Tensor, p: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     """X as p and what is kept beside it are.
 
     Args:
         x: The parameter as it is meant.
         p: The one before, for its dtype.
         rest: Likewise.
-        rounded: X at the precision of p's dtype, in its own.
     """
     x = refuse_derivatives(x)
     if rest.dtype == torch.int16:
         return _split(x)
-    inverse = _unit(rounded, p.dtype)
-    inverse = torch.where(inverse < _TINY, 0.0, 1.0 / inverse)
-    code = torch.round((x - rounded) * inverse).clamp(-127.0, 127.0)
-    return to(refuse_derivatives(rounded), p.dtype), code.to(torch.int8)
+    rounded = round_to(x, p.dtype)
+    code = (x - rounded) * _inverse(_unit(rounded, p.dtype))
+    return to(rounded, p.dtype), torch.round(code).clamp(-127.0, 127.0).to(torch.int8)
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """X at the precision of a narrower dtype, still in its own (Veltkamp 1968).
+
+    Arithmetic, because compilers fold `x.to(bfloat16).to(float32)` into x, and with it
+    the compensation into 0. Its derivative is 1.
+    """
+    bits = torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
+    # Down by as much first: the largest finite numbers would overflow.
+    x = x * (0.5 / bits)
+    # Not x * (bits + 1): compilers (Triton's, by default) round a product and the sum that
+    # it goes into only once, and scaled - x would no longer lose any bits. All products
+    # here are by powers of two and so exact: one rounding or two, the result is the same.
+    scaled = x * bits + x
+    return (scaled - (scaled - x)) * (2.0 * bits)
 
 
 def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:

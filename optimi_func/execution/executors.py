@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from optimi_func._rule import Rule
+from optimi_func.execution.codecs import arguments_of, can_run
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
     DispatchModeError,
@@ -133,6 +134,11 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
 
 def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     """Launches of updates that share their kernels and numbers."""
+    slot = updates[0].slot
+    if slot.coded:
+        here = has_list_kernels(updates[0].g.device) and updates[0].target is slot
+        if not here or not can_run(slot):
+            return _plan_eager(rule, updates, write)
     measures = rule.per_tensor and write
     least = 0
     if not has_list_kernels(updates[0].g.device):
@@ -145,8 +151,18 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
         (direct if u.dense and not small else flattened).append(u)
 
     def made(part: Pass, first: Update) -> Kernel:
-        return kernel(kernel_key(rule, first, write, part), first.scalars.scalars)
+        if not slot.coded:
+            return kernel(kernel_key(rule, first, write, part), first.scalars.scalars)
+        # Nothing of it is called where the flag is false.
+        key = kernel_key(rule, first._replace(guarded=False), write, part)
+        found = kernel(key, first.scalars.scalars)
+        if not isinstance(found, ListKernel):
+            return found
+        return found.on_codes(arguments_of(slot, write, part != "mean"))
 
+    if slot.coded:
+        launches += _plan_eager(rule, flattened, write)
+        flattened = []
     if direct:
         run = made("move" if measures else "whole", direct[0])
         mean = made("mean", direct[0]) if measures else None

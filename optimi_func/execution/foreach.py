@@ -17,6 +17,7 @@ from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Rule, Scalar, Scalars
 from optimi_func.execution.kernels import KernelKey, Pass, fill, kernel_key, unpack
 from optimi_func.execution.launches import (
+    EagerLaunch,
     Launch,
     StepInputs,
     Update,
@@ -140,6 +141,10 @@ def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> li
     launches: list[Launch] = []
     for some in alike(updates):
         first = some[0]
+        if first.slot.coded:
+            # A fold over groups has no place in the table of operations.
+            launches += [EagerLaunch(rule, u, write) for u in some]
+            continue
         sharded = rule.per_tensor and write and first.slot.shard is not None
         parts: list[Pass] = ["whole", "mean"] if sharded else ["whole"]
         keys = [kernel_key(rule, first, write, part) for part in parts]
@@ -177,7 +182,7 @@ class ForeachLaunch(Launch):
         ]
 
     def _read(self, inputs: StepInputs) -> list[Value]:
-        p, *state = map(self._take, inputs.roles[: self._roles])
+        p, *state = [self._take(inputs.roles[i]) for i in self._roles]
         g = self._take(inputs.grads)
         values = self.scalars(inputs).values(self.dtype, g[0].device)
         return [*values, p, g, *state]
@@ -193,7 +198,8 @@ class ForeachLaunch(Launch):
         given = [whole_mean] * len(self.places) if means is None else map(given_mean, means)
         results = _interpret(self._traces[0], self._read(inputs), list(given))
         finite = self.finite(inputs)
-        for target, result in zip(map(self._take, inputs.targets[: self._roles]), results):
+        targets = [self._take(inputs.targets[i]) for i in self._roles]
+        for target, result in zip(targets, results):
             assert isinstance(result, list)
             if any(x is not y for x, y in zip(target, result)):
                 if finite is not None:

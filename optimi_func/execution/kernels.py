@@ -67,7 +67,7 @@ class KernelKey(NamedTuple):
 
 def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
     """The kernel that an update needs."""
-    p, *rest = u.slot.dtypes
+    p, *rest = u.slot.decoded
     in_place = u.target is u.slot
     dtypes = (p, u.g.dtype, *rest)
     statics, device = u.scalars.statics, u.g.device

@@ -9,19 +9,18 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import ShardSpec, all_reduce_sum
+from optimi_func._distributed import all_reduce_sum
 from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Leaf, Rule, Scalar
+from optimi_func._storage import state_of
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import PIECE, ListKernel, address
 from optimi_func.execution.scalars import Numbers, PackedScalars, with_finite
+from optimi_func.execution.slots import Roles, Slot
 from optimi_func.execution.tensors import (
-    flat_leaf,
     flatten,
     foreach_copy_,
-    is_dense,
     is_plain,
-    is_plainly_strided,
     same_order,
     select,
     unflatten,
@@ -29,42 +28,7 @@ from optimi_func.execution.tensors import (
 )
 
 T = TypeVar("T")
-# Of each role (p, the state's fields, the compensation) a tensor for each parameter; None
-# where a parameter has no compensation.
-Roles: TypeAlias = list[list[Any]]
 Table: TypeAlias = "array[int]"
-
-
-class Slot(NamedTuple):
-    """One parameter with its state: what executors need to know of the local tensors.
-
-    Facts alone: whoever takes a tensor out of `optimizer.state` frees its memory.
-    """
-
-    dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
-    addresses: tuple[int, ...]
-    numel: int  # of the parameter, as far as it lies here
-    fields: int  # how many of the tensors are the rule's state
-    plain: bool  # whether all are memory that holds their very elements
-    dense: bool  # whether all fill their memory in one and the same order
-    inference: bool  # whether any was made under inference_mode
-    shard: ShardSpec | None  # where more of the parameter lies elsewhere
-
-
-def make_slot(leaf: Leaf, shard: ShardSpec | None) -> Slot:
-    """The slot of a leaf's local tensors."""
-    p = leaf.p
-    tensors = flat_leaf(leaf)
-    return Slot(
-        tuple([x.dtype for x in tensors]),
-        tuple(map(Tensor.data_ptr, tensors)),
-        p.numel(),
-        len(leaf.state),
-        all(map(is_plainly_strided, tensors)),
-        is_dense(p) and all([same_order(p, x) for x in tensors]),
-        any(map(Tensor.is_inference, tensors)),
-        shard,
-    )
 
 
 class Update(NamedTuple):
@@ -101,7 +65,8 @@ def alike(updates: list[Update]) -> list[list[Update]]:
     for u in updates:
         slot = u.slot
         if slot.numel:
-            kind = (slot.dtypes, u.g.dtype, u.g.device, u.at, u.target is slot, u.guarded)
+            tensors = (slot.dtypes, slot.roles, u.target is slot)
+            kind = (*tensors, u.g.dtype, u.g.device, u.at, u.guarded)
             groups.setdefault(kind, []).append(u)
     return list(groups.values())
 
@@ -124,13 +89,14 @@ class Launch:
 
     on_host = False  # whether `run` runs no operation of torch's
     raw = False  # whether it writes past torch, so that no version counts it
+    skips = False  # whether it looks at the flag itself, so that its kernel need not
 
     def __init__(self, updates: Sequence[Update]) -> None:
         first = updates[0]
         self.places = [u.place for u in updates]
         self._at = first.at
         self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        self._roles = len(first.slot.dtypes)
+        self._roles, self._codes = first.slot.roles, first.slot.codes
         self._aligned = all([u.aligned for u in updates])
 
     def pick(self, items: list[T]) -> list[T]:
@@ -138,6 +104,14 @@ class Launch:
         if len(items) == len(self.places):
             return items
         return [items[i] for i in self.places]
+
+    def columns(self, roles: Roles) -> list[list[Tensor]]:
+        """Of each tensor that these parameters have, those of all of them."""
+        return [self.pick(roles[i]) for i in self._roles]
+
+    def take(self, roles: Roles, place: int) -> list[Tensor]:
+        """The tensors of one parameter."""
+        return [roles[i][place] for i in self._roles]
 
     def aligned(self, inputs: StepInputs) -> list[Tensor]:
         """The gradients, copied where kernels, which see memory, would misread one."""
@@ -157,7 +131,7 @@ class Launch:
     def values(self, inputs: StepInputs, device: torch.device) -> Tensor:
         """The numbers as kernels take them: with the flag behind them."""
         values = self.scalars(inputs).packed(self.dtype, device)
-        return with_finite(values, self.finite(inputs))
+        return with_finite(values, None if self.skips else self.finite(inputs))
 
     def measure(self, inputs: StepInputs) -> Tensor:
         """Of a rule that takes means, those over what lies here of each parameter."""
@@ -188,9 +162,7 @@ class EagerLaunch(Launch):
 
     def _leaf(self, inputs: StepInputs) -> Leaf:
         (i,) = self.places
-        p, *rest = [role[i] for role in inputs.roles]
-        comp = rest.pop()
-        return Leaf(p, self._rule.state(*rest), comp)
+        return leaf_of(self._rule, self._codes, self.take(inputs.roles, i))
 
     def measure(self, inputs: StepInputs) -> Tensor:
         """The mean, as one row."""
@@ -206,7 +178,17 @@ class EagerLaunch(Launch):
         new = leaf_step(self._rule, leaf, g, scalars, self._write, mean)
         if finite is not None:
             new = select(finite, leaf, new)
-        write_back([role[i] for role in inputs.targets], new)
+        write_back(self.take(inputs.targets, i), new)
+
+
+def leaf_of(
+    rule: Rule[Any, Any], codes: tuple[bool, ...], tensors: Sequence[Tensor]
+) -> Leaf:
+    """The leaf of a parameter, the tensors of its state and, last, its compensation."""
+    p, *rest = tensors
+    left = iter(rest)
+    state = state_of(rule.state, left, codes)
+    return Leaf(p, state, next(left, None))
 
 
 def given_mean(mean: Tensor) -> Callable[[Tensor], Tensor]:
@@ -235,10 +217,10 @@ class KernelLaunch(Launch):
             values = rows(
                 values[0], values.new_zeros(len(grads)) if means is None else means
             )
-        p, *state = map(self.pick, inputs.roles[: self._roles])
+        p, *state = self.columns(inputs.roles)
         columns = [p, grads, *state]
         if not self._in_place:
-            columns += map(self.pick, inputs.targets[: self._roles])
+            columns += self.columns(inputs.targets)
         for row, *tensors in zip(values, *columns):
             for kernel in kernels:
                 kernel(row, *tensors)
@@ -270,13 +252,13 @@ class FlattenedLaunch(Launch):
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameters."""
         del means
-        p, *state = [self.pick(role) for role in inputs.roles[: self._roles]]
+        p, *state = self.columns(inputs.roles)
         flat = [flatten(role) for role in (p, self.pick(inputs.grads), *state)]
         self._kernel(self.scalars(inputs).packed(self.dtype, flat[0].device), *flat)
         results = [flat[0], *flat[2:]]
         finite = self.finite(inputs)
-        for role, result in list(zip(inputs.targets, results))[self._written]:
-            targets = self.pick(role)
+        written = list(zip(self.columns(inputs.targets), results))[self._written]
+        for targets, result in written:
             if finite is not None:
                 result = torch.where(finite, result, flatten(targets))
             foreach_copy_(targets, unflatten(result, p))
@@ -299,7 +281,10 @@ class ListLaunch(Launch):
             self._rest += _joined(_columns([u.target for u in updates]))
         self._lengths = array("q", [u.slot.numel for u in updates])
         self._means = None if mean_kernel is None else ListMeans(mean_kernel, updates)
-        self.on_host = self._aligned and self._means is None and not first.guarded
+        # What is encoded anew is not left as it was.
+        self.skips = first.slot.coded and first.guarded
+        coded = first.slot.coded
+        self.on_host = self._aligned and not (self._means or first.guarded or coded)
 
     def measure(self, inputs: StepInputs) -> Tensor:
         """The means."""
@@ -314,6 +299,8 @@ class ListLaunch(Launch):
         if self.on_host and scalars.on_host:
             self.call(self.pick(inputs.grads), scalars)
             return
+        if self.skips and not self.finite(inputs):
+            return
         grads = self.aligned(inputs)
         values, step = self.values(inputs, grads[0].device), 0
         if self._means is not None:
@@ -321,7 +308,9 @@ class ListLaunch(Launch):
             values = rows(values, found)
             step = values.stride(0) * values.element_size()
         table = self._p + _addresses(grads) + self._rest
-        self._kernel.run(values.data_ptr(), table, self._lengths, per_row=step)
+        dither = float(scalars.scalars.dither)
+        at = values.data_ptr()
+        self._kernel.run(at, table, self._lengths, per_row=step, dither=dither)
 
     def call(self, grads: list[Tensor], scalars: PackedScalars) -> None:
         """Update the parameters, where `on_host`, by numbers on the host."""
@@ -337,11 +326,11 @@ class ListMeans:
         self._kernel = kernel
         slot, g = updates[0].slot, updates[0].g
         columns = _columns([u.slot for u in updates])
-        self._p, self._state = columns[0], _joined(columns[1 : 1 + slot.fields])
-        self._comp = _joined(columns[1 + slot.fields :])
+        end = len(columns) - slot.compensated
+        self._p, self._state = columns[0], _joined(columns[1:end])
+        self._comp = _joined(columns[end:])
         # Whether gradients can be read in place of parameters and compensations.
-        ends = {slot.dtypes[0], *slot.dtypes[1 + slot.fields :]}
-        self._alike = ends == {g.dtype}
+        self._alike = {slot.dtypes[0], *slot.dtypes[end:]} == {g.dtype}
         lengths = self._lengths = array("q", [u.slot.numel for u in updates])
         # Of each piece the row, and its share of that.
         starts = [(i, start) for i, n in enumerate(lengths) for start in range(0, n, PIECE)]
@@ -408,7 +397,8 @@ class ShardedLaunch(Launch):
 def written_roles(update: Update, write: bool) -> slice:
     """The roles that a launch writes."""
     slot = update.slot
-    return slice(0, len(slot.dtypes)) if write else slice(1, 1 + slot.fields)
+    end = len(slot.dtypes)
+    return slice(0, end) if write else slice(1, end - slot.compensated)
 
 
 def split_aliasing(updates: list[Update]) -> Iterator[list[Update]]:

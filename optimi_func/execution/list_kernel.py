@@ -15,12 +15,17 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from string import Template
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from optimi_func._storage import NEAREST
+from optimi_func.execution import codecs
+from optimi_func.execution.codecs import Argument
 
 # Elements of a piece that has a mean.
 PIECE = 1 << 16
@@ -42,7 +47,8 @@ _SOURCE = """
 #include <cstddef>
 #include <cstdint>
 #include <utility>
-
+#include <vector>
+$CODECS
 // A kernel takes pointers and, last, how many elements they point to.
 constexpr size_t MOST = $MOST;
 typedef void (*Apply)(void* kernel, void** pointers, int64_t length);
@@ -64,23 +70,32 @@ static Apply chosen(size_t count, std::index_sequence<N...>) {
     return all[count];
 }
 
-// roles: of each argument its column in the table; -1 the numbers; less, a scratch slot.
-// widths: of each argument the bytes of an element.
+// What stands in one column of the table, or, in codes, in two.
+struct Argument {
+    int64_t codec, first, second, written;
+};
+
+// roles: of each argument that it takes which of ours it is; -1 the numbers; less, a
+// scratch slot. widths: of each the bytes of an element. ours: null if each is a column.
 struct Kernel {
     void* code;
     int64_t count;
     const int64_t* roles;
     const int64_t* widths;
+    const Argument* ours;
+    int64_t given;
 };
 
-// table: a column of pointers for each role, `rows` long.
+// table: columns of pointers, each `rows` long.
 // per_row, per_piece: bytes from the numbers of one row, or piece, to those of the next.
+// dither: what codes are rounded by.
 extern "C" void run_list(
     const Kernel* kernel, int64_t rows, const int64_t* lengths, const int64_t* table,
-    char* numbers, int64_t per_row, int64_t per_piece, int64_t threads) {
+    char* numbers, int64_t per_row, int64_t per_piece, float dither, int64_t threads) {
     const int64_t count = kernel->count;
     const int64_t* roles = kernel->roles;
-    const int64_t* widths = kernel->widths;
+    const Argument* ours = kernel->ours;
+    const int64_t given = ours ? kernel->given : 0;
     const Apply call = chosen(count, std::make_index_sequence<MOST>());
     int64_t total = 0;
     for (int64_t i = 0; i < rows; ++i) total += lengths[i];
@@ -89,12 +104,15 @@ extern "C" void run_list(
     // Long pieces read memory faster, as long as every thread gets a share of them. Those
     // with numbers of their own are what they are.
     int64_t size = per_piece == 0 ? $SHORTEST : $PIECE;
-    while (per_piece == 0 && size < $LONGEST && size * threads * 16 < total) size *= 2;
+    const bool fixed = per_piece != 0 || ours;
+    while (!fixed && size < $LONGEST && size * threads * 16 < total) size *= 2;
     std::atomic<int64_t> next{0};
     auto work = [&]() {
         void* pointers[MOST];
         alignas($SLOT) char scratch[$SLOTS][$SLOT];
         int64_t row = 0, before = 0;
+        static thread_local std::vector<float> decoded;
+        if (given) decoded.resize(given * size);
         for (;;) {
             const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
             while (row < rows && piece >= before + (lengths[row] + size - 1) / size) {
@@ -104,17 +122,41 @@ extern "C" void run_list(
             if (row == rows) return;
             const int64_t start = (piece - before) * size;
             const int64_t left = lengths[row] - start;
+            const int64_t length = left < size ? left : size;
+            auto part = [&](int64_t column, int64_t bytes, int64_t group) {
+                return reinterpret_cast<char*>(table[column * rows + row])
+                    + start / group * bytes;
+            };
+            for (int64_t i = 0; i < given; ++i) {
+                const Codec& codec = CODECS[ours[i].codec];
+                if (codec.decode)
+                    codec.decode(
+                        part(ours[i].first, codec.first, 1),
+                        part(ours[i].second, codec.second, codec.group),
+                        decoded.data() + i * size, length);
+            }
             for (int64_t i = 0; i < count; ++i) {
-                if (roles[i] >= 0) {
-                    char* whole = reinterpret_cast<char*>(table[roles[i] * rows + row]);
-                    pointers[i] = whole + start * widths[i];
+                if (roles[i] >= 0 && given && ours[roles[i]].codec) {
+                    pointers[i] = decoded.data() + roles[i] * size;
+                } else if (roles[i] >= 0 && given) {
+                    pointers[i] = part(ours[roles[i]].first, kernel->widths[i], 1);
+                } else if (roles[i] >= 0) {
+                    pointers[i] = part(roles[i], kernel->widths[i], 1);
                 } else if (roles[i] == -1) {
                     pointers[i] = numbers + row * per_row + piece * per_piece;
                 } else {
                     pointers[i] = scratch[-2 - roles[i]];
                 }
             }
-            call(kernel->code, pointers, left < size ? left : size);
+            call(kernel->code, pointers, length);
+            for (int64_t i = 0; i < given; ++i) {
+                const Codec& codec = CODECS[ours[i].codec];
+                if (codec.encode && ours[i].written)
+                    codec.encode(
+                        decoded.data() + i * size,
+                        part(ours[i].first, codec.first, 1),
+                        part(ours[i].second, codec.second, codec.group), length, dither);
+            }
         }
     };
     #pragma omp parallel num_threads(threads)
@@ -136,12 +178,28 @@ extern "C" void counts_advance(float* const* counts, float* expected, int64_t n)
 
 
 class ListKernel:
-    """A kernel over rows of tensors: of each row the tensors are of one length."""
+    """A kernel over rows of tensors: of each row the tensors are of one length.
 
-    def __init__(self, code: int, roles: list[int], widths: list[int]) -> None:
+    Args:
+        code: Address of the machine code.
+        roles: Of each argument that it takes which of ours it is.
+        widths: Of each the bytes of an element.
+        ours: How ours are kept, where any is in codes.
+    """
+
+    def __init__(
+        self,
+        code: int,
+        roles: list[int],
+        widths: list[int],
+        ours: Sequence[Argument] = (),
+    ) -> None:
+        self._made_of = code, roles, widths
         self._roles, self._widths = array("q", roles), array("q", widths)
+        self._ours = array("q", chain.from_iterable(ours))
         head = (code, len(roles), address(self._roles), address(self._widths))
-        self._head = array("q", head)
+        given = (address(self._ours), len(ours)) if ours else (0, 0)
+        self._head = array("q", head + given)
         functions = native()
         assert functions is not None
         self._run_list, self._kernel = functions.run_list, address(self._head)
@@ -151,6 +209,10 @@ class ListKernel:
         table = array("q", map(Tensor.data_ptr, tensors))
         self.run(numbers.data_ptr(), table, array("q", [tensors[-1].numel()]))
 
+    def on_codes(self, ours: Sequence[Argument]) -> "ListKernel":
+        """The same kernel, for arguments of which some are kept in codes."""
+        return ListKernel(*self._made_of, ours)
+
     def run(
         self,
         numbers: int,
@@ -158,6 +220,7 @@ class ListKernel:
         lengths: "array[int]",
         per_row: int = 0,
         per_piece: int = 0,
+        dither: float = NEAREST,
     ) -> None:
         """All rows, by all of torch's threads.
 
@@ -169,6 +232,7 @@ class ListKernel:
             per_row: Bytes from the numbers of one row to those of the next.
             per_piece: Likewise of one piece, counted through all rows; a piece has PIECE
                 elements, or what is left of its row.
+            dither: What codes are rounded by.
         """
         self._run_list(
             self._kernel,
@@ -178,6 +242,7 @@ class ListKernel:
             numbers,
             per_row,
             per_piece,
+            dither,
             torch.get_num_threads(),
         )
 
@@ -193,6 +258,8 @@ class Native(NamedTuple):
     run_list: Callable[..., None]
     counts_hold: Callable[[int, int, int], int]
     counts_advance: Callable[[int, int, int], None]
+    decode: Callable[..., None]
+    encode: Callable[..., None]
 
 
 def loaded() -> Native | None:
@@ -206,7 +273,7 @@ def native() -> Native | None:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    source = Template(_SOURCE).substitute(_SIZES)
+    source = Template(_SOURCE).substitute(_SIZES, CODECS=codecs.SOURCE)
     try:
         with config.patch(cpp_cache_precompile_headers=False):
             library: Any = CppCodeCache.load(source)
@@ -216,11 +283,14 @@ def native() -> Native | None:
     except Exception:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    run.argtypes = [pointer, number, pointer, pointer, pointer, number, number, number]
+    run.argtypes = [pointer, number, pointer, pointer, pointer, number, number]
+    run.argtypes += [ctypes.c_float, number]
     run.restype = None
     hold.argtypes = advance.argtypes = [pointer, pointer, number]
     hold.restype, advance.restype = number, None
-    return Native(run, hold, advance)
+    library.decode.argtypes = [number, pointer, pointer, pointer, number]
+    library.encode.argtypes = [number, *[pointer] * 3, number, ctypes.c_float]
+    return Native(run, hold, advance, library.decode, library.encode)
 
 
 def list_kernel_of(

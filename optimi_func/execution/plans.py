@@ -15,20 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._distributed import any_distributed, shards_of, to_local
-from optimi_func._rule import Leaf, Rule
+from optimi_func._rule import Rule
+from optimi_func._storage import names_in
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.launches import (
     Launch,
     ListLaunch,
-    Roles,
-    Slot,
     StepInputs,
     Update,
-    make_slot,
 )
 from optimi_func.execution.list_kernel import Native, address, loaded
 from optimi_func.execution.scalars import Numbers, PackedScalars
+from optimi_func.execution.slots import Roles, Slot, make_slots
 from optimi_func.execution.tensors import foreach_add_
 
 # Kinds of gradients and numbers for which a plan keeps launches: Ranger has two.
@@ -134,10 +133,11 @@ class StatePlan(Plan):
     def __init__(
         self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any]]
     ) -> None:
-        compensated = ["kahan_comp" in entry for entry in entries]
-        self._all = all(compensated) or not any(compensated)
-        names = ["step", *spec.rule.state._fields, "kahan_comp"]
-        self._names = names if any(compensated) else names[:-1]
+        fields = spec.rule.state._fields
+        found = [names_in(fields, entry) for entry in entries]
+        self._all = all([some == found[0] for some in found])
+        every = names_in(fields, dict.fromkeys(chain.from_iterable(found)))
+        self._names = ["step", *every]
         # Of one name itemgetter would give no tuple.
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
@@ -145,11 +145,8 @@ class StatePlan(Plan):
         self.distributed = any_distributed(params)
         flat = self.flat(params, entries)
         self._guard = Guard(self._present(flat), addresses=True)
-        roles, fields = self.roles(flat), len(spec.rule.state._fields)
-        slots = [
-            make_slot(Leaf(p, rest[:fields], rest[fields]), shards_of(whole))
-            for whole, (p, *rest) in zip(params, zip(*roles))
-        ]
+        names = [name for name in every if name != "kahan_comp"]
+        slots = make_slots(names, fields, self.roles(flat), list(map(shards_of, params)))
         super().__init__(spec.rule, slots, slots)
         self.counts = StepCounts(self.steps(flat), not spec.capturable, spec.apart)
 

@@ -5,8 +5,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _utils
+from torch.utils import _pytree as pytree
 
 from optimi_func._rule import Leaf
+from optimi_func._storage import tensors_of
 
 T = TypeVar("T")
 
@@ -99,7 +101,9 @@ def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 def flat_leaf(leaf: Leaf) -> list[Tensor]:
     """P, state, comp: the tensors that a step writes."""
-    tensors = [leaf.p, *leaf.state]
+    tensors = [leaf.p]
+    for field in leaf.state:
+        tensors += tensors_of(field)
     if leaf.comp is not None:
         tensors.append(leaf.comp)
     return tensors
@@ -114,10 +118,6 @@ def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
 
 def select(finite: Tensor, old: Leaf, new: Leaf) -> Leaf:
     """The new leaf where finite, a 0-d bool, is true; without asking the device."""
-    kept = [
-        n if n is o else torch.where(finite, n, o)
-        for o, n in zip(flat_leaf(old), flat_leaf(new))
-    ]
-    fields = kept[1 : 1 + len(old.state)]
-    comp = None if old.comp is None else kept[-1]
-    return Leaf(kept[0], type(old.state)(*fields), comp)
+    return pytree.tree_map(
+        lambda n, o: n if n is o else torch.where(finite, n, o), new, old
+    )

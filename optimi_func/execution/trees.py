@@ -16,12 +16,14 @@ from optimi_func._distributed import (
 )
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Leaf, Microbatch, PyTree, Scalars
+from optimi_func._storage import entry_of, names_in
 from optimi_func._tree import FlatTree, TreeState
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Roles, StepInputs, make_slot
+from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import Plan
 from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.slots import Roles, make_slots
 from optimi_func.execution.tensors import check_writable
 
 
@@ -77,19 +79,22 @@ class TreeStep:
             local += to_local([redistribute_like(path, leaf.p, g)])
         read = list(map(leaf_to_local, leaves))
         written = read if into is None else list(map(leaf_to_local, into))
-        slots = [make_slot(here, shards_of(leaf.p)) for here, leaf in zip(read, leaves)]
-        targets = slots if into is None else [make_slot(leaf, None) for leaf in written]
+        shards = [shards_of(leaf.p) for leaf in leaves]
+        names, roles = self._roles(read)
+        fields = self._rule.state._fields
+        targets = slots = make_slots(names, fields, roles, shards)
+        to = roles
+        if into is not None:
+            names, to = self._roles(written)
+            targets = make_slots(names, fields, to, [None] * len(leaves))
         at = [self._at[i] for i in places]
         numbers = Numbers.of(self._rule, self._scalars, at, microbatches, write)
-        roles = _roles(read)
         plan = Plan(self._rule, slots, targets)
         launches = plan.make(
             self._executor, roles[0], local, numbers, write, self._uncompilable
         )
         inputs = StepInputs(
-            roles,
-            roles if into is None else _roles(written),
-            *(local, numbers),
+            *(roles, to, local, numbers),
         )
         plan.run(launches, inputs, write)
         moved = [leaf.p for leaf in leaves]
@@ -97,9 +102,15 @@ class TreeStep:
             # Autograd has not seen their local parts written.
             torch.autograd.graph.increment_version(moved)
 
-
-def _roles(leaves: list[Leaf]) -> Roles:
-    return [list(role) for role in zip(*[(x.p, *x.state, x.comp) for x in leaves])]
+    def _roles(self, leaves: list[Leaf]) -> tuple[list[str], Roles]:
+        """What the leaves have between parameter and compensation, by name; and all."""
+        entries = [entry_of(leaf.state, leaf.comp) for leaf in leaves]
+        names = dict.fromkeys(name for entry in entries for name in entry)
+        every = names_in(self._rule.state._fields, names)
+        roles: Roles = [[leaf.p for leaf in leaves]]
+        every = [name for name in every if name != "kahan_comp"]
+        roles += [[entry.get(name) for entry in entries] for name in every]
+        return every, [*roles, [leaf.comp for leaf in leaves]]
 
 
 def step(

@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
@@ -188,8 +190,8 @@ def _under_our_names(
 
 def _begun(saved: Entry) -> Entry:
     """An entry without a step count, which holds something: some step was taken."""
-    entry = {name: x for name, x in saved.items() if x is not None}
-    return {"step": torch.ones(()), **entry} if entry else entry
+    begun = any(x is not None for x in saved.values())
+    return {"step": torch.ones(()), **saved} if begun else saved
 
 
 def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entry:
@@ -197,9 +199,10 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
     entry = {
         counterparts.optimi_names.get(name, name): x
         for name, x in saved.items()
-        if name not in _OPTIMIS_OWN and isinstance(x, Tensor)
+        if name not in _OPTIMIS_OWN and x is not None
     }
-    comp, shape = entry.get("kahan_comp"), next(iter(entry.values()), torch.empty(0)).shape
+    first = next((x for x in entry.values() if isinstance(x, Tensor)), torch.empty(0))
+    comp, shape = entry.get("kahan_comp"), first.shape
     if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
         del entry["kahan_comp"]  # something to point a kernel at
     # Where it counts no steps, it corrects nothing by them.
@@ -262,7 +265,11 @@ def as_torchs(
     indices = {i for group in groups for i in group["params"]}
     state = {
         # torch loads tensors as they are: two optimizers would go on with one memory.
-        i: {k: x.clone() for k, x in entry.items() if k not in dropped}
+        i: {
+            k: x.clone() if isinstance(x, Tensor) else x
+            for k, x in entry.items()
+            if k not in dropped
+        }
         for i, entry in state_dict["state"].items()
         if i in indices
     }
@@ -270,8 +277,13 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
+    """What of a parameter's state is the optimizer's: all else there is others'."""
+    return ("step", *rule.state._fields, "kahan_comp")
+
+
 def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
-    """A saved entry, if it is one that the rule can go on from.
+    """A saved entry, if it is one that the rule can go on from; others' part is not read.
 
     Args:
         rule: The mathematics.
@@ -284,7 +296,8 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     """
     if not isinstance(saved, dict):
         raise ValueError(f"{name} is {saved!r}: allowed is a dict")
-    entry = {k: v for k, v in saved.items() if v is not None}
+    names = own_names(rule)
+    entry = {k: v for k, v in saved.items() if k in names and v is not None}
     if isinstance(entry.get("step"), int | float):
         entry["step"] = torch.tensor(float(entry["step"]))
     for key, x in entry.items():
@@ -302,9 +315,9 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     needed = {*rule.state._fields, "step"}
     if entry and not needed <= set(entry):
         raise ValueError(
-            f"{name} holds {sorted(entry)}: {rule.name} needs {sorted(needed)}, or nothing"
+            f"{name} holds {sorted(saved)}: {rule.name} needs {sorted(needed)}, or nothing"
         )
-    return entry
+    return {**{k: v for k, v in saved.items() if k not in names}, **entry}
 
 
 def owned(
@@ -337,7 +350,15 @@ def owned(
             dtype = x.dtype if keep_dtypes else fresh[name]
             made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
             made[name].copy_(distribute_like(p, x))
+        elif name not in own_names(rule):
+            made[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
     return made
+
+
+def _copied(p: Tensor, x: Tensor) -> Tensor:
+    """A tensor that others keep with p, in memory of its own."""
+    x = x.detach().to(p.device, copy=True)
+    return distribute_like(p, x) if x.shape == p.shape else x
 
 
 def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> TreeState:

@@ -183,11 +183,10 @@ class StatePlan(Plan):
             if list(map(len, whole)) != self._lengths:
                 return None
             found = Found(self, *self._read(params, whole))
+            same = self._guard.holds(found.flat) and self.counts.hold(found.steps)
         except (KeyError, TypeError):
-            return None  # a field has gone, or a whole state
-        if not self._guard.holds(found.flat) or not self.counts.hold(found.steps):
-            return None
-        return found
+            return None  # a field has gone, or a whole state, or is no tensor
+        return found if same else None
 
     def made(self, params: list[Tensor], entries: list[dict[str, Any]]) -> Found:
         """The tensors that the plan has just been made of."""
@@ -315,9 +314,9 @@ class Repeat:
             if list(map(len, entries)) != self._lengths:
                 return None
             flat = self._flat(params, entries)
+            same = self._guard.holds(flat) and self._grads.holds(grads)
         except (KeyError, TypeError):
-            return None  # a field has gone, or a whole state
-        same = self._guard.holds(flat) and self._grads.holds(grads)
+            return None  # a field has gone, or a whole state, or is no tensor
         return flat if same and self._plan.counts.hold([]) else None
 
     def takes(self, rule: Rule[Any, Any], scalars: PackedScalars) -> bool:

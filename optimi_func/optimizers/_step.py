@@ -32,7 +32,7 @@ from optimi_func.optimizers._groups import (
     on_host,
     scalars_after,
 )
-from optimi_func.optimizers._state import ensure_state
+from optimi_func.optimizers._state import adopt, ensure_state
 
 State: TypeAlias = MutableMapping[Any, Entry]
 
@@ -98,7 +98,7 @@ class Stepper:
                 self._prepare(groups, states, work, write, made) if step is None else step
                 for step, work in zip(steps, works)
             ]
-            states.update(made)
+            adopt(states, made)
             for step, work in zip(cast(list[PreparedStep], found), works):
                 step.run(count)
                 if write and step.plan.distributed:

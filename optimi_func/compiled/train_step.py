@@ -499,7 +499,7 @@ def _check_untouched(name: str, p: Tensor) -> None:
             f"the parameter {name!r} has a gradient already, which this step would not "
             "add to: call optimizer.zero_grad() first"
         )
-    if _torch.has_accumulate_hooks(p) or p._backward_hooks:
+    if _torch.accumulate_hooks(p) or p._backward_hooks:
         raise ValueError(
             f"the parameter {name!r} has gradient hooks, which this step would not call: "
             "remove them"

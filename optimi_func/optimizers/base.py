@@ -17,6 +17,7 @@ from optimi_func._checks import check_accumulates
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
+from optimi_func.execution.executors import UNCOMPILABLE
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import Checkpoints
@@ -83,7 +84,6 @@ class BaseOptimizer(Checkpoints):
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
-        self._uncompilable: set[str] = set()
         self._constructed = False
         self._clear_caches()
         super().__init__(cast(Any, params), defaults)
@@ -95,7 +95,7 @@ class BaseOptimizer(Checkpoints):
         self._numbers = GroupNumbers(type(self).factory, self.keywords)
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._stepper = Stepper(self._numbers, self._uncompilable)
+        self._stepper = Stepper(self._numbers, UNCOMPILABLE)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.

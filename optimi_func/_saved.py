@@ -29,6 +29,9 @@ _OURS_ALONE = (
 # What optimi's states hold beside their moments.
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
 
+# What torch.compile, activation checkpointing and FullyShardedDataParallel put into names.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 Entry = dict[str, Any]
 Group = dict[str, Any]
 
@@ -73,10 +76,11 @@ class Match(NamedTuple):
     report: LoadReport
 
 
-def match(
+def find_entries(
     state_dict: dict[str, Any],
     groups: list[Group],
     strict: bool,
+    match: str,
     counterparts: Counterparts,
 ) -> Match:
     """Find the saved entry of each parameter: by name where both sides have names.
@@ -85,11 +89,14 @@ def match(
         state_dict: As `Optimizer.state_dict` makes it.
         groups: The optimizer's.
         strict: Refuse names that only one side has.
+        match: "names", or "order" to look at no names.
         counterparts: What the optimizer is in other libraries.
 
     Raises:
-        ValueError: Groups or names that do not fit.
+        ValueError: Groups or names that do not fit, or none that does.
     """
+    if match not in ("names", "order"):
+        raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
     if not {"state", "param_groups"} <= set(state_dict) or not all(
         "params" in group for group in state_dict["param_groups"]
     ):
@@ -101,7 +108,8 @@ def match(
     saved, state = state_dict["param_groups"], state_dict["state"]
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
-    if all("param_names" in group for group in [*saved, *groups]):
+    named = all("param_names" in group for group in [*saved, *groups])
+    if named and match == "names":
         return _by_name(saved, state, groups, others, strict)
     if len(saved) != len(groups):
         raise ValueError(
@@ -133,10 +141,17 @@ def _by_name(
     home = {name: group for group in saved for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
+    theirs = _same_names(ours, list(index))
+    found = set(theirs.values())
     report = LoadReport(
-        [name for name in ours if name not in index],
-        [name for name in index if name not in set(ours)],
+        [name for name in ours if name not in theirs],
+        [name for name in index if name not in found],
     )
+    if ours and index and not theirs:
+        raise ValueError(
+            f"nothing would be loaded: the state has the names {report.unexpected}, the "
+            f"optimizer {report.missing}. match='order' loads by order, as torch does"
+        )
     if strict and any(report):
         raise ValueError(
             f"the state has nothing for {report.missing}, and the optimizer has no "
@@ -147,13 +162,34 @@ def _by_name(
     entries: list[list[Entry | None]] = []
     for place, group in enumerate(groups):
         names = group["param_names"]
-        homes = [home[name] for name in names if name in home]
+        homes = [home[theirs[name]] for name in names if name in theirs]
         if not homes and not names and len(saved) == len(groups):
             homes = [saved[place]]  # an empty group
         # A group goes on with the numbers that the first of its parameters had.
         options.append(_options(homes[0]) if homes else {})
-        entries.append([state.get(index.get(name)) for name in names])
+        places = [index[theirs[name]] if name in theirs else None for name in names]
+        entries.append([state.get(place) for place in places])
     return Match(options, entries, others, report)
+
+
+def _same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
+    """To names of ours the saved ones: the same, or the same without torch's wrappers."""
+    found = {name: name for name in set(ours).intersection(saved)}
+    bare = dict(zip(_bare(saved), saved))
+    for name, short in zip(ours, _bare(ours)):
+        if name not in found and short in bare and bare[short] not in found:
+            found[name] = bare[short]
+    return found
+
+
+def _bare(names: list[str]) -> list[str]:
+    """The names that a module's parameters have where nothing of torch's is around it."""
+    parts = [[x for x in name.split(".") if x not in _WRAPPERS] for name in names]
+    # DistributedDataParallel's: of all of them, or it is an attribute of the model's own.
+    while parts and all(len(x) > 1 and x[0] == "module" for x in parts):
+        parts = [x[1:] for x in parts]
+    bare = [".".join(x) for x in parts]
+    return bare if len(set(bare)) == len(bare) else names
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

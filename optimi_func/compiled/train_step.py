@@ -169,6 +169,11 @@ class _Settings(NamedTuple):
 def _check_arguments(
     model: Any, loss_fn: Any, accumulate: Any, clip: Any, donate: Any
 ) -> None:
+    if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+        raise TypeError(
+            "model_or_fn is torch.compile's, and this step compiles the model itself: pass "
+            "the module that you gave to torch.compile (its parameters are the same)"
+        )
     for name, x in (("model_or_fn", model), ("loss_fn", loss_fn)):
         if not callable(x):
             raise TypeError(f"{name}={x!r}: allowed are callables")

@@ -1,7 +1,7 @@
 """What a class saves and loads: state dicts, torch's and a pure optimizer's state."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from optimi_func._saved import (
     as_torchs,
     as_tree,
     common,
-    match,
+    find_entries,
     own_names,
 )
 from optimi_func._tree import TreeState
@@ -77,12 +77,14 @@ class Checkpoints(Optimizer):
         *,
         strict: bool = True,
         keep_dtypes: bool = False,
+        match: Literal["names", "order"] = "names",
     ) -> LoadReport:
         """Load a state: ours, torch.optim's of the same name, or optimi's.
 
         Where the optimizer and the state both have parameter names, entries are found by
         name, whatever their order and groups; else by order, as torch does, and names that
-        only the state has become the optimizer's. Hyperparameters
+        only the state has become the optimizer's. What torch.compile ("_orig_mod") and
+        DistributedDataParallel ("module") add to names does not count. Hyperparameters
         are the file's; how the step is carried out (kahan_sum, state_dtype, compile,
         foreach, triton, capturable, gradient_release) stays as it is here. Tensors are
         copied, into the dtypes that fresh state would have; torch casts all to the
@@ -94,20 +96,23 @@ class Checkpoints(Optimizer):
             strict: Refuse names that only one side has; False lets new parameters begin
                 anew, leaves out old ones and reports both.
             keep_dtypes: Keep every dtype as it was saved.
+            match: "order" looks at no names, as torch does not.
 
         Returns:
             The names that only one side has.
 
         Raises:
-            ValueError: Groups, names, numbers, fields or shapes that do not fit; nothing
-                is loaded then.
+            ValueError: Groups, names, numbers, fields or shapes that do not fit, or not
+                one name that does; nothing is loaded then.
         """
         made: dict[Tensor, dict[str, Any]] = {}
         reports: list[LoadReport] = []
 
         def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             with torch.inference_mode(False):
-                found = match(given, self.param_groups, strict, self.counterparts)
+                found = find_entries(
+                    given, self.param_groups, strict, match, self.counterparts
+                )
                 groups, entries = loaded_groups(
                     found, self.param_groups, self._rule_of, keep_dtypes
                 )

@@ -244,7 +244,7 @@ class kernel_context:
         self._device = device
 
     def __enter__(self) -> None:
-        kinds = (self._device.type, "cpu")
+        kinds = ("cpu",) if self._device.type == "meta" else (self._device.type, "cpu")
         modes: list[AbstractContextManager[Any]] = [torch.no_grad()]
         if torch.is_inference_mode_enabled():
             modes.insert(0, torch.inference_mode(False))

@@ -23,7 +23,7 @@ from optimi_func._rule import Rule
 from optimi_func._saved import Entry, Match, checked, from_tree, own_names, owned
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
-from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
+from optimi_func.execution.tensors import check_writable, has_memory, is_expanded, is_plain
 from optimi_func.optimizers._groups import Group, Path, named_params
 
 
@@ -140,6 +140,8 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
         return False
     params = [p for group in groups for p in group["params"]]
     params = [p for p in params if p.grad is not None]
+    if not all(map(has_memory, params)):
+        return False
     with torch.no_grad():
         grads = to_local([cast(Tensor, p.grad) for p in params])
         flags = [torch.count_nonzero(g) == 0 for g in grads]

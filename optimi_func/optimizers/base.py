@@ -28,6 +28,7 @@ from optimi_func.optimizers._groups import (
     check_modes,
     likely_mistakes,
     on_host,
+    plain_number,
 )
 from optimi_func.optimizers._state import adopt, ensure_state, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
@@ -65,7 +66,9 @@ class BaseOptimizer(Checkpoints):
             False runs eagerly.
         maximize: Climb instead of descend.
         capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
+        state_dtype: The moments' dtype, or its name; None takes each parameter's.
+        fused: Torch's name; None and False, `compile` says it here.
+        differentiable: Torch's name; False, the pure functions are differentiable.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.
@@ -86,6 +89,9 @@ class BaseOptimizer(Checkpoints):
         self.releases: list[Any] = []
         self._constructed = False
         self._clear_caches()
+        defaults = {name: plain_number(x) for name, x in defaults.items()}
+        if isinstance(defaults["state_dtype"], torch.dtype):
+            defaults["state_dtype"] = str(defaults["state_dtype"])  # json has no dtypes
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(self.param_groups)
@@ -108,6 +114,7 @@ class BaseOptimizer(Checkpoints):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[count]
+            group.update({name: plain_number(group[name]) for name in self.keywords})
             check_group(group, self.keywords)
             self._numbers.bind(group, on_host)
             check_modes(group)

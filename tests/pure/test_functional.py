@@ -240,6 +240,7 @@ def test_traces_into_one_graph(name: str, graphs) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_python_numbers_that_change_are_one_more_graph(name: str, graphs) -> None:
     """The first is a constant of its graph, and all others are the second's."""
+    torch._dynamo.reset()  # which counts graphs by the line
     step = torch.compile(
         lambda p, g, s, lr: step_of(name)(p, g, s, lr=lr),
         fullgraph=True,
@@ -266,6 +267,8 @@ def test_python_numbers_that_change_are_one_more_graph(name: str, graphs) -> Non
     ],
 )
 def test_every_number_may_change_in_a_graph(number, graphs) -> None:
+    torch._dynamo.reset()
+
     def plain(p, s, x):
         return optimi_func.adamw_step(p, p, s, **{"lr": 0.1, **number(x)})
 

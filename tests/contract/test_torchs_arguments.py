@@ -79,9 +79,11 @@ def test_defaults_are_json(name: str) -> None:
 def test_fused_and_differentiable_as_torch_has_them_by_default(name: str) -> None:
     for fused in (None, False):
         CLASSES[name](params(), lr=0.1, fused=fused, differentiable=False)
-    with pytest.raises(ValueError, match="fused=True: allowed are None and False.*compile"):
+    with pytest.raises(
+        ValueError, match=r"fused=True: allowed are None and False.*compile"
+    ):
         CLASSES[name](params(), lr=0.1, fused=True)
-    with pytest.raises(ValueError, match="differentiable=True.*pure functions"):
+    with pytest.raises(ValueError, match=r"differentiable=True.*pure functions"):
         CLASSES[name](params(), lr=0.1, differentiable=True)
 
 

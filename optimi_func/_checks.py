@@ -5,7 +5,7 @@ optimizer: the values that these functions check come from the trees, the classe
 numbers of a step alike.
 """
 
-import math
+import sys
 import warnings
 from numbers import Real
 from typing import Any
@@ -38,7 +38,8 @@ def check_number(
             "schedules"
         )
     number = float(value)
-    fits = math.isfinite(number) and number >= least
+    # No math.isfinite: Dynamo traces comparisons alone of a number that changes.
+    fits = least <= number <= sys.float_info.max
     fits = fits and (below is None or number < below) and (most is None or number <= most)
     if not fits:
         allowed = f"finite, at least {least}"

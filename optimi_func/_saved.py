@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
@@ -26,6 +28,9 @@ _OURS_ALONE = (
 )
 # What optimi's states hold beside their moments.
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
+
+# What torch.compile, activation checkpointing and FullyShardedDataParallel put into names.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 Entry = dict[str, Any]
 Group = dict[str, Any]
@@ -71,10 +76,11 @@ class Match(NamedTuple):
     report: LoadReport
 
 
-def match(
+def find_entries(
     state_dict: dict[str, Any],
     groups: list[Group],
     strict: bool,
+    match: str,
     counterparts: Counterparts,
 ) -> Match:
     """Find the saved entry of each parameter: by name where both sides have names.
@@ -83,11 +89,14 @@ def match(
         state_dict: As `Optimizer.state_dict` makes it.
         groups: The optimizer's.
         strict: Refuse names that only one side has.
+        match: "names", or "order" to look at no names.
         counterparts: What the optimizer is in other libraries.
 
     Raises:
-        ValueError: Groups or names that do not fit.
+        ValueError: Groups or names that do not fit, or none that does.
     """
+    if match not in ("names", "order"):
+        raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
     if not {"state", "param_groups"} <= set(state_dict) or not all(
         "params" in group for group in state_dict["param_groups"]
     ):
@@ -99,7 +108,8 @@ def match(
     saved, state = state_dict["param_groups"], state_dict["state"]
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
-    if all("param_names" in group for group in [*saved, *groups]):
+    named = all("param_names" in group for group in [*saved, *groups])
+    if named and match == "names":
         return _by_name(saved, state, groups, others, strict)
     if len(saved) != len(groups):
         raise ValueError(
@@ -131,10 +141,17 @@ def _by_name(
     home = {name: group for group in saved for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
+    theirs = _same_names(ours, list(index))
+    found = set(theirs.values())
     report = LoadReport(
-        [name for name in ours if name not in index],
-        [name for name in index if name not in set(ours)],
+        [name for name in ours if name not in theirs],
+        [name for name in index if name not in found],
     )
+    if ours and index and not theirs:
+        raise ValueError(
+            f"nothing would be loaded: the state has the names {report.unexpected}, the "
+            f"optimizer {report.missing}. match='order' loads by order, as torch does"
+        )
     if strict and any(report):
         raise ValueError(
             f"the state has nothing for {report.missing}, and the optimizer has no "
@@ -145,13 +162,34 @@ def _by_name(
     entries: list[list[Entry | None]] = []
     for place, group in enumerate(groups):
         names = group["param_names"]
-        homes = [home[name] for name in names if name in home]
+        homes = [home[theirs[name]] for name in names if name in theirs]
         if not homes and not names and len(saved) == len(groups):
             homes = [saved[place]]  # an empty group
         # A group goes on with the numbers that the first of its parameters had.
         options.append(_options(homes[0]) if homes else {})
-        entries.append([state.get(index.get(name)) for name in names])
+        places = [index[theirs[name]] if name in theirs else None for name in names]
+        entries.append([state.get(place) for place in places])
     return Match(options, entries, others, report)
+
+
+def _same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
+    """To names of ours the saved ones: the same, or the same without torch's wrappers."""
+    found = {name: name for name in set(ours).intersection(saved)}
+    bare = dict(zip(_bare(saved), saved))
+    for name, short in zip(ours, _bare(ours)):
+        if name not in found and short in bare and bare[short] not in found:
+            found[name] = bare[short]
+    return found
+
+
+def _bare(names: list[str]) -> list[str]:
+    """The names that a module's parameters have where nothing of torch's is around it."""
+    parts = [[x for x in name.split(".") if x not in _WRAPPERS] for name in names]
+    # DistributedDataParallel's: of all of them, or it is an attribute of the model's own.
+    while parts and all(len(x) > 1 and x[0] == "module" for x in parts):
+        parts = [x[1:] for x in parts]
+    bare = [".".join(x) for x in parts]
+    return bare if len(set(bare)) == len(bare) else names
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -188,8 +226,8 @@ def _under_our_names(
 
 def _begun(saved: Entry) -> Entry:
     """An entry without a step count, which holds something: some step was taken."""
-    entry = {name: x for name, x in saved.items() if x is not None}
-    return {"step": torch.ones(()), **entry} if entry else entry
+    begun = any(x is not None for x in saved.values())
+    return {"step": torch.ones(()), **saved} if begun else saved
 
 
 def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entry:
@@ -197,9 +235,10 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
     entry = {
         counterparts.optimi_names.get(name, name): x
         for name, x in saved.items()
-        if name not in _OPTIMIS_OWN and isinstance(x, Tensor)
+        if name not in _OPTIMIS_OWN and x is not None
     }
-    comp, shape = entry.get("kahan_comp"), next(iter(entry.values()), torch.empty(0)).shape
+    first = next((x for x in entry.values() if isinstance(x, Tensor)), torch.empty(0))
+    comp, shape = entry.get("kahan_comp"), first.shape
     if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
         del entry["kahan_comp"]  # something to point a kernel at
     # Where it counts no steps, it corrects nothing by them.
@@ -262,7 +301,11 @@ def as_torchs(
     indices = {i for group in groups for i in group["params"]}
     state = {
         # torch loads tensors as they are: two optimizers would go on with one memory.
-        i: {k: x.clone() for k, x in entry.items() if k not in dropped}
+        i: {
+            k: x.clone() if isinstance(x, Tensor) else x
+            for k, x in entry.items()
+            if k not in dropped
+        }
         for i, entry in state_dict["state"].items()
         if i in indices
     }
@@ -270,8 +313,13 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
+    """What of a parameter's state is the optimizer's: all else there is others'."""
+    return ("step", *rule.state._fields, "kahan_comp")
+
+
 def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
-    """A saved entry, if it is one that the rule can go on from.
+    """A saved entry, if it is one that the rule can go on from; others' part is not read.
 
     Args:
         rule: The mathematics.
@@ -284,7 +332,8 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     """
     if not isinstance(saved, dict):
         raise ValueError(f"{name} is {saved!r}: allowed is a dict")
-    entry = {k: v for k, v in saved.items() if v is not None}
+    names = own_names(rule)
+    entry = {k: v for k, v in saved.items() if k in names and v is not None}
     if isinstance(entry.get("step"), int | float):
         entry["step"] = torch.tensor(float(entry["step"]))
     for key, x in entry.items():
@@ -302,9 +351,9 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     needed = {*rule.state._fields, "step"}
     if entry and not needed <= set(entry):
         raise ValueError(
-            f"{name} holds {sorted(entry)}: {rule.name} needs {sorted(needed)}, or nothing"
+            f"{name} holds {sorted(saved)}: {rule.name} needs {sorted(needed)}, or nothing"
         )
-    return entry
+    return {**{k: v for k, v in saved.items() if k not in names}, **entry}
 
 
 def owned(
@@ -337,7 +386,15 @@ def owned(
             dtype = x.dtype if keep_dtypes else fresh[name]
             made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
             made[name].copy_(distribute_like(p, x))
+        elif name not in own_names(rule):
+            made[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
     return made
+
+
+def _copied(p: Tensor, x: Tensor) -> Tensor:
+    """A tensor that others keep with p, in memory of its own."""
+    x = x.detach().to(p.device, copy=True)
+    return distribute_like(p, x) if x.shape == p.shape else x
 
 
 def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> TreeState:

@@ -68,13 +68,13 @@ def in_compiled_autograd() -> bool:
     )
 
 
-def has_accumulate_hooks(p: Tensor) -> bool:
-    """Whether anybody registered a post-accumulate-grad hook on p.
+def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
+    """The post-accumulate-grad hooks that anybody registered on p.
 
     Hooks can be added in public, and not be listed. Torch 2.11 to 2.15,
     test_private_autograd_is_there.
     """
-    return bool(getattr(p, "_post_accumulate_grad_hooks", None))
+    return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:

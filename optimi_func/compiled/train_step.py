@@ -176,6 +176,11 @@ class _Settings(NamedTuple):
 def _check_arguments(
     model: Any, loss_fn: Any, accumulate: Any, clip: Any, donate: Any
 ) -> None:
+    if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+        raise TypeError(
+            "model_or_fn is torch.compile's, and this step compiles the model itself: pass "
+            "the module that you gave to torch.compile (its parameters are the same)"
+        )
     for name, x in (("model_or_fn", model), ("loss_fn", loss_fn)):
         if not callable(x):
             raise TypeError(f"{name}={x!r}: allowed are callables")
@@ -510,7 +515,7 @@ def _check_untouched(name: str, p: Tensor) -> None:
             f"the parameter {name!r} has a gradient already, which this step would not "
             "add to: call optimizer.zero_grad() first"
         )
-    if _torch.has_accumulate_hooks(p) or p._backward_hooks:
+    if _torch.accumulate_hooks(p) or p._backward_hooks:
         raise ValueError(
             f"the parameter {name!r} has gradient hooks, which this step would not call: "
             "remove them"

@@ -16,6 +16,7 @@ from optimi_func.execution.kernels import (
     DispatchModeError,
     Kernel,
     Pass,
+    SwitchedOffError,
     has_list_kernels,
     kernel,
     kernel_key,
@@ -40,6 +41,11 @@ SMALL = 1 << 13
 FLATTENED = 1 << 20
 # Elements measured before they are moved: they are still in a cache then.
 MEASURED = 1 << 20
+
+# Found out once a process: types of devices for which the compiler has failed.
+UNCOMPILABLE: set[str] = set()
+# And of which devices it was said that nothing is compiled.
+_said_switched_off: set[str] = set()
 
 # "auto": kernels where a compiler is found, else eager.
 Executor: TypeAlias = Literal["auto", "kernels", "foreach", "eager"]
@@ -99,14 +105,24 @@ def _plan_auto(
             return plan_launches("kernels", rule, updates, write, uncompilable)
         except DispatchModeError:
             pass  # What watches single operations gets single operations.
+        except SwitchedOffError as error:
+            if device not in _said_switched_off:
+                _said_switched_off.add(device)
+                warnings.warn(
+                    f"{error}: the optimizer step for {device} runs eagerly, several "
+                    "times slower. Switch it on, or choose compile=False or foreach=True.",
+                    UserWarning,
+                    stacklevel=6,
+                )
         except Exception as error:
             uncompilable.add(device)
             # torch's first line may only say that there is a second.
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = " ".join(lines[: 1 + (lines[:1] or [""])[0].endswith(":")])
             warnings.warn(
-                f"the optimizer step could not be compiled for {device} and runs "
-                f"eagerly, several times slower ({type(error).__name__}: {reason}). "
+                f"the optimizer step could not be compiled for {device} and runs, in "
+                "this process, eagerly, several times slower "
+                f"({type(error).__name__}: {reason}). "
                 "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
                 "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
                 UserWarning,

@@ -8,6 +8,7 @@ result directly.
 
 import threading
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -92,6 +93,20 @@ class DispatchModeError(RuntimeError):
     """No kernel can run now, though it could at another time."""
 
 
+class SwitchedOffError(RuntimeError):
+    """torch.compile does nothing, because somebody said so."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE "
+            "or torch.compiler.set_stance)"
+        )
+
+
+# Modules whose warnings are not about the user's program while a kernel is compiled.
+_COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_func)(\.|$)"
+
+
 def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
     """The compiled kernel of a key.
 
@@ -122,6 +137,10 @@ def _threads(device: torch.device) -> int:
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
+    from torch._dynamo import config
+
+    if config.disable:
+        raise SwitchedOffError
     ran_eagerly: list[bool] = []
     run = _body(key, pytree.tree_structure(scalars))
 
@@ -136,7 +155,9 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     numbers = torch.ones(count, dtype=compute_dtype(*key.dtypes), device=key.device)
     example = [numbers, *tensors, *targets]
     compiled: Kernel | None = None
-    with kernel_context(key.device):
+    with kernel_context(key.device), warnings.catch_warnings():
+        # Torch's own, of its settings and parts: as errors they would be no compiler.
+        warnings.filterwarnings("ignore", module=_COMPILERS)
         if has_list_kernels(key.device):
             body = with_own_code_object(noticed, key.name)
             compiled = compile_list_kernel(body, example)
@@ -145,10 +166,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
         if compiled is None:
             compiled = compile_flat(with_own_code_object(noticed, key.name), example)
     if ran_eagerly:
-        raise RuntimeError(
-            "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE "
-            "or torch.compiler.set_stance)"
-        )
+        raise SwitchedOffError
     return compiled
 
 
@@ -209,7 +227,7 @@ class kernel_context:
         self._device = device
 
     def __enter__(self) -> None:
-        kinds = (self._device.type, "cpu")
+        kinds = ("cpu",) if self._device.type == "meta" else (self._device.type, "cpu")
         modes: list[AbstractContextManager[Any]] = [torch.no_grad()]
         if torch.is_inference_mode_enabled():
             modes.insert(0, torch.inference_mode(False))

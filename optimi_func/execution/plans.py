@@ -170,10 +170,11 @@ class StatePlan(Plan):
             if list(map(len, whole)) != self._lengths:
                 return None
             flat = self.flat(params, whole)
+            same = self._guard.holds(self._present(flat))
+            same = same and self.counts.hold(self.steps(flat))
         except (KeyError, TypeError):
-            return None  # a field has gone, or a whole state
-        same = self._guard.holds(self._present(flat))
-        return flat if same and self.counts.hold(self.steps(flat)) else None
+            return None  # a field has gone, or a whole state, or is no tensor
+        return flat if same else None
 
     def steps(self, flat: list[Any]) -> list[Tensor]:
         """The step counts."""

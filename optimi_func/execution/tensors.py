@@ -1,5 +1,6 @@
 """What executors ask of tensors: whether they are plain memory, and in which order."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,13 @@ def is_plain(x: Tensor) -> bool:
 
 
 _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether there is anything in x: not on the meta device, nor under FakeTensorMode."""
+    # Whoever has a fake one has imported it; no public name tells one.
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 def is_plainly_strided(x: Tensor) -> bool:

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from optimi_func import _torch
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func.gradient_release.handle import GradientRelease, attached
+from optimi_func.gradient_release.handle import GradientRelease
+from optimi_func.gradient_release.hooks import (
+    has_hooks_of_others,
+    releases_of,
+    releases_on,
+)
 from optimi_func.gradient_release.options import (
     CLIPPING,
     AccumulationMode,
@@ -81,8 +85,8 @@ def prepare_for_gradient_release(
             own a part of the parameters: several optimizers, each with a handle of its
             own, may share a model. Or a FunctionalOptimizer, over the tree {name:
             parameter}, whose state is `handle.state`.
-        ignore_existing_hooks: Add the hooks where others have theirs, and don't warn of
-            parameters that stay outside.
+        ignore_existing_hooks: Add the hooks where other programs have theirs, and don't
+            warn of parameters that stay outside.
         pending_bytes: Gradients of small parameters wait up to this many bytes, or the
             end of backward, to be updated together.
         accumulation: "buffer", "states", or None: every backward is a step.
@@ -138,7 +142,15 @@ def prepare_for_gradient_release(
             "none of the model's trainable parameters is the optimizer's: make it from "
             "model.parameters() as they are now (fully_shard replaces them)"
         )
-    hooked = [p for p in params.values() if _torch.has_accumulate_hooks(p)]
+    hooked = [p for p in params.values() if has_hooks_of_others(p)]
+    found = releases_on(params.values())
+    if found:
+        names = " and ".join(type(handle.optimizer).__name__ for handle in found)
+        raise ValueError(
+            f"the model's parameters are released already, to {names}, which would step "
+            "in place of this optimizer: call remove_gradient_release(model) first, as "
+            "where a notebook's cell is run again"
+        )
     if hooked and not ignore_existing_hooks:
         raise ValueError(
             f"{len(hooked)} parameters have post-accumulate-grad hooks already: pass "
@@ -195,9 +207,10 @@ def owned(
 def remove_gradient_release(model: nn.Module) -> None:
     """Detach every hook that `prepare_for_gradient_release` added to the model.
 
-    Warns where there is none.
+    Also those that it added through another module around the same parameters. Warns
+    where there is none.
     """
-    handles = list(attached.get(model, ()))
+    handles = releases_of(model)
     if not handles:
         warnings.warn(
             "the model has no gradient release hooks to remove", UserWarning, stacklevel=2

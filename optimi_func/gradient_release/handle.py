@@ -17,6 +17,7 @@ from optimi_func._functional import FunctionalOptimizer
 from optimi_func._tree import TreeState
 from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.backward import SinceStep
+from optimi_func.gradient_release.hooks import attach, detach
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
@@ -28,11 +29,6 @@ from optimi_func.gradient_release.two_pass import (
     leaves_of,
 )
 from optimi_func.optimizers import BaseOptimizer
-
-# A cache: which hooks a model has. Not on the model, whose copies would carry them along.
-attached: "weakref.WeakKeyDictionary[nn.Module, list[GradientRelease]]" = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class GradientRelease:
@@ -65,6 +61,7 @@ class GradientRelease:
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._runner.hook) for p in params.values()
         ]
+        attach(self, model, self._runner.hook, self._hooks)
         if isinstance(optimizer, BaseOptimizer):
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
             self._hooks.append(
@@ -74,7 +71,11 @@ class GradientRelease:
                 optimizer.register_load_state_dict_post_hook(self._after_load)
             )
             optimizer.releases.append(self)
-        attached.setdefault(model, []).append(self)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """What it updates in backward, by name."""
+        return self._runner.params
 
     # Settings
 
@@ -247,8 +248,8 @@ class GradientRelease:
             if isinstance(self.optimizer, BaseOptimizer):
                 _take_out(self.optimizer.releases, self)
             model = self._model()
-            if model is not None and model in attached:
-                _take_out(attached[model], self)
+            if model is not None:
+                detach(self, model)
             cycle, self._runner.cycle = self._runner.cycle, Accumulation()
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)

@@ -8,6 +8,7 @@ from optimi_func._checks import check_accumulates
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Microbatch
 from optimi_func._tree import FlatTree, TreeState
+from optimi_func.execution.executors import UNCOMPILABLE
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
 from optimi_func.optimizers import BaseOptimizer
@@ -81,7 +82,6 @@ class TreeOwner:
         self.optimizer = optimizer
         self._params = params
         self._places = {p: i for i, p in enumerate(params.values())}
-        self._uncompilable: set[str] = set()
         self._set(optimizer.init(params))
 
     @property
@@ -114,7 +114,7 @@ class TreeOwner:
                 tree = FlatTree.check(
                     self.optimizer.rule, self._params, self._params, self._state
                 )
-                self._now = TreeStep(self.optimizer, tree, "auto", self._uncompilable)
+                self._now = TreeStep(self.optimizer, tree, "auto", UNCOMPILABLE)
             places = [self._places[p] for p in params]
             self._now.update(places, grads, microbatches, write)
 

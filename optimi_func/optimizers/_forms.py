@@ -15,6 +15,7 @@ from optimi_func._rule import PyTree, Rule, Storage
 from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
 from optimi_func.execution.trees import step, step_
+from optimi_func.optimizers._groups import check_torchs_own
 from optimi_func.optimizers.base import BaseOptimizer, Params
 
 P = ParamSpec("P")
@@ -118,7 +119,10 @@ def group_defaults(init: Constructor) -> Constructor:
     def construct(self: BaseOptimizer, params: Params, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, params, *args, **kwargs)
         given.apply_defaults()
-        _, _, *defaults = given.arguments.items()
-        BaseOptimizer.__init__(self, params, dict(defaults))
+        _, _, *items = given.arguments.items()
+        defaults = dict(items)
+        # Torch's, which its users pass as what they are there by default.
+        check_torchs_own(defaults.pop("fused"), defaults.pop("differentiable"))
+        BaseOptimizer.__init__(self, params, defaults)
 
     return cast(Constructor, construct)

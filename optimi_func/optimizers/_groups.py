@@ -5,8 +5,8 @@ and the options that say how the step is carried out.
 """
 
 import warnings
-from collections.abc import Callable
-from numbers import Real
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from operator import is_, itemgetter
 from typing import Any, TypeAlias, cast
 
@@ -29,6 +29,40 @@ from optimi_func.execution.executors import Executor
 Group: TypeAlias = dict[str, Any]
 
 
+def plain_number(x: Any) -> Any:
+    """An option as Python has it, where it is numpy's, or a sequence of whatever kind.
+
+    Json can write it.
+    """
+    if isinstance(x, bool | str | Tensor) or x is None:
+        return x
+    if getattr(x, "shape", None) == ():  # numpy's
+        x = x.item()
+    if isinstance(x, Real):
+        return int(x) if isinstance(x, Integral) else float(x)
+    if isinstance(x, Sequence) or getattr(x, "ndim", None) == 1:
+        return tuple(map(plain_number, x))
+    return x
+
+
+def check_torchs_own(fused: Any, differentiable: Any) -> None:
+    """Refuse what torch's classes offer by these names, and say what does it here.
+
+    Raises:
+        ValueError: One of the two is true.
+    """
+    if fused:
+        raise ValueError(
+            f"fused={fused!r}: allowed are None and False. compile=True is this package's "
+            "fused step, and it is the default where a compiler is found"
+        )
+    if differentiable:
+        raise ValueError(
+            f"differentiable={differentiable!r}: allowed is False. The pure functions are "
+            "differentiable: optimi_func.adamw_step and its kin, and optimi_func.unroll"
+        )
+
+
 def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     """Refuse parameters and numbers of types that no step takes, and settle max_lr.
 
@@ -44,8 +78,11 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
         check_param(f"[{name!r}]", p)
     lr = group["lr"]
     for name in keywords:
-        numbers = group[name] if name == "betas" else (group[name],)
-        if not isinstance(numbers, tuple | list) or not all(map(_is_host, numbers)):
+        x = group[name]
+        # As many as there have to be, the optimizer's own check counts.
+        numbers = x if name == "betas" and isinstance(x, tuple | list) else (x,)
+        unfit = not all(map(_is_host, numbers)) or (x is None and name != "max_lr")
+        if unfit or (name == "lr" and isinstance(x, bool)):
             raise TypeError(
                 f"Invalid {name}: {name}={group[name]!r}: allowed are numbers and "
                 "tensors of one element"
@@ -62,7 +99,14 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
             group["max_lr"] = None
     elif isinstance(group["max_lr"], Tensor):
         group["max_lr"] = float(group["max_lr"])
+    group["state_dtype"] = _as_dtype(group["state_dtype"])
     check_state_dtype(group["state_dtype"])
+
+
+def _as_dtype(x: Any) -> Any:
+    """A dtype of torch's from its name."""
+    found = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
+    return found if isinstance(found, torch.dtype) else x
 
 
 def _is_host(x: Any) -> bool:

@@ -1,10 +1,11 @@
 """The state of a class's parameters: made, checked, completed, saved and loaded.
 
-`state[p]` is a flat dict: `step`, the rule's tensors and, where kept, `kahan_comp`. What
-other libraries and files keep instead is in `_saved`.
+`state[p]` is a flat dict: `step`, the rule's tensors and, where kept, `kahan_comp`, beside
+whatever others put there, which is theirs: it is neither read nor dropped. What other
+libraries and files keep instead is in `_saved`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,11 @@ from optimi_func._distributed import (
 )
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule
-from optimi_func._saved import Entry, Match, checked, from_tree, owned
+from optimi_func._saved import Entry, Match, checked, from_tree, own_names, owned
 from optimi_func._storage import is_low, storage_of
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
-from optimi_func.execution.tensors import check_writable, is_expanded, is_plain
+from optimi_func.execution.tensors import check_writable, has_memory, is_expanded, is_plain
 from optimi_func.optimizers._groups import Group, Path, named_params
 
 
@@ -54,9 +55,9 @@ def ensure_state(
     check_param(path, p)
     check_placed(path, p)
     check_writable(path, *to_local([p]))
-    _check_state(path, p, state)
+    _check_state(path, p, {k: state[k] for k in own_names(rule) if k in state})
     names = rule.state._fields
-    missing = [name for name in names if name not in state]
+    missing = [name for name in names if state.get(name) is None]
     compensated = is_low(p) and group["kahan_sum"] is not False
     device = p.device if capturable else torch.device("cpu")
     astray = "step" in state and state["step"].device != device
@@ -81,6 +82,10 @@ def ensure_state(
 def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
     """Refuse a state that no longer fits its parameter."""
     for name, x in state.items():
+        if x is None:
+            continue  # as if it were not there
+        if not isinstance(x, Tensor):
+            raise TypeError(f"state{path}[{name!r}]={x!r}: allowed is a tensor")
         if x.is_inference() and not p.is_inference():
             raise ValueError(
                 f"state{path}[{name!r}] was made under inference_mode and cannot be "
@@ -103,6 +108,27 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
             )
 
 
+def adopt(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -> None:
+    """Let the state of parameters be what was made of it.
+
+    A dict that is there already stays the one that others may hold.
+    """
+    for p, entry in made.items():
+        known = states.get(p)
+        if known is None:
+            states[p] = entry
+        elif known is not entry:
+            for name in known.keys() - entry.keys():
+                del known[name]
+            known.update(entry)
+
+
+def beside(rule: Rule[Any, Any], state: Entry) -> Entry:
+    """What others keep in a parameter's state."""
+    names = own_names(rule)
+    return {name: x for name, x in state.items() if name not in names}
+
+
 def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
     """Whether this is the step by which torch.distributed.checkpoint makes state.
 
@@ -116,6 +142,8 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
         return False
     params = [p for group in groups for p in group["params"]]
     params = [p for p in params if p.grad is not None]
+    if not all(map(has_memory, params)):
+        return False
     with torch.no_grad():
         grads = to_local([cast(Tensor, p.grad) for p in params])
         flags = [torch.count_nonzero(g) == 0 for g in grads]
@@ -127,12 +155,18 @@ def _is_zero(lr: Any) -> bool:
     return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
-def without_shared_memory(packed: dict[str, Any]) -> None:
-    """Make a packed state_dict one to save: no memory of others, no dtypes as objects."""
+def without_shared_memory(packed: dict[str, Any], names: set[str]) -> None:
+    """Make a packed state_dict one to save: no memory of others, no dtypes as objects.
+
+    Args:
+        packed: As torch made it.
+        names: Of what is ours in a parameter's state; the rest is saved as it is.
+    """
     indices = {i for group in packed["param_groups"] for i in group["params"]}
-    # What hooks of the user's put beside them is saved as it is.
     packed["state"] = {
-        i: {k: _unshared(v) for k, v in x.items()} if i in indices else x
+        i: {k: _unshared(v) if k in names else v for k, v in x.items()}
+        if i in indices
+        else x
         for i, x in packed["state"].items()
     }
     for group in packed["param_groups"]:
@@ -195,7 +229,7 @@ def named_entries(
     return {
         name: ensure_state(states, group, spec, p, {})
         for name, p in named_params(group)
-        if states.get(p) or p.requires_grad
+        if "step" in states.get(p, {}) or p.requires_grad
     }
 
 

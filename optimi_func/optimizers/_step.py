@@ -22,6 +22,7 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
 from optimi_func.execution.scalars import Numbers, PackedScalars
+from optimi_func.execution.tensors import has_memory
 from optimi_func.optimizers._groups import (
     Group,
     GroupNumbers,
@@ -32,7 +33,8 @@ from optimi_func.optimizers._groups import (
     on_host,
     scalars_after,
 )
-from optimi_func.optimizers._state import ensure_state
+from optimi_func.optimizers._memoryless import step_without_memory
+from optimi_func.optimizers._state import adopt, ensure_state
 
 State: TypeAlias = MutableMapping[Any, Entry]
 
@@ -56,7 +58,7 @@ class Stepper:
 
     def __init__(self, numbers: GroupNumbers, uncompilable: set[str]) -> None:
         self.plans = PlanCache()
-        self._bind = numbers.bind
+        self._numbers, self._bind = numbers, numbers.bind
         self._uncompilable = uncompilable
 
     def run(
@@ -90,6 +92,10 @@ class Stepper:
                 if whole and microbatches is None:
                     self.plans.remember(_asked(group), params, step)
             return
+        if not all(has_memory(p) for work in works for p in work.params):
+            for work in works:
+                step_without_memory(self._numbers, states, *work, write, count)
+            return
         with kernel_context(first_param(groups).device):
             # What a first gradient makes joins the optimizer once nothing can fail.
             made: dict[Tensor, Entry] = {}
@@ -97,7 +103,7 @@ class Stepper:
                 self._prepare(groups, states, work, write, made) if step is None else step
                 for step, work in zip(steps, works)
             ]
-            states.update(made)
+            adopt(states, made)
             for step, work in zip(cast(list[PreparedStep], found), works):
                 step.run(count)
                 if write and step.plan.distributed:

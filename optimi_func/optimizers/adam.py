@@ -211,7 +211,7 @@ class Adam(BaseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         eps: float = 1e-6,
@@ -227,7 +227,9 @@ class Adam(BaseOptimizer):
         compile: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 
@@ -270,7 +272,7 @@ class AdamW(BaseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 1e-2,
         eps: float = 1e-6,
@@ -285,5 +287,7 @@ class AdamW(BaseOptimizer):
         compile: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...

@@ -12,34 +12,25 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from optimi_func._checks import check_accumulates
-from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule
-from optimi_func._saved import Counterparts, LoadReport, as_torchs, as_tree, common, match
+from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
-from optimi_func._tree import TreeState
+from optimi_func.execution.executors import UNCOMPILABLE
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import Spec
+from optimi_func.optimizers._checkpoints import Checkpoints
 from optimi_func.optimizers._groups import (
     GroupNumbers,
     Path,
     check_group,
     check_modes,
-    first_param,
     likely_mistakes,
     on_host,
+    plain_number,
 )
-from optimi_func.optimizers._state import (
-    ensure_state,
-    loaded_groups,
-    loaded_tree,
-    named_entries,
-    wants_state_alone,
-    without_shared_memory,
-)
+from optimi_func.optimizers._state import adopt, ensure_state, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
 
 Params: TypeAlias = (
@@ -48,7 +39,7 @@ Params: TypeAlias = (
 Closure: TypeAlias = Callable[[], Any]
 
 
-class BaseOptimizer(Optimizer):
+class BaseOptimizer(Checkpoints):
     """What all classes share: `step` over groups, state, loading, argument checks.
 
     A subclass is the constructor of its groups' defaults, and names the value whose step
@@ -75,7 +66,9 @@ class BaseOptimizer(Optimizer):
             False runs eagerly.
         maximize: Climb instead of descend.
         capturable: Keep step counts and coefficients on the device.
-        state_dtype: The moments' dtype; None takes each parameter's.
+        state_dtype: The moments' dtype, or its name; None takes each parameter's.
+        fused: Torch's name; None and False, `compile` says it here.
+        differentiable: Torch's name; False, the pure functions are differentiable.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.
@@ -83,9 +76,6 @@ class BaseOptimizer(Optimizer):
     """
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
-    # What torch and optimi call and keep otherwise.
-    counterparts: ClassVar[Counterparts] = Counterparts()
-    keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
 
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
@@ -97,9 +87,11 @@ class BaseOptimizer(Optimizer):
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
-        self._uncompilable: set[str] = set()
         self._constructed = False
         self._clear_caches()
+        defaults = {name: plain_number(x) for name, x in defaults.items()}
+        if isinstance(defaults["state_dtype"], torch.dtype):
+            defaults["state_dtype"] = str(defaults["state_dtype"])  # json has no dtypes
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(self.param_groups)
@@ -109,7 +101,7 @@ class BaseOptimizer(Optimizer):
         self._numbers = GroupNumbers(type(self).factory, self.keywords)
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._stepper = Stepper(self._numbers, self._uncompilable)
+        self._stepper = Stepper(self._numbers, UNCOMPILABLE)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -122,6 +114,7 @@ class BaseOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[count]
+            group.update({name: plain_number(group[name]) for name in self.keywords})
             check_group(group, self.keywords)
             self._numbers.bind(group, on_host)
             check_modes(group)
@@ -136,9 +129,6 @@ class BaseOptimizer(Optimizer):
         bounds = [self._numbers.bind(group, on_host) for group in groups]
         for text in likely_mistakes(groups, bounds):
             warnings.warn(text, UserWarning, stacklevel=4)
-
-    def _rule_of(self, group: dict[str, Any]) -> Rule[Any, Any]:
-        return self._numbers.bind(group, on_host).rule
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
@@ -204,10 +194,10 @@ class BaseOptimizer(Optimizer):
         for group in self.param_groups:
             spec = Spec(self._rule_of(group), group["kahan_sum"], group["capturable"])
             for p in group["params"]:
-                if p.requires_grad and not self.state.get(p):
+                if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
                         ensure_state(self.state, group, spec, p, made)
-        self.state.update(made)
+        adopt(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, as a hook of one's own would in backward.
@@ -326,144 +316,6 @@ class BaseOptimizer(Optimizer):
             param.grad = None
         elif param.grad is not None:
             param.grad = torch.zeros_like(param.grad)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state by number of parameter, and the groups, as torch's.
-
-        Tensors that lie side by side in memory for the step are copied: what is saved is
-        that of the parameter alone.
-        """
-        handle = self.register_state_dict_post_hook(
-            lambda _, packed: without_shared_memory(packed), prepend=True
-        )
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
-
-    def torch_state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim's class of the same name loads it, to go on alike.
-
-        For those that torch has; compensations are left out. torch's RAdam adds eps to
-        the root before its correction, ours after.
-
-        Raises:
-            ValueError: A class or an option that torch does not have.
-        """
-        name = type(self).__name__
-        return as_torchs(name, self.keywords, self.counterparts, self.state_dict())
-
-    def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        state_dict: dict[str, Any],
-        *,
-        strict: bool = True,
-        keep_dtypes: bool = False,
-    ) -> LoadReport:
-        """Load a state: ours, torch.optim's of the same name, or optimi's.
-
-        Where the optimizer and the state both have parameter names, entries are found by
-        name, whatever their order and groups; else by order, as torch does, and names that
-        only the state has become the optimizer's. Hyperparameters
-        are the file's; how the step is carried out (kahan_sum, state_dtype, compile,
-        foreach, triton, capturable, gradient_release) stays as it is here. Tensors are
-        copied, into the dtypes that fresh state would have; torch casts all to the
-        parameter's.
-
-        Args:
-            state_dict: From `state_dict`.
-            strict: Refuse names that only one side has; False lets new parameters begin
-                anew, leaves out old ones and reports both.
-            keep_dtypes: Keep every dtype as it was saved.
-
-        Returns:
-            The names that only one side has.
-
-        Raises:
-            ValueError: Groups, names, numbers, fields or shapes that do not fit; nothing
-                is loaded then.
-        """
-        made: dict[Tensor, dict[str, Any]] = {}
-        reports: list[LoadReport] = []
-
-        def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            with torch.inference_mode(False):
-                found = match(given, self.param_groups, strict, self.counterparts)
-                groups, entries = loaded_groups(
-                    found, self.param_groups, self._rule_of, keep_dtypes
-                )
-            reports.append(found.report)
-            made.update(entries)
-            return {**given, "state": found.others, "param_groups": groups}
-
-        def restore(_: Optimizer) -> None:
-            self.state.update(made)
-
-        # After the user's own pre-hooks, and before the user's own post-hooks.
-        handles = [
-            self.register_load_state_dict_pre_hook(prepare),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return reports[-1]
-
-    def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
-        """This optimizer as a pure one, with its state for the tree {name: parameter}.
-
-        What has a gradient to come is in the tree: parameters that never had a gradient
-        and do not require one are left out. Nothing shares memory with this optimizer.
-
-        Returns:
-            The optimizer with the numbers of now; lr and weight_decay by name where
-            groups differ in them. The state, its `leaves` by name.
-
-        Raises:
-            ValueError: Parameters without names, groups that differ in other numbers, or
-                parameters that have taken different numbers of steps.
-
-        >>> from optimi_func import SGD
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-        >>> sgd, state = optimizer.functional()
-        >>> params = {name: p.detach() for name, p in model.named_parameters()}
-        >>> grads = {name: torch.ones_like(p) for name, p in params.items()}
-        >>> params, state = sgd.step(params, grads, state)
-        >>> optimizer.load_functional(state, params)
-        >>> optimizer.state[model.bias]["momentum_buffer"]
-        tensor([1.])
-        """
-        bounds: list[FunctionalOptimizer] = []
-        entries: list[dict[str, dict[str, Any]]] = []
-        for group in self.param_groups:
-            bounds.append(self._numbers.bind(group, on_host))
-            spec = Spec(bounds[-1].rule, group["kahan_sum"], group["capturable"])
-            entries.append(named_entries(self.state, group, spec))
-        optimizer = common(bounds, list(map(list, entries)))
-        merged = {name: entry for some in entries for name, entry in some.items()}
-        return optimizer, as_tree(optimizer.rule, merged, first_param(self.param_groups))
-
-    def load_functional(
-        self, state: TreeState, params: dict[str, Tensor] | None = None
-    ) -> None:
-        """Go on from a pure optimizer's state, as `functional` gave it.
-
-        Args:
-            state: With `leaves` by name; those of other parameters stay as they are.
-            params: Values for the parameters themselves, by name.
-
-        Raises:
-            ValueError: Names that no parameter has, shapes or fields that do not fit;
-                nothing is loaded then.
-        """
-        made, moved = loaded_tree(state, params or {}, self.param_groups, self._rule_of)
-        self.state.update(made)
-        with torch.no_grad():
-            for p, x in moved:
-                p.copy_(distribute_like(p, x))
 
     def __getstate__(self) -> dict[str, Any]:
         """Every field survives pickle and deepcopy; hooks do not."""

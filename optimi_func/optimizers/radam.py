@@ -122,7 +122,7 @@ class RAdam(BaseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         eps: float = 1e-6,
@@ -137,5 +137,7 @@ class RAdam(BaseOptimizer):
         compile: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...

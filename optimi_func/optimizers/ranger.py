@@ -154,5 +154,7 @@ class Ranger(BaseOptimizer):
         compile: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...

@@ -208,7 +208,7 @@ class SGD(BaseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         dampening: bool | float = False,
@@ -225,5 +225,7 @@ class SGD(BaseOptimizer):
         compile: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...

@@ -115,5 +115,7 @@ class StableAdamW(BaseOptimizer):
         compile: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...

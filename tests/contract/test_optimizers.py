@@ -3,9 +3,11 @@
 import copy
 import inspect
 import io
+import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -532,16 +534,22 @@ def test_under_a_dispatch_mode_the_step_is_eager_and_no_kernel_is_harmed() -> No
 
 
 NO_COMPILER = """
-import warnings, torch
-from optimi_func import SGD, AdamW
+import pickle, warnings, torch
+from optimi_func import SGD, Adam, prepare_for_gradient_release, sgd
 w = torch.nn.Parameter(torch.ones(9000)); w.grad = torch.ones_like(w)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    optimizer = SGD([w], lr=0.1)
-    optimizer.step(); optimizer.step()
-texts = [str(c.message) for c in caught if "could not be compiled" in str(c.message)]
-assert len(texts) == 1 and "compile=False" in texts[0], texts
-assert abs(w[0].item() - 0.8) < 1e-6
+    for _ in range(3):  # as programs with an optimizer for every parameter
+        optimizer = SGD([w], lr=0.1)
+        optimizer.step(); optimizer.step()
+    Adam([w], lr=0.0).step()
+    pickle.loads(pickle.dumps(optimizer)).step()
+    model = torch.nn.Linear(3, 2)
+    with prepare_for_gradient_release(model, sgd(lr=0.1)):
+        model(torch.ones(1, 3)).sum().backward()
+texts = [str(c.message) for c in caught if "eagerly" in str(c.message)]
+assert len(texts) == 1 and "compile=False" in texts[0] and WORDS in texts[0], texts
+assert abs(w[0].item() - 0.4) < 1e-6
 before = w.detach().clone()
 try:
     SGD([w], lr=0.1, compile=True).step()
@@ -553,18 +561,50 @@ assert torch.equal(w, before)
 """
 
 
-@pytest.mark.parametrize("setting", [{"CXX": "/nonexistent"}, {"TORCHDYNAMO_DISABLE": "1"}])
-def test_without_a_toolchain(setting, tmp_path) -> None:
-    import os
-
-    environment = os.environ | setting | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+def in_a_process(program: str, folder: Path, **setting: str) -> None:
+    environment = os.environ | setting | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-c", NO_COMPILER],
+        [sys.executable, "-c", program],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"CXX": "/nonexistent"}, "Install a C++ compiler"),
+        ({"TORCHDYNAMO_DISABLE": "1"}, "torch.compile is switched off"),
+    ],
+)
+def test_without_a_toolchain(setting, words: str, tmp_path) -> None:
+    in_a_process(NO_COMPILER.replace("WORDS", repr(words)), tmp_path, **setting)
+
+
+ALL_ERRORS = """
+import warnings, torch
+from torch._inductor import graph
+from optimi_func import SGD
+run = graph.GraphLowering.run
+def warned(self, *args, **kwargs):
+    exec(compile("import warnings; warnings.warn('of torch, about itself')", "x", "exec"),
+         {"__name__": "torch._inductor.graph"})
+    return run(self, *args, **kwargs)
+graph.GraphLowering.run = warned
+w = torch.nn.Parameter(torch.ones(9000)); w.grad = torch.ones_like(w)
+warnings.simplefilter("error")
+before = list(warnings.filters)
+SGD([w], lr=0.1).step()
+assert warnings.filters == before
+from optimi_func.execution import kernels
+assert len(kernels._kernels) == 1
+"""
+
+
+def test_torchs_warnings_are_no_missing_compiler(tmp_path) -> None:
+    in_a_process(ALL_ERRORS, tmp_path)
 
 
 def test_empty_groups_are_allowed() -> None:

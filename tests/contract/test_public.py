@@ -222,7 +222,7 @@ def test_private_autograd_is_there() -> None:
 
     w = torch.ones(2, requires_grad=True)
     assert _torch.backward_id() == -1
-    assert not _torch.has_accumulate_hooks(w)
+    assert _torch.accumulate_hooks(w) == []
     seen = []
 
     def hook(p) -> None:
@@ -230,7 +230,7 @@ def test_private_autograd_is_there() -> None:
         _torch.after_backward(lambda: seen.append("end"))
 
     w.register_post_accumulate_grad_hook(hook)
-    assert _torch.has_accumulate_hooks(w)
+    assert _torch.accumulate_hooks(w) == [hook]
     w.sum().backward()
     assert seen == [True, "end"]
 

@@ -86,6 +86,67 @@ def test_names_that_only_one_side_has() -> None:
     assert other.state[qs[1]]["step"] == 4
 
 
+def wrapped(names: dict[str, Tensor], how: str) -> dict[str, Tensor]:
+    if how == "torch.compile in it":
+        return {n.replace("w1", "w1._orig_mod"): p for n, p in names.items()}
+    return {how + n: p for n, p in names.items()}
+
+
+WRAPPED = ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."]
+WRAPPED += ["torch.compile in it"]
+
+
+@pytest.mark.parametrize("there", ["", "module."])
+@pytest.mark.parametrize("here", WRAPPED)
+def test_names_of_wrapped_models_are_those_of_bare_ones(here: str, there: str) -> None:
+    ps = params()
+    mine = started(AdamW, wrapped(named(ps), here).items())
+    qs = copied(ps)
+    other = AdamW(reversed(wrapped(named(qs), there).items()), lr=0.3, **EAGER)
+    assert other.load_state_dict(mine.state_dict()) == ([], [])
+    assert other.param_groups[0]["param_names"][0] == f"{there}w9"
+    go_on_alike(other, qs, mine, ps)
+
+
+def test_the_names_that_torchs_wrappers_really_give() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    around = [torch.compile(model), torch.nn.Sequential(torch.compile(model[0]), model[1])]
+    bare = SGD(model.named_parameters(), lr=0.1, momentum=0.9, **EAGER)
+    bare.init_state()
+    bare.state[model[0].weight]["momentum_buffer"].fill_(2.0)
+    for module in around:
+        optimizer = SGD(module.named_parameters(), lr=0.1, momentum=0.9, **EAGER)
+        assert optimizer.load_state_dict(bare.state_dict()) == ([], [])
+        found = optimizer.state[model[0].weight]["momentum_buffer"]
+        assert found.flatten().tolist() == [2.0] * 6
+
+
+def test_a_module_of_ones_own_called_module() -> None:
+    """It is a wrapper's name only where all have it."""
+    ps = params()[:2]
+    mine = started(AdamW, [("module.w", ps[0]), ("w", ps[1])])
+    qs = copied(ps)
+    part = AdamW([("module.w", qs[0])], lr=0.1, **EAGER)
+    assert part.load_state_dict(mine.state_dict(), strict=False) == ([], ["w"])
+    assert part.state[qs[0]]["exp_avg"].equal(mine.state[ps[0]]["exp_avg"])
+
+
+def test_nothing_in_common_is_no_load() -> None:
+    ps = params()
+    saved = started(AdamW, named(ps).items()).state_dict()
+    qs = copied(ps)
+    other = AdamW([(f"v{i}", q) for i, q in enumerate(qs)], lr=0.3, **EAGER)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"nothing would be loaded.*match='order'"):
+            other.load_state_dict(saved, strict=strict)
+    assert other.param_groups[0]["lr"] == 0.3 and not other.state
+    assert other.load_state_dict(saved, match="order") == ([], [])
+    assert other.param_groups[0]["param_names"][0] == "v0"
+    assert other.state[qs[3]]["exp_avg"].equal(saved["state"][3]["exp_avg"])
+    with pytest.raises(ValueError, match="match='place': allowed are 'names'"):
+        other.load_state_dict(saved, match="place")
+
+
 def test_without_names_order_decides() -> None:
     ps = params()
     saved = started(AdamW, named(ps).items()).state_dict()

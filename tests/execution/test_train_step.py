@@ -703,3 +703,10 @@ def test_a_rehearsal_draws_nothing_and_writes_nothing() -> None:
     ]
     assert torch.equal(seed, torch.get_rng_state())
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
+def test_a_compiled_model_is_told_apart() -> None:
+    model = torch.compile(torch.nn.Linear(2, 1))
+    optimizer = optimi_func.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"the module that you gave to torch\.compile"):
+        train_step(model, lambda y, batch: y.mean(), optimizer)

@@ -237,6 +237,50 @@ def test_traces_into_one_graph(name: str, graphs) -> None:
     assert_moved_alike(p, q["w"], case.reference(p, grads, lrs)[-1], 1e-12)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_python_numbers_that_change_are_one_more_graph(name: str, graphs) -> None:
+    """The first is a constant of its graph, and all others are the second's."""
+    torch._dynamo.reset()  # which counts graphs by the line
+    step = torch.compile(
+        lambda p, g, s, lr: step_of(name)(p, g, s, lr=lr),
+        fullgraph=True,
+        backend="eager",
+    )
+    p, grads = problem((4,), steps=5)
+    q, state = {"w": p}, init_of(name)({"w": p})
+    lrs = [0.02 / (i + 1) for i in range(5)]
+    for g, lr in zip(grads, lrs):
+        q, state = step(q, {"w": g}, state, lr)
+    assert graphs() <= 2
+    assert_moved_alike(p, q["w"], Case(name).reference(p, grads, lrs)[-1], 1e-12)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x: {"betas": (x, 0.99)},
+        lambda x: {"betas": (0.9, x)},
+        lambda x: {"eps": x},
+        lambda x: {"weight_decay": x},
+        lambda x: {"lr": x, "weight_decay": 0.1, "decouple_lr": True, "max_lr": 1.0},
+        lambda x: {"weight_decay": 1e-4, "decouple_lr": True, "max_lr": x + 0.1},
+    ],
+)
+def test_every_number_may_change_in_a_graph(number, graphs) -> None:
+    torch._dynamo.reset()
+
+    def plain(p, s, x):
+        return optimi_func.adamw_step(p, p, s, **{"lr": 0.1, **number(x)})
+
+    step = torch.compile(plain, fullgraph=True, backend="eager")
+    p = q = {"w": torch.ones(3, dtype=torch.float64)}
+    s = t = optimi_func.adamw_init(p)
+    for x in (0.0, 0.3, 0.2, 0.7, 0.0):
+        (p, s), (q, t) = step(p, s, x), plain(q, t, x)
+    assert graphs() <= 2
+    assert_moved_alike(torch.ones(3), p["w"], q["w"], 1e-12)
+
+
 def test_schedules_are_called_with_the_step_before() -> None:
     seen = []
 

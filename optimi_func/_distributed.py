@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
 
 from optimi_func._rule import Leaf
 
@@ -59,12 +60,24 @@ def _part(x: Any) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part
 
 
+def whole(x: Any) -> Tensor:
+    """All of a DTensor; a message between its processes."""
+    return x.full_tensor() if is_distributed(x) else x
+
+
+def from_local(part: Tensor, like: Any) -> Tensor:
+    """A tensor of which each process has a part, divided as another of its shape is."""
+    if not is_distributed(like):
+        return part
+    mesh, places = like.device_mesh, like.placements
+    shape = {"shape": like.shape, "stride": like.stride()}
+    return _dtensor().from_local(part, mesh, places, run_check=False, **shape)
+
+
 def leaf_to_local(leaf: Leaf) -> Leaf:
     """A leaf with the local parts of its tensors."""
-    p, state, comp = leaf
-    p, *fields = to_local([p, *state] if comp is None else [p, *state, comp])
-    comp = None if comp is None else fields.pop()
-    return Leaf(p, type(state)(*fields), comp)
+    tensors, spec = pytree.tree_flatten(leaf)
+    return pytree.tree_unflatten(to_local(tensors), spec)
 
 
 def shards_of(x: Any) -> ShardSpec | None:

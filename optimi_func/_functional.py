@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._checks import check_number, decay_mistakes, warn
+from optimi_func._codes import dither_at
 from optimi_func._leaf import leaf_dtype, leaf_step, rates, whole_mean
 from optimi_func._math import scalar_dtype
 from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, Storage
-from optimi_func._storage import dither_at, storage_of
+from optimi_func._storage import storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
 # Where earlier pickles have it.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimi_func._codes import narrow, remainder_dtype, round_to, to, widen
 from optimi_func._rule import (
     WHOLE_BATCH,
     DecayKind,
@@ -20,17 +21,7 @@ from optimi_func._rule import (
     Scalar,
     Scalars,
 )
-from optimi_func._storage import (
-    Storage,
-    decode,
-    encode,
-    narrow,
-    remainder_dtype,
-    round_to,
-    tensors_of,
-    to,
-    widen,
-)
+from optimi_func._storage import Storage, decode, encode, tensors_of
 
 
 def whole_mean(x: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimi_func._codes import is_eligible, moment_codes, second_moment_codes
 from optimi_func._rule import MomentStorage, Scalar
-from optimi_func._storage import is_eligible, moment_codes, second_moment_codes
 
 
 def power(base: Scalar, t: Scalar) -> Scalar:

@@ -3,28 +3,25 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Rule
-from optimi_func._storage import is_low
+from optimi_func._storage import entry_of, field_names, field_of, names_in, state_in
 from optimi_func._tree import LeafState, TreeState
 
 # How the step is carried out is the running optimizer's affair, not the file's.
 POLICY = (
-    *("kahan_sum", "state_dtype", "compile", "foreach", "triton"),
+    *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
     *("capturable", "gradient_release"),
 )
 # Options that torch's classes do not have.
 _OURS_ALONE = (
     *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
-    *("gradient_release", "torch_init"),
+    *("storage", "gradient_release", "torch_init"),
 )
 # What optimi's states hold beside their moments.
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
@@ -315,7 +312,7 @@ def as_torchs(
 
 def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
     """What of a parameter's state is the optimizer's: all else there is others'."""
-    return ("step", *rule.state._fields, "kahan_comp")
+    return ("step", *field_names(rule.state._fields), "kahan_comp")
 
 
 def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
@@ -336,65 +333,26 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
     if isinstance(entry.get("step"), int | float):
         entry["step"] = torch.tensor(float(entry["step"]))
+    scales = field_names(rule.state._fields)[2::3]
     for key, x in entry.items():
         shape = () if key == "step" else p.shape
-        if not isinstance(x, Tensor) or x.shape != shape:
+        if not isinstance(x, Tensor) or (x.shape != shape and key not in scales):
             found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
             raise ValueError(
                 f"{name}[{key!r}] is {found}, allowed is a tensor of shape {tuple(shape)}"
             )
-        if x.is_meta or not (x.is_floating_point() or key == "step"):
+        integral = key in ("step", "kahan_comp") or key not in rule.state._fields
+        if x.is_meta or not (x.is_floating_point() or integral):
             raise ValueError(
                 f"{name}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are floating "
                 "dtypes and memory"
             )
     needed = {*rule.state._fields, "step"}
-    if entry and not needed <= set(entry):
+    if entry and not needed <= set(map(field_of, entry)):
         raise ValueError(
             f"{name} holds {sorted(saved)}: {rule.name} needs {sorted(needed)}, or nothing"
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}
-
-
-def owned(
-    rule: Rule[Any, Any],
-    p: Tensor,
-    group: dict[str, Any],
-    entry: Entry,
-    keep_dtypes: bool,
-) -> Entry:
-    """An entry in memory of its own, in p's layout, on its device.
-
-    Args:
-        rule: The mathematics.
-        p: The parameter.
-        group: The optimizer's, with the options to come.
-        entry: As `checked` gives it.
-        keep_dtypes: Keep the file's, where else they are those of fresh state.
-    """
-    kind = torch.empty(0, dtype=p.dtype, device="meta")
-    fresh = rule.init(kind, group["state_dtype"] or p.dtype)._asdict()
-    fresh = {name: x.dtype for name, x in fresh.items()}
-    if is_low(p) and group["kahan_sum"] is not False:
-        fresh["kahan_comp"] = p.dtype
-    made: Entry = {}
-    for name, x in entry.items():
-        if name == "step":
-            device = p.device if group["capturable"] else "cpu"
-            made[name] = x.detach().to(device, torch.float32, copy=True)
-        elif name in fresh:
-            dtype = x.dtype if keep_dtypes else fresh[name]
-            made[name] = torch.empty_like(p, dtype=dtype, requires_grad=False)
-            made[name].copy_(distribute_like(p, x))
-        elif name not in own_names(rule):
-            made[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
-    return made
-
-
-def _copied(p: Tensor, x: Tensor) -> Tensor:
-    """A tensor that others keep with p, in memory of its own."""
-    x = x.detach().to(p.device, copy=True)
-    return distribute_like(p, x) if x.shape == p.shape else x
 
 
 def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> TreeState:
@@ -415,9 +373,8 @@ def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> Tr
         )
     leaves: dict[str, LeafState] = {}
     for name, entry in entries.items():
-        fields = rule.state(*[entry[field].clone() for field in rule.state._fields])
-        comp = entry.get("kahan_comp")
-        leaves[name] = LeafState(fields, None if comp is None else comp.clone())
+        mine = {key: entry[key].clone() for key in names_in(rule.state._fields, entry)}
+        leaves[name] = LeafState(*state_in(rule, mine))
     count = max(steps.values(), default=0.0)
     return TreeState(torch.tensor(count, device=like.device), leaves)
 
@@ -426,9 +383,7 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
     """The entries of a tree whose parameters are a dict by name."""
     entries: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
-        entries[name] = {**leaf.rule_state._asdict(), "step": state.step}
-        if leaf.kahan_comp is not None:
-            entries[name]["kahan_comp"] = leaf.kahan_comp
+        entries[name] = {**entry_of(leaf.rule_state, leaf.kahan_comp), "step": state.step}
     return entries
 
 

@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._storage import (
-    decode,
-    encode,
-    moment_codes,
-    narrow,
-    second_moment_codes,
-    widen,
-)
+from optimi_func._codes import moment_codes, narrow, second_moment_codes, widen
+from optimi_func._storage import decode, encode
 from optimi_func.execution.slots import Slot
 
 SOURCE = """

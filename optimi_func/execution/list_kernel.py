@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._storage import NEAREST
+from optimi_func._codes import NEAREST
 from optimi_func.execution import codecs
 from optimi_func.execution.codecs import Argument
 

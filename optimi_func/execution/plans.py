@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._distributed import any_distributed, shards_of, to_local
-from optimi_func._rule import Rule
+from optimi_func._rule import Rule, Storage
 from optimi_func._storage import names_in
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
@@ -122,7 +122,7 @@ class Spec(NamedTuple):
     """What a group asks of its parameters' state."""
 
     rule: Rule[Any, Any]
-    kahan_sum: bool | None
+    storage: Storage
     capturable: bool  # counts lie on the parameters' device
     apart: bool = False  # each count goes its own way: flags there say which step counts
 

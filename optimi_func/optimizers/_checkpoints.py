@@ -21,7 +21,13 @@ from optimi_func._saved import (
 )
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
-from optimi_func.optimizers._groups import Group, GroupNumbers, first_param, on_host
+from optimi_func.optimizers._groups import (
+    Group,
+    GroupNumbers,
+    first_param,
+    group_storage,
+    on_host,
+)
 from optimi_func.optimizers._state import (
     adopt,
     beside,
@@ -164,7 +170,7 @@ class Checkpoints(Optimizer):
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
             bounds.append(self._numbers.bind(group, on_host))
-            spec = Spec(bounds[-1].rule, group["kahan_sum"], group["capturable"])
+            spec = Spec(bounds[-1].rule, group_storage(group), group["capturable"])
             entries.append(named_entries(self.state, group, spec))
         optimizer = common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}

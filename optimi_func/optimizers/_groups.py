@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import (
-    IDLE_KAHAN,
     check_param,
-    check_state_dtype,
     decay_mistakes,
     stuck_moments,
 )
+from optimi_func._codes import dither_at
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._leaf import rates
-from optimi_func._rule import Scalar, Scalars
-from optimi_func._storage import dither_at, is_low
+from optimi_func._rule import Scalar, Scalars, Storage
+from optimi_func._storage import check_stored, storage_of
 from optimi_func.execution.executors import Executor
 
 Group: TypeAlias = dict[str, Any]
@@ -34,7 +33,7 @@ def plain_number(x: Any) -> Any:
 
     Json can write it.
     """
-    if isinstance(x, bool | str | Tensor) or x is None:
+    if isinstance(x, bool | str | Tensor | Storage) or x is None:
         return x
     if getattr(x, "shape", None) == ():  # numpy's
         x = x.item()
@@ -100,7 +99,16 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     elif isinstance(group["max_lr"], Tensor):
         group["max_lr"] = float(group["max_lr"])
     group["state_dtype"] = _as_dtype(group["state_dtype"])
-    check_state_dtype(group["state_dtype"])
+    group_storage(group)
+
+
+def group_storage(group: Group) -> Storage:
+    """How a group's parameters and moments are kept.
+
+    Raises:
+        ValueError, TypeError: An unknown storage, or one beside its shorthands.
+    """
+    return storage_of(group["storage"], group["kahan_sum"], group["state_dtype"])
 
 
 def _as_dtype(x: Any) -> Any:
@@ -154,10 +162,17 @@ def likely_mistakes(groups: list[Group], bounds: list[FunctionalOptimizer]) -> l
     for group, bound in zip(groups, bounds):
         decay = decay_mistakes([(bound.decay, bound.weight_decay)])
         found += [text for text in bound.likely_mistakes() if text not in decay]
-        dtypes = {group["state_dtype"] or p.dtype for p in group["params"]}
-        if group["kahan_sum"] and not any(map(is_low, group["params"])):
-            found.append(IDLE_KAHAN)
+        storage = group_storage(group)
+        kept = {storage.moments or p.dtype for p in group["params"]}
+        dtypes = {x for x in kept if isinstance(x, torch.dtype)}
+        found += check_stored(bound.rule, storage, group["params"])
         found += stuck_moments(getattr(bound, "betas", ()), dtypes)
+        lr = group["lr"]
+        if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
+            found.append(
+                f"lr={lr} with storage.param='kahan8': steps below 2^-16 of a "
+                "weight are lost in its 24 bits: 'exact' keeps 32"
+            )
     # One warning for all groups, with the highest.
     decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds])
     return list(dict.fromkeys([*found, *decays]))

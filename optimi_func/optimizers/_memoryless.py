@@ -14,9 +14,17 @@ from optimi_func._checks import check_grad
 from optimi_func._leaf import leaf_step, microbatch_scalars, whole_mean
 from optimi_func._rule import WHOLE_BATCH, Leaf, Microbatch
 from optimi_func._saved import Entry
+from optimi_func._storage import state_in
 from optimi_func.execution.plans import Spec
-from optimi_func.execution.tensors import has_memory, write_back
-from optimi_func.optimizers._groups import Group, GroupNumbers, Path, on_host, scalars_after
+from optimi_func.execution.tensors import flat_leaf, has_memory, write_back
+from optimi_func.optimizers._groups import (
+    Group,
+    GroupNumbers,
+    Path,
+    group_storage,
+    on_host,
+    scalars_after,
+)
 from optimi_func.optimizers._state import adopt, ensure_state
 
 
@@ -46,7 +54,7 @@ def step_without_memory(
         ValueError, TypeError: What does not fit; before any write.
     """
     bound = numbers.bind(group, on_host)
-    spec = Spec(bound.rule, group["kahan_sum"], group["capturable"])
+    spec = Spec(bound.rule, group_storage(group), group["capturable"])
     made: dict[Tensor, Entry] = {}
     with torch.no_grad():
         for p, g in zip(params, grads):
@@ -60,10 +68,8 @@ def step_without_memory(
             (scalars,) = scalars_after(bound, [steps])
             microbatch = WHOLE_BATCH if microbatches is None else microbatches[i]
             scalars = microbatch_scalars(bound.rule, scalars, microbatch, write)
-            fields = [entry[name] for name in bound.rule.state._fields]
-            leaf = Leaf(p, bound.rule.state(*fields), entry.get("kahan_comp"))
+            leaf = Leaf(p, *state_in(bound.rule, entry))
             new = leaf_step(bound.rule, leaf, g, scalars, write, whole_mean)
-            targets = [p, *fields, *([] if leaf.comp is None else [leaf.comp])]
-            write_back(targets, new)
+            write_back(flat_leaf(leaf), new)
             if count:
                 entry["step"].add_(1.0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_param
+from optimi_func._codes import alike, recast_remainder, remainder_dtype
 from optimi_func._distributed import (
     all_reduce_all,
     check_placed,
@@ -20,12 +21,13 @@ from optimi_func._distributed import (
 )
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule
-from optimi_func._saved import Entry, Match, checked, from_tree, own_names, owned
-from optimi_func._storage import is_low, storage_of
+from optimi_func._saved import Entry, Match, checked, from_tree, own_names
+from optimi_func._storage import entry_of, field_of, has_field
+from optimi_func._stored import has_codes, owned
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
 from optimi_func.execution.tensors import check_writable, has_memory, is_expanded, is_plain
-from optimi_func.optimizers._groups import Group, Path, named_params
+from optimi_func.optimizers._groups import Group, Path, group_storage, named_params
 
 
 def ensure_state(
@@ -57,24 +59,30 @@ def ensure_state(
     check_writable(path, *to_local([p]))
     _check_state(path, p, {k: state[k] for k in own_names(rule) if k in state})
     names = rule.state._fields
-    missing = [name for name in names if state.get(name) is None]
-    compensated = is_low(p) and group["kahan_sum"] is not False
+    missing = [name for name in names if not has_field(state, name)]
+    kept = remainder_dtype(p, spec.storage.param)
+    comp = state.get("kahan_comp")
+    # A compensation of any floating dtype is one.
+    recast = comp is not None and kept is not None and not alike(comp.dtype, kept)
     device = p.device if capturable else torch.device("cpu")
     astray = "step" in state and state["step"].device != device
-    if "step" not in state or missing or astray or ("kahan_comp" in state) != compensated:
+    compensated = comp is None if kept is None else comp is not None and not recast
+    if "step" not in state or missing or astray or not compensated:
         state = dict(state)
         if astray:
             state["step"] = state["step"].to(device)
-        storage = storage_of(None, group["kahan_sum"], group["state_dtype"])
-        fresh = init_leaf(rule, p, storage)
+        leaf = init_leaf(rule, p, spec.storage)
+        fresh = entry_of(leaf.state, leaf.comp)
         if "step" not in state or (missing and len(missing) == len(names)):
             # Also where momentum appears in mid-run: its buffer has a first step.
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state.update({name: getattr(fresh.state, name) for name in missing})
-        if not compensated:
+        state.update({k: x for k, x in fresh.items() if field_of(k) in missing})
+        if kept is None:
             state.pop("kahan_comp", None)
-        elif "kahan_comp" not in state:
-            state["kahan_comp"] = fresh.comp
+        elif comp is None:
+            state["kahan_comp"] = fresh["kahan_comp"]
+        elif recast:
+            state["kahan_comp"] = recast_remainder(p, comp, kept)
     made[p] = state
     return state
 
@@ -91,6 +99,8 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] was made under inference_mode and cannot be "
                 "written to: clone it outside"
             )
+        if name.endswith("_scale"):
+            continue  # as the codes that it belongs to
         if name != "step" and (x.shape != p.shape or x.device != p.device):
             raise ValueError(
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
@@ -214,7 +224,7 @@ def loaded_groups(
         for name, p, saved in zip(names, mine["params"], entries):
             if saved is not None:
                 entry = checked(rule, f"state[{name!r}]", p, saved)
-                made[p] = owned(rule, p, group, entry, keep_dtypes)
+                made[p] = owned(rule, p, group, group_storage(mine), entry, keep_dtypes)
     return loaded, made
 
 
@@ -270,5 +280,7 @@ def loaded_tree(
         rule = rule_of(group)
         entry = checked(rule, f"state.leaves[{name!r}]", p, entry)
         with torch.no_grad():
-            made[p] = owned(rule, p, group, entry, keep_dtypes=True)
+            storage = group_storage(group)
+            plain = storage.moments != "8bit" and not has_codes(rule, entry)
+            made[p] = owned(rule, p, group, storage, entry, keep_dtypes=plain)
     return made, [(home[name][1], x) for name, x in params.items()]

@@ -29,6 +29,7 @@ from optimi_func.optimizers._groups import (
     Path,
     executor_of,
     first_param,
+    group_storage,
     on_device,
     on_host,
     scalars_after,
@@ -157,7 +158,7 @@ class Stepper:
             return None
         bound = self._bind(group, on_device if capturable else on_host)
         apart = capturable and len(set(map(id, flags))) > 1
-        spec = Spec(bound.rule, group["kahan_sum"], capturable, apart)
+        spec = Spec(bound.rule, group_storage(group), capturable, apart)
         plan, flat = self.plans.find(spec, params), None
         if plan is not None:
             flat = plan.current(params, list(map(states.get, params)))
@@ -191,7 +192,7 @@ class Stepper:
 
 
 # What a group asks for beside its numbers, as far as it decides on a plan.
-_asked = itemgetter("kahan_sum", "capturable", "foreach", "compile", "triton")
+_asked = itemgetter("storage", "kahan_sum", "capturable", "foreach", "compile", "triton")
 
 
 @contextmanager

@@ -228,8 +228,7 @@ class Adam(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...
 
 
@@ -288,6 +287,5 @@ class AdamW(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...

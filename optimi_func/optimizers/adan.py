@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment, power, root, second_moment, sqrt, wide_moment
-from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
+from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -160,6 +160,5 @@ class Adan(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...

@@ -26,6 +26,7 @@ from optimi_func.optimizers._groups import (
     Path,
     check_group,
     check_modes,
+    group_storage,
     likely_mistakes,
     on_host,
     plain_number,
@@ -192,7 +193,7 @@ class BaseOptimizer(Checkpoints):
         """
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
-            spec = Spec(self._rule_of(group), group["kahan_sum"], group["capturable"])
+            spec = Spec(self._rule_of(group), group_storage(group), group["capturable"])
             for p in group["params"]:
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):

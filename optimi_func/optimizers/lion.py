@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
 
@@ -130,6 +130,5 @@ class Lion(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...

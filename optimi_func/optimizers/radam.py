@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import choose, power, root, sqrt
-from optimi_func._rule import DecayKind, Direction, Rule, Scalar
+from optimi_func._rule import DecayKind, Direction, Rule, Scalar, Storage
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
@@ -138,6 +138,5 @@ class RAdam(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...

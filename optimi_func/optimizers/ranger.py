@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas, check_eps, check_number
 from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
 from optimi_func._math import choose, scalar_dtype
-from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
+from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers import adam, radam
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
@@ -155,6 +155,5 @@ class Ranger(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...

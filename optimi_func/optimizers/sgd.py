@@ -226,6 +226,5 @@ class SGD(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        storage: Storage | str | None = None,
     ) -> None: ...

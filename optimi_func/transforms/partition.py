@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func._codes import is_low
 from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
-from optimi_func._storage import is_low
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state
 

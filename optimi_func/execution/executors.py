@@ -16,6 +16,7 @@ from optimi_func._rule import Rule
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.kernels import (
+    CaptureError,
     DispatchModeError,
     Kernel,
     Pass,
@@ -112,6 +113,8 @@ def _plan_auto(
     if device not in uncompilable:
         try:
             return plan_launches("kernels", rule, updates, write, uncompilable)
+        except CaptureError:
+            raise
         except DispatchModeError:
             pass  # What watches single operations gets single operations.
         except Exception as error:
@@ -202,7 +205,7 @@ def _plan_direct(
         assert not isinstance(mean, ListKernel)
         kernels = [run] if mean is None else [mean, run]
         kind = KernelMeasure if part == "mean" else KernelLaunch
-        return [kind(kernels, u, write) for u in updates]
+        return [kind(kernels, updates, write)]
     assert mean is None or isinstance(mean, ListKernel)
     launches: list[Launch] = []
     if part == "mean":

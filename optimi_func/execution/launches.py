@@ -14,7 +14,12 @@ from optimi_func._leaf import compute_dtype, leaf_step, whole_mean
 from optimi_func._rule import Leaf, Rule
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import PIECE, ListKernel, address
-from optimi_func.execution.scalars import Numbers, PackedScalars, with_finite
+from optimi_func.execution.scalars import (
+    ALIGNMENT,
+    Numbers,
+    PackedScalars,
+    with_finite,
+)
 from optimi_func.execution.tensors import (
     flat_leaf,
     flatten,
@@ -156,48 +161,56 @@ def mean_of(given: Tensor | None) -> Any:
 
 
 class KernelLaunch(Launch):
-    """A parameter's kernels, called with its tensors one after the other."""
+    """Kernels, called for one parameter after the other."""
 
     raw = True
 
-    def __init__(self, kernels: list[Flat], update: Update, write: bool) -> None:
-        super().__init__([update])
-        self._kernels, self._mean = kernels, update.mean
+    def __init__(self, kernels: list[Flat], updates: list[Update], write: bool) -> None:
+        super().__init__(updates)
+        first = updates[0]
+        self._kernels, self._means = kernels, [u.mean for u in updates]
         self._measures = len(kernels) > 1
-        self._in_place = update.target is update.slot
-        self._dtype = compute_dtype(update.g.dtype, *update.slot.dtypes)
-        self._roles = len(update.slot.dtypes)
+        self._in_place = first.target is first.slot
+        self._dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
+        self._roles = len(first.slot.dtypes)
 
     def run(self, inputs: StepInputs) -> None:
-        """Update the parameter."""
+        """Update the parameters."""
         self.call(inputs)
 
-    def call(self, inputs: StepInputs) -> Tensor:
-        """Call the kernels; the numbers that they were called with."""
-        (i,) = self._places
-        p, *state = [role[i] for role in inputs.roles[: self._roles]]
-        g = inputs.grads[i].resolve_neg()  # kernels see memory, not signs
-        targets = [] if self._in_place else [x[i] for x in inputs.targets[: self._roles]]
-        values = self.scalars(inputs).packed(self._dtype, g.device)
+    def call(self, inputs: StepInputs) -> list[Tensor]:
+        """Call the kernels; the numbers that they were called with for each parameter."""
+        p, *state = [self.pick(role) for role in inputs.roles[: self._roles]]
+        grads = [g.resolve_neg() for g in self.pick(inputs.grads)]  # kernels see memory
+        targets: Roles = []
+        if not self._in_place:
+            targets = [self.pick(role) for role in inputs.targets[: self._roles]]
+        numbers = self._numbers(inputs, grads[0].device)
+        for values, *tensors in zip(numbers, p, grads, *state, *targets):
+            for kernel in self._kernels:
+                kernel(values, *tensors)
+        return numbers
+
+    def _numbers(self, inputs: StepInputs, device: torch.device) -> list[Tensor]:
+        values = self.scalars(inputs).packed(self._dtype, device)
         values = with_finite(values, self.finite(inputs))
-        if self._measures or self._mean is not None:
-            values = torch.cat([values, values.new_zeros(1)])
-            if self._mean is not None:
-                values[-1].copy_(self._mean)
-        for kernel in self._kernels:
-            kernel(values, p, g, *state, *targets)
-        return values
+        given = [mean for mean in self._means if mean is not None]
+        if given:
+            return aligned_rows(values, torch.stack(given))
+        if self._measures:
+            return aligned_rows(values, values.new_zeros(len(self._means)))
+        return [values] * len(self._means)
 
 
 class KernelMeasure(KernelLaunch):
-    """The kernel that measures a parameter's mean, as far as the parameter lies here."""
+    """The kernel that measures parameters' means, as far as these lie here."""
 
     raw = False
 
     def run(self, inputs: StepInputs) -> None:
-        """Write the mean."""
-        assert self._mean is not None
-        self._mean.copy_(self.call(inputs)[-1])
+        """Write the means."""
+        found = [values[-1] for values in self.call(inputs)]
+        foreach_copy_([mean for mean in self._means if mean is not None], found)
 
 
 class FlattenedLaunch(Launch):
@@ -414,6 +427,15 @@ def rows(values: Tensor, last: Tensor) -> Tensor:
     own[:, :-1] = values
     own[:, -1] = last
     return own
+
+
+def aligned_rows(values: Tensor, last: Tensor) -> list[Tensor]:
+    """As `rows`, each of which begins where kernels expect numbers to."""
+    width, unit = len(values) + 1, ALIGNMENT // values.element_size()
+    own = values.new_empty(len(last), -(-width // unit) * unit)
+    own[:, : width - 1] = values
+    own[:, width - 1] = last
+    return list(own[:, :width].unbind())
 
 
 def _columns(slots: list[Slot]) -> list[Table]:

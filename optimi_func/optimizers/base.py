@@ -74,7 +74,7 @@ class BaseOptimizer(Optimizer):
         compile: None compiles where a toolchain is found, True raises where none is,
             False runs eagerly.
         maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
+        capturable: Keep step counts and coefficients on the device, for CUDA graphs.
         state_dtype: The moments' dtype; None takes each parameter's.
 
     Raises:
@@ -159,6 +159,8 @@ class BaseOptimizer(Optimizer):
         Raises:
             ValueError, TypeError: A gradient that does not fit its parameter, closure
                 with param, or a param without gradient release; before any write.
+            RuntimeError: A step that a CUDA graph being captured could not repeat; before
+                any write.
         """
         if torch.compiler.is_compiling():
             return self._step_outside_graph(closure, param)

@@ -21,6 +21,7 @@ from optimi_func._rule import Rates, Scalars
 from optimi_func.execution import executors, kernels, scalars, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
+from optimi_func.execution.launches import Launch, StepInputs
 from optimi_func.execution.scalars import ALIGNMENT, PackedScalars, upload_together
 from optimi_func.optimizers import _step, base
 from optimi_func.optimizers._groups import unwaited
@@ -125,6 +126,40 @@ def test_a_mean_of_a_class_lies_in_a_row_of_its_own(called: Any) -> None:
     assert all(x is y for x, y in zip(rows[::2], rows[1::2]))
     offsets = {x.storage_offset() for x in rows}
     assert len(offsets) == 3
+
+
+class Sent(Launch):
+    """As a message by which every process gets the means that it sent."""
+
+    def run(self, inputs: StepInputs) -> None:
+        del inputs
+
+
+def test_kernels_of_one_tensor_measure_for_others_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of shards: means are written down, and read again to move."""
+    monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
+    ends = []
+    for sharded in (False, True):
+        if sharded:
+            monkeypatch.setattr(
+                executors,
+                "_with_mean",
+                lambda u: u._replace(mean=torch.zeros((), dtype=torch.float64)),
+            )
+            monkeypatch.setattr(executors, "AllReduceMeans", Sent)
+        own = torch.Generator().manual_seed(0)
+        ps = [torch.randn(SMALL + i, generator=own).requires_grad_() for i in range(3)]
+        optimizer = CLASSES["stableadamw"](ps, lr=0.1, compile=True)
+        for t in range(3):
+            for i, p in enumerate(ps):
+                # Growing, each at its own pace: every mean is above 1, none like another.
+                p.grad = torch.randn(p.shape, generator=own) * (2.0 + i) ** t
+            optimizer.step()
+        ends.append([p.detach() for p in ps])
+    for p, q in zip(*ends):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 def test_counts_on_the_device_cost_few_operations(called: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from optimi_func._rule import Rule
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
+    CaptureError,
     DispatchModeError,
     Kernel,
     Pass,
@@ -102,6 +103,8 @@ def _plan_auto(
     if device not in uncompilable:
         try:
             return plan_launches("kernels", rule, updates, write, uncompilable)
+        except CaptureError:
+            raise
         except DispatchModeError:
             pass  # What watches single operations gets single operations.
         except SwitchedOffError as error:

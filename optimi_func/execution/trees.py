@@ -21,8 +21,8 @@ from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Roles, StepInputs, make_slot
 from optimi_func.execution.plans import Plan
-from optimi_func.execution.scalars import Numbers
-from optimi_func.execution.tensors import check_writable
+from optimi_func.execution.scalars import Numbers, upload_together
+from optimi_func.execution.tensors import check_writable, is_capturing
 
 
 class TreeStep:
@@ -41,6 +41,13 @@ class TreeStep:
         self._rule, self._tree = optimizer.rule, tree
         self._executor: Executor = executor
         step = tree.state.step.detach()
+        for path, leaf in zip(tree.paths, tree.leaves):
+            if step.device != leaf.p.device and is_capturing(leaf.p.device):
+                raise RuntimeError(
+                    f"a CUDA graph would keep the numbers of this step for all its "
+                    f"replays: state.step is on {step.device}, params{path} on "
+                    f"{leaf.p.device}. Move it there before the capture"
+                )
         scalars = optimizer.scalars(tree, step, _f.step_to_come(step))
         self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
         places = {id(s): i for i, s in enumerate(self._scalars)}
@@ -81,6 +88,7 @@ class TreeStep:
         targets = slots if into is None else [make_slot(leaf, None) for leaf in written]
         at = [self._at[i] for i in places]
         numbers = Numbers.of(self._rule, self._scalars, at, microbatches, write)
+        upload_together(numbers.scalars)
         roles = _roles(read)
         plan = Plan(self._rule, slots, targets)
         launches = plan.make(

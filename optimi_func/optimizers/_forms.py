@@ -114,12 +114,11 @@ def group_defaults(init: Constructor) -> Constructor:
 
     @functools.wraps(init)
     def construct(self: BaseOptimizer, params: Params, *args: Any, **kwargs: Any) -> None:
+        # Torch's, which its users pass as what they are there by default.
+        check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
         given = signature.bind(self, params, *args, **kwargs)
         given.apply_defaults()
-        _, _, *items = given.arguments.items()
-        defaults = dict(items)
-        # Torch's, which its users pass as what they are there by default.
-        check_torchs_own(defaults.pop("fused"), defaults.pop("differentiable"))
-        BaseOptimizer.__init__(self, params, defaults)
+        _, _, *defaults = given.arguments.items()
+        BaseOptimizer.__init__(self, params, dict(defaults))
 
     return cast(Constructor, construct)

@@ -160,6 +160,4 @@ class Adan(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
     ) -> None: ...

@@ -65,10 +65,8 @@ class BaseOptimizer(Checkpoints):
         compile: None compiles where a toolchain is found, True raises where none is,
             False runs eagerly.
         maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
+        capturable: Keep step counts and coefficients on the device, for CUDA graphs.
         state_dtype: The moments' dtype, or its name; None takes each parameter's.
-        fused: Torch's name; None and False, `compile` says it here.
-        differentiable: Torch's name; False, the pure functions are differentiable.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.
@@ -149,6 +147,8 @@ class BaseOptimizer(Checkpoints):
         Raises:
             ValueError, TypeError: A gradient that does not fit its parameter, closure
                 with param, or a param without gradient release; before any write.
+            RuntimeError: A step that a CUDA graph being captured could not repeat; before
+                any write.
         """
         if torch.compiler.is_compiling():
             return self._step_outside_graph(closure, param)

@@ -130,6 +130,4 @@ class Lion(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
     ) -> None: ...

@@ -138,6 +138,4 @@ class RAdam(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
     ) -> None: ...

@@ -212,6 +212,4 @@ class SGD(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
     ) -> None: ...

@@ -116,6 +116,4 @@ class StableAdamW(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
     ) -> None: ...

@@ -125,6 +125,11 @@ def test_a_reduction_is_a_kernel_before_and_no_scratch(dtype: torch.dtype) -> No
     assert all("s" not in size for size in sizes), sizes
 
 
+def test_settings_that_keep_a_mean_out_of_memory_are_there() -> None:
+    """Private ones: without them a GPU's mean takes a tensor as long as the parameter."""
+    assert len(inductor._one_pass()) == 3
+
+
 def test_autograd_sees_the_step() -> None:
     """A saved tensor that the compiled step changed must not be used in silence."""
     for shape in ((3,), (9000,)):

@@ -20,6 +20,7 @@ from optimi_func.execution.kernels import (
     Pass,
     fill,
     kernel_key,
+    lock,
     measure,
     unpack,
 )
@@ -82,7 +83,8 @@ _traces: dict[KernelKey, Trace] = {}
 def trace(key: KernelKey, scalars: Scalars) -> Trace:
     """The trace of a key; of the scalars only their structure counts."""
     if key not in _traces:
-        _traces[key] = _trace(key, pytree.tree_structure(scalars))
+        with lock:  # make_fx is for one thread at a time
+            _traces[key] = _trace(key, pytree.tree_structure(scalars))
     return _traces[key]
 
 

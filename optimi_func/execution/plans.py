@@ -4,6 +4,7 @@ A plan is a cache: `state[p]` is the truth. Whoever loads, copies, casts, moves 
 is noticed at the next step, which then plans anew. Plans keep no tensor alive.
 """
 
+import threading
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -38,6 +39,7 @@ _KINDS = 8
 _LISTS = 32
 
 _version = attrgetter("_version")
+_lock = threading.Lock()
 
 
 class Plan:
@@ -148,7 +150,9 @@ class StatePlan(Plan):
         self._compensated = any(["kahan_comp" in entry for entry in entries])
         self._no_comps: list[None] = [None] * len(params)
         self.distributed = any_distributed(params)
+        # Read once: another thread may put other tensors there meanwhile.
         roles, steps, flat = self._read(params, entries)
+        self._made: Found | None = Found(self, roles, steps, flat)
         fields = len(self._fields)
         slots = [
             make_slot(Leaf(p, rest[:fields], rest[fields]), shards_of(whole))
@@ -188,9 +192,11 @@ class StatePlan(Plan):
             return None  # a field has gone, or a whole state, or is no tensor
         return found if same else None
 
-    def made(self, params: list[Tensor], entries: list[dict[str, Any]]) -> Found:
-        """The tensors that the plan has just been made of."""
-        return Found(self, *self._read(params, entries))
+    def made(self) -> Found:
+        """The tensors that the plan has just been made of; asked for once."""
+        found, self._made = self._made, None
+        assert found is not None
+        return found
 
 
 class StepCounts:
@@ -252,12 +258,17 @@ class StepCounts:
             if flag is not None:
                 step.add_(flag)
         if self._on_host:
-            self.expected = array("f", [step.item() for step in steps])
-            if self._countable:
-                # All of them by one call of C++, where kernels have been compiled by now.
-                self._native = loaded()
-                tables = address(self._addresses), address(self.expected)
-                self._tables = (*tables, len(steps))
+            expected = array("f", [step.item() for step in steps])
+            with _lock:
+                if self._native is not None:  # another thread's, which holds addresses
+                    self.expected[:] = expected
+                    return
+                self.expected = expected
+                if self._countable:
+                    # All by one call of C++, where kernels have been compiled by now.
+                    tables = address(self._addresses), address(self.expected)
+                    self._tables = (*tables, len(steps))
+                    self._native = loaded()
         self._versions = list(map(_version, steps))
 
 
@@ -300,7 +311,10 @@ class Repeat:
         one = len(names) == 1
         self._getter = (lambda entry: (entry["step"],)) if one else itemgetter(*names)
         self._lengths = list(map(len, entries))
-        self._guard = Guard(self._flat(step.inputs.roles[0], entries), addresses=True)
+        # Of the tensors that were written: another thread may have put others there.
+        params, *fields = step.inputs.roles
+        kept = [x for row in zip(step.steps, *fields) for x in row if x is not None]
+        self._guard = Guard([*params, *kept], addresses=True)
         self._grads = Guard(step.inputs.grads, addresses=False)
 
     def _flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Tensor]:
@@ -392,9 +406,11 @@ class PlanCache:
         while len(self._plans) >= _LISTS + others:
             oldest = next(iter(self._plans))
             self._repeats.pop(oldest[1:], None)
-            del self._plans[oldest]
-        plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
-        return plan.made(params, entries)
+            self._plans.pop(oldest, None)
+        plan = StatePlan(spec, params, entries)
+        found = plan.made()
+        self._plans[(spec, *map(id, params))] = plan
+        return found
 
 
 class PreparedStep(NamedTuple):

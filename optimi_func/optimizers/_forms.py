@@ -119,7 +119,7 @@ def group_defaults(init: Constructor) -> Constructor:
         _, _, *items = given.arguments.items()
         defaults = dict(items)
         # Torch's, which its users pass as what they are there by default.
-        check_torchs_own(defaults.pop("fused"), defaults.pop("differentiable"))
+        check_torchs_own(defaults.pop("fused", None), defaults.pop("differentiable", False))
         BaseOptimizer.__init__(self, params, defaults)
 
     return cast(Constructor, construct)

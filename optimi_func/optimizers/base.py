@@ -135,6 +135,9 @@ class BaseOptimizer(Checkpoints):
     ) -> Any:
         """Update every parameter that has a gradient, or one.
 
+        As in torch, threads may step one optimizer at a time without an error, and what
+        they write to the same parameter at the same time is that of either.
+
         With every lr and every gradient 0 a first step makes the state, as `init_state`:
         torch.distributed.checkpoint asks for it so.
 
@@ -275,10 +278,10 @@ class BaseOptimizer(Checkpoints):
         """
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
         if groups != self._grouped:
-            self._grouped = groups
             self._group_index = {
                 p: i for i, group in enumerate(self.param_groups) for p in group["params"]
             }
+            self._grouped = groups
         index = self._group_index.get(param)
         if index is None:
             raise ValueError(

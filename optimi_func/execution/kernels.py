@@ -90,8 +90,8 @@ def has_list_kernels(device: torch.device) -> bool:
 _kernels: dict[tuple[KernelKey, int], Kernel] = {}
 # Types of devices where list kernels were tried, and torch was not as expected.
 _without_lists: set[str] = set()
-# Compiled by one thread, found by the others.
-_lock = threading.RLock()
+# Compiled, or traced, by one thread, found by the others.
+lock = threading.RLock()
 
 
 class DispatchModeError(RuntimeError):
@@ -140,7 +140,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
                 f"a CUDA graph is being captured, and the kernel {key.name} is not "
                 "compiled yet: take a step of the same kind before the capture"
             )
-        with _lock:
+        with lock:
             found = _kernels.get((key, _threads(key.device))) or _compile(key, scalars)
             _kernels[key, _threads(key.device)] = found
     return found

@@ -4,6 +4,7 @@ A plan is a cache: `state[p]` is the truth. Whoever loads, copies, casts, moves 
 is noticed at the next step, which then plans anew. Plans keep no tensor alive.
 """
 
+import threading
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -38,6 +39,7 @@ _KINDS = 8
 _LISTS = 32
 
 _version = attrgetter("_version")
+_lock = threading.Lock()
 
 
 class Plan:
@@ -143,7 +145,8 @@ class StatePlan(Plan):
         self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
         self.distributed = any_distributed(params)
-        flat = self.flat(params, entries)
+        # Read once: another thread may put other tensors there meanwhile.
+        flat = self.made = self.flat(params, entries)
         self._guard = Guard(self._present(flat), addresses=True)
         roles, fields = self.roles(flat), len(spec.rule.state._fields)
         slots = [
@@ -251,12 +254,17 @@ class StepCounts:
             if flag is not None:
                 step.add_(flag)
         if self._on_host:
-            self.expected = array("f", [step.item() for step in steps])
-            if self._countable:
-                # All of them by one call of C++, where kernels have been compiled by now.
-                self._native = loaded()
-                tables = address(self._addresses), address(self.expected)
-                self._tables = (*tables, len(steps))
+            expected = array("f", [step.item() for step in steps])
+            with _lock:
+                if self._native is not None:  # another thread's, which holds addresses
+                    self.expected[:] = expected
+                    return
+                self.expected = expected
+                if self._countable:
+                    # All by one call of C++, where kernels have been compiled by now.
+                    tables = address(self._addresses), address(self.expected)
+                    self._tables = (*tables, len(steps))
+                    self._native = loaded()
         self._versions = list(map(_version, steps))
 
 
@@ -323,8 +331,8 @@ class PlanCache:
         params: list[Tensor],
         entries: list[dict[str, Any]],
         others: int,
-    ) -> StatePlan:
-        """A new plan, to be found by later steps.
+    ) -> tuple[StatePlan, list[Any]]:
+        """A new plan, to be found by later steps, and the tensors that it is of.
 
         Args:
             spec: What the group asks for.
@@ -335,9 +343,11 @@ class PlanCache:
         while len(self._plans) >= _LISTS + others:
             oldest = next(iter(self._plans))
             self._repeats.pop(oldest[1:], None)
-            del self._plans[oldest]
-        plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
-        return plan
+            self._plans.pop(oldest, None)
+        plan = StatePlan(spec, params, entries)
+        flat, plan.made = plan.made, []
+        self._plans[(spec, *map(id, params))] = plan
+        return plan, flat
 
 
 class PreparedStep(NamedTuple):

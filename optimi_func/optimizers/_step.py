@@ -177,8 +177,7 @@ class Stepper:
             with _uncollected():
                 entries = [ensure_state(states, group, spec, p, made) for p in params]
                 others = sum(len(group["params"]) for group in groups)
-                plan = self.plans.make(spec, params, entries, others)
-                flat = plan.flat(params, entries)
+                plan, flat = self.plans.make(spec, params, entries, others)
         roles, counts = plan.roles(flat), plan.steps(flat)
         if plan.distributed or any_distributed(grads):
             if made is None:

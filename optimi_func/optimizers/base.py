@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from optimi_func._checks import check_accumulates
 from optimi_func._functional import FunctionalOptimizer
@@ -85,6 +86,7 @@ class BaseOptimizer(Checkpoints):
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
+        self._unprepared: RemovableHandle | None = None
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
@@ -93,6 +95,15 @@ class BaseOptimizer(Checkpoints):
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(self.param_groups)
+        if self.defaults["gradient_release"]:
+            self._unprepared = _warn_where_unprepared(self)
+
+    def attach(self, release: Any) -> None:
+        """Note that a gradient release steps this optimizer; it detaches itself."""
+        self.releases.append(release)
+        if self._unprepared is not None:
+            self._unprepared.remove()
+            self._unprepared = None
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
@@ -132,6 +143,9 @@ class BaseOptimizer(Checkpoints):
         self, closure: Closure | None = None, param: Tensor | None = None
     ) -> Any:
         """Update every parameter that has a gradient, or one.
+
+        As in torch, threads may step one optimizer at a time without an error, and what
+        they write to the same parameter at the same time is that of either.
 
         With every lr and every gradient 0 a first step makes the state, as `init_state`:
         torch.distributed.checkpoint asks for it so.
@@ -275,10 +289,10 @@ class BaseOptimizer(Checkpoints):
         """
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
         if groups != self._grouped:
-            self._grouped = groups
             self._group_index = {
                 p: i for i, group in enumerate(self.param_groups) for p in group["params"]
             }
+            self._grouped = groups
         index = self._group_index.get(param)
         if index is None:
             raise ValueError(
@@ -326,12 +340,33 @@ class BaseOptimizer(Checkpoints):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
         self.__dict__.setdefault("releases", [])  # load_state_dict comes here too
+        self.__dict__.setdefault("_unprepared", None)
         super().__setstate__(state)
         self._clear_caches()
 
 
+def _warn_where_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
+    """Have the first step that finds gradients say that no model was prepared."""
+    said: list[bool] = []
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if said or len(args) > 2 or kwargs.get("param") is not None:
+            return  # the optimizer, closure, param: a hook of the user's own
+        groups = optimizer.param_groups
+        if any(p.grad is not None for group in groups for p in group["params"]):
+            said.append(True)
+            warnings.warn(
+                "gradient_release=True, but no model was prepared: this is the ordinary "
+                "step. Call prepare_for_gradient_release(model, optimizer)",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    return optimizer.register_step_post_hook(after_step)
+
+
 _CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
-_ATTACHED = ("releases",)
+_ATTACHED = ("releases", "_unprepared")
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
 

@@ -2,6 +2,9 @@
 
 import gc
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 # Threads of several processes share a few cores here: one that waits by spinning takes
 # the time of one that has work. OpenMP reads this when torch is loaded, also in processes
@@ -17,6 +20,20 @@ from optimi_func.execution import inductor
 inductor.PRECOMPILE_HEADERS = True
 # Two, as the smallest machine that runs this has; more would only wait for each other.
 torch.set_num_threads(2)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """GCC links with gold where there is one.
+
+    The usual linker reads all symbols of libtorch for each kernel, for half as long as the
+    kernel takes to compile. Processes that tests start find it, too.
+    """
+    gold = shutil.which("ld.gold")
+    if gold and "COMPILER_PATH" not in os.environ:
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        (Path(folder.name) / "ld").symlink_to(gold)
+        os.environ["COMPILER_PATH"] = folder.name
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 # that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import forked
 import pytest
 import torch
 
@@ -53,7 +54,8 @@ def _older_objects_rest() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Objects that rest are never freed: triton 3.9 reports its own as leaked at exit."""
+    forked.stop()
+    # Objects that rest are never freed: triton 3.9 reports its own as leaked at exit.
     gc.unfreeze()
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(_PRELOADED)
     return found
+
+
+def stop() -> None:
+    """End what processes are forked from; its time then counts as that of the tests."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def start(function: Callable[..., None], *args: Any) -> ForkServerProcess:

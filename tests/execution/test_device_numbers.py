@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import compiled
+from optimi_func._distributed import ShardSpec
 from optimi_func._rule import Rates, Scalars
-from optimi_func.execution import executors, kernels, scalars, trees
+from optimi_func.execution import executors, kernels, launches, plans, scalars, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
-from optimi_func.execution.launches import Launch, StepInputs
 from optimi_func.execution.scalars import ALIGNMENT, PackedScalars, upload_together
 from optimi_func.optimizers import _step, base
 from optimi_func.optimizers._groups import unwaited
@@ -57,6 +57,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     calls: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(executors, "kernel", lambda *_: lambda *given: calls.append(given))
     # torch knows no autocast for this device.
+    monkeypatch.setattr(_step, "has_memory", lambda _: True)  # as a device's would
     for module in (_step, base):
         monkeypatch.setattr(module, "kernel_context", lambda _: kernels.kernel_context(CPU))
     return calls
@@ -128,13 +129,6 @@ def test_a_mean_of_a_class_lies_in_a_row_of_its_own(called: Any) -> None:
     assert len(offsets) == 3
 
 
-class Sent(Launch):
-    """As a message by which every process gets the means that it sent."""
-
-    def run(self, inputs: StepInputs) -> None:
-        del inputs
-
-
 def test_kernels_of_one_tensor_measure_for_others_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,12 +137,11 @@ def test_kernels_of_one_tensor_measure_for_others_too(
     ends = []
     for sharded in (False, True):
         if sharded:
+            # One process, which gets the sums that it sends.
             monkeypatch.setattr(
-                executors,
-                "_with_mean",
-                lambda u: u._replace(mean=torch.zeros((), dtype=torch.float64)),
+                plans, "shards_of", lambda p: ShardSpec(None, (), p.numel())
             )
-            monkeypatch.setattr(executors, "AllReduceMeans", Sent)
+            monkeypatch.setattr(launches, "all_reduce_sum", lambda sums, _: sums)
         own = torch.Generator().manual_seed(0)
         ps = [torch.randn(SMALL + i, generator=own).requires_grad_() for i in range(3)]
         optimizer = CLASSES["stableadamw"](ps, lr=0.1, compile=True)
@@ -305,7 +298,7 @@ def test_no_kernel_is_compiled_in_a_capture(compile: bool | None, capturing: Any
     capturing()
     with pytest.raises(CaptureError, match=r"kernel amsgrad_\w+ is not compiled yet"):
         optimizer.step()
-    assert ps[0].eq(1).all() and not optimizer._uncompilable
+    assert ps[0].eq(1).all()
 
 
 def test_a_pure_step_counts_where_its_parameters_are(capturing: Any) -> None:

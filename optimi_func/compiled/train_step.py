@@ -296,7 +296,7 @@ class PureStep:
         # Gradients are made in the graph, like their parameters: those stand for them.
         leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
         warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
-        steps = TreeStep(optimizer, leaves, "kernels", set())
+        steps = TreeStep(optimizer, leaves, "kernels")
 
         def update(
             places: Sequence[int], grads: list[Tensor], scale: Tensor | None

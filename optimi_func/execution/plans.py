@@ -80,7 +80,6 @@ class Plan:
         grads: list[Tensor],
         numbers: Numbers,
         write: bool,
-        uncompilable: set[str],
     ) -> list[Launch]:
         """New launches, to be found by steps like this one.
 
@@ -90,7 +89,6 @@ class Plan:
             grads: Likewise of its gradient.
             numbers: Of the step.
             write: False moves the state alone.
-            uncompilable: See `plan_launches`.
         """
         scalars, at, finite = numbers
         parts = zip(self._slots, self._targets, params, grads, at)
@@ -98,7 +96,7 @@ class Plan:
             Update(i, slot, target, p, g, j, scalars[j], finite[j] is not None)
             for i, (slot, target, p, g, j) in enumerate(parts)
         ]
-        launches = plan_launches(executor, self.rule, updates, write, uncompilable)
+        launches = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         kind = self._kind(executor, numbers, write)

@@ -36,7 +36,6 @@ class TreeStep:
         optimizer: FunctionalOptimizer,
         tree: FlatTree,
         executor: Executor,
-        uncompilable: set[str],
     ) -> None:
         self._rule, self._tree = optimizer.rule, tree
         self._executor: Executor = executor
@@ -52,7 +51,6 @@ class TreeStep:
         self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
         places = {id(s): i for i, s in enumerate(self._scalars)}
         self._at = [places[id(s)] for s in scalars]
-        self._uncompilable = uncompilable
 
     def update(
         self,
@@ -91,9 +89,7 @@ class TreeStep:
         upload_together(numbers.scalars)
         roles = _roles(read)
         plan = Plan(self._rule, slots, targets)
-        launches = plan.make(
-            self._executor, roles[0], local, numbers, write, self._uncompilable
-        )
+        launches = plan.make(self._executor, roles[0], local, numbers, write)
         inputs = StepInputs(
             roles,
             roles if into is None else _roles(written),
@@ -154,7 +150,7 @@ def _update(
     places = [i for i, g in enumerate(tree.grads) if g is not None]
     if places:
         grads = [g for g in tree.grads if g is not None]
-        TreeStep(optimizer, tree, "kernels", set()).update(places, grads, into=into)
+        TreeStep(optimizer, tree, "kernels").update(places, grads, into=into)
 
 
 def _fresh(leaf: Leaf) -> Leaf:

@@ -55,14 +55,12 @@ class Stepper:
 
     Args:
         numbers: The groups' numbers, bound.
-        uncompilable: Devices on which compilation has failed; added to.
     """
 
-    def __init__(self, numbers: GroupNumbers, uncompilable: set[str]) -> None:
+    def __init__(self, numbers: GroupNumbers) -> None:
         self.plans = PlanCache()
         self._numbers, self._bind = numbers, numbers.bind
         self._tensors = numbers.tensors
-        self._uncompilable = uncompilable
 
     def run(
         self,
@@ -192,9 +190,7 @@ class Stepper:
                 return None
             for p, part, g in zip(params, roles[0], grads):
                 check_grad(Path(group, p), part, g)
-            launches = plan.make(
-                executor, roles[0], grads, numbers, write, self._uncompilable
-            )
+            launches = plan.make(executor, roles[0], grads, numbers, write)
         inputs = StepInputs(roles, roles, grads, numbers)
         return PreparedStep(plan, launches, inputs, counts, write)
 

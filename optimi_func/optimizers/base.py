@@ -18,7 +18,6 @@ from optimi_func._checks import check_accumulates
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
-from optimi_func.execution.executors import UNCOMPILABLE
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import Checkpoints
@@ -110,7 +109,7 @@ class BaseOptimizer(Checkpoints):
         self._numbers = GroupNumbers(type(self).factory, self.keywords)
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._stepper = Stepper(self._numbers, UNCOMPILABLE)
+        self._stepper = Stepper(self._numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.

@@ -1,5 +1,6 @@
 """What a class saves and loads: state dicts, torch's and a pure optimizer's state."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +38,9 @@ from optimi_func.optimizers._state import (
     without_shared_memory,
 )
 
+# Hooks of ours come and go while torch goes through them: by one thread at a time.
+_hooking = threading.RLock()
+
 
 class Checkpoints(Optimizer):
     """The part of a class that turns its state into others, and back."""
@@ -57,13 +61,14 @@ class Checkpoints(Optimizer):
         that of the parameter alone.
         """
         names = {x for group in self.param_groups for x in own_names(self._rule_of(group))}
-        handle = self.register_state_dict_post_hook(
-            lambda _, packed: without_shared_memory(packed, names), prepend=True
-        )
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        with _hooking:
+            handle = self.register_state_dict_post_hook(
+                lambda _, packed: without_shared_memory(packed, names), prepend=True
+            )
+            try:
+                return super().state_dict()
+            finally:
+                handle.remove()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's class of the same name loads it, to go on alike.
@@ -129,16 +134,17 @@ class Checkpoints(Optimizer):
         def restore(_: Optimizer) -> None:
             self.state.update(made)
 
-        # After the user's own pre-hooks, and before the user's own post-hooks.
-        handles = [
-            self.register_load_state_dict_pre_hook(prepare),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _hooking:
+            # After the user's own pre-hooks, and before the user's own post-hooks.
+            handles = [
+                self.register_load_state_dict_pre_hook(prepare),
+                self.register_load_state_dict_post_hook(restore, prepend=True),
+            ]
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                for handle in handles:
+                    handle.remove()
         return reports[-1]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:

@@ -17,7 +17,7 @@ import optimi_func
 from optimi_func._leaf import compute_dtype, init_leaf, leaf_step, rates, whole_mean
 from optimi_func._rule import Leaf, Rule, Scalars
 from optimi_func.execution.foreach import trace
-from optimi_func.execution.kernels import KernelKey, fill, passes
+from optimi_func.execution.kernels import KernelKey, Pass, fill
 from optimi_func.execution.scalars import PackedScalars
 from optimi_func.execution.tensors import flat_leaf
 
@@ -76,7 +76,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = PackedScalars(now).statics
     programs: dict[KernelKey, Any] = {}
-    for part in passes(rule, True):
+    parts: list[Pass] = ["mean", "move"] if rule.per_tensor else ["whole"]
+    for part in parts:
         key = KernelKey(rule, statics, True, True, False, dtypes, offline_cuda.DEVICE, part)
         own = Path(folder, part)
         own.mkdir()

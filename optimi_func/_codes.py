@@ -76,6 +76,8 @@ class SecondMoment8(NamedTuple):
         """X in codes; with a dither of 0.5 each the nearest."""
         rows = _rows(x.to(torch.float32)).sqrt()
         scale = rows.amax(1, keepdim=True)
+        # Of inf a NaN: else the others of the group would come back as inf.
+        scale = scale + (scale - scale)
         q = torch.floor((rows * _inverse(scale)).sqrt() * 255.0 + dither)
         q = _like(q.clamp(1.0, 255.0), x).to(torch.uint8)
         return SecondMoment8(q, scale.reshape(self.scale.shape))
@@ -226,19 +228,28 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     Arithmetic, because compilers fold `x.to(bfloat16).to(float32)` into x, and with it
     the compensation into 0. Its derivative is 1.
     """
-    bits = torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
+    info, bits = torch.finfo(dtype), torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
     # Down by as much first: the largest finite numbers would overflow.
-    x = x * (0.5 / bits)
+    small = x * (0.5 / bits)
     # Not x * (bits + 1): compilers (Triton's, by default) round a product and the sum that
     # it goes into only once, and scaled - x would no longer lose any bits. All products
     # here are by powers of two and so exact: one rounding or two, the result is the same.
-    scaled = x * bits + x
-    return (scaled - (scaled - x)) * (2.0 * bits)
+    scaled = small * bits + small
+    rounded = (scaled - (scaled - small)) * (2.0 * bits)
+    if dtype != torch.float16:
+        return rounded
+    # Below 6e-5, where weights do come, float16's steps get no smaller; a sum with so much
+    # has steps of that size.
+    much = 1.5 * info.tiny * bits
+    return torch.where(x.abs() < info.tiny, (x + much) - much, rounded)
 
 
 def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:
     """What 1 of a compensation in 8 bits stands for; 127 of them are half a bit of p."""
-    return p.abs() * (torch.finfo(dtype).eps / 2.0 / 127.0)
+    info, size = torch.finfo(dtype), p.abs()
+    if dtype == torch.float16:
+        size = size.clamp_min(info.tiny)  # below, bits get no smaller
+    return size * (info.eps / 2.0 / 127.0)
 
 
 def remainder(x: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -90,7 +90,8 @@ static void encode_square(
         const int64_t end = least(n, start + 64);
         float r[64];
         for (int64_t i = start; i < end; ++i) r[i - start] = std::sqrt(x[i]);
-        const float s = largest(r, end - start), inv = inverse(s);
+        const float most = largest(r, end - start);
+        const float s = most + (most - most), inv = inverse(s);  // of inf a NaN
         scale[start / 64] = s;
         for (int64_t i = start; i < end; ++i) {
             const float z = std::floor(std::sqrt(r[i - start] * inv) * 255.0f + dither);

@@ -319,11 +319,10 @@ def test_the_ends_of_a_compensation_in_8_bits(dtype: Any) -> None:
     assert y[7].abs() < 1e-39 and torch.equal(p[5:7], x[5:7].to(dtype))
 
 
-@pytest.mark.parametrize("param", ["kahan", "kahan8"])
-def test_float16_weights_that_are_not_normal_follow_small_steps(param: Any) -> None:
+def test_float16_weights_that_are_not_normal_follow_small_steps() -> None:
     p = torch.tensor([3e-5, 1e-7, 0.0], dtype=torch.float16)
     optimizer = optimi_func.sgd(lr=1.0)
-    state = optimizer.init(p, storage=Storage(param))
+    state = optimizer.init(p, storage=Storage("kahan8"))
     start, g = p.double(), torch.full((3,), -1e-9)
     for _ in range(200):
         p, state = optimizer.step(p, g, state)

@@ -6,8 +6,8 @@ import torch
 from cases import CLASSES
 from torch import Tensor
 
-from optimi_func._rule import Storage
 from optimi_func._codes import widen
+from optimi_func._rule import Storage
 from optimi_func._storage import state_in
 
 BF16 = torch.bfloat16

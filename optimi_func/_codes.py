@@ -40,17 +40,17 @@ class Moment8(NamedTuple):
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """The moment in a floating dtype."""
-        q = _rows(self.q).to(torch.float32)
+        q = _rows(self.q, self.q).to(torch.float32)
         x = (q * q.abs()) * (self.scale.reshape(-1, 1) * (1.0 / 127**2))
         return _like(x, self.q).to(dtype)
 
     def encode(self, x: Tensor, dither: Scalar) -> "Moment8":
         """X in codes, each the nearest."""
         del dither
-        rows = _rows(x.to(torch.float32))
+        rows = _rows(x.to(torch.float32), self.q)
         scale = rows.abs().amax(1, keepdim=True)
         q = torch.round((rows.abs() * _inverse(scale)).sqrt() * 127.0) * rows.sign()
-        q = _like(q, x).to(torch.int8)
+        q = _like(q, self.q).to(torch.int8)
         return Moment8(q, scale.reshape(self.scale.shape))
 
 
@@ -68,16 +68,18 @@ class SecondMoment8(NamedTuple):
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """The mean of squares in a floating dtype."""
-        q = _rows(self.q).to(torch.float32)
+        q = _rows(self.q, self.q).to(torch.float32)
         x = (q * q) * (self.scale.reshape(-1, 1) * (1.0 / 255**2))
         return _like(x * x, self.q).to(dtype)
 
     def encode(self, x: Tensor, dither: Scalar) -> "SecondMoment8":
         """X in codes; with a dither of 0.5 each the nearest."""
-        rows = _rows(x.to(torch.float32)).sqrt()
+        rows = _rows(x.to(torch.float32), self.q).sqrt()
         scale = rows.amax(1, keepdim=True)
+        # Of inf a NaN: else the others of the group would come back as inf.
+        scale = scale + (scale - scale)
         q = torch.floor((rows * _inverse(scale)).sqrt() * 255.0 + dither)
-        q = _like(q.clamp(1.0, 255.0), x).to(torch.uint8)
+        q = _like(q.clamp(1.0, 255.0), self.q).to(torch.uint8)
         return SecondMoment8(q, scale.reshape(self.scale.shape))
 
 
@@ -95,10 +97,10 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale < _TINY, 0.0, 1.0 / scale)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The elements of x in the order of its memory, 64 a row."""
-    if not x.is_contiguous():
-        x = x.permute(_order(x))
+def _rows(x: Tensor, like: Tensor) -> Tensor:
+    """The elements of x in the order that another has in memory, 64 a row."""
+    if not like.is_contiguous():
+        x = x.permute(_order(like))
     flat = x.reshape(-1)
     missing = -flat.numel() % GROUP
     if missing:
@@ -125,16 +127,26 @@ def _order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda i: -x.stride(i))
 
 
+def has_groups(p: Tensor) -> bool:
+    """Whether p is large and dense, and what lies behind its first index whole groups."""
+    if p.numel() < LEAST or not _is_dense(p):
+        return False
+    if p.dim() > 1 and p.numel() // p.shape[0] % GROUP != 0:
+        return False
+    return True
+
+
 def is_eligible(p: Tensor) -> bool:
     """Whether p's moments can be kept in codes, by what is true of all of p.
 
     Never by what of it lies in one process: the same everywhere, and however it is cut.
     """
-    if p.numel() < LEAST or not _is_dense(p):
-        return False
-    if p.dim() > 1 and p.numel() // p.shape[0] % GROUP != 0:
-        return False
-    return cuts_evenly(p, _scale_dims(p), GROUP)
+    return has_groups(p) and cuts_evenly(p, _scale_dims(p), GROUP)
+
+
+def cuts_groups(p: Tensor) -> bool:
+    """Whether p is in no codes only because of how processes divide it."""
+    return has_groups(p) and not is_eligible(p)
 
 
 def _is_dense(p: Tensor) -> bool:
@@ -147,8 +159,13 @@ def _is_dense(p: Tensor) -> bool:
 
 
 def _scale_dims(p: Tensor) -> int:
-    """How many of p's dimensions its scales have too; the last of them, in groups."""
-    return p.dim() if p.is_contiguous() and p.shape[-1] % GROUP == 0 else 1
+    """How many of p's dimensions its scales have too; the last of them, in groups.
+
+    0 where its memory has another order than its indices: so they cut nothing alike.
+    """
+    if not p.is_contiguous():
+        return 0
+    return p.dim() if p.shape[-1] % GROUP == 0 else 1
 
 
 def moment_codes(p: Tensor) -> Moment8:
@@ -163,14 +180,46 @@ def second_moment_codes(p: Tensor) -> SecondMoment8:
 
 def _zero_scale(p: Tensor) -> Tensor:
     """A scale for each group of p, divided among processes as p is."""
+    return zeros_divided_like(p, scale_shape(p))
+
+
+def scale_shape(p: Tensor) -> list[int]:
+    """The shape of the scales of p's groups."""
     *front, last = p.shape
     if p.dim() == 1:
-        shape = [-(-last // GROUP)]
-    elif _scale_dims(p) == p.dim():
-        shape = [*front, last // GROUP]
-    else:
-        shape = [p.shape[0], prod(p.shape[1:]) // GROUP]
-    return zeros_divided_like(p, shape)
+        return [-(-last // GROUP)]
+    dims, rest = _scale_dims(p), prod(p.shape[1:]) // GROUP
+    if dims == p.dim():
+        return [*front, last // GROUP]
+    if dims == 1:
+        return [p.shape[0], rest]
+    # As no other: codes tell of which order of memory they are, where a file does not.
+    return [p.shape[0], *[1] * (p.dim() - 1), rest]
+
+
+def in_own_order(codes: "Codes", p: Tensor) -> "Codes":
+    """Codes whose strides a file may have lost, in the order that their groups are of.
+
+    Args:
+        codes: Saved ones.
+        p: Their parameter.
+
+    Raises:
+        ValueError: The order of a memory that p does not have.
+    """
+    q, scale = codes
+    permuted = scale.dim() > q.dim()
+    if not permuted:
+        return type(codes)(q.contiguous(), scale)
+    if not q.is_contiguous():
+        return codes
+    if p.is_contiguous():
+        raise ValueError(
+            f"codes of shape {tuple(q.shape)} were made of a tensor whose memory was not "
+            "contiguous, and have lost its order: load them into such a parameter (as "
+            "model.to(memory_format=torch.channels_last)), or save their strides too"
+        )
+    return type(codes)(torch.empty_like(p, dtype=q.dtype).copy_(q), scale)
 
 
 # Parameters with what their dtype cannot hold
@@ -226,19 +275,28 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     Arithmetic, because compilers fold `x.to(bfloat16).to(float32)` into x, and with it
     the compensation into 0. Its derivative is 1.
     """
-    bits = torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
+    info, bits = torch.finfo(dtype), torch.finfo(dtype).eps / torch.finfo(x.dtype).eps
     # Down by as much first: the largest finite numbers would overflow.
-    x = x * (0.5 / bits)
+    small = x * (0.5 / bits)
     # Not x * (bits + 1): compilers (Triton's, by default) round a product and the sum that
     # it goes into only once, and scaled - x would no longer lose any bits. All products
     # here are by powers of two and so exact: one rounding or two, the result is the same.
-    scaled = x * bits + x
-    return (scaled - (scaled - x)) * (2.0 * bits)
+    scaled = small * bits + small
+    rounded = (scaled - (scaled - small)) * (2.0 * bits)
+    if dtype != torch.float16:
+        return rounded
+    # Below 6e-5, where weights do come, float16's steps get no smaller; a sum with so much
+    # has steps of that size.
+    much = 1.5 * info.tiny * bits
+    return torch.where(x.abs() < info.tiny, (x + much) - much, rounded)
 
 
 def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:
     """What 1 of a compensation in 8 bits stands for; 127 of them are half a bit of p."""
-    return p.abs() * (torch.finfo(dtype).eps / 2.0 / 127.0)
+    info, size = torch.finfo(dtype), p.abs()
+    if dtype == torch.float16:
+        size = size.clamp_min(info.tiny)  # below, bits get no smaller
+    return size * (info.eps / 2.0 / 127.0)
 
 
 def remainder(x: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,7 +309,7 @@ def remainder(x: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     """
     wide = p.to(torch.float32)
     if dtype == torch.int16:
-        low = _bits(x) - (p.contiguous().view(torch.int16).to(torch.int32) << 16)
+        low = _bits(x) - (p.view(torch.int16).to(torch.int32) << 16)
         return low.clamp(-(1 << 15), (1 << 15) - 1).to(dtype)
     if dtype == torch.int8:
         code = (x - wide) * _inverse(_unit(wide, p.dtype))
@@ -272,7 +330,7 @@ def recast_remainder(p: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return to(x, torch.float32).contiguous().view(torch.int32)
+    return to(x, torch.float32).view(torch.int32)
 
 
 def _join(p: Tensor, low: Tensor) -> Tensor:

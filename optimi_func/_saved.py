@@ -10,7 +10,15 @@ from torch import Tensor
 
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Rule
-from optimi_func._storage import entry_of, field_names, field_of, names_in, state_in
+from optimi_func._storage import (
+    check_codes,
+    entry_of,
+    field_names,
+    field_of,
+    is_scale,
+    names_in,
+    state_in,
+)
 from optimi_func._tree import LeafState, TreeState
 
 # How the step is carried out is the running optimizer's affair, not the file's.
@@ -333,10 +341,11 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
     if isinstance(entry.get("step"), int | float):
         entry["step"] = torch.tensor(float(entry["step"]))
-    scales = field_names(rule.state._fields)[2::3]
     for key, x in entry.items():
+        if isinstance(x, Tensor):
+            check_codes(f"{name}[{key!r}]", key, x, p)
         shape = () if key == "step" else p.shape
-        if not isinstance(x, Tensor) or (x.shape != shape and key not in scales):
+        if not isinstance(x, Tensor) or (x.shape != shape and not is_scale(key)):
             found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
             raise ValueError(
                 f"{name}[{key!r}] is {found}, allowed is a tensor of shape {tuple(shape)}"

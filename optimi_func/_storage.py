@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import IDLE_KAHAN, check_state_dtype
-from optimi_func._codes import Codes, Moment8, SecondMoment8, is_low, refuse_derivatives, to
+from optimi_func._codes import (
+    GROUP,
+    Codes,
+    Moment8,
+    SecondMoment8,
+    cuts_groups,
+    is_low,
+    refuse_derivatives,
+    to,
+)
 from optimi_func._rule import Rule, Scalar, Storage
 
 STORAGES: dict[str, Storage] = {
@@ -61,11 +70,13 @@ def storage_of(
     return storage
 
 
-def check_stored(rule: Rule[Any, Any], storage: Storage, params: list[Tensor]) -> list[str]:
+def check_stored(
+    rules: list[Rule[Any, Any]], storage: Storage, params: list[Tensor]
+) -> list[str]:
     """Refuse a storage that changes nothing; the warnings about it.
 
     Args:
-        rule: The mathematics.
+        rules: The mathematics, of all groups with this storage.
         storage: What was asked for.
         params: What it was asked for.
 
@@ -84,12 +95,21 @@ def check_stored(rule: Rule[Any, Any], storage: Storage, params: list[Tensor]) -
             f"{allowed}: convert the model, or choose param=None, which leaves others as "
             "they are"
         )
-    if storage.moments == "8bit" and not rule.state._fields:
+    if storage.moments != "8bit":
+        return []
+    if not any([rule.state._fields for rule in rules]):
         raise ValueError(
-            f"Invalid storage: storage.moments='8bit': {rule.name} keeps no moments with "
-            "these options, so that it would change nothing"
+            f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
+            "with these options, so that it would change nothing"
         )
-    return []
+    apart = [tuple(p.shape) for p in params if cuts_groups(p)]
+    if not apart:
+        return []
+    return [
+        f"storage.moments='8bit': parameters of shapes {sorted(set(apart))} are divided "
+        f"among processes in the midst of groups of {GROUP} elements: their moments are "
+        "not kept in codes"
+    ]
 
 
 # Fields of a state, in codes or not
@@ -137,6 +157,35 @@ def state_in(rule: Rule[Any, Any], entry: Mapping[str, Any]) -> tuple[Any, Any]:
 def names_in(fields: tuple[str, ...], entry: Mapping[str, Any]) -> list[str]:
     """Under which names an entry has a rule's fields and the compensation, in order."""
     return [name for name in (*field_names(fields), "kahan_comp") if name in entry]
+
+
+def is_scale(name: str) -> bool:
+    """Whether an entry has scales under this name, which have a shape of their own."""
+    return name.endswith(_SCALE)
+
+
+def check_codes(path: str, name: str, x: Tensor, p: Tensor) -> None:
+    """Refuse what is no code or scale under the name of one.
+
+    Casting a whole state, as torch's own load_state_dict does, makes it so.
+
+    Args:
+        path: How errors call it.
+        name: In the entry.
+        x: What is there.
+        p: The parameter.
+    """
+    if name.endswith(_Q) and x.dtype not in (torch.int8, torch.uint8):
+        raise TypeError(
+            f"{path} has dtype {x.dtype}: allowed are codes, of int8 or uint8, as they "
+            "were saved"
+        )
+    count = -(-p.numel() // GROUP)
+    if is_scale(name) and (x.dtype != torch.float32 or x.numel() != count):
+        raise TypeError(
+            f"{path} has dtype {x.dtype} and {x.numel()} elements: allowed are {count} of "
+            f"float32, a scale for each {GROUP} elements, as they were saved"
+        )
 
 
 def codes_of(q: Tensor, scale: Tensor) -> Codes:

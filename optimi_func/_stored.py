@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._codes import (
     NEAREST,
     alike,
+    in_own_order,
     moment_codes,
     narrow,
     recast_remainder,
@@ -79,6 +80,8 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> Any:
     """A saved field as another is kept, in memory of its own."""
     if isinstance(field, Tensor) and isinstance(like, Tensor):
         return _laid_out(p, field, field.dtype if keep_dtypes else like.dtype)
+    if not isinstance(field, Tensor):
+        field = in_own_order(field, p)
     if (
         not isinstance(field, Tensor)
         and type(field) is type(like)
@@ -100,6 +103,24 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> Any:
     for mine, new in zip(to_local(list(fresh)), parts):
         mine.copy_(new)
     return fresh
+
+
+def restored(rule: Rule[Any, Any], p: Tensor, entry: Entry, name: str, like: Any) -> Entry:
+    """An entry of which one field is kept as another.
+
+    Args:
+        rule: The mathematics.
+        p: The parameter.
+        entry: Of an optimizer.
+        name: The field's.
+        like: A field of p that is kept as asked.
+    """
+    state, _ = state_in(rule, entry)
+    old = getattr(state, name)
+    gone = names_of(name, old)
+    kept = _kept(p, old, like, False)
+    rest = {k: x for k, x in entry.items() if k not in gone}
+    return {**rest, **dict(zip(names_of(name, kept), tensors_of(kept)))}
 
 
 def _kept_beside(p: Tensor, rest: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:

@@ -158,7 +158,7 @@ def init_tree(
 ) -> TreeState:
     """Fresh state for a parameter tree."""
     _, tensors, spec = flatten_params(params)
-    warn(check_stored(rule, storage, tensors))
+    warn(check_stored([rule], storage, tensors))
     leaves = [init_leaf(rule, p, storage) for p in tensors]
     states = [LeafState(leaf.state, leaf.comp) for leaf in leaves]
     step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)

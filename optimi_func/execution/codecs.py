@@ -90,7 +90,8 @@ static void encode_square(
         const int64_t end = least(n, start + 64);
         float r[64];
         for (int64_t i = start; i < end; ++i) r[i - start] = std::sqrt(x[i]);
-        const float s = largest(r, end - start), inv = inverse(s);
+        const float most = largest(r, end - start);
+        const float s = most + (most - most), inv = inverse(s);  // of inf a NaN
         scale[start / 64] = s;
         for (int64_t i = start; i < end; ++i) {
             const float z = std::floor(std::sqrt(r[i - start] * inv) * 255.0f + dither);
@@ -142,6 +143,11 @@ static void encode_exact(const float* x, void* params, void* more, int64_t n, fl
     }
 }
 
+static void decode_bfloat16(const void* halves, const void*, float* x, int64_t n) {
+    const uint16_t* p = static_cast<const uint16_t*>(halves);
+    for (int64_t i = 0; i < n; ++i) x[i] = of_bits((uint32_t)p[i] << 16);
+}
+
 // Of each codec the bytes of an element in its first tensor; those of the second, for so
 // many elements; and how to read and write a piece of whole groups.
 struct Codec {
@@ -155,6 +161,7 @@ static const Codec CODECS[] = {
     {1, 4, 64, decode_square, encode_square},
     {2, 1, 1, decode_kahan8, encode_kahan8},
     {2, 2, 1, decode_exact, encode_exact},
+    {2, 0, 1, decode_bfloat16, nullptr},
 };
 extern "C" void decode(int64_t codec, void* first, void* second, float* x, int64_t n) {
     CODECS[codec].decode(first, second, x, n);
@@ -179,6 +186,7 @@ class Argument(NamedTuple):
 # of what is kept beside it.
 _MOMENTS = {torch.int8: 1, torch.uint8: 2}
 _PARAMS = {torch.int8: 3, torch.int16: 4}
+_BFLOAT16 = 5
 
 
 def can_run(slot: Slot) -> bool:
@@ -188,7 +196,15 @@ def can_run(slot: Slot) -> bool:
     return params and _agree()
 
 
-def arguments_of(slot: Slot, write: bool, moves: bool) -> list[Argument]:
+def widens_gradients(slot: Slot, g: Tensor) -> bool:
+    """Whether the kernel has to be that of float32 gradients.
+
+    Another one adds up in another order, and 'exact' is float32 bit for bit.
+    """
+    return slot.dtypes[-1] == torch.int16 and g.dtype == torch.bfloat16
+
+
+def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Argument]:
     """Where a launch has what a kernel takes of a slot.
 
     Args:
@@ -196,10 +212,12 @@ def arguments_of(slot: Slot, write: bool, moves: bool) -> list[Argument]:
             of the tensors of the state, and those of what is kept beside parameters.
         write: Whether parameters move.
         moves: Whether anything does, or means are measured.
+        widens: Whether gradients, of bfloat16, are handed on in float32.
     """
     _, *rest = slot.dtypes
     last = len(slot.dtypes)
-    found = [Argument(0, 0, 0, False), Argument(0, 1, 1, False)]
+    gradient = Argument(_BFLOAT16 if widens else 0, 1, 1, False)
+    found = [Argument(0, 0, 0, False), gradient]
     if slot.compensated and not rest[-1].is_floating_point:
         found[0] = Argument(_PARAMS[rest[-1]], 0, last, write and moves)
     column = 2

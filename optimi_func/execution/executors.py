@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from optimi_func._rule import Rule
-from optimi_func.execution.codecs import arguments_of, can_run
+from optimi_func.execution.codecs import arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
     CaptureError,
@@ -169,10 +171,14 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
             return kernel(kernel_key(rule, first, write, part), first.scalars.scalars)
         # Nothing of it is called where the flag is false.
         key = kernel_key(rule, first._replace(guarded=False), write, part)
+        widens = measures and widens_gradients(slot, first.g)
+        if widens:
+            p, _, *rest = key.dtypes
+            key = key._replace(dtypes=(p, torch.float32, *rest))
         found = kernel(key, first.scalars.scalars)
         if not isinstance(found, ListKernel):
             return found
-        return found.on_codes(arguments_of(slot, write, part != "mean"))
+        return found.on_codes(arguments_of(slot, write, part != "mean", widens))
 
     if slot.coded:
         launches += _plan_eager(rule, flattened, write)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from optimi_func._codes import GROUP
 from optimi_func._distributed import all_reduce_sum
 from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Leaf, Rule, Scalar
@@ -426,9 +427,12 @@ def split_aliasing(updates: list[Update]) -> Iterator[list[Update]]:
 
 def _written_memory(update: Update) -> list[tuple[int, int]]:
     """Where each tensor that may be written begins and ends."""
-    places = zip(update.target.addresses, update.target.dtypes)
-    numel = update.slot.numel
-    return [(start, start + numel * dtype.itemsize) for start, dtype in places]
+    slot = update.target
+    lengths = [update.slot.numel] * len(slot.dtypes)
+    for i in slot.scales:
+        lengths[i] = -(-update.slot.numel // GROUP)
+    places = zip(slot.addresses, slot.dtypes, lengths)
+    return [(start, start + numel * dtype.itemsize) for start, dtype, numel in places]
 
 
 def _overlaps(taken: list[tuple[int, int]], start: int, end: int) -> bool:

@@ -35,6 +35,17 @@ class Slot(NamedTuple):
         return len(self.dtypes) > 1 + len(self.codes) + sum(self.codes)
 
     @property
+    def scales(self) -> list[int]:
+        """Which of the tensors are scales, of which a group of elements shares one."""
+        found: list[int] = []
+        place = 0
+        for coded in self.codes:
+            place += 1 + coded
+            if coded:
+                found.append(place)
+        return found
+
+    @property
     def coded(self) -> bool:
         """Whether the tensors are not what the rule computes with."""
         return any(self.codes) or not self.dtypes[-1].is_floating_point

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func import _tree as _f
 from optimi_func._distributed import (
@@ -165,9 +166,4 @@ def _update(
 
 
 def _fresh(leaf: Leaf) -> Leaf:
-    p, state, comp = leaf
-    return Leaf(
-        torch.empty_like(p, requires_grad=False),
-        type(state)(*(torch.empty_like(s) for s in state)),
-        None if comp is None else torch.empty_like(comp),
-    )
+    return pytree.tree_map(lambda x: torch.empty_like(x, requires_grad=False), leaf)

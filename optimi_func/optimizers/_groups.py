@@ -99,6 +99,8 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     elif isinstance(group["max_lr"], Tensor):
         group["max_lr"] = float(group["max_lr"])
     group["state_dtype"] = _as_dtype(group["state_dtype"])
+    if isinstance(storage := group["storage"], Storage):
+        group["storage"] = storage._replace(moments=_as_dtype(storage.moments))
     group_storage(group)
 
 
@@ -151,21 +153,35 @@ def check_modes(group: Group) -> None:
         group["foreach"] = False
 
 
-def likely_mistakes(groups: list[Group], bounds: list[FunctionalOptimizer]) -> list[str]:
-    """What is allowed in these groups, but hardly meant: each text once.
+def likely_mistakes(
+    groups: list[Group], bounds: list[FunctionalOptimizer], first: int
+) -> list[str]:
+    """What is allowed in new groups, but hardly meant: each text once.
 
     Args:
-        groups: The groups.
+        groups: All groups.
         bounds: The numbers of each.
+        first: The first of the new ones.
+
+    Raises:
+        ValueError: A storage that changes nothing about any group that asks for it.
     """
     found: list[str] = []
-    for group, bound in zip(groups, bounds):
+    # A storage may be for one group's parameters alone, as where norms are float32.
+    asked: dict[Storage, tuple[list[Any], list[Tensor]]] = {}
+    storages = list(map(group_storage, groups))
+    for storage, group, bound in zip(storages, groups, bounds):
+        rules, params = asked.setdefault(storage, ([], []))
+        rules.append(bound.rule)
+        params += group["params"]
+    for storage in dict.fromkeys(storages[first:]):
+        rules, params = asked[storage]
+        found += check_stored(rules, storage, params)
+    for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
         decay = decay_mistakes([(bound.decay, bound.weight_decay)])
         found += [text for text in bound.likely_mistakes() if text not in decay]
-        storage = group_storage(group)
         kept = {storage.moments or p.dtype for p in group["params"]}
         dtypes = {x for x in kept if isinstance(x, torch.dtype)}
-        found += check_stored(bound.rule, storage, group["params"])
         found += stuck_moments(getattr(bound, "betas", ()), dtypes)
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
@@ -174,7 +190,7 @@ def likely_mistakes(groups: list[Group], bounds: list[FunctionalOptimizer]) -> l
                 "weight are lost in its 24 bits: 'exact' keeps 32"
             )
     # One warning for all groups, with the highest.
-    decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds])
+    decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds[first:]])
     return list(dict.fromkeys([*found, *decays]))
 
 

@@ -22,8 +22,8 @@ from optimi_func._distributed import (
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule
 from optimi_func._saved import Entry, Match, checked, from_tree, own_names
-from optimi_func._storage import entry_of, field_of, has_field
-from optimi_func._stored import has_codes, owned
+from optimi_func._storage import check_codes, entry_of, field_of, has_field, is_scale
+from optimi_func._stored import has_codes, owned, restored
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
 from optimi_func.execution.tensors import check_writable, has_memory, is_expanded, is_plain
@@ -60,6 +60,7 @@ def ensure_state(
     _check_state(path, p, {k: state[k] for k in own_names(rule) if k in state})
     names = rule.state._fields
     missing = [name for name in names if not has_field(state, name)]
+    otherwise = _kept_otherwise(spec, p, state)
     kept = remainder_dtype(p, spec.storage.param)
     comp = state.get("kahan_comp")
     # A compensation of any floating dtype is one.
@@ -67,7 +68,7 @@ def ensure_state(
     device = p.device if capturable else torch.device("cpu")
     astray = "step" in state and state["step"].device != device
     compensated = comp is None if kept is None else comp is not None and not recast
-    if "step" not in state or missing or astray or not compensated:
+    if "step" not in state or missing or astray or otherwise or not compensated:
         state = dict(state)
         if astray:
             state["step"] = state["step"].to(device)
@@ -77,6 +78,8 @@ def ensure_state(
             # Also where momentum appears in mid-run: its buffer has a first step.
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         state.update({k: x for k, x in fresh.items() if field_of(k) in missing})
+        for name in otherwise:
+            state = restored(rule, p, state, name, getattr(leaf.state, name))
         if kept is None:
             state.pop("kahan_comp", None)
         elif comp is None:
@@ -85,6 +88,17 @@ def ensure_state(
             state["kahan_comp"] = recast_remainder(p, comp, kept)
     made[p] = state
     return state
+
+
+def _kept_otherwise(spec: Spec, p: Tensor, state: Entry) -> list[str]:
+    """The fields that are in codes where the storage of now asks for others, or not."""
+    names = [name for name in spec.rule.state._fields if has_field(state, name)]
+    coded = [name for name in names if state.get(name) is None]
+    if not names or (spec.storage.moments != "8bit" and not coded):
+        return []
+    fresh = init_leaf(spec.rule, torch.empty_like(p, device="meta"), spec.storage).state
+    wanted = [name for name in names if not isinstance(getattr(fresh, name), Tensor)]
+    return [name for name in names if (name in coded) != (name in wanted)]
 
 
 def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
@@ -99,8 +113,9 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] was made under inference_mode and cannot be "
                 "written to: clone it outside"
             )
-        if name.endswith("_scale"):
-            continue  # as the codes that it belongs to
+        check_codes(f"state{path}[{name!r}]", name, x, p)
+        if is_scale(name):
+            continue
         if name != "step" and (x.shape != p.shape or x.device != p.device):
             raise ValueError(
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
@@ -169,7 +184,7 @@ def _is_zero(lr: Any) -> bool:
 
 
 def without_shared_memory(packed: dict[str, Any], names: set[str]) -> None:
-    """Make a packed state_dict one to save: no memory of others, no dtypes as objects.
+    """Make a packed state_dict one to save: no memory of others, plain types alone.
 
     Args:
         packed: As torch made it.
@@ -183,9 +198,11 @@ def without_shared_memory(packed: dict[str, Any], names: set[str]) -> None:
         for i, x in packed["state"].items()
     }
     for group in packed["param_groups"]:
-        # Of a dtype torch.distributed.checkpoint makes no whole state_dict.
-        if group["state_dtype"] is not None:
-            group["state_dtype"] = str(group["state_dtype"])
+        # Of a dtype torch.distributed.checkpoint makes no whole state_dict, and a class
+        # is not loaded with weights_only=True.
+        for name in ("state_dtype", "storage"):
+            if group[name] is not None:
+                group[name] = str(group[name])
 
 
 def _unshared(x: Any) -> Any:

@@ -90,11 +90,16 @@ class BaseOptimizer(Checkpoints):
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
+        # Json has no dtypes.
         if isinstance(defaults["state_dtype"], torch.dtype):
-            defaults["state_dtype"] = str(defaults["state_dtype"])  # json has no dtypes
+            defaults["state_dtype"] = str(defaults["state_dtype"])
+        if isinstance(
+            moments := getattr(defaults["storage"], "moments", None), torch.dtype
+        ):
+            defaults["storage"] = defaults["storage"]._replace(moments=str(moments))
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
-        self._warn_of_mistakes(self.param_groups)
+        self._warn_of_mistakes(0)
         if self.defaults["gradient_release"]:
             self._unprepared = _warn_where_unprepared(self)
 
@@ -127,16 +132,16 @@ class BaseOptimizer(Checkpoints):
             check_group(group, self.keywords)
             self._numbers.bind(group, on_host)
             check_modes(group)
+            if self._constructed:
+                self._warn_of_mistakes(count)
         except Exception:
             del self.param_groups[count:]
             raise
-        if self._constructed:
-            self._warn_of_mistakes(self.param_groups[count:])
 
-    def _warn_of_mistakes(self, groups: list[dict[str, Any]]) -> None:
-        """Warn, once for all groups, of what is allowed but hardly meant."""
-        bounds = [self._numbers.bind(group, on_host) for group in groups]
-        for text in likely_mistakes(groups, bounds):
+    def _warn_of_mistakes(self, first: int) -> None:
+        """Warn, once for all groups from one on, of what is allowed but hardly meant."""
+        bounds = [self._numbers.bind(group, on_host) for group in self.param_groups]
+        for text in likely_mistakes(self.param_groups, bounds, first):
             warnings.warn(text, UserWarning, stacklevel=4)
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._codes import is_low
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._storage import storage_of
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state
 
@@ -100,13 +102,14 @@ class Partition(Transform):
         _, tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
         low = {i for i, p in zip(places, tensors) if is_low(p)}
+        storages = self._storages(storage_of(storage, kahan_sum, state_dtype), low)
         parts = tuple(
             optimizer.init(
                 _part(i, places, tensors, spec),
                 # A part without low precision is no news where another has it.
                 kahan_sum=kahan_sum if i in low or not low else None,
                 state_dtype=state_dtype,
-                storage=storage,
+                storage=None if storage is None else storages[i],
             )
             for i, optimizer in enumerate(self.optimizers)
         )
@@ -139,6 +142,19 @@ class Partition(Transform):
             PartitionState(state.places, tuple(states)),
         )
 
+    def _storages(self, storage: Storage, low: set[int]) -> list[Storage]:
+        """Of each part what of a storage it has any use for, if another has more."""
+        moments = list(map(_may_keep_moments, self.optimizers))
+        found: list[Storage] = []
+        for i in range(len(self.optimizers)):
+            own = storage
+            if low and i not in low:
+                own = own._replace(param=None)
+            if own.moments == "8bit" and any(moments) and not moments[i]:
+                own = own._replace(moments=None)
+            found.append(own)
+        return found
+
     def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
         paths = _dotted_paths(params)
         found: list[int] = []
@@ -166,6 +182,14 @@ class Partition(Transform):
         if has_rest and not at_rest:
             raise ValueError(f"partition: no parameter is left for rest=: {known}")
         return found
+
+
+def _may_keep_moments(optimizer: object) -> bool:
+    """Whether an optimizer has moments, as far as it can be told without a parameter."""
+    while isinstance(optimizer, Transform):
+        optimizer = getattr(optimizer, "optimizer", None)
+    rule = optimizer.rule if isinstance(optimizer, FunctionalOptimizer) else None
+    return rule is None or bool(rule.state._fields)
 
 
 def partition(

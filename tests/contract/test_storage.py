@@ -1,0 +1,468 @@
+"""`storage=` of the classes: every rule, loading between storages, groups, what raises."""
+
+import copy
+import io
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from cases import CLASSES
+from stored import (
+    BF16,
+    CODED,
+    KEPT,
+    WIDE,
+    assert_same_bits,
+    decoded,
+    gradients,
+    kept_in_codes,
+    made,
+    meant,
+    same_bits,
+    starts,
+    train,
+)
+from torch import Tensor
+
+import optimi_func
+from optimi_func import SGD, Adam, AdamW, adamw
+from optimi_func._rule import Storage
+
+F32 = torch.float32
+
+# Every rule in every storage: adamw's and the compact ones; the rest soak.
+ROWS = [
+    pytest.param(
+        name,
+        kind,
+        options,
+        id="-".join([name, kind, *options]),
+        marks=() if kind == "compact" or name == "adamw" else pytest.mark.soak,
+    )
+    for kind in KEPT
+    for name, options in [
+        *[(name, {}) for name in CLASSES],
+        ("adam", {"amsgrad": True}),
+        ("adamw", {"maximize": True, "decouple_lr": True, "weight_decay": 1e-4}),
+    ]
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), ROWS)
+def test_every_rule_follows_float64(name: str, kind: str, options: dict[str, Any]) -> None:
+    storage, dtype = KEPT[kind]
+    grads = gradients(20, dtype)
+    ps, optimizer = made(name, storage, dtype, **options)
+    train(optimizer, ps, grads)
+    qs, other = made(name, None, dtype, **options)
+    for q in qs:
+        q.data = q.data.double()
+    train(other, qs, [[g.double() for g in some] for some in grads])
+    assert kept_in_codes(optimizer) == CODED
+    for start, p, q, coded in zip(starts(dtype), ps, qs, CODED):
+        state = optimizer.state[p]
+        assert p.dtype == dtype and p.stride() == start.stride()
+        if coded:
+            wide = {
+                k for k, x in state.items() if x.numel() == p.numel() and x.dtype != dtype
+            }
+            wide -= {"kahan_comp", "slow_param", *(k for k in wide if k.endswith("_q"))}
+            assert not wide
+            assert {k for k in state if not k.endswith(("_q", "_scale"))} <= {
+                *WIDE,
+                "step",
+                "kahan_comp",
+            }
+            assert all(state[k].dtype == F32 for k in state if k.endswith("_scale"))
+        moved = meant(p, state).double() - start.double()
+        expected = q.detach() - start.double()
+        # Lion's sign of a mean near 0 turns.
+        limit = 0.1 if name == "lion" else 0.06
+        assert (moved - expected).norm() < limit * expected.norm()
+
+
+@pytest.mark.parametrize("way", [{"foreach": True, "compile": None}, {"capturable": True}])
+@pytest.mark.parametrize("kind", KEPT)
+def test_other_ways_of_single_operations_are_the_same(kind: str, way: dict) -> None:
+    storage, dtype = KEPT[kind]
+    grads = gradients(5, dtype)
+    for name in ("adamw", "stableadamw") if kind == "compact" else ("adamw",):
+        ps, optimizer = made(name, storage, dtype)
+        train(optimizer, ps, grads)
+        qs, other = made(name, storage, dtype, **way)
+        train(other, qs, grads)
+        for p, q, coded in zip(ps, qs, CODED):
+            state, known = optimizer.state[p], other.state[q]
+            a, b = meant(p, state), meant(q, known)
+            if coded and "foreach" in way:
+                assert torch.equal(a, b)
+                assert all(same_bits(x, known[k]) for k, x in state.items())
+            # Numbers computed on the device may differ in their last bit, and so a code.
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+            assert list(state) == list(known)
+
+
+def test_memory_orders_of_gradients_and_of_casts_do_not_matter() -> None:
+    """What lies otherwise than its parameter, from the start or from some step on."""
+    ends = []
+    for turned in (False, True):
+        ps, optimizer = made("adan", "compact", BF16)
+        for i, some in enumerate(gradients(6)):
+            if turned and i == 3:
+                for p in ps:
+                    p.data = turn(p.data)
+            train(optimizer, ps, [[turn(g) for g in some] if turned else some])
+        ends.append((ps, optimizer))
+    (ps, optimizer), (qs, other) = ends
+    assert ps[0].stride() != qs[0].stride() and ps[2].stride() != qs[2].stride()
+    for p, q in zip(ps, qs):
+        assert torch.equal(p, q)
+        for name, x in optimizer.state[p].items():
+            assert torch.equal(x, other.state[q][name]), name
+
+
+def turn(x: Tensor) -> Tensor:
+    """Equal, in another order of memory."""
+    if x.dim() < 2:
+        return x
+    return x.t().contiguous().t() if x.dim() == 2 and x.is_contiguous() else x.contiguous()
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("kind", ["compact", "exact"])
+def test_copies_go_on_alike(kind: str, copier: Any) -> None:
+    storage, dtype = KEPT[kind]
+    grads = gradients(6)
+    ps, optimizer = made("adamw", storage, dtype)
+    train(optimizer, ps, grads[:3])
+    twin = copier(optimizer)
+    train(optimizer, ps, grads[3:])
+    train(twin, twin.param_groups[0]["params"], grads[3:])
+    assert twin.param_groups[0]["storage"] == storage
+    assert_same_bits(optimizer, twin)
+
+
+def test_functional_and_back() -> None:
+    grads = gradients(6)
+    ps = dict(zip("abcdef", [p.requires_grad_() for p in starts()]))
+    optimizer = AdamW(ps.items(), lr=0.01, storage="compact", compile=False)
+    train(optimizer, list(ps.values()), grads[:3])
+    pure, state = optimizer.functional()
+    assert type(state.leaves["a"].exp_avg).__name__ == "Moment8"
+    params = {name: p.detach().clone() for name, p in ps.items()}
+    for some in grads[3:]:
+        params, state = pure.step(params, dict(zip(params, some)), state)
+    qs = dict(zip("abcdef", [p.requires_grad_() for p in starts()]))
+    other = AdamW(qs.items(), lr=0.01, storage="compact", compile=False)
+    other.load_functional(state, params)
+    train(optimizer, list(ps.values()), grads[3:])
+    for p, q in zip(ps.values(), qs.values()):
+        torch.testing.assert_close(
+            meant(p, optimizer.state[p]), meant(q, other.state[q]), rtol=1e-3, atol=1e-5
+        )
+    # Into another storage.
+    wide = AdamW(qs.items(), lr=0.01, compile=False)
+    wide.load_functional(state)
+    assert not any(kept_in_codes(wide)) and wide.state[qs["a"]]["exp_avg"].dtype == BF16
+    train(wide, list(qs.values()), grads[:1])
+
+
+# Loading
+
+STORAGES: dict[str, Any] = {
+    "default": None,
+    "compact": "compact",
+    "exact": "exact",
+    "kahan 8bit": Storage("kahan", "8bit"),
+    "exact 8bit": Storage("exact", "8bit"),
+    "kahan8 float32": Storage("kahan8", F32),
+    "plain": Storage("plain", F32),
+}
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """By storage an optimizer after some steps, and its state from a file."""
+    found = {}
+    for kind, storage in STORAGES.items():
+        ps, optimizer = made("adamw", storage, BF16)
+        train(optimizer, ps, gradients(3))
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        found[kind] = optimizer, torch.load(file, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("into", STORAGES)
+@pytest.mark.parametrize("source", STORAGES)
+def test_any_storage_loads_into_any_other(source: str, into: str, saved: Any) -> None:
+    optimizer, state = saved[source]
+    ps = optimizer.param_groups[0]["params"]
+    qs, other = made("adamw", STORAGES[into], BF16)
+    for p, q in zip(ps, qs):
+        q.data.copy_(p.data)
+    other.load_state_dict(state)
+    assert other.param_groups[0]["storage"] == STORAGES[into]
+    if source == into:
+        assert_same_bits(optimizer, other)
+    coded = CODED if "8bit" in into or into == "compact" else [False] * len(CODED)
+    assert kept_in_codes(other) == coded
+    for p, q in zip(ps, qs):
+        rule = adamw(lr=0.1).rule
+        was = decoded(rule, optimizer.state[p])
+        now = decoded(rule, other.state[q])
+        for name in was:
+            # Codes of the largest of a group's are as near as bfloat16.
+            assert (was[name] - now[name]).norm() < 0.03 * was[name].norm()
+        if into not in ("plain", "default") and source not in ("plain",):
+            a, b = meant(p, optimizer.state[p]), meant(q, other.state[q])
+            assert ((a - b).abs() <= 2.0**-15.9 * a.abs()).all()
+    # It goes on: the same dtypes as an optimizer's that began so.
+    train(other, qs, gradients(4)[3:])
+    begun, twin = made("adamw", STORAGES[into], BF16)
+    train(twin, begun, gradients(1))
+    for q, r in zip(qs, begun):
+        known = {k: (x.dtype, x.stride()) for k, x in twin.state[r].items()}
+        assert {k: (x.dtype, x.stride()) for k, x in other.state[q].items()} == known
+        assert other.state[q]["step"] == 4
+
+
+def test_exact_is_resumed_bit_for_bit() -> None:
+    """And so is float32, from where exact stood; and exact, from float32."""
+    grads = gradients(8, F32)
+    ps, optimizer = made("adamw", "exact", BF16)
+    wide(ps)
+    qs, other = made("adamw", None, F32)
+    for p, q in zip(ps, qs):
+        q.data.copy_(p.data)
+    train(optimizer, ps, grads[:4])
+    train(other, qs, grads[:4])
+    rs, again = made("adamw", "exact", BF16)
+    wide(rs)
+    for p, r in zip(ps, rs):
+        r.data.copy_(p.data)
+    again.load_state_dict(optimizer.state_dict())
+    train(again, rs, grads[4:])
+    train(other, qs, grads[4:])
+    for q, r in zip(qs, rs):
+        assert torch.equal(meant(r, again.state[r]), q)
+        assert torch.equal(again.state[r]["exp_avg_sq"], other.state[q]["exp_avg_sq"])
+
+
+def wide(ps: list[Tensor]) -> None:
+    """Let parameters have gradients of float32."""
+    for p in ps:
+        p.grad_dtype = F32
+
+
+def test_torchs_state_is_taken_into_codes() -> None:
+    grads = gradients(3, F32)
+    qs = [p.requires_grad_() for p in starts(F32)]
+    theirs = torch.optim.AdamW(qs, lr=0.01)
+    train(theirs, qs, grads)
+    ps, optimizer = made("adamw", Storage(None, "8bit"), F32)
+    optimizer.load_state_dict(theirs.state_dict())
+    assert kept_in_codes(optimizer) == CODED
+    for p, q in zip(ps, qs):
+        now = decoded(adamw(lr=0.1).rule, optimizer.state[p])
+        for name, x in now.items():
+            assert (x - theirs.state[q][name]).norm() < 0.02 * x.norm()
+        assert optimizer.state[p]["step"] == 3
+
+
+def test_optimis_state_is_taken_into_codes() -> None:
+    optimi = pytest.importorskip("optimi")
+    qs = [p.requires_grad_() for p in starts(BF16)]
+    theirs = optimi.AdamW(qs, lr=0.01, betas=(0.9, 0.99))
+    train(theirs, qs, gradients(3))
+    plain = AdamW([p.requires_grad_() for p in starts()], lr=0.01, compile=False)
+    plain.load_state_dict(theirs.state_dict())
+    ps, optimizer = made("adamw", "compact", BF16)
+    optimizer.load_state_dict(theirs.state_dict())
+    assert kept_in_codes(optimizer) == CODED
+    for p, q in zip(ps, plain.param_groups[0]["params"]):
+        now = decoded(adamw(lr=0.1).rule, optimizer.state[p])
+        for name, x in now.items():
+            assert (x - plain.state[q][name].float()).norm() < 0.03 * x.norm()
+
+
+def test_codes_that_lost_their_strides_find_them_again(saved: Any) -> None:
+    """As a format that knows no strides has it."""
+    optimizer, state = saved["compact"]
+    state = copy.deepcopy(state)
+    for entry in state["state"].values():
+        entry.update({k: x.contiguous() for k, x in entry.items()})
+    _, other = made("adamw", "compact", BF16)
+    other.load_state_dict(state)
+    assert_same_state(optimizer, other)
+    # Into a parameter that never had them, it cannot be known what belongs together.
+    ps = [p.contiguous().requires_grad_() for p in starts()]
+    third = AdamW(ps, lr=0.01, storage="compact", compile=False)
+    with pytest.raises(ValueError, match="have lost its order"):
+        third.load_state_dict(state)
+    assert not third.state
+    # With them, codes are made anew.
+    third.load_state_dict(optimizer.state_dict())
+    for p, q in zip(optimizer.param_groups[0]["params"], ps):
+        was = decoded(adamw(lr=0.1).rule, optimizer.state[p])["exp_avg"]
+        now = decoded(adamw(lr=0.1).rule, third.state[q])["exp_avg"]
+        assert (was - now).norm() < 0.02 * was.norm()
+
+
+def assert_same_state(one: Any, two: Any) -> None:
+    for p, q in zip(one.param_groups[0]["params"], two.param_groups[0]["params"]):
+        for name, x in one.state[p].items():
+            assert torch.equal(x, two.state[q][name])
+            assert x.stride() == two.state[q][name].stride(), name
+
+
+def test_what_is_saved_is_plain(saved: Any) -> None:
+    for kind, (optimizer, state) in saved.items():
+        json.dumps(state["param_groups"])
+        json.dumps(optimizer.defaults)
+        for entry in state["state"].values():
+            assert all(type(x) is Tensor for x in entry.values())
+            assert ("exp_avg" in entry) != ("exp_avg_q" in entry)
+        assert optimizer.param_groups[0]["storage"] == STORAGES[kind]
+
+
+@pytest.mark.parametrize("source", ["compact", "default"])
+def test_codes_keep_no_dtype_that_they_had(source: str, saved: Any) -> None:
+    into = "compact" if source == "default" else None
+    qs, other = made("adamw", into, BF16)
+    with pytest.raises(ValueError, match="keep_dtypes=True with storage="):
+        other.load_state_dict(saved[source][1], keep_dtypes=True)
+    assert not other.state and other.param_groups[0]["params"][0] is qs[0]
+
+
+CASTS = {"exp_avg_q": BF16, "exp_avg_sq_q": F32, "exp_avg_scale": BF16}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_of_codes_are_refused(name: str, saved: Any) -> None:
+    """torch's own loading would cast them in silence."""
+    state = copy.deepcopy(saved["compact"][1])
+    state["state"][0][name] = state["state"][0][name].to(CASTS[name])
+    qs, other = made("adamw", "compact", BF16)
+    with pytest.raises(TypeError, match=rf"{name}.*as they were saved"):
+        other.load_state_dict(state)
+    other.load_state_dict(saved["compact"][1])
+    other.state[qs[0]][name] = state["state"][0][name]
+    with pytest.raises(TypeError, match=rf"{name}.*as they were saved"):
+        train(other, qs, gradients(1))
+    other.state[qs[0]][name] = saved["compact"][1]["state"][0][name][:3]
+    with pytest.raises((TypeError, ValueError), match=name):
+        train(other, qs, gradients(1))
+    assert all(torch.equal(p, q) for p, q in zip(starts(), qs))
+
+
+# Groups
+
+
+def test_each_group_has_a_storage() -> None:
+    grads = gradients(4)
+    ps = [p.requires_grad_() for p in starts()]
+    groups = [
+        {"params": ps[:1], "storage": "exact"},
+        {"params": ps[1:2], "storage": Storage("kahan", "8bit")},
+        {"params": ps[2:]},
+    ]
+    optimizer = AdamW(groups, lr=0.01, storage="compact", compile=False)
+    train(optimizer, ps, grads)
+    assert kept_in_codes(optimizer) == [False, *CODED[1:]]
+    kinds = [optimizer.state[p]["kahan_comp"].dtype for p in ps]
+    assert kinds == [torch.int16, BF16, *[torch.int8] * 4]
+    for i, storage in ((0, "exact"), (1, Storage("kahan", "8bit")), (2, "compact")):
+        qs, alone = made("adamw", storage, BF16)
+        train(alone, qs, grads)
+        assert torch.equal(qs[i], ps[i])
+
+
+def test_a_group_that_has_nothing_to_code_is_no_error() -> None:
+    """Norms in float32, beside weights in bfloat16; added later too."""
+    weight, norm = starts()[0].requires_grad_(), torch.ones(64, requires_grad=True)
+    optimizer = AdamW([{"params": [weight]}, {"params": [norm]}], lr=0.1, storage="exact")
+    later = torch.ones(64, requires_grad=True)
+    optimizer.add_param_group({"params": [later]})
+    optimizer.init_state()
+    assert "kahan_comp" not in optimizer.state[norm]
+    assert optimizer.state[weight]["kahan_comp"].dtype == torch.int16
+    with pytest.raises(ValueError, match="no parameter is bfloat16"):
+        AdamW([norm], lr=0.1, storage="exact")
+    optimizer = AdamW([norm], lr=0.1)
+    with pytest.raises(ValueError, match="no parameter is bfloat16 or float16"):
+        optimizer.add_param_group({"params": [later], "storage": "compact"})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("now", STORAGES)
+@pytest.mark.parametrize("before", ["default", "compact", "exact"])
+def test_a_storage_that_changes_in_mid_run_is_the_storage(before: str, now: str) -> None:
+    grads = gradients(4)
+    ps, optimizer = made("adamw", STORAGES[before], BF16)
+    train(optimizer, ps, grads[:2])
+    optimizer.param_groups[0]["storage"] = STORAGES[now]
+    qs, twin = made("adamw", STORAGES[now], BF16)
+    train(optimizer, ps, grads[2:])
+    train(twin, qs, grads)
+    coded = CODED if "8bit" in now or now == "compact" else [False] * len(CODED)
+    assert kept_in_codes(optimizer) == coded
+    for p, q in zip(ps, qs):
+        state, known = optimizer.state[p], twin.state[q]
+        assert state["step"] == 4 and set(state) == set(known)
+        comp = known.get("kahan_comp")
+        assert comp is None or state["kahan_comp"].dtype == comp.dtype
+        for name, x in decoded(adamw(lr=0.1).rule, state).items():
+            y = decoded(adamw(lr=0.1).rule, known)[name]
+            assert (x - y).norm() < 0.05 * y.norm()
+    # And back.
+    optimizer.param_groups[0]["storage"] = STORAGES[before]
+    train(optimizer, ps, grads[:1])
+    assert kept_in_codes(optimizer) == (CODED if before == "compact" else [False] * 6)
+
+
+# What raises
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"storage": "small"}, ValueError, r"storage='small': allowed are \['compact'"),
+        ({"storage": ("exact", "8bit")}, TypeError, "allowed are"),
+        ({"storage": Storage("half")}, ValueError, r"storage.param='half': allowed"),  # type: ignore[arg-type]
+        ({"storage": Storage(None, torch.int8)}, TypeError, "8bit"),
+        ({"storage": "compact", "kahan_sum": True}, ValueError, "choose one way"),
+        ({"storage": "compact", "state_dtype": F32}, ValueError, "choose one way"),
+    ],
+)
+def test_storages_that_there_are_not(options: Any, kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        AdamW([starts()[0].requires_grad_()], lr=0.1, **options)
+    if "kahan_sum" not in options:
+        with pytest.raises(kind, match=text):
+            optimi_func.adamw_init(starts()[0], **options)
+
+
+def test_a_rule_without_moments_has_none_in_codes() -> None:
+    ps = [p.requires_grad_() for p in starts()]
+    with pytest.raises(ValueError, match="keeps no moments"):
+        SGD(ps, lr=0.1, storage="compact")
+    with pytest.raises(ValueError, match="keeps no moments"):
+        optimi_func.sgd_init(ps, storage="compact")
+    groups = [{"params": ps[:1]}, {"params": ps[1:], "momentum": 0.9}]
+    SGD(groups, lr=0.1, storage="compact")
+    optimizer = SGD(ps, lr=0.1, storage="exact", compile=False)
+    train(optimizer, ps, gradients(1))
+    assert list(optimizer.state[ps[0]]) == ["step", "kahan_comp"]
+
+
+def test_steps_too_small_for_24_bits_are_said() -> None:
+    p = starts()[0].requires_grad_()
+    with pytest.warns(UserWarning, match="below 2\\^-16"):
+        Adam([p], lr=1e-6, storage="compact")

@@ -1,0 +1,192 @@
+"""Codes under transformations: vmap, derivatives, and the transforms of optimizers."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, LR, Case, problem
+from stored import BF16, same_bits
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func import adamw, lion, population, sgd, transforms, unroll
+from optimi_func._codes import Moment8, widen
+from optimi_func._rule import Storage
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr="
+)
+KINDS: dict[str, Any] = {
+    "compact": "compact",
+    "exact": Storage("exact", "8bit"),
+    "kahan": Storage("kahan", "8bit"),
+}
+
+
+def weights(dtype: torch.dtype = BF16) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(128, 64, generator=generator).to(dtype)
+
+
+def directions(steps: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(128, 64, generator=generator).to(dtype) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_option_follows_its_reference(case: Case) -> None:
+    """Every decay, maximize, AMSGrad and the rest, beside the reference in float64."""
+    if case.name == "sgd" and "momentum" not in case.options:
+        storage: Any = "exact"  # it has nothing to put in codes
+    else:
+        storage = "compact"
+    # In groups of 64 that are of one size.
+    start, grads = problem((128, 64), steps=15)
+    p = start.to(BF16)
+    given = [g.to(BF16) for g in grads]
+    optimizer = case.functional()
+    state = optimizer.init(p, storage=storage)
+    assert storage == "exact" or isinstance(state.leaves.rule_state[0], Moment8)
+    start = p.double()
+    for g in given:
+        p, state = optimizer.step(p, g, state)
+    moved = widen(p, state.leaves.kahan_comp, torch.float32)[1].double() - start
+    wanted = case.reference(start, [g.double() for g in given])[-1] - start
+    # Lion's sign of a mean near 0 turns.
+    limit = 0.2 if case.name == "lion" else 0.05
+    assert (moved - wanted).norm() < limit * wanted.norm()
+
+
+# vmap
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_step_as_each_alone(kind: str) -> None:
+    p = torch.stack([weights(), 2 * weights(), -weights()])
+    lrs = torch.tensor([0.1, 0.01, 0.001], dtype=torch.float64)
+    members = population.init(adamw, {"w": p}, {"lr": lrs}, storage=KINDS[kind])
+    q = members.state.leaves["w"].exp_avg.q
+    assert q.dtype == torch.int8 and q.shape == p.shape and len(members) == 3
+    alone = [({"w": x}, adamw(lr=lr)) for x, lr in zip(p, lrs)]
+    states = [opt.init(x, storage=KINDS[kind]) for x, opt in alone]
+    for g in directions(3):
+        grads = {"w": torch.stack([g, -g, 2 * g])}
+        members = population.step(adamw, members, grads)
+        for i, (x, opt) in enumerate(alone):
+            new, states[i] = opt.step(x, {"w": grads["w"][i]}, states[i])
+            alone[i] = new, opt
+    for i, ((x, _), state) in enumerate(zip(alone, states)):
+        mine = population.select(members, torch.tensor([i]))
+        ours = pytree.tree_map(lambda t: t[0], mine.state.leaves["w"])
+        theirs = state.leaves["w"]
+        a = widen(mine.params["w"][0], ours.kahan_comp, torch.float32)[1]
+        b = widen(x["w"], theirs.kahan_comp, torch.float32)[1]
+        assert (a - b).norm() < 2e-3 * (b - p[i].float()).norm()
+        assert (ours.exp_avg.q.int() - theirs.exp_avg.q.int()).abs().max() <= 1
+
+
+def test_vmap_over_gradients_alone() -> None:
+    """The state of one, and the gradients of many."""
+    p, (g, h) = weights(), directions(2)
+    optimizer = adamw(lr=0.1)
+    state = optimizer.init(p, storage="compact")
+    p, state = optimizer.step(p, g, state)
+    both = vmap(lambda x: optimizer.step(p, x, state))(torch.stack([g, h]))
+    for i, x in enumerate((g, h)):
+        one = optimizer.step(p, x, state)
+        for a, b in zip(pytree.tree_leaves(both), pytree.tree_leaves(one)):
+            # The count of steps is the same for all.
+            assert same_bits(a[i] if a.shape[1:] == b.shape and a.dim() else a, b)
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "kahan8", "exact float32"])
+def test_differentiating_through_codes_raises(kind: str) -> None:
+    storage = {
+        **KINDS,
+        "kahan8": Storage("kahan8", torch.float32),
+        "exact float32": "exact",
+    }[kind]
+    p, (g, h) = weights(), directions(2)
+    state = adamw(lr=0.1).init(p, storage=storage)
+
+    def moved(lr: Tensor) -> Tensor:
+        q, new = adamw(lr=lr).step(p, g, state)
+        q, _ = adamw(lr=lr).step(q, h, new)
+        return q.float().sum()
+
+    def of_gradient(x: Tensor) -> Tensor:
+        _, new = adamw(lr=0.1).step(p, x, state)
+        return adamw(lr=0.1).step(p, h, new)[0].float().sum()
+
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    text = "has no derivative"
+    if storage != KINDS["kahan"]:
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            grad(moved)(lr)
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            jvp(moved, (lr,), (torch.ones_like(lr),))
+        follower = lr.clone().requires_grad_()
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            moved(follower).backward()
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        grad(of_gradient)(g.float())
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        jvp(of_gradient, (g.float(),), (h.float(),))
+
+
+def test_unrolled_runs_step_codes_and_have_no_derivative() -> None:
+    p = {"w": weights(torch.float32)}
+    batches = [{"x": x} for x in directions(3, torch.float32)]
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return ((params["w"] - batch["x"]) ** 2).sum()
+
+    state = adamw(lr=0.1).init(p, storage=Storage(None, "8bit"))
+    run = unroll(adamw(lr=0.1), loss, p, state, batches)
+    assert isinstance(run.state.leaves["w"].exp_avg, Moment8) and run.state.step == 3
+    wide = unroll(adamw(lr=0.1), loss, p, None, batches)
+    moved = (wide.params["w"] - p["w"]).norm()
+    assert (run.params["w"] - wide.params["w"]).norm() < 0.05 * moved
+
+    def end(lr: Tensor) -> Tensor:
+        last = unroll(adamw, loss, p, state, batches, hyper={"lr": lr}).params["w"]
+        return last.sum()
+
+    with pytest.raises((ValueError, RuntimeError), match="has no derivative"):
+        grad(end)(torch.tensor(0.1))
+    with pytest.raises((ValueError, RuntimeError), match="has no derivative"):
+        jvp(end, (torch.tensor(0.1),), (torch.tensor(1.0),))
+
+
+# Transforms
+
+
+def codes_in(state: Any) -> int:
+    found: list[Any] = []
+    pytree.tree_map(found.append, state, is_leaf=lambda x: isinstance(x, Moment8))
+    return sum(isinstance(x, Moment8) for x in found)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "clip": transforms.clip_by_global_norm,
+    "ema": transforms.ema,
+    "every": transforms.every_k,
+    "masked": transforms.masked,
+}
+
+
+def transformed() -> dict[str, Any]:
+    base = adamw(lr=0.1)
+    return {
+        "clip": transforms.chain(transforms.clip_by_global_norm(1.0), base),
+        "ema": transforms.ema(base, 0.9),
+        "every_k": transforms.every_k(base, 2),
+        "partition": transforms.partition(("w", base), rest=lion(lr=0.1)),
+        "masked": transforms.masked(base, "w"),
+        "skip_nonfinite": transforms.skip_nonfinite(base),
+    }

@@ -1,0 +1,220 @@
+"""Gradient release of parameters and moments in codes: the steps of an ordinary loop."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import CLASSES
+from released import EAGER, batch
+from stored import BF16, assert_same_bits, kept_in_codes, meant, same_bits
+from torch import nn
+
+import optimi_func
+from optimi_func import adamw, prepare_for_gradient_release
+from optimi_func._rule import Storage
+from optimi_func.gradient_release import owners
+
+STORAGES = ["compact", Storage("exact", "8bit"), Storage("kahan", "8bit")]
+CODED = [False, False, True, False, False, False, False]
+
+
+class Net(nn.Module):
+    """One weight large enough to be in codes, used twice; the others are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 128)
+        self.middle = nn.Linear(128, 128)
+        self.norm = nn.LayerNorm(128)
+        self.last = nn.Linear(128, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        x = self.middle(self.middle(x).relu())
+        return self.last(self.norm(x))
+
+
+def make(name: str, storage: Any, release: bool, dtype: Any = BF16, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    options = {**EAGER, "lr": 1e-2, "storage": storage, "gradient_release": release}
+    if name == "sgd":
+        options["momentum"] = 0.9
+    return model, CLASSES[name](model.parameters(), **{**options, **more})
+
+
+def backward(model: nn.Module, i: int) -> None:
+    model(batch(i, next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+# How a release steps, and what an ordinary loop does in its place.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "buffer": {"accumulation": "buffer", "accumulation_steps": 2},
+    "value": {"clip_value": 1e-3},
+    "param norm": {"clip_param_norm": 0.01},
+    "global norm": {"clip_global_norm": 0.01, "how": "two_pass"},
+    "norms": {"grad_norm": True, "skip_nonfinite": True},
+}
+
+
+def ordinary(model: nn.Module, optimizer: Any, mode: str, steps: int) -> None:
+    params = list(model.parameters())
+    for i in range(steps):
+        backward(model, i)
+        if mode == "buffer" and i % 2 == 0:
+            continue
+        if mode == "value":
+            torch.nn.utils.clip_grad_value_(params, 1e-3)
+        if mode == "param norm":
+            for p in params:
+                torch.nn.utils.clip_grad_norm_([p], 0.01)
+        if mode == "global norm":
+            torch.nn.utils.clip_grad_norm_(params, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def released(model: nn.Module, handle: Any, steps: int) -> None:
+    for i in range(steps):
+        if handle.options.two_pass:
+            handle.backward(lambda i=i: model(batch(i, BF16)).float().square().mean())
+        else:
+            backward(model, i)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_released_steps_are_the_ordinary_ones(mode: str, storage: Any) -> None:
+    model, optimizer = make("adamw", storage, True)
+    with prepare_for_gradient_release(model, optimizer, **MODES[mode]) as handle:
+        released(model, handle, 6)
+    twin, other = make("adamw", storage, False)
+    ordinary(twin, other, mode, 6)
+    assert kept_in_codes(optimizer) == CODED
+    if mode in ("plain", "norms"):
+        assert_same_bits(optimizer, other)
+        return
+    start = make("adamw", storage, False)[0]
+    # torch clips gradients where they are, in bfloat16; ours on the way, and sums of two
+    # are float32.
+    for p, q, x in zip(model.parameters(), twin.parameters(), start.parameters()):
+        a, b = meant(p, optimizer.state[p]), meant(q, other.state[q])
+        assert (a - b).norm() < 0.05 * (b - x.float()).norm()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_rule_is_released(name: str) -> None:
+    model, optimizer = make(name, "compact", True)
+    prepare_for_gradient_release(model, optimizer)
+    twin, other = make(name, "compact", False)
+    for i in range(4):
+        backward(model, i)
+    ordinary(twin, other, "plain", 4)
+    assert kept_in_codes(optimizer) == CODED
+    assert_same_bits(optimizer, other)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_exact_released_is_float32_bit_for_bit(name: str) -> None:
+    """Given the same gradients, also where they are wider than the parameter."""
+    ends = []
+    for dtype, storage in ((BF16, "exact"), (torch.float32, None)):
+        torch.manual_seed(0)
+        weight = torch.randn(64, 8).to(BF16).to(dtype)
+        model = nn.ParameterList([weight])
+        p = model[0]
+        options = {"momentum": 0.9} if name == "sgd" else {}
+        optimizer = CLASSES[name](
+            [p], lr=0.01, storage=storage, gradient_release=True, **options, **EAGER
+        )
+        prepare_for_gradient_release(model, optimizer)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+        for i in range(200):
+            if i == 100 and dtype == BF16:
+                p.grad_dtype = torch.float32
+            g = torch.randn(64, 8, generator=torch.Generator().manual_seed(i))
+            g = g if i >= 100 else g.to(BF16).float()
+            Times.apply(p, g).backward()
+            optimizer.step()
+            schedule.step()
+        assert optimizer.state[p]["step"] == 200
+        ends.append((p, optimizer.state[p]))
+    (p, state), (q, known) = ends
+    assert torch.equal(meant(p, state), q)
+    assert all(torch.equal(state[k], x) for k, x in known.items())
+
+
+class Times(torch.autograd.Function):
+    """(p * g).sum() in float32, whose gradient keeps g's dtype where p's allows it."""
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        ctx.g = g if p.grad_dtype == torch.float32 else g.to(p.dtype)
+        return (p.float() * g).sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        return ctx.g, None
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_accumulation_in_the_state_is_one_step(storage: Any) -> None:
+    """The parameters stay until the last part, and are in the same codes then."""
+    ends = []
+    for how in ("states", "buffer"):
+        model, optimizer = make("adamw", storage, True)
+        options = {"accumulation": how, "accumulation_steps": 2}
+        prepare_for_gradient_release(model, optimizer, **options)
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(model, 0)
+        assert all(map(torch.equal, before, model.parameters()))
+        for i in range(1, 4):
+            backward(model, i)
+        ends.append(
+            [(p, optimizer.state[p], x) for p, x in zip(model.parameters(), before)]
+        )
+        assert kept_in_codes(optimizer) == CODED
+    for (p, state, start), (q, known, _) in zip(*ends):
+        assert state["step"] == known["step"] == 2
+        a, b = meant(p, state) - start.float(), meant(q, known) - start.float()
+        # v adds the parts' squares up: another mean of squares, of the same order.
+        assert 0.3 * b.norm() < a.norm() < 3 * b.norm()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_a_skipped_step_changes_no_code(storage: Any, capturable: bool) -> None:
+    model, optimizer = make("adamw", storage, True, capturable=capturable)
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True)
+    for i in range(2):
+        backward(model, i)
+    before = [(p.detach().clone(), dict(optimizer.state[p])) for p in model.parameters()]
+    before = [(p, {k: x.clone() for k, x in s.items()}) for p, s in before]
+    loss = model(batch(2, BF16)).float().square().mean() * math.nan
+    loss.backward()
+    for p, (value, known) in zip(model.parameters(), before):
+        assert torch.equal(p, value)
+        assert all(same_bits(x, known[k]) for k, x in optimizer.state[p].items())
+    assert set(handle.skipped.values()) == {1}
+    backward(model, 3)
+    assert optimizer.state[model.middle.weight]["step"] == 3
+
+
+def test_a_tree_in_codes_is_released(monkeypatch) -> None:
+    """A pure optimizer's state is the storage that it was made in."""
+    monkeypatch.setattr(owners, "UNCOMPILABLE", {"cpu"})
+    model, _ = make("adamw", None, False)
+    handle = prepare_for_gradient_release(model, adamw(lr=1e-2))
+    params = dict(model.named_parameters())
+    handle.state = optimi_func.adamw_init(params, storage="compact")
+    twin, other = make("adamw", "compact", False)
+    for i in range(4):
+        backward(model, i)
+    ordinary(twin, other, "plain", 4)
+    leaf = handle.state.leaves["middle.weight"]
+    assert leaf.exp_avg.q.dtype == torch.int8 and handle.state.step == 4
+    q = other.state[twin.middle.weight]["exp_avg_sq_q"]
+    apart = (leaf.exp_avg_sq.q.int() - q.int()).abs()
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 2e-3

@@ -15,7 +15,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
 QUESTIONS := step_time scaling foreach_or_loop host_cost cold_start bandwidth \
-	rules_per_byte release accumulation train_step population
+	rules_per_byte release accumulation train_step population storage
 
 .DEFAULT_GOAL := help
 .PHONY: help train test soak bench lint format clean

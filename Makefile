@@ -21,7 +21,7 @@ QUESTIONS := step_time scaling foreach_or_loop host_cost cold_start bandwidth \
 .PHONY: help train test soak bench lint format clean
 
 help:
-	@echo "make train   train a small GPT three ways and compare the optimizers (minutes)"
+	@echo "make train   train a small GPT four ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that take minutes"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"

@@ -18,7 +18,7 @@ def test_train_gpt(tmp_path: Path) -> None:
     options = ["--quick", "--no-compile", "--out", str(picture)]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for run in ("float32", "bfloat16", "bfloat16 + Kahan"):
+    for run in ("float32", "bfloat16", "bfloat16 + Kahan", "bfloat16 compact"):
         assert run in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -18,7 +18,8 @@ of a weight rounds to nothing. Plain bfloat16 therefore follows float32 at first
 falls behind, most of all late in training when the learning rate is small. Kahan
 summation carries the lost part of each update over to the next step, so that the
 third run should end close to float32 with 5/8 of its memory (10 bytes per parameter
-against 16), and the fourth with less than half (7.1). What was measured is printed at the end and drawn to ``--out``.
+against 16), and the fourth with less than half (7.1). What was measured is printed at the
+end and drawn to ``--out``.
 """
 
 import argparse

@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 # Newer than what it was installed from exactly when .venv is up to date.
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
+CUDA_OFFLINE := $(VENV)/.cuda-offline
 # Resolved with Python 3.11. Others get the same versions, which have wheels for 3.12 and
 # 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
@@ -18,12 +19,13 @@ QUESTIONS := step_time scaling foreach_or_loop host_cost cold_start bandwidth \
 	rules_per_byte release accumulation train_step population storage
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak bench lint format clean
+.PHONY: help train test soak cuda-offline bench lint format clean
 
 help:
 	@echo "make train   train a small GPT four ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that take minutes"
+	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
@@ -49,6 +51,12 @@ $(FRAMEWORKS): $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[frameworks]' -c $(CONSTRAINTS)
 	@touch $@
 
+# CUDA builds of torch have brought the triton that they take, which is not to be replaced.
+$(CUDA_OFFLINE): $(STAMP)
+	$(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet -e '.[cuda-offline]' -c $(CONSTRAINTS)
+	@touch $@
+
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
@@ -57,8 +65,11 @@ train: $(STAMP)
 test: $(STAMP) $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-soak: $(STAMP)
+soak: $(STAMP) $(CUDA_OFFLINE)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+cuda-offline: $(STAMP) $(CUDA_OFFLINE)
+	$(BIN)/python -m pytest -m soak tests/integration/test_cuda_offline.py $(ARGS)
 
 bench: $(STAMP)
 	for question in $(QUESTIONS); do \

@@ -53,6 +53,7 @@ from optimi_func.optimizers.stableadamw import stableadamw as stableadamw
 from optimi_func.optimizers.stableadamw import stableadamw_init as stableadamw_init
 from optimi_func.optimizers.stableadamw import stableadamw_step as stableadamw_step
 from optimi_func.unrolling import Unrolled as Unrolled
+from optimi_func.unrolling import detach as detach
 from optimi_func.unrolling import unroll as unroll
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision

@@ -63,6 +63,11 @@ def check_eps(eps: Any) -> None:
 
 def check_param(path: object, p: Any) -> None:
     """Refuse what is not a dense real floating tensor."""
+    if isinstance(p, torch.nn.Module):
+        raise TypeError(
+            f"params{path} is the module {type(p).__name__}: pass its parameters, "
+            "dict(model.named_parameters())"
+        )
     if not isinstance(p, Tensor):
         raise TypeError(f"params{path}={p!r} is not a tensor")
     if p.is_complex():

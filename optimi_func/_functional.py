@@ -5,7 +5,7 @@ optimizers themselves are in `optimizers`, a file each.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -76,6 +76,16 @@ class FunctionalOptimizer:
     def __post_init__(self) -> None:
         """Refuse what no step could use, before any step."""
         self.check()
+
+    def __repr__(self) -> str:
+        """The call that makes it, without what is so by default."""
+        given = [(f, getattr(self, f.name)) for f in fields(self)]
+        shown = [
+            f"{f.name}={x!r}"
+            for f, x in given
+            if isinstance(x, Tensor) or type(x) is not type(f.default) or x != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def with_lr(self, lr: float) -> Self:
         """The same with another learning rate, which alone is checked."""

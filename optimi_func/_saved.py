@@ -350,7 +350,8 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
     needed = {*rule.state._fields, "step"}
     if entry and not needed <= set(map(field_of, entry)):
         raise ValueError(
-            f"{name} holds {sorted(saved)}: {rule.name} needs {sorted(needed)}, or nothing"
+            f"{name} holds {sorted(saved)}: the optimizer needs {sorted(needed)}, or "
+            "nothing"
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}
 

@@ -11,7 +11,9 @@ from optimi_func._codes import (
     NEAREST,
     alike,
     moment_codes,
+    narrow,
     recast_remainder,
+    remainder,
     same_layout,
     second_moment_codes,
     widen,
@@ -150,3 +152,21 @@ def master(p: Tensor, rest: Tensor | None) -> Tensor:
         return p.detach().to(wide, copy=True)
     part, here = to_local([p.detach(), rest])
     return from_local(widen(part, here, wide)[1], p)
+
+
+def set_master(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
+    """Write x, a float32, into a parameter and what is kept beside it."""
+    parts = [p.detach()] if rest is None else [p.detach(), rest]
+    part, *beside = to_local(parts)
+    (x,) = to_local([distribute_like(p, x.detach().to(p.device))])
+    if not beside:
+        part.copy_(x)
+        return
+    (here,) = beside
+    x = x.to(torch.float32)
+    if here.is_floating_point():
+        part.copy_(x)
+        here.copy_(remainder(x, part, here.dtype))
+        return
+    for target, new in zip((part, here), narrow(x, part, here)):
+        target.copy_(new)

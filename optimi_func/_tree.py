@@ -102,8 +102,8 @@ class FlatTree(NamedTuple):
         paths, tensors, spec = flatten_params(params)
         if not isinstance(state, TreeState):
             raise TypeError(
-                f"state={type(state).__name__} is not a TreeState: make one with "
-                f"{rule.name}'s init"
+                f"state={type(state).__name__} is not a TreeState: make one with the "
+                "optimizer's init"
             )
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
@@ -138,7 +138,7 @@ def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
     if not isinstance(s.rule_state, rule.state):
         raise ValueError(
             f"state.leaves{path} holds {type(s.rule_state)._fields}, but "
-            f"{rule.name} needs {rule.state._fields}: make it with its own init and the "
+            f"the optimizer needs {rule.state._fields}: make it with its own init and the "
             "same options"
         )
     fields = dict(zip(rule.state._fields, s.rule_state), kahan_comp=s.kahan_comp)

@@ -100,7 +100,7 @@ class Joined(Schedule):
         return value
 
 
-def linear(start: Scalar, end: Scalar, *, steps: int) -> Schedule:
+def linear(start: Scalar, end: Scalar, steps: int) -> Schedule:
     """A straight line, then constant: start at step 0, end from step `steps` on.
 
         x = min(step / steps, 1),   (1 - x) * start + x * end
@@ -126,7 +126,7 @@ def linear(start: Scalar, end: Scalar, *, steps: int) -> Schedule:
     return _ramp(start, end, steps, "linear")
 
 
-def cosine(start: Scalar, end: Scalar, *, steps: int) -> Schedule:
+def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
     """Half a wave of the cosine, then constant: slow at both ends.
 
         x = (1 - cos(pi * min(step / steps, 1))) / 2,   (1 - x) * start + x * end
@@ -190,7 +190,7 @@ def join(
 
 
 def warmup_cosine(
-    peak: Scalar, *, warmup: int, total: int, start: Scalar = 0.0, end: Scalar = 0.0
+    peak: Scalar, warmup: int, total: int, *, start: Scalar = 0.0, end: Scalar = 0.0
 ) -> Schedule:
     """Up a straight line to the peak, down a cosine to the end.
 
@@ -287,8 +287,8 @@ def wsd(
 
 def one_cycle(
     peak: Scalar,
-    *,
     total: int,
+    *,
     pct_start: float = 0.3,
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,

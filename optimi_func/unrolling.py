@@ -16,8 +16,8 @@ others again; `detach_at` cuts the run, as truncated backpropagation does.
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from itertools import islice, repeat
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from torch.utils import _pytree as pytree
 from optimi_func import _torch
 from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func._rule import PyTree
+
+T = TypeVar("T")
 
 
 class Unrolled(NamedTuple):
@@ -43,8 +45,9 @@ def unroll(
     loss_fn: Callable[[PyTree, Any], Tensor],
     params: PyTree,
     state: Any,
-    batches: Iterable[Any],
+    batches: Any,
     *,
+    steps: int | None = None,
     hyper: Mapping[str, Any] | None = None,
     detach_at: Collection[int] = (),
     checkpoint_every: int | None = None,
@@ -71,6 +74,7 @@ def unroll(
         params: Parameter tree to start from.
         state: The optimizer's, to start from; None makes a fresh one.
         batches: One a step, each any pytree of tensors; loss weights are at home there.
+        steps: Take `batches` for one batch, and train on it so many times.
         hyper: The factory's numbers by name: a pytree of numbers and tensors.
         detach_at: Steps, 0-based, at whose start params and state lose their past, such
             as range(0, 1000, 100).
@@ -82,10 +86,10 @@ def unroll(
         Params, state and losses at the end.
 
     Raises:
-        ValueError: checkpoint_every < 1, a negative step in detach_at, no batch, or a loss
-            that is no scalar.
-        TypeError: A loss that is no floating tensor, hyper beside an optimizer whose
-            numbers are bound, or an optimizer that is neither.
+        ValueError: checkpoint_every < 1, steps < 1, a negative step in detach_at, no
+            batch, or a loss that is no scalar.
+        TypeError: Batches that are none, a loss that is no floating tensor, hyper beside
+            an optimizer whose numbers are bound, or an optimizer that is neither.
         RuntimeError: With checkpoint_every, a tensor from outside that needs a derivative.
 
     References:
@@ -104,6 +108,15 @@ def unroll(
     (tensor(0.2500), tensor(-2.))
     """
     check_optimizer(optimizer, hyper)
+    if steps is not None:
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"steps={steps!r}: allowed are None and integers from 1")
+        batches = repeat(batches, steps)
+    elif not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches={batches!r}: allowed is an iterable with a batch for each step; "
+            "steps=... takes one batch so many times"
+        )
     if checkpoint_every is not None and (
         type(checkpoint_every) is not int or checkpoint_every < 1
     ):
@@ -133,6 +146,20 @@ def unroll(
     return Unrolled(params, state, torch.stack(losses))
 
 
+def detach(tree: T) -> T:
+    """The tree with tensors that have no past: between the steps of an outer loop.
+
+    Params and state that come out of a run carry its graph; the next would differentiate
+    through both.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> params, _ = detach(({"w": 2 * w}, None))
+    >>> params["w"].requires_grad
+    False
+    """
+    return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+
+
 Segment: TypeAlias = Callable[[PyTree], PyTree]
 
 
@@ -148,7 +175,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
         losses: list[Tensor] = []
         for i, batch in enumerate(batches):
             if i in cuts:
-                params, state = pytree.tree_map_only(Tensor, Tensor.detach, (params, state))
+                params, state = detach((params, state))
             grads, value = grad_and_value(loss)(params, batch)
             params, state = bound.step(params, grads, state)
             losses.append(value)

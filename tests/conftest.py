@@ -2,12 +2,16 @@
 
 import gc
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 # Threads of several processes share a few cores here: one that waits by spinning takes
 # the time of one that has work. OpenMP reads this when torch is loaded, also in processes
 # that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import forked
 import pytest
 import torch
 
@@ -17,6 +21,20 @@ from optimi_func.execution import inductor
 inductor.PRECOMPILE_HEADERS = True
 # Two, as the smallest machine that runs this has; more would only wait for each other.
 torch.set_num_threads(2)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """GCC links with gold where there is one.
+
+    The usual linker reads all symbols of libtorch for each kernel, for half as long as the
+    kernel takes to compile. Processes that tests start find it, too.
+    """
+    gold = shutil.which("ld.gold")
+    if gold and "COMPILER_PATH" not in os.environ:
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        (Path(folder.name) / "ld").symlink_to(gold)
+        os.environ["COMPILER_PATH"] = folder.name
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +54,8 @@ def _older_objects_rest() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Objects that rest are never freed: triton 3.9 reports its own as leaked at exit."""
+    forked.stop()
+    # Objects that rest are never freed: triton 3.9 reports its own as leaked at exit.
     gc.unfreeze()
 
 

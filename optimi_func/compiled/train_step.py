@@ -1,12 +1,10 @@
 """The whole training step: forward, backward, clipping and update compiled together."""
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from optimi_func import _torch
@@ -21,6 +19,7 @@ from optimi_func._rule import (
     check_pure,
 )
 from optimi_func._tree import FlatTree, TreeState
+from optimi_func.compiled.train_arguments import check_arguments, check_single
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Inputs,
@@ -152,9 +151,9 @@ def train_step(
     >>> bool(second.loss < first.loss)
     True
     """
-    _check_arguments(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
+    check_arguments(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(model_or_fn, torch.nn.Module):
-        _check_single(model_or_fn)
+        check_single(model_or_fn)
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
@@ -171,47 +170,6 @@ class _Settings(NamedTuple):
 
     def module(self) -> torch.nn.Module | None:
         return self.model if isinstance(self.model, torch.nn.Module) else None
-
-
-def _check_arguments(
-    model: Any, loss_fn: Any, accumulate: Any, clip: Any, donate: Any
-) -> None:
-    if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
-        raise TypeError(
-            "model_or_fn is torch.compile's, and this step compiles the model itself: pass "
-            "the module that you gave to torch.compile (its parameters are the same)"
-        )
-    for name, x in (("model_or_fn", model), ("loss_fn", loss_fn)):
-        if not callable(x):
-            raise TypeError(f"{name}={x!r}: allowed are callables")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        raise TypeError(f"accumulate={accumulate!r}: allowed are integers, at least 1")
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate}: allowed are integers, at least 1")
-    if clip is not None:
-        if isinstance(clip, bool) or not isinstance(clip, Real):
-            raise TypeError(
-                f"clip_global_norm={clip!r}: allowed are positive numbers and None"
-            )
-        if not float(clip) > 0.0:
-            raise ValueError(
-                f"clip_global_norm={clip}: allowed are positive numbers and None"
-            )
-    if not isinstance(donate, bool):
-        raise TypeError(f"donate={donate!r}: allowed are True and False")
-
-
-def _check_single(module: torch.nn.Module) -> None:
-    """Refuse a module whose gradients others wait for.
-
-    Only the wrapper tells: the module inside of one, passed by itself, is trained as one
-    process alone would.
-    """
-    if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
-        raise ValueError(
-            "model_or_fn is trained by DistributedDataParallel, which this step would not "
-            "ask to reduce gradients: train it by an ordinary loop"
-        )
 
 
 class PureStep:
@@ -349,7 +307,7 @@ class PureStep:
         # Gradients are made in the graph, like their parameters: those stand for them.
         leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
         warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
-        steps = TreeStep(optimizer, leaves, "kernels", set())
+        steps = TreeStep(optimizer, leaves, "kernels")
 
         def update(
             places: Sequence[int], grads: list[Tensor], scale: Tensor | None

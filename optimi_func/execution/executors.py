@@ -13,6 +13,7 @@ from optimi_func._rule import Rule
 from optimi_func.execution.codecs import arguments_of, can_run
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
+    CaptureError,
     DispatchModeError,
     Kernel,
     Pass,
@@ -43,7 +44,7 @@ FLATTENED = 1 << 20
 MEASURED = 1 << 20
 
 # Found out once a process: types of devices for which the compiler has failed.
-UNCOMPILABLE: set[str] = set()
+_uncompilable: set[str] = set()
 # And of which devices it was said that nothing is compiled.
 _said_switched_off: set[str] = set()
 
@@ -57,7 +58,6 @@ def plan_launches(
     rule: Rule[Any, Any],
     updates: list[Update],
     write: bool,
-    uncompilable: set[str],
 ) -> list[Launch]:
     """Launches of some updates; whatever has to be compiled is, by the time this returns.
 
@@ -66,14 +66,12 @@ def plan_launches(
         rule: The mathematics.
         updates: In an order that all processes share.
         write: False moves the state alone.
-        uncompilable: Types of devices for which the compiler has failed: "auto" does not
-            ask it again, nor warn again. Added to.
 
     Raises:
         Exception: With "kernels" whatever the compiler raised. Nothing has been written.
     """
     if executor == "auto":
-        return _plan_auto(rule, updates, write, uncompilable)
+        return _plan_auto(rule, updates, write)
     planners: dict[str, Planner] = {
         "kernels": _plan_kernels,
         "foreach": plan_foreach,
@@ -90,19 +88,19 @@ def plan_launches(
     return launches
 
 
-def _plan_auto(
-    rule: Rule[Any, Any], updates: list[Update], write: bool, uncompilable: set[str]
-) -> list[Launch]:
+def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     odd = [u for u in updates if not u.plain]
     if odd:
         # Tensor subclasses: their own dispatch knows what an operation means.
         plain = [u for u in updates if u.plain]
-        rest = _plan_auto(rule, plain, write, uncompilable) if plain else []
-        return rest + plan_launches("eager", rule, odd, write, uncompilable)
+        rest = _plan_auto(rule, plain, write) if plain else []
+        return rest + plan_launches("eager", rule, odd, write)
     device = updates[0].g.device.type
-    if device not in uncompilable:
+    if device not in _uncompilable:
         try:
-            return plan_launches("kernels", rule, updates, write, uncompilable)
+            return plan_launches("kernels", rule, updates, write)
+        except CaptureError:
+            raise
         except DispatchModeError:
             pass  # What watches single operations gets single operations.
         except SwitchedOffError as error:
@@ -115,7 +113,7 @@ def _plan_auto(
                     stacklevel=6,
                 )
         except Exception as error:
-            uncompilable.add(device)
+            _uncompilable.add(device)
             # torch's first line may only say that there is a second.
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = " ".join(lines[: 1 + (lines[:1] or [""])[0].endswith(":")])
@@ -128,7 +126,7 @@ def _plan_auto(
                 UserWarning,
                 stacklevel=6,
             )
-    return plan_launches("eager", rule, updates, write, uncompilable)
+    return plan_launches("eager", rule, updates, write)
 
 
 def _plan_eager(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:

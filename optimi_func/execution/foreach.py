@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Rule, Scalar, Scalars
-from optimi_func.execution.kernels import KernelKey, Pass, fill, kernel_key, unpack
+from optimi_func.execution.kernels import KernelKey, Pass, fill, kernel_key, lock, unpack
 from optimi_func.execution.launches import (
     EagerLaunch,
     Launch,
@@ -82,7 +82,8 @@ _traces: dict[KernelKey, Trace] = {}
 def trace(key: KernelKey, scalars: Scalars) -> Trace:
     """The trace of a key; of the scalars only their structure counts."""
     if key not in _traces:
-        _traces[key] = _trace(key, pytree.tree_structure(scalars))
+        with lock:  # make_fx is for one thread at a time
+            _traces[key] = _trace(key, pytree.tree_structure(scalars))
     return _traces[key]
 
 

@@ -51,7 +51,8 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     """
 
     def made() -> Flat:
-        public, record = _compile(function, example, {})
+        options = {} if example[0].device.type == "cpu" else _one_pass()
+        public, record = _compile(function, example, options)
         order = record.order(example)
         if record.generated is None or order is None:
             return _Public(public).run
@@ -71,6 +72,20 @@ def compile_list_kernel(function: Flat, example: Sequence[Tensor]) -> ListKernel
         return list_kernel_of(record.generated, order, example)
 
     return _with_vectors(made)
+
+
+def _one_pass() -> dict[str, Any]:
+    """Options by which nothing as long as a parameter lies in memory between operations.
+
+    Inductor keeps what was computed from many reads or by many operations, and each of a
+    kernel's numbers counts as a read: a mean, which cannot be fused back into what it was
+    kept for, would take twice the memory traffic, and a tensor of its own.
+    """
+    from torch._inductor import config
+
+    limits = ("reads", "acc_reads", "opcount")
+    names = [f"realize_{limit}_threshold" for limit in limits]
+    return {name: 1 << 20 for name in names if hasattr(config, name)}
 
 
 def _with_vectors(made: Callable[[], S]) -> S:

@@ -23,7 +23,12 @@ from optimi_func._rule import Leaf, Rule, Scalars
 from optimi_func.execution.inductor import Flat, compile_flat, compile_list_kernel
 from optimi_func.execution.launches import Update
 from optimi_func.execution.list_kernel import ListKernel
-from optimi_func.execution.tensors import flat_leaf, select, write_back
+from optimi_func.execution.tensors import (
+    flat_leaf,
+    is_capturing,
+    select,
+    write_back,
+)
 
 T = TypeVar("T")
 
@@ -85,12 +90,16 @@ def has_list_kernels(device: torch.device) -> bool:
 _kernels: dict[tuple[KernelKey, int], Kernel] = {}
 # Types of devices where list kernels were tried, and torch was not as expected.
 _without_lists: set[str] = set()
-# Compiled by one thread, found by the others.
-_lock = threading.RLock()
+# Compiled, or traced, by one thread, found by the others.
+lock = threading.RLock()
 
 
 class DispatchModeError(RuntimeError):
     """No kernel can run now, though it could at another time."""
+
+
+class CaptureError(RuntimeError):
+    """A kernel cannot be compiled while a CUDA graph is captured."""
 
 
 class SwitchedOffError(RuntimeError):
@@ -115,7 +124,8 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
 
     Raises:
         RuntimeError: torch.compile is switched off, or a TorchDispatchMode is active,
-            which sees operations and not kernels.
+            which sees operations and not kernels; or a CUDA graph is being captured, and
+            the kernel is a new one.
         Exception: Whatever the compiler raised.
     """
     if any_torch_dispatch_mode_on_stack():
@@ -125,7 +135,12 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
         )
     found = _kernels.get((key, _threads(key.device)))
     if found is None:
-        with _lock:
+        if is_capturing(key.device):
+            raise CaptureError(
+                f"a CUDA graph is being captured, and the kernel {key.name} is not "
+                "compiled yet: take a step of the same kind before the capture"
+            )
+        with lock:
             found = _kernels.get((key, _threads(key.device))) or _compile(key, scalars)
             _kernels[key, _threads(key.device)] = found
     return found

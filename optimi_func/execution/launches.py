@@ -15,7 +15,12 @@ from optimi_func._rule import Leaf, Rule, Scalar
 from optimi_func._storage import state_of
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import PIECE, ListKernel, address
-from optimi_func.execution.scalars import Numbers, PackedScalars, with_finite
+from optimi_func.execution.scalars import (
+    ALIGNMENT,
+    Numbers,
+    PackedScalars,
+    with_finite,
+)
 from optimi_func.execution.slots import Roles, Slot
 from optimi_func.execution.tensors import (
     flatten,
@@ -433,9 +438,9 @@ def _overlaps(taken: list[tuple[int, int]], start: int, end: int) -> bool:
 
 
 def rows(values: Tensor, last: Tensor) -> Tensor:
-    """For each of `last` the values, and it; each row begins at a multiple of 16 bytes."""
-    count = len(values) + 1
-    own = values.new_empty(len(last), -(-count // 4) * 4)[:, :count]
+    """For each of `last` the values, and it; each begins where kernels expect numbers."""
+    count, unit = len(values) + 1, ALIGNMENT // values.element_size()
+    own = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
     own[:, :-1] = values
     own[:, -1] = last
     return own

@@ -4,6 +4,7 @@ A plan is a cache: `state[p]` is the truth. Whoever loads, copies, casts, moves 
 is noticed at the next step, which then plans anew. Plans keep no tensor alive.
 """
 
+import threading
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -37,6 +38,7 @@ _KINDS = 8
 _LISTS = 32
 
 _version = attrgetter("_version")
+_lock = threading.Lock()
 
 
 class Plan:
@@ -77,7 +79,6 @@ class Plan:
         grads: list[Tensor],
         numbers: Numbers,
         write: bool,
-        uncompilable: set[str],
     ) -> list[Launch]:
         """New launches, to be found by steps like this one.
 
@@ -87,7 +88,6 @@ class Plan:
             grads: Likewise of its gradient.
             numbers: Of the step.
             write: False moves the state alone.
-            uncompilable: See `plan_launches`.
         """
         scalars, at, finite = numbers
         parts = zip(self._slots, self._targets, params, grads, at)
@@ -95,7 +95,7 @@ class Plan:
             Update(i, slot, target, p, g, j, scalars[j], finite[j] is not None)
             for i, (slot, target, p, g, j) in enumerate(parts)
         ]
-        launches = plan_launches(executor, self.rule, updates, write, uncompilable)
+        launches = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         kind = self._kind(executor, numbers, write)
@@ -143,7 +143,8 @@ class StatePlan(Plan):
         self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
         self.distributed = any_distributed(params)
-        flat = self.flat(params, entries)
+        # Read once: another thread may put other tensors there meanwhile.
+        flat = self.made = self.flat(params, entries)
         self._guard = Guard(self._present(flat), addresses=True)
         names = [name for name in every if name != "kahan_comp"]
         slots = make_slots(names, fields, self.roles(flat), list(map(shards_of, params)))
@@ -248,12 +249,17 @@ class StepCounts:
             if flag is not None:
                 step.add_(flag)
         if self._on_host:
-            self.expected = array("f", [step.item() for step in steps])
-            if self._countable:
-                # All of them by one call of C++, where kernels have been compiled by now.
-                self._native = loaded()
-                tables = address(self._addresses), address(self.expected)
-                self._tables = (*tables, len(steps))
+            expected = array("f", [step.item() for step in steps])
+            with _lock:
+                if self._native is not None:  # another thread's, which holds addresses
+                    self.expected[:] = expected
+                    return
+                self.expected = expected
+                if self._countable:
+                    # All by one call of C++, where kernels have been compiled by now.
+                    tables = address(self._addresses), address(self.expected)
+                    self._tables = (*tables, len(steps))
+                    self._native = loaded()
         self._versions = list(map(_version, steps))
 
 
@@ -320,8 +326,8 @@ class PlanCache:
         params: list[Tensor],
         entries: list[dict[str, Any]],
         others: int,
-    ) -> StatePlan:
-        """A new plan, to be found by later steps.
+    ) -> tuple[StatePlan, list[Any]]:
+        """A new plan, to be found by later steps, and the tensors that it is of.
 
         Args:
             spec: What the group asks for.
@@ -332,9 +338,11 @@ class PlanCache:
         while len(self._plans) >= _LISTS + others:
             oldest = next(iter(self._plans))
             self._repeats.pop(oldest[1:], None)
-            del self._plans[oldest]
-        plan = self._plans[(spec, *map(id, params))] = StatePlan(spec, params, entries)
-        return plan
+            self._plans.pop(oldest, None)
+        plan = StatePlan(spec, params, entries)
+        flat, plan.made = plan.made, []
+        self._plans[(spec, *map(id, params))] = plan
+        return plan, flat
 
 
 class PreparedStep(NamedTuple):

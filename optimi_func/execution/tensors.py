@@ -30,6 +30,12 @@ def has_memory(x: Tensor) -> bool:
     return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what this thread launches on a device is captured in a CUDA graph."""
+    built = device.type == "cuda" and torch.backends.cuda.is_built()
+    return built and torch.cuda.is_current_stream_capturing()
+
+
 def is_plainly_strided(x: Tensor) -> bool:
     """Whether x is memory that holds its very elements, with strides."""
     return x.layout == torch.strided and is_plain(x) and not x.is_neg()
@@ -86,8 +92,8 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def foreach_add_(tensors: list[Tensor], number: float) -> None:
-    """Add a number to each tensor."""
+def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:
+    """Add a number to each tensor: to all the same, or to each its own."""
     if tensors:
         torch._foreach_add_(tensors, number)
 

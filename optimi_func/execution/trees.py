@@ -22,9 +22,9 @@ from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import Plan
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.scalars import Numbers, upload_together
 from optimi_func.execution.slots import Roles, make_slots
-from optimi_func.execution.tensors import check_writable
+from optimi_func.execution.tensors import check_writable, is_capturing
 
 
 class TreeStep:
@@ -38,16 +38,21 @@ class TreeStep:
         optimizer: FunctionalOptimizer,
         tree: FlatTree,
         executor: Executor,
-        uncompilable: set[str],
     ) -> None:
         self._rule, self._tree = optimizer.rule, tree
         self._executor: Executor = executor
         step = tree.state.step.detach()
+        for path, leaf in zip(tree.paths, tree.leaves):
+            if step.device != leaf.p.device and is_capturing(leaf.p.device):
+                raise RuntimeError(
+                    f"a CUDA graph would keep the numbers of this step for all its "
+                    f"replays: state.step is on {step.device}, params{path} on "
+                    f"{leaf.p.device}. Move it there before the capture"
+                )
         scalars = optimizer.scalars(tree, step, _f.step_to_come(step))
         self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
         places = {id(s): i for i, s in enumerate(self._scalars)}
         self._at = [places[id(s)] for s in scalars]
-        self._uncompilable = uncompilable
 
     def update(
         self,
@@ -89,10 +94,9 @@ class TreeStep:
             targets = make_slots(names, fields, to, [None] * len(leaves))
         at = [self._at[i] for i in places]
         numbers = Numbers.of(self._rule, self._scalars, at, microbatches, write)
+        upload_together(numbers.scalars)
         plan = Plan(self._rule, slots, targets)
-        launches = plan.make(
-            self._executor, roles[0], local, numbers, write, self._uncompilable
-        )
+        launches = plan.make(self._executor, roles[0], local, numbers, write)
         inputs = StepInputs(
             *(roles, to, local, numbers),
         )
@@ -157,7 +161,7 @@ def _update(
     places = [i for i, g in enumerate(tree.grads) if g is not None]
     if places:
         grads = [g for g in tree.grads if g is not None]
-        TreeStep(optimizer, tree, "kernels", set()).update(places, grads, into=into)
+        TreeStep(optimizer, tree, "kernels").update(places, grads, into=into)
 
 
 def _fresh(leaf: Leaf) -> Leaf:

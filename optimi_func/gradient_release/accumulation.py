@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._distributed import is_distributed
+from optimi_func.gradient_release import streams
 
 
 class Accumulation:
@@ -41,5 +42,6 @@ class Accumulation:
         held = self.buffer.get(p)
         if held is None:
             return g
+        streams.record([held])
         wide = torch.promote_types(held.dtype, g.dtype)
         return g.add_(held) if g.dtype == wide else held + g

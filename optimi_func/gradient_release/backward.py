@@ -1,5 +1,7 @@
 """What a release knows of a backward while it runs, and of those since the last step."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ class Backward:
         self.last = last  # whether parameters move in it
         self.ids: set[int] = set()  # its own, and those of backwards started inside it
         self.fired: set[Tensor] = set()
-        self.pending: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        # Parameters, gradients, and the CUDA streams that these are complete on.
+        self.pending: dict[torch.device, list[tuple[Tensor, Tensor, Any]]] = {}
         self.waiting: dict[torch.device, int] = {}  # bytes of what is pending
         self.staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.norms: list[Norm] = []

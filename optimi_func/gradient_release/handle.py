@@ -70,7 +70,7 @@ class GradientRelease:
             self._hooks.append(
                 optimizer.register_load_state_dict_post_hook(self._after_load)
             )
-            optimizer.releases.append(self)
+            optimizer.attach(self)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -375,9 +375,16 @@ class GradientRelease:
             The loss, detached.
 
         Raises:
+            TypeError: A loss, in place of the function that computes it.
             RuntimeError: The second pass gave another loss than the first: nothing has
                 been updated then.
         """
+        if not callable(loss_fn):
+            raise TypeError(
+                f"handle.backward(loss_fn) got a {type(loss_fn).__name__}: allowed is a "
+                "function that computes the loss, `lambda: model(x).mean()`, which may "
+                "have to run twice"
+            )
         if clip_global_norm is not None or how is not None:
             usual = self._runner.options
             limit = usual.clip_global_norm if clip_global_norm is None else clip_global_norm

@@ -8,7 +8,6 @@ from optimi_func._checks import check_accumulates
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Microbatch
 from optimi_func._tree import FlatTree, TreeState
-from optimi_func.execution.executors import UNCOMPILABLE
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
 from optimi_func.optimizers import BaseOptimizer
@@ -114,7 +113,7 @@ class TreeOwner:
                 tree = FlatTree.check(
                     self.optimizer.rule, self._params, self._params, self._state
                 )
-                self._now = TreeStep(self.optimizer, tree, "auto", UNCOMPILABLE)
+                self._now = TreeStep(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
             self._now.update(places, grads, microbatches, write)
 

@@ -18,6 +18,7 @@ from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.tensors import is_dense, is_plain
+from optimi_func.gradient_release import streams
 from optimi_func.gradient_release.accumulation import Accumulation
 from optimi_func.gradient_release.backward import Backward, SinceStep
 from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
@@ -253,7 +254,8 @@ class Runner:
         if p.device.type == "cpu" and is_plain(g):
             g = self._stage(backward, g, waiting)
         waiting += -(-g.nbytes // _ALIGNMENT) * _ALIGNMENT
-        backward.pending.setdefault(p.device, []).append((p, g))
+        pending = backward.pending.setdefault(p.device, [])
+        pending.append((p, g, streams.current_stream(p.device)))
         backward.waiting[p.device] = waiting
         if waiting > self.options.pending_bytes:
             self._flush(backward, p.device)
@@ -286,7 +288,9 @@ class Runner:
         pending = backward.pending.pop(device, [])
         backward.waiting.pop(device, None)
         if pending:
-            self._apply(backward, [p for p, _ in pending], [g for _, g in pending])
+            params, grads, made_on = (list(x) for x in zip(*pending))
+            streams.wait_for(made_on, device)
+            self._apply(backward, params, grads)
 
     def _end(self, backward: Backward) -> None:
         with self.lock:
@@ -354,6 +358,7 @@ class Runner:
             return
         if o.accumulation == "states" and not backward.fired:
             return  # ended by step(), without a gradient
+        streams.record([norm.value for norm in backward.norms])
         norm = total(backward.norms)
         if o.grad_norm:
             self.grad_norm = norm
@@ -387,6 +392,7 @@ class Runner:
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
         """Measure gradients, decide on each, and update."""
         o, partially_updated = self.options, self.cycle.partially_updated
+        streams.record(grads)
         if self._measuring is not None:
             backward.norms += self.norms_to_clip(params, grads)
             return

@@ -1,6 +1,7 @@
 """What a class saves and loads: state dicts, torch's and a pure optimizer's state."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,8 +20,10 @@ from optimi_func._saved import (
     find_entries,
     own_names,
 )
+from optimi_func._stored import decoded, master, set_master
 from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
+from optimi_func.optimizers._describe import describe
 from optimi_func.optimizers._groups import (
     Group,
     GroupNumbers,
@@ -37,6 +40,9 @@ from optimi_func.optimizers._state import (
     without_shared_memory,
 )
 
+# Hooks of ours come and go while torch goes through them: by one thread at a time.
+_hooking = threading.RLock()
+
 
 class Checkpoints(Optimizer):
     """The part of a class that turns its state into others, and back."""
@@ -46,6 +52,7 @@ class Checkpoints(Optimizer):
     keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
     _numbers: GroupNumbers
     group_of: Callable[[Tensor], Group]
+    init_state: Callable[[], None]
 
     def _rule_of(self, group: Group) -> Rule[Any, Any]:
         return self._numbers.bind(group, on_host).rule
@@ -57,13 +64,14 @@ class Checkpoints(Optimizer):
         that of the parameter alone.
         """
         names = {x for group in self.param_groups for x in own_names(self._rule_of(group))}
-        handle = self.register_state_dict_post_hook(
-            lambda _, packed: without_shared_memory(packed, names), prepend=True
-        )
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        with _hooking:
+            handle = self.register_state_dict_post_hook(
+                lambda _, packed: without_shared_memory(packed, names), prepend=True
+            )
+            try:
+                return super().state_dict()
+            finally:
+                handle.remove()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's class of the same name loads it, to go on alike.
@@ -75,7 +83,75 @@ class Checkpoints(Optimizer):
             ValueError: A class or an option that torch does not have.
         """
         name = type(self).__name__
-        return as_torchs(name, self.keywords, self.counterparts, self.state_dict())
+        state = self.decoded_state_dict()
+        return as_torchs(name, self.keywords, self.counterparts, state)
+
+    def decoded_state_dict(self) -> dict[str, Any]:
+        """The state_dict with every moment a plain float32, whatever it is kept in.
+
+        `load_state_dict` takes it into any storage. torch.distributed.checkpoint, which
+        loads into the tensors that are there, moves a state between storages by it.
+        """
+        packed = self.state_dict()
+        every = [(group, p) for group in self.param_groups for p in group["params"]]
+        for i, (group, p) in enumerate(every):
+            if isinstance(packed["state"].get(i), dict):
+                rule = self._rule_of(group)
+                packed["state"][i] = decoded(rule, p, packed["state"][i])
+        return packed
+
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """A model's parameters in float32, by name, with what is kept beside them.
+
+        A bfloat16 parameter of 8 bits has, with its compensation or remainder, 16 to 24;
+        this gives all of them. Others are converted, or as they are.
+        """
+        return {
+            name: master(p, self.state.get(p, {}).get("kahan_comp"))
+            for name, p in model.named_parameters()
+        }
+
+    def load_master_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
+    ) -> None:
+        """Set a model's parameters, and what is kept beside them, to float32 values.
+
+        Args:
+            model: Whose parameters.
+            state_dict: From `master_state_dict`, by name.
+
+        Raises:
+            ValueError: Names or shapes that do not fit; nothing is loaded then.
+        """
+        params = dict(model.named_parameters())
+        if params.keys() != state_dict.keys():
+            raise ValueError(
+                f"state_dict: nothing for {sorted(params.keys() - state_dict.keys())}, and "
+                f"no parameters {sorted(state_dict.keys() - params.keys())}"
+            )
+        for name, x in state_dict.items():
+            if x.shape != params[name].shape:
+                raise ValueError(
+                    f"state_dict[{name!r}] has shape {tuple(x.shape)}, its parameter "
+                    f"{tuple(params[name].shape)}"
+                )
+        self.init_state()
+        with torch.no_grad():
+            for name, p in params.items():
+                set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
+
+    def describe(self) -> str:
+        """A table: how each group's parameters and moments are kept, and their bytes.
+
+        What has no state yet is counted as it will be made; of DTensors what lies here.
+
+        >>> from optimi_func import AdamW
+        >>> model = torch.nn.Linear(128, 128).bfloat16()
+        >>> print(AdamW(model.parameters(), lr=1e-3, storage="compact").describe())
+        group  tensors  elements       parameters         moments  in codes   bytes   each
+            0        2    16,512  bfloat16 + int8  8bit, bfloat16    99.2 %  84,864  5.140
+        """
+        return describe(self.state, self.param_groups, self._rule_of)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -129,16 +205,17 @@ class Checkpoints(Optimizer):
         def restore(_: Optimizer) -> None:
             self.state.update(made)
 
-        # After the user's own pre-hooks, and before the user's own post-hooks.
-        handles = [
-            self.register_load_state_dict_pre_hook(prepare),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _hooking:
+            # After the user's own pre-hooks, and before the user's own post-hooks.
+            handles = [
+                self.register_load_state_dict_pre_hook(prepare),
+                self.register_load_state_dict_post_hook(restore, prepend=True),
+            ]
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                for handle in handles:
+                    handle.remove()
         return reports[-1]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:

@@ -188,6 +188,20 @@ def on_device(x: Any) -> Any:
     return x.reshape(()).double() if isinstance(x, Tensor) else x
 
 
+def unwaited(params: list[Tensor]) -> Callable[[Any], Any]:
+    """As `on_host`, but for a tensor on the GPU of these parameters: it stays there.
+
+    The host would wait at every step for whatever the GPU still has to do.
+    """
+
+    def number(x: Any) -> Any:
+        stays = isinstance(x, Tensor) and x.is_cuda
+        stays = stays and all([p.device == x.device for p in params])
+        return on_device(x) if stays else on_host(x)
+
+    return number
+
+
 class GroupNumbers:
     """The numbers of an optimizer's groups, bound to its rule and kept while they last.
 
@@ -203,12 +217,20 @@ class GroupNumbers:
         self._given: itemgetter[Any] = itemgetter(*keywords)
         self._bound: dict[int, tuple[Any, Any]] = {}
 
+    def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
+        """Those of the group's numbers that are tensors, by name."""
+        given = zip(self._keywords, self._given(group))
+        flat = [
+            (k, y) for k, x in given for y in (x if isinstance(x, tuple | list) else (x,))
+        ]
+        return [(name, x) for name, x in flat if isinstance(x, Tensor)]
+
     def bind(self, group: Group, number: Callable[[Any], Any]) -> FunctionalOptimizer:
         """The group's numbers as they are now, bound to the rule.
 
         Args:
             group: The group.
-            number: What becomes of each: `on_host` or `on_device`.
+            number: What becomes of each: `on_host`, `on_device` or `unwaited(...)`.
 
         Raises:
             ValueError: A number out of its range.

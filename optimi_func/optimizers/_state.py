@@ -146,8 +146,11 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
     process. It would move no parameter, but count as a step, and let L2 decay join
     the moments.
     """
-    if any(isinstance(key, Tensor) for key in states):
-        return False
+    try:
+        if any(isinstance(key, Tensor) for key in states):
+            return False
+    except RuntimeError:
+        return False  # another thread's step puts state there now
     if not all(_is_zero(group["lr"]) for group in groups):
         return False
     params = [p for group in groups for p in group["params"]]

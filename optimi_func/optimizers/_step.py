@@ -5,6 +5,7 @@ reads groups and gradients, checks what the plan relies on, and runs its launche
 """
 
 import gc
+import warnings
 from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
 from operator import itemgetter
@@ -21,8 +22,8 @@ from optimi_func._saved import Entry
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers, PackedScalars
-from optimi_func.execution.tensors import has_memory
+from optimi_func.execution.scalars import Numbers, PackedScalars, upload_together
+from optimi_func.execution.tensors import has_memory, is_capturing
 from optimi_func.optimizers._groups import (
     Group,
     GroupNumbers,
@@ -33,6 +34,7 @@ from optimi_func.optimizers._groups import (
     on_device,
     on_host,
     scalars_after,
+    unwaited,
 )
 from optimi_func.optimizers._memoryless import step_without_memory
 from optimi_func.optimizers._state import adopt, ensure_state
@@ -54,13 +56,12 @@ class Stepper:
 
     Args:
         numbers: The groups' numbers, bound.
-        uncompilable: Devices on which compilation has failed; added to.
     """
 
-    def __init__(self, numbers: GroupNumbers, uncompilable: set[str]) -> None:
+    def __init__(self, numbers: GroupNumbers) -> None:
         self.plans = PlanCache()
         self._numbers, self._bind = numbers, numbers.bind
-        self._uncompilable = uncompilable
+        self._tensors = numbers.tensors
 
     def run(
         self,
@@ -81,7 +82,11 @@ class Stepper:
 
         Raises:
             ValueError, TypeError: What does not fit; before any write.
+            RuntimeError: What a CUDA graph that is being captured could not repeat.
         """
+        for work in works:
+            if is_capturing(work.params[0].device):
+                _check_capture(states, work, self._tensors(work.group))
         whole = write and count
         if whole and self._repeat(states, works):
             return
@@ -105,6 +110,9 @@ class Stepper:
                 for step, work in zip(steps, works)
             ]
             adopt(states, made)
+            upload_together(
+                [x for step in found if step for x in step.inputs.numbers.scalars]
+            )
             for step, work in zip(cast(list[PreparedStep], found), works):
                 step.run(count)
                 if write and step.plan.distributed:
@@ -156,7 +164,7 @@ class Stepper:
         capturable = group["capturable"] or any([flag is not None for flag in flags])
         if capturable and made is None:
             return None
-        bound = self._bind(group, on_device if capturable else on_host)
+        bound = self._bind(group, on_device if capturable else unwaited(params))
         apart = capturable and len(set(map(id, flags))) > 1
         spec = Spec(bound.rule, group_storage(group), capturable, apart)
         plan, flat = self.plans.find(spec, params), None
@@ -168,8 +176,7 @@ class Stepper:
             with _uncollected():
                 entries = [ensure_state(states, group, spec, p, made) for p in params]
                 others = sum(len(group["params"]) for group in groups)
-                plan = self.plans.make(spec, params, entries, others)
-                flat = plan.flat(params, entries)
+                plan, flat = self.plans.make(spec, params, entries, others)
         roles, counts = plan.roles(flat), plan.steps(flat)
         if plan.distributed or any_distributed(grads):
             if made is None:
@@ -184,15 +191,51 @@ class Stepper:
                 return None
             for p, part, g in zip(params, roles[0], grads):
                 check_grad(Path(group, p), part, g)
-            launches = plan.make(
-                executor, roles[0], grads, numbers, write, self._uncompilable
-            )
+            launches = plan.make(executor, roles[0], grads, numbers, write)
         inputs = StepInputs(roles, roles, grads, numbers)
         return PreparedStep(plan, launches, inputs, counts, write)
 
 
 # What a group asks for beside its numbers, as far as it decides on a plan.
 _asked = itemgetter("storage", "kahan_sum", "capturable", "foreach", "compile", "triton")
+
+
+def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]]) -> None:
+    """Refuse what the replays of a CUDA graph would do otherwise than a step does.
+
+    Args:
+        states: The optimizer's.
+        work: What is to be updated.
+        tensors: Those of the group's numbers that are tensors, by name.
+    """
+    group, params, *_ = work
+    if not group["capturable"]:
+        raise RuntimeError(
+            "a CUDA graph is being captured with capturable=False: all its replays would "
+            "take the same step, with the numbers of now. Make the optimizer with "
+            "capturable=True"
+        )
+    for p in params:
+        if not states.get(p):
+            raise RuntimeError(
+                f"a CUDA graph is being captured before the first step of params"
+                f"{Path(group, p)}: each of its replays would make its state anew. Take a "
+                "step, or call init_state(), before the capture"
+            )
+    for name, x in tensors:
+        if x.device != params[0].device:
+            raise RuntimeError(
+                f"a CUDA graph is being captured with {name} a tensor on {x.device}, which "
+                f"its replays could not read: move it to {params[0].device}"
+            )
+    if not isinstance(group["lr"], Tensor):
+        warnings.warn(
+            f"a CUDA graph is being captured with lr={group['lr']}, which all its replays "
+            "will take: for a schedule make lr a tensor on the parameters' device and "
+            "write to it",
+            UserWarning,
+            stacklevel=6,
+        )
 
 
 @contextmanager

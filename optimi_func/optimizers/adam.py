@@ -101,7 +101,7 @@ amsgrad_rule = Rule(
 # The pure optimizers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class adam(FunctionalOptimizer):
     """`Adam` as a value: `init` and `step` over a tree of parameters."""
 
@@ -124,7 +124,7 @@ class adam(FunctionalOptimizer):
         check_eps(self.eps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class adamw(FunctionalOptimizer):
     """`AdamW` as a value: `init` and `step` over a tree of parameters."""
 

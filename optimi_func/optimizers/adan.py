@@ -71,7 +71,7 @@ adan_rule = Rule("adan", State, init, coeffs, direction)
 # The pure optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class adan(FunctionalOptimizer):
     """`Adan` as a value: `init` and `step` over a tree of parameters."""
 

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from optimi_func._checks import check_accumulates
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
-from optimi_func.execution.executors import UNCOMPILABLE
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import Checkpoints
@@ -66,10 +66,8 @@ class BaseOptimizer(Checkpoints):
         compile: None compiles where a toolchain is found, True raises where none is,
             False runs eagerly.
         maximize: Climb instead of descend.
-        capturable: Keep step counts and coefficients on the device.
+        capturable: Keep step counts and coefficients on the device, for CUDA graphs.
         state_dtype: The moments' dtype, or its name; None takes each parameter's.
-        fused: Torch's name; None and False, `compile` says it here.
-        differentiable: Torch's name; False, the pure functions are differentiable.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.
@@ -88,6 +86,7 @@ class BaseOptimizer(Checkpoints):
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
+        self._unprepared: RemovableHandle | None = None
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
@@ -96,13 +95,22 @@ class BaseOptimizer(Checkpoints):
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(self.param_groups)
+        if self.defaults["gradient_release"]:
+            self._unprepared = _warn_where_unprepared(self)
+
+    def attach(self, release: Any) -> None:
+        """Note that a gradient release steps this optimizer; it detaches itself."""
+        self.releases.append(release)
+        if self._unprepared is not None:
+            self._unprepared.remove()
+            self._unprepared = None
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
         self._numbers = GroupNumbers(type(self).factory, self.keywords)
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._stepper = Stepper(self._numbers, UNCOMPILABLE)
+        self._stepper = Stepper(self._numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -136,6 +144,9 @@ class BaseOptimizer(Checkpoints):
     ) -> Any:
         """Update every parameter that has a gradient, or one.
 
+        As in torch, threads may step one optimizer at a time without an error, and what
+        they write to the same parameter at the same time is that of either.
+
         With every lr and every gradient 0 a first step makes the state, as `init_state`:
         torch.distributed.checkpoint asks for it so.
 
@@ -150,6 +161,8 @@ class BaseOptimizer(Checkpoints):
         Raises:
             ValueError, TypeError: A gradient that does not fit its parameter, closure
                 with param, or a param without gradient release; before any write.
+            RuntimeError: A step that a CUDA graph being captured could not repeat; before
+                any write.
         """
         if torch.compiler.is_compiling():
             return self._step_outside_graph(closure, param)
@@ -276,10 +289,10 @@ class BaseOptimizer(Checkpoints):
         """
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
         if groups != self._grouped:
-            self._grouped = groups
             self._group_index = {
                 p: i for i, group in enumerate(self.param_groups) for p in group["params"]
             }
+            self._grouped = groups
         index = self._group_index.get(param)
         if index is None:
             raise ValueError(
@@ -327,12 +340,33 @@ class BaseOptimizer(Checkpoints):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; what is cached is found out anew."""
         self.__dict__.setdefault("releases", [])  # load_state_dict comes here too
+        self.__dict__.setdefault("_unprepared", None)
         super().__setstate__(state)
         self._clear_caches()
 
 
+def _warn_where_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
+    """Have the first step that finds gradients say that no model was prepared."""
+    said: list[bool] = []
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if said or len(args) > 2 or kwargs.get("param") is not None:
+            return  # the optimizer, closure, param: a hook of the user's own
+        groups = optimizer.param_groups
+        if any(p.grad is not None for group in groups for p in group["params"]):
+            said.append(True)
+            warnings.warn(
+                "gradient_release=True, but no model was prepared: this is the ordinary "
+                "step. Call prepare_for_gradient_release(model, optimizer)",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    return optimizer.register_step_post_hook(after_step)
+
+
 _CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
-_ATTACHED = ("releases",)
+_ATTACHED = ("releases", "_unprepared")
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
 
 

@@ -57,7 +57,7 @@ lion_rule = Rule("lion", State, init, coeffs, direction, accumulate=accumulate)
 # The pure optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class lion(FunctionalOptimizer):
     """`Lion` as a value: `init` and `step` over a tree of parameters."""
 

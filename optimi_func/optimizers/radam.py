@@ -53,7 +53,7 @@ radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=
 # The pure optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class radam(FunctionalOptimizer):
     """`RAdam` as a value: `init` and `step` over a tree of parameters."""
 

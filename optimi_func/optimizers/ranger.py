@@ -65,7 +65,7 @@ ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
 # The pure optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ranger(FunctionalOptimizer):
     """`Ranger` as a value: `init` and `step` over a tree of parameters."""
 

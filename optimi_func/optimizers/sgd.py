@@ -97,7 +97,7 @@ def is_on(number: object) -> bool:
     return isinstance(number, Tensor) or callable(number) or number != 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class sgd(FunctionalOptimizer):
     """`SGD` as a value: `init` and `step` over a tree of parameters."""
 

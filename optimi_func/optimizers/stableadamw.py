@@ -35,7 +35,7 @@ stableadamw_rule = Rule(
 # The pure optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class stableadamw(FunctionalOptimizer):
     """`StableAdamW` as a value: `init` and `step` over a tree of parameters."""
 

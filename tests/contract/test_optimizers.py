@@ -3,15 +3,13 @@
 import copy
 import inspect
 import io
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import CLASSES, NAMES, assert_moved_alike, shown
+from forked import run_script
 from torch.optim import lr_scheduler
 
 import optimi_func
@@ -534,8 +532,11 @@ def test_under_a_dispatch_mode_the_step_is_eager_and_no_kernel_is_harmed() -> No
 
 
 NO_COMPILER = """
-import pickle, warnings, torch
+import os, pickle, warnings, torch
+from torch._inductor import config
 from optimi_func import SGD, Adam, prepare_for_gradient_release, sgd
+# Which was read when the module was loaded, before this process.
+config.cpp.cxx = (None, os.environ.get("CXX", "g++"))
 w = torch.nn.Parameter(torch.ones(9000)); w.grad = torch.ones_like(w)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -562,13 +563,10 @@ assert torch.equal(w, before)
 
 
 def in_a_process(program: str, folder: Path, **setting: str) -> None:
-    environment = os.environ | setting | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    script = folder / "script.py"
+    script.write_text(program)
+    environment = setting | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    done = run_script(script, strict=False, environment=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,13 +1,11 @@
 """What compiling promises, counted: graphs, kernels, allocations, autograd's notice."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from forked import run_script
 from torch._inductor.utils import run_and_get_code
 
 import optimi_func
@@ -123,6 +121,11 @@ def test_a_reduction_is_a_kernel_before_and_no_scratch(dtype: torch.dtype) -> No
     # The mean itself, and nothing as long as a parameter.
     sizes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", measure)
     assert all("s" not in size for size in sizes), sizes
+
+
+def test_settings_that_keep_a_mean_out_of_memory_are_there() -> None:
+    """Private ones: without them a GPU's mean takes a tensor as long as the parameter."""
+    assert len(inductor._one_pass()) == 3
 
 
 def test_autograd_sees_the_step() -> None:
@@ -249,27 +252,32 @@ PARTS = {
 }
 
 
+def stepped() -> tuple[torch.Tensor, str]:
+    """Parameters after steps of a new rule, and what runs them."""
+    optimizer = fresh("sgd", lr=0.1, momentum=0.9)
+    params = [torch.ones(90, 100), torch.ones(3), torch.ones(9000)]
+    state = optimizer.init(params)
+    for i in range(3):
+        grads = [torch.full_like(p, i + 1.0) for p in params]
+        compiled.step_(optimizer, params, grads, state)
+    made = [getattr(c, "__self__", c) for c in kernels._kernels.values()]
+    return torch.cat([p.flatten() for p in params]), type(made[-1]).__name__
+
+
+@pytest.fixture(scope="module")
+def as_it_is() -> tuple[torch.Tensor, str]:
+    return stepped()
+
+
 @pytest.mark.parametrize("part", PARTS)
-def test_without_inductors_private_parts_the_same_is_done(part, monkeypatch):
+def test_without_inductors_private_parts_the_same_is_done(part, as_it_is, monkeypatch):
     """The fallbacks of compiled/, and that they are not what runs here."""
+    fast, way = as_it_is
+    assert way == "ListKernel"
     monkeypatch.setattr(kernels, "_without_lists", set())
     monkeypatch.setattr(kernels, "_kernels", {})
-
-    def run() -> tuple[torch.Tensor, str]:
-        optimizer = fresh("sgd", lr=0.1, momentum=0.9)
-        params = [torch.ones(90, 100), torch.ones(3), torch.ones(9000)]
-        state = optimizer.init(params)
-        for i in range(3):
-            grads = [torch.full_like(p, i + 1.0) for p in params]
-            compiled.step_(optimizer, params, grads, state)
-        made = [getattr(c, "__self__", c) for c in kernels._kernels.values()]
-        return torch.cat([p.flatten() for p in params]), type(made[-1]).__name__
-
-    fast, way = run()
-    assert way == "ListKernel"
-    kernels._kernels.clear()
     monkeypatch.setattr(*PARTS[part])
-    slow, way = run()
+    slow, way = stepped()
     assert way == ("_Public" if part in ("generated", "arguments") else "_Direct")
     assert torch.equal(fast, slow)
     # It is not tried again.
@@ -358,6 +366,8 @@ def test_vector_instructions_are_tried_out_where_a_compilation_fails(monkeypatch
     from torch._inductor import config, cpu_vec_isa
 
     seen = []
+    # A test program would take seconds to build, which `cache_info` shows to be asked for.
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: True)
 
     def compile_(function, example, options):
         cpu_vec_isa.valid_vec_isa_list()
@@ -405,7 +415,9 @@ import sys
 import torch
 import optimi_func
 from torch._dynamo.utils import counters
+from optimi_func.execution import inductor
 
+inductor.PRECOMPILE_HEADERS = True  # as for all tests
 path, mode = sys.argv[1:]
 if mode == "load":
     with open(path, "rb") as file:
@@ -423,15 +435,13 @@ print(counters["inductor"]["fxgraph_cache_hit"])
 
 
 def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
+    script = tmp_path / "step.py"
+    script.write_text(STEP)
     hits = []
     for mode in ("save", "load"):
         folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / mode)}
-        done = subprocess.run(
-            [sys.executable, "-c", STEP, str(tmp_path / "artifacts"), mode],
-            env={**os.environ, **folder},
-            capture_output=True,
-            text=True,
-        )
+        options = [str(tmp_path / "artifacts"), mode]
+        done = run_script(script, *options, strict=False, environment=folder)
         assert done.returncode == 0, done.stderr
         hits.append(done.stdout.strip())
     assert hits == ["0", "1"]

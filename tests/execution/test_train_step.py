@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func.compiled import train_step
+from optimi_func.compiled import train_step, whole
 from optimi_func.compiled.dry_run import DryRun
 from optimi_func.compiled.train_step import Outcome, TrainState
 from optimi_func.compiled.update_op import running, update_
@@ -93,6 +93,19 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [model.state_dict(), optimizer.state_dict()["state"]]
 
 
+@pytest.fixture
+def not_generated(monkeypatch) -> None:
+    """Graphs are traced and run as they are: Inductor's code for them takes seconds.
+
+    For tests of what becomes a graph, and for a model or a rule that others compile.
+    """
+
+    def torch_compile(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    monkeypatch.setattr(whole, "torch_compile", torch_compile)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -133,8 +146,9 @@ def test_a_class_stays_in_step(make, graphs) -> None:
     assert ours.norm.num_batches_tracked == 6
 
 
+@pytest.mark.usefixtures("not_generated")
 def test_one_graph_whatever_the_numbers_are(graphs) -> None:
-    model = double(Net())
+    model = double(nn.Linear(6, 3))
     optimizer = optimi_func.SGD(model.parameters(), lr=LR, momentum=0.9)
     step = train_step(model, mean_loss, optimizer)
     first, *rest = batches(6)
@@ -154,7 +168,10 @@ GROUPS: list[Any] = [[0.02, 0.1], [0.05, 0.0]]
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_groups_clipping_and_accumulation(parts) -> None:
+def test_groups_clipping_and_accumulation(parts, request) -> None:
+    if parts > 1:
+        request.getfixturevalue("not_generated")
+
     def make(model):
         groups = [model.first.parameters(), [model.norm.weight, model.norm.bias]]
         groups[1] += [model.second.bias, model.unused]
@@ -180,6 +197,7 @@ def test_groups_clipping_and_accumulation(parts) -> None:
     assert told[0].aux["largest"].shape == (() if parts == 1 else (parts,))
 
 
+@pytest.mark.usefixtures("not_generated")
 def test_the_mean_of_the_parts_is_the_whole_batch() -> None:
     model = double(nn.Linear(6, 3))
     starts = [copy.deepcopy(model) for _ in range(2)]
@@ -190,8 +208,23 @@ def test_the_mean_of_the_parts_is_the_whole_batch() -> None:
     assert_close(starts[0].state_dict(), starts[1].state_dict())
 
 
-def test_dropout_is_the_eager_runs() -> None:
-    model = double(Net(dropout=0.5))
+class Noisy(nn.Module):
+    """What draws and what counts in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x + 0.1 * torch.randn_like(x)
+        return self.last(self.dropout(self.norm(x)))
+
+
+def test_dropout_is_the_eager_runs(request) -> None:
+    model = double(Noisy())
     other = copy.deepcopy(model)
     a, b = (optimi_func.SGD(m.parameters(), lr=LR) for m in (model, other))
     step = train_step(model, mean_loss, a, accumulate=2)
@@ -208,7 +241,8 @@ def test_dropout_is_the_eager_runs() -> None:
     one = step(given[0]).loss
     model.load_state_dict(frozen)
     assert step(given[0]).loss != one  # the same weights, another mask
-    # In evaluation nothing is dropped, and the running statistics stay.
+    # In evaluation nothing is dropped, and the running statistics stay: other graphs.
+    request.getfixturevalue("not_generated")
     model.eval()
     one = step(given[0]).loss
     assert step(given[0]).loss == one
@@ -275,14 +309,16 @@ FUNCTIONAL = {
     "adamw": optimi_func.adamw(lr=schedule, weight_decay=0.1),
     "lion": optimi_func.lion(lr={"layer": 0.01, "unused": 1.0}),
     "transformed": Transformed(optimi_func.adam(lr=schedule)),
-    "chain": chain(clip_value(0.1), optimi_func.adamw(lr=schedule)),
+    "chain": chain(clip_value(0.1), optimi_func.sgd(lr=schedule, momentum=0.9)),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
 @pytest.mark.filterwarnings("ignore:eps=")
-def test_pytrees(name, graphs, tmp_path) -> None:
+def test_pytrees(name, graphs, tmp_path, request) -> None:
     """Schedules in one graph, donation, None for what is unused, resuming in the middle."""
+    if name == "chain":  # traced as "transformed" is
+        request.getfixturevalue("not_generated")
     optimizer = FUNCTIONAL[name]
     start = function_state(optimizer)
     given = batches(5)
@@ -390,6 +426,7 @@ class Switched(nn.Module):
         return x * self.a * (self.b if self.both else 1.0)
 
 
+@pytest.mark.usefixtures("not_generated")
 def test_what_is_unused_is_found_out_anew() -> None:
     model = Switched()
     optimizer = optimi_func.SGD(model.parameters(), lr=0.1)
@@ -612,7 +649,7 @@ def test_an_error_of_the_data_leaves_the_state_as_it_was(traced: bool) -> None:
     """Of the traced one in its last part, where buffers have changed before."""
     optimizer: Any = optimi_func.adamw(lr=LR)
     if traced:
-        optimizer = chain(clip_value(1.0), optimizer)
+        optimizer = chain(clip_value(1.0), optimi_func.sgd(lr=LR, momentum=0.9))
     step = train_step(Lookup(), lookup_loss, optimizer, accumulate=1 + traced)
     good, x = (torch.arange(4), torch.arange(4)), torch.arange(4)
     state, _ = step(step.init(), good)

@@ -2,59 +2,59 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_script
 
 ROOT = Path(__file__).parents[2]
 
 
+def run(script: str, *options: str, **how: Any) -> str:
+    """What an example or a benchmark prints."""
+    done = run_script(ROOT / script, *options, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_train_gpt(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "train_gpt.py")]
     picture = tmp_path / "curves.png"
     options = ["--quick", "--no-compile", "--out", str(picture)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for run in ("float32", "bfloat16", "bfloat16 + Kahan", "bfloat16 compact"):
-        assert run in done.stdout
+    out = run("examples/train_gpt.py", *options)
+    for name in ("float32", "bfloat16", "bfloat16 + Kahan", "bfloat16 compact"):
+        assert name in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_memory_timeline(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples/memory_timeline.py")]
     picture, numbers = tmp_path / "timeline.png", tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--out", str(picture), "--json", str(numbers)]
     # The sums of the categories are checked by the example itself.
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run("examples/memory_timeline.py", *options)
     runs = json.loads(numbers.read_text())["peak bytes"]
     assert list(runs) == ["standard", "recipe", "release", "release, bfloat16"]
-    for run in runs:
-        assert run in done.stdout
+    for name in runs:
+        assert name in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     full = runs["standard"]["parameters"]
-    for run in runs.values():
-        low = run["parameters"] < full
+    for peaks in runs.values():
+        low = peaks["parameters"] < full
         # Two moments, and for bfloat16 the compensation; the step counts are few bytes.
-        state = run["optimizer state"] / run["parameters"]
+        state = peaks["optimizer state"] / peaks["parameters"]
         assert (3 if low else 2) < state < (3.01 if low else 2.01)
-        assert run["parameters"] == (full / 2 if low else full)
+        assert peaks["parameters"] == (full / 2 if low else full)
     assert runs["standard"]["gradients"] >= full
     for name in ("recipe", "release", "release, bfloat16"):
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 
 def test_mixed_optimizers(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples/mixed_optimizers.py")]
     picture = tmp_path / "mixed.png"
     options = ["--quick", "--out", str(picture)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("%")]
+    out = run("examples/mixed_optimizers.py", *options)
+    rows = [line.split() for line in out.splitlines() if line.endswith("%")]
     assert [row[0] for row in rows] == ["AdamW", "Lion"]
     # Two optimizers, and in each run the average apart from the weights.
     assert len({number for row in rows for number in row[-3:-1]}) == 4
@@ -63,69 +63,61 @@ def test_mixed_optimizers(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_release_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/release.py")]
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run("benchmarks/release.py", *options)
     written = json.loads(numbers.read_text())
     for way in ("standard", "recipe", "recipe, fused", "torch hooks, fused", "release"):
-        assert way in done.stdout
+        assert way in out
         assert written["peak"][way]["bytes"] > 0
         assert written["time"]["batch 4"][way]["ratio"] > 0
 
 
 @pytest.mark.soak
 def test_train_step_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/train_step.py")]
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--models", "MLP", "--compilations", "0", "--json", str(numbers)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run("benchmarks/train_step.py", *options, strict=False)
     rows = json.loads(numbers.read_text())["models"]["MLP"]
     for way in ("eager + fused", "compile(model) + fused", "release by hooks"):
-        assert f"| {way} " in done.stdout
+        assert f"| {way} " in out
         assert rows[way]["peak"] > 0 < rows[way]["milliseconds"]
     assert {"one graph", "one graph, pure"} < set(rows)
 
 
 @pytest.mark.soak
 def test_accumulation_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/accumulation.py")]
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--json", str(numbers)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run("benchmarks/accumulation.py", *options)
     cells = json.loads(numbers.read_text())["cells"]
     rules = ["SGD", "SGD, momentum", "SGD, Nesterov", "Adam", "AdamW", "StableAdamW"]
     for rule in [*rules, "RAdam", "Ranger", "Adan", "Lion"]:
-        assert f"| {rule} " in done.stdout
+        assert f"| {rule} " in out
         assert list(cells[rule]) == ["flag", "states", "buffer", "bfloat16 buffer"]
         refused = rule in ("SGD", "Adan")
         assert (cells[rule]["states"]["refusal"] is not None) == refused
         assert refused or cells[rule]["states"]["moment"] < 1e-6
         assert cells[rule]["buffer"]["error"] == 0
     for policy in ("flag", "states", "buffer", "bfloat16 buffer"):
-        assert f" {policy} |" in done.stdout
+        assert f" {policy} |" in out
     extra = {policy: cell["extra"] for policy, cell in cells["AdamW"].items()}
     assert extra == {"flag": 0, "states": 0, "buffer": 4, "bfloat16 buffer": 2}
 
 
 @pytest.mark.soak
 def test_step_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/step_time.py")]
     options = ["--sets", "tiny", "--ways", "optimi_func", "optimi_func foreach"]
     options += ["--seconds", "0.05", "--no-compile", "--json", str(tmp_path / "old.json")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run("benchmarks/step_time.py", *options)
     found = json.loads((tmp_path / "old.json").read_text())
     assert {"name", "threads", "torch", "date", "commit"} <= set(found["machine"])
     for dtype in ("float32", "bfloat16", "bfloat16 + Kahan"):
-        assert f"| 5 tensors, {dtype} " in done.stdout
+        assert f"| 5 tensors, {dtype} " in out
         cell = found["steps"]["tiny"][dtype]
         assert cell["torch fused"]["ratio"] == 1
         for way in ("optimi_func", "optimi_func foreach"):
-            assert f" {way} |" in done.stdout
+            assert f" {way} |" in out
             assert 0 < cell[way]["low"] <= cell[way]["ratio"] <= cell[way]["high"]
     assert (tmp_path / "old.png").read_bytes().startswith(b"\x89PNG")
 
@@ -135,12 +127,10 @@ def test_step_benchmark(tmp_path: Path) -> None:
         for ratio in cell.values():
             ratio["ratio"] *= 2
     new.write_text(json.dumps(found))
-    options = ["--compare", str(old), str(new)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    row = next(x for x in done.stdout.splitlines() if "float32, optimi_func " in x)
+    out = run("benchmarks/step_time.py", "--compare", str(old), str(new))
+    row = next(x for x in out.splitlines() if "float32, optimi_func " in x)
     assert row.endswith(" 2.00 |")
-    assert "torch fused" not in done.stdout
+    assert "torch fused" not in out
 
 
 @pytest.mark.soak
@@ -155,17 +145,15 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     }
     found: dict[str, dict[str, Any]] = {}
     for name, more in ran.items():
-        command = [sys.executable, "-W", "error", str(ROOT / f"benchmarks/{name}.py")]
+        script = f"benchmarks/{name}.py"
         path = tmp_path / f"{name}.json"
         options = ["--quick", "--no-compile", "--json", str(path), *more]
-        done = subprocess.run([*command, *options], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        out = run(script, *options)
         found[name] = json.loads(path.read_text())
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         # What was written says the same.
         options = ["--show", str(path), "--json", str(tmp_path / "again.json")]
-        again = subprocess.run([*command, *options], capture_output=True, text=True)
-        assert again.stdout == done.stdout, again.stderr
+        assert run(script, *options) == out
     assert list(found["scaling"]["scaling"]) == ["10000"]
     assert found["host_cost"]["config"]["cpu_time"] is True
     cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]
@@ -173,14 +161,12 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
 
 
 def test_lr_sweep(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples/lr_sweep.py")]
     pictures = [tmp_path / "sweep.png", tmp_path / "pbt.png"]
     options = ["--quick", "--no-compile", "--pbt", "--out", str(pictures[0])]
     options += ["--pbt-out", str(pictures[1])]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for run in ("sweep", "pbt"):
-        assert f"{run}: best of 9" in done.stdout
+    out = run("examples/lr_sweep.py", *options)
+    for name in ("sweep", "pbt"):
+        assert f"{name}: best of 9" in out
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -192,26 +178,23 @@ def test_hypergradient_examples(tmp_path: Path) -> None:
     }
     lines = {"learned_lr": "learned rates:", "maml_sinusoid": "joint pretraining: mean"}
     for name, more in examples.items():
-        command = [sys.executable, "-W", "error", str(ROOT / f"examples/{name}.py")]
+        script = f"examples/{name}.py"
         picture = tmp_path / f"{name}.png"
         options = ["--quick", *more, "--out", str(picture)]
-        done = subprocess.run([*command, *options], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert lines[name] in done.stdout
+        out = run(script, *options)
+        assert lines[name] in out
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.soak
 def test_population_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks/population.py")]
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = run("benchmarks/population.py", *options)
     cells = json.loads(numbers.read_text())["cells"]["3"]
     assert list(cells) == ["loop", "vmap"]
     for way, cell in cells.items():
-        assert f"| {way} " in done.stdout
+        assert f"| {way} " in out
         assert 0 < cell["low"] <= cell["ratio"] <= cell["high"]
         assert cell["error"] < 1e-5
 
@@ -220,15 +203,10 @@ def test_fsdp2(tmp_path: Path) -> None:
     """Two processes save; one goes on, with gradient release, and ends as the two did."""
     losses: list[str] = []
     for count, more in ((2, []), (1, ["--release"])):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(count), str(ROOT / "examples/fsdp2.py")]
         options = ["--quick", "--no-compile", "--steps", "4", "--every", "2", *more]
         options += ["--folder", str(tmp_path / "kept")]
-        done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        last = done.stdout.splitlines()[-1]
+        out = run("examples/fsdp2.py", *options, count=count, strict=False)
+        last = out.splitlines()[-1]
         begin = 0 if count == 2 else 2
         assert last.startswith(f"{count} processes: steps {begin} to 4, loss "), last
         losses.append(last.split()[-1])
@@ -237,27 +215,18 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert abs(float(losses[0]) - float(losses[1])) <= 2e-6
 
 
-def run(example: str, *options: str, strict: bool = True) -> str:
-    """What an example prints; `strict` makes its warnings errors."""
-    flags = ["-W", "error"] if strict else []
-    command = [sys.executable, *flags, str(ROOT / "examples" / example), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_resume(tmp_path: Path) -> None:
     """What becomes of it when it is killed is in test_killed.py."""
     checkpoint = tmp_path / "run.pt"
     options = ["--no-compile", "--epochs=50", "--every=100"]
-    out = run("resume.py", *options, f"--checkpoint={checkpoint}")
+    out = run("examples/resume.py", *options, f"--checkpoint={checkpoint}")
     (right,) = re.findall(r"begun\n800 steps: (\S+)% of the points", out)
     assert float(right) > 90
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
 def test_safetensors_state(tmp_path: Path) -> None:
-    out = run("safetensors_state.py", f"--out={tmp_path}")
+    out = run("examples/safetensors_state.py", f"--out={tmp_path}")
     assert re.search(r"2\.weight\.kahan_comp +bfloat16 +\[1, 32\]", out)
     assert out.endswith("the same weights as 20 steps: True\n")
 
@@ -265,7 +234,9 @@ def test_safetensors_state(tmp_path: Path) -> None:
 def test_transformers_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    out = run("trainers/transformers_trainer.py", f"--out={tmp_path}", strict=False)
+    out = run(
+        "examples/trainers/transformers_trainer.py", f"--out={tmp_path}", strict=False
+    )
     assert "20 resumed for the rest: the same weights: True" in out
     (losses,) = re.findall(r"loss every 10 steps: (.*)", out)
     losses = list(map(float, losses.split(", ")))
@@ -274,20 +245,20 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 def test_lightning_fit(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    out = run("trainers/lightning_fit.py", f"--out={tmp_path}", strict=False)
+    out = run("examples/trainers/lightning_fit.py", f"--out={tmp_path}", strict=False)
     found = re.findall(r"(\w+) +loss .*, the weights of the automatic run: True", out)
     assert found == ["automatic", "manual", "resumed"]
 
 
 def test_accelerate_loop(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    out = run("trainers/accelerate_loop.py", f"--out={tmp_path}", strict=False)
+    out = run("examples/trainers/accelerate_loop.py", f"--out={tmp_path}", strict=False)
     (apart,) = re.findall(r"4 parts a step or one batch: weights differ by (\S+)", out)
     assert float(apart) < 1e-5
 
 
 def test_grad_scaler() -> None:
-    out = run("trainers/grad_scaler.py")
+    out = run("examples/trainers/grad_scaler.py")
     rows = re.findall(r"^(\S.*\S) +(\d+) of 200 steps taken, loss (\S+)$", out, re.M)
     taken = {name: int(steps) for name, steps, _ in rows}
     loss = {name: float(x) for name, _, x in rows}
@@ -297,12 +268,12 @@ def test_grad_scaler() -> None:
 
 
 def test_averaged_model() -> None:
-    out = run("trainers/averaged_model.py")
+    out = run("examples/trainers/averaged_model.py")
     last, swa, ema = map(float, re.findall(r"loss without the noise (\S+)", out))
     assert max(swa, ema) < last / 2
 
 
 def test_optimizer_in_backward(tmp_path: Path) -> None:
-    out = run("trainers/optimizer_in_backward.py", f"--out={tmp_path / 'run.pt'}")
+    out = run("examples/trainers/optimizer_in_backward.py", f"--out={tmp_path / 'run.pt'}")
     assert "gradients freed: True" in out
     assert "within a cycle: the same weights: True" in out

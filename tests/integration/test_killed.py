@@ -1,7 +1,6 @@
 """A training run that is killed at random moments ends as if nobody had touched it."""
 
 import contextlib
-import multiprocessing
 import random
 import re
 import sys
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -18,23 +18,19 @@ import resume
 
 def run(arguments: list[str], log: Path) -> None:
     """The example, saying what it says in a file: who forks may have another stdout."""
+    torch.set_num_threads(1)
     with log.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
         resume.main(arguments)
 
 
 @pytest.fixture
-def start(monkeypatch, tmp_path):
+def start(tmp_path):
     """Runs the example in a process of its own, forked from one that has torch loaded."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "tqdm", "optimi_func"])
 
     def started(checkpoint: Path, epochs: int) -> Any:
         options = ["--no-compile", "--every=3", f"--epochs={epochs}"]
         arguments = [f"--checkpoint={checkpoint}", *options]
-        process = context.Process(target=run, args=(arguments, tmp_path / "log"))
-        process.start()
-        return process
+        return forked.start(run, arguments, tmp_path / "log")
 
     return started
 

@@ -1,14 +1,13 @@
 """20 steps are 10 steps, a checkpoint, a new process and 10 more: bit for bit."""
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, DEFAULTS, TOLERANCE, Case, assert_moved_alike
+from forked import run_script
 from resumed import FORMATS, MODES, STEPS, Job, Run, Sizes
 from torch import Tensor
 
@@ -100,8 +99,8 @@ class Ends:
             for form in forms(job):
                 orders.append((job, folders[key], form, half, STEPS))
         (folder / "orders.pickle").write_bytes(pickle.dumps(orders))
-        command = [sys.executable, str(ROOT / "tests/support/resumed.py"), str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        script = ROOT / "tests" / "support" / "resumed.py"
+        done = run_script(script, str(folder), strict=False)
         assert done.returncode == 0, done.stderr
         ends = torch.load(folder / "ends.pt", weights_only=True)
         self._resumed = {(o[0].id, o[2]): end for o, end in zip(orders, ends)}

@@ -127,8 +127,10 @@ def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
     factory = getattr(optimi_func, name)
     members = members_of(name, dtype)
     x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)
+    # What AOTAutograd does with a graph does not depend on the rule: it has a mean, or not.
+    backend = "aot_eager" if name in ("adamw", "stableadamw") else "eager"
     with torch._dynamo.config.patch(recompile_limit=64):
-        step = torch.compile(train, fullgraph=True, backend="aot_eager")
+        step = torch.compile(train, fullgraph=True, backend=backend)
         got, _ = step(factory, members, x, y)
         want, _ = train(factory, members, x, y)
         assert graphs() == 1

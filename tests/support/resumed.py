@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import optimi_func
+from optimi_func.execution import inductor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from safetensors_state import load_state, save_state
@@ -184,6 +185,7 @@ def main(folder: Path) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "eps=|weight_decay=|max_lr=|`torch.jit")
     torch.set_num_threads(2)
+    inductor.PRECOMPILE_HEADERS = True  # as where the first halves were compiled
     # (job, its folder, format, start, stop)
     found: list[Any] = []
     for order in pickle.loads((folder / "orders.pickle").read_bytes()):

@@ -1,6 +1,7 @@
-"""Prepared again on a model that is released already: a notebook's cell run twice."""
+"""Prepared twice, as where a notebook's cell is run again; and never prepared."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -110,3 +111,43 @@ def test_a_dead_optimizers_hooks_come_off_by_themselves() -> None:
     # Of the dead one nothing is left to raise.
     backward(inner)
     assert inner.weight.grad is not None
+
+
+def test_never_prepared_is_said_at_the_first_step_with_gradients() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.5, **RELEASE)
+    optimizer.step()  # a scheduler's dummy
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        optimizer.step(param=p)  # hooks of one's own
+        p.grad = None
+    optimizer.step()
+    backward(model)
+    with pytest.warns(UserWarning, match=r"no model was prepared.*prepare_for_gradient"):
+        optimizer.step()
+    optimizer.step()  # said once
+
+
+def test_prepared_once_is_never_unprepared() -> None:
+    for steps in (0, 1):
+        model = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.5, **RELEASE)
+        with prepare_for_gradient_release(model, optimizer):
+            for _ in range(steps):
+                backward(model)
+                optimizer.step()
+        backward(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        assert not optimizer._optimizer_step_post_hooks
+
+
+def test_backward_asks_for_the_function_and_not_for_its_loss() -> None:
+    model = nn.Linear(2, 1)
+    handle = prepare_for_gradient_release(model, sgd(lr=0.5))
+    before = weights(model)
+    with pytest.raises(TypeError, match=r"got a Tensor: allowed is a function"):
+        handle.backward(model(torch.ones(1, 2)).sum())
+    assert all(map(torch.equal, before, weights(model)))
+    handle.remove()

@@ -1,0 +1,100 @@
+"""How an optimizer keeps its parameters and their state, as a table."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func._distributed import to_local
+from optimi_func._leaf import init_leaf
+from optimi_func._rule import Rule
+from optimi_func._saved import Entry
+from optimi_func._storage import entry_of, names_in
+from optimi_func.optimizers._groups import Group, group_storage
+
+_HEAD = (
+    "group",
+    "tensors",
+    "elements",
+    "parameters",
+    "moments",
+    "in codes",
+    "bytes",
+    "each",
+)
+
+
+def describe(
+    states: Mapping[Any, Entry],
+    groups: list[Group],
+    rule_of: Callable[[Group], Rule[Any, Any]],
+) -> str:
+    """The table: a row a group, and one for all.
+
+    Args:
+        states: The optimizer's. What is not there yet is counted as it will be made.
+        groups: The optimizer's.
+        rule_of: A group's rule.
+    """
+    rows: list[tuple[str, ...]] = []
+    totals = [0, 0, 0, 0]
+    for i, group in enumerate(groups):
+        rule = rule_of(group)
+        params: list[Tensor] = group["params"]
+        found = [_kept(rule, group, p, states.get(p, {})) for p in params]
+        counts = [len(params), *map(sum, zip(*[x[2:] for x in found]))]
+        counts += [0] * (4 - len(counts))
+        totals = [a + b for a, b in zip(totals, counts)]
+        how = [", ".join(sorted({*some} - {""})) or "-" for some in _kinds(found)]
+        rows.append((str(i), *_cells(counts, how)))
+    if len(groups) > 1:
+        rows.append(("all", *_cells(totals, ["", ""])))
+    widths = [max(len(row[k]) for row in [_HEAD, *rows]) for k in range(len(_HEAD))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in [_HEAD, *rows]
+    ]
+    return "\n".join(lines)
+
+
+def _kinds(found: list[tuple[str, str, int, int, int]]) -> list[list[str]]:
+    """How parameters are kept, and how moments."""
+    return [[x[0] for x in found], [x[1] for x in found]]
+
+
+def _kept(
+    rule: Rule[Any, Any], group: Group, p: Tensor, state: Entry
+) -> tuple[str, str, int, int, int]:
+    """How p and its moments are kept; elements, those in codes, and bytes, held here."""
+    names = names_in(rule.state._fields, state)
+    entry = {name: state[name] for name in names if isinstance(state[name], Tensor)}
+    (part,) = to_local([p])
+    if not entry:
+        meta = torch.empty_like(p, device="meta")
+        leaf = init_leaf(rule, meta, group_storage(group))
+        entry = entry_of(leaf.state, leaf.comp)
+    local = dict(zip(entry, to_local(list(entry.values()))))
+    rest = local.get("kahan_comp")
+    name = _name(p.dtype) + ("" if rest is None else f" + {_name(rest.dtype)}")
+    coded = any(key.endswith("_q") for key in local)
+    moments = ["8bit"] if coded else []
+    moments += [_name(x.dtype) for k, x in local.items() if not _is_beside(k)]
+    numel = part.numel()
+    held = part.nbytes + sum(x.nbytes for x in local.values())
+    return name, ", ".join(sorted(set(moments))), numel, numel if coded else 0, held
+
+
+def _is_beside(key: str) -> bool:
+    return key == "kahan_comp" or key.endswith(("_q", "_scale"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cells(counts: list[int], how: list[str]) -> tuple[str, ...]:
+    tensors, elements, coded, held = counts
+    share = f"{100 * coded / elements:.1f} %" if elements else "-"
+    each = f"{held / elements:.3f}" if elements else "-"
+    return (f"{tensors:,}", f"{elements:,}", *how, share, f"{held:,}", each)

@@ -1,0 +1,197 @@
+"""The CUDA kernels without a GPU: generated for an H100, assembled, and run in numpy.
+
+What is here is what Inductor and Triton make of the kernels, for the two versions that the
+mocks were written for. How fast they are only a GPU tells.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import offline_cuda
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func._leaf import compute_dtype, init_leaf, leaf_step, rates, whole_mean
+from optimi_func._rule import Leaf, Rule, Scalars
+from optimi_func.execution.foreach import trace
+from optimi_func.execution.kernels import KernelKey, Pass, fill
+from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.tensors import flat_leaf
+
+triton = pytest.importorskip("triton")
+why_not = offline_cuda.why_not(triton.__version__)
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(why_not), reason=why_not)]
+
+LENGTHS = [2, 1000, 5003]  # the last is divided by no block
+T = 3  # the step that is looked at; those before make the state
+ROUNDING = 2.0  # units of the last place that the device's own roundings may differ by
+
+CASES: dict[str, tuple[optimi_func.FunctionalOptimizer, torch.dtype]] = {
+    "adamw float32": (optimi_func.adamw(lr=1e-2), torch.float32),
+    "adamw bfloat16": (optimi_func.adamw(lr=1e-4), torch.bfloat16),
+    "stableadamw float32": (optimi_func.stableadamw(lr=1e-2), torch.float32),
+    "lion float32": (optimi_func.lion(lr=1e-2), torch.float32),
+    # Those with the most tensors, which need the most registers.
+    "adan bfloat16": (optimi_func.adan(lr=1e-4), torch.bfloat16),
+    "ranger float32": (optimi_func.ranger(lr=1e-2), torch.float32),
+}
+
+
+def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
+    """A parameter with its state after some steps, and its gradient."""
+    optimizer, dtype = CASES[case]
+    own = torch.Generator().manual_seed(n)
+    leaf = init_leaf(optimizer.rule, torch.randn(n, generator=own).to(dtype), None, None)
+    for t in range(1, T):
+        g = torch.randn(n, generator=own).to(dtype)
+        now = scalars(case, t)
+        leaf = leaf_step(optimizer.rule, leaf, g, now, True, whole_mean)
+    return leaf, torch.randn(n, generator=own).to(dtype)
+
+
+def scalars(case: str, t: int) -> Scalars:
+    optimizer, _ = CASES[case]
+    lr: Any = optimizer.lr
+    return Scalars(optimizer.coeffs(float(t)), rates(lr, 0.1, optimizer.decay, lr, False))
+
+
+class Made(NamedTuple):
+    """A case, with what Inductor wrote for each of its passes."""
+
+    case: str
+    rule: Rule[Any, Any]
+    programs: dict[KernelKey, Any]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    case, folder = request.param, tmp_path_factory.mktemp("kernels")
+    rule = CASES[case][0].rule
+    leaf, g = leaves(case, 2)
+    p, *rest = flat_leaf(leaf)
+    dtypes = tuple(x.dtype for x in (p, g, *rest))
+    now = scalars(case, T)
+    statics = PackedScalars(now).statics
+    programs: dict[KernelKey, Any] = {}
+    parts: list[Pass] = ["mean", "move"] if rule.per_tensor else ["whole"]
+    for part in parts:
+        key = KernelKey(rule, statics, True, True, False, dtypes, offline_cuda.DEVICE, part)
+        own = Path(folder, part)
+        own.mkdir()
+        programs[key] = offline_cuda.Program(key, now, own)
+    return Made(case, rule, programs)
+
+
+def builds(made: Made) -> int:
+    """In how many configurations there is at least one of its kernels."""
+    kernels = [k for program in made.programs.values() for k in program.kernels.values()]
+    return max(len(kernel.builds) for kernel in kernels)
+
+
+def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKey, Any]]:
+    """All tensors after the step on the device, and what happened in each pass."""
+    leaf, g = leaves(made.case, n)
+    p, *rest = flat_leaf(leaf)
+    tensors = [x.clone() for x in (p, g, *rest)]
+    keys = list(made.programs)
+    packed = PackedScalars(scalars(made.case, T))
+    numbers = packed.packed(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
+    if keys[0].part != "whole":
+        numbers = torch.cat([numbers, numbers.new_zeros(1)])
+    runs = {
+        key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
+    }
+    return tensors, runs
+
+
+def units(x: Tensor, y: Tensor) -> float:
+    """The largest difference, in eps of y or of y's root mean square."""
+    eps = torch.finfo(y.dtype).eps
+    x, y = x.double(), y.double()
+    scale = y.abs().clamp_min(float(y.square().mean().sqrt()))
+    return float(((x - y).abs() / (scale * eps)).max())
+
+
+def test_it_is_the_device_that_is_pretended(made: Made) -> None:
+    for program in made.programs.values():
+        for kernel in program.kernels.values():
+            for build in kernel.builds:
+                assert f".target sm_{offline_cuda.SM}" in build.text
+
+
+def test_no_register_is_spilled(made: Made) -> None:
+    for program in made.programs.values():
+        for kernel in program.kernels.values():
+            for build in kernel.builds:
+                assert build.spilled == 0 and 0 < build.registers <= 128
+
+
+def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
+    _, runs = stepped(made, LENGTHS[-1], 0)
+    for key, run in runs.items():
+        if key.part != "mean":
+            assert len(run.launches) == 1
+            assert not run.scratch
+
+
+def test_a_mean_is_two_kernels_with_little_scratch(made: Made) -> None:
+    _, runs = stepped(made, LENGTHS[-1], 0)
+    for key, run in runs.items():
+        if key.part == "mean":
+            assert len(run.launches) == 2  # of pieces, and of all
+            assert sum(x.numel() for x in run.scratch) <= 128
+
+
+def test_each_element_is_read_and_written_once(made: Made) -> None:
+    n = LENGTHS[-1]
+    tensors, runs = stepped(made, n, 0)
+    for key, run in runs.items():
+        own = [x.data_ptr() for x in (*tensors, *run.scratch) if x.numel() == n]
+        loaded = sum(run.memory.loaded[x] for x in own) / n
+        stored = sum(run.memory.stored[x] for x in own) / n
+        assert (loaded, stored) == needed(key, scalars(made.case, T))
+
+
+def needed(key: KernelKey, now: Scalars) -> tuple[int, int]:
+    """Bytes an element that a pass has to read and to write, by the rule's operations."""
+    traced = trace(key, now)
+    tensors = traced.inputs[-len(key.dtypes) :]
+    sizes = {x: dtype.itemsize for x, dtype in zip(tensors, key.dtypes)}
+    read = {x for call, *_ in traced.calls for x in call.all_input_nodes if x in sizes}
+    p, _, *rest = tensors
+    results = [] if key.part == "mean" else traced.outputs
+    written = [x for x, result in zip([p, *rest], results) if x is not result]
+    return sum(sizes[x] for x in read), sum(sizes[x] for x in written)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_it_computes_what_eager_does(made: Made, n: int) -> None:
+    leaf, g = leaves(made.case, n)
+    packed = PackedScalars(scalars(made.case, T))
+    # As kernels get them: rounded once.
+    dtype = compute_dtype(*next(iter(made.programs)).dtypes)
+    values = packed.packed(dtype, torch.device("cpu")).unbind()
+    now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
+    want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_mean))
+    if leaf.comp is not None:
+        assert want[-1].count_nonzero() > 0.9 * n  # there is something to lose
+    for build in range(builds(made)):
+        tensors, _ = stepped(made, n, build)
+        p, _, *rest = tensors
+        names = ["p", *made.rule.state._fields, "comp"]
+        found = {name: units(x, y) for name, x, y in zip(names, [p, *rest], want)}
+        assert max(found.values()) <= ROUNDING, found
+
+
+def test_products_do_meet_sums_in_one_rounding(made: Made) -> None:
+    """Triton contracts by default: what is compared above went through that."""
+    texts = [
+        build.text
+        for program in made.programs.values()
+        for kernel in program.kernels.values()
+        for build in kernel.builds
+    ]
+    assert any("fma.rn.f32" in text for text in texts)

@@ -1,0 +1,290 @@
+"""What Inductor writes for an H100, and Triton makes of it, on a machine without a GPU.
+
+The device is pretended by mocks of private parts of torch and triton: `why_not` says where
+these are not the versions that the mocks were written for. They are imported where they
+are used: this module can be imported without them.
+"""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import ptx
+import torch
+from torch import Tensor
+
+from optimi_func._rule import Scalars
+from optimi_func.execution import inductor, kernels
+from optimi_func.execution.kernels import KernelKey
+
+DEVICE = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
+SM = 10 * CAPABILITY[0] + CAPABILITY[1]
+WARP = 32
+_TORCH, _TRITON = "2.13.0", "3.9.0"
+
+# Of an H100, what Inductor and its choice of blocks ask for.
+_PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=CAPABILITY[0],
+    minor=CAPABILITY[1],
+    multi_processor_count=132,
+    warp_size=WARP,
+    regs_per_multiprocessor=65536,
+    total_memory=80 << 30,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+)
+
+
+def why_not(triton_version: str) -> str:
+    """Why the mocks do not fit here, or nothing."""
+    found = torch.__version__.split("+")[0], triton_version
+    if found == (_TORCH, _TRITON):
+        return ""
+    return (
+        f"the mocks are of private parts of torch {_TORCH} and triton {_TRITON}, here are "
+        f"torch {found[0]} and triton {found[1]}"
+    )
+
+
+class _Generated(BaseException):
+    """Inductor has written its code; nothing after that is wanted."""
+
+
+@contextmanager
+def pretended_device() -> Generator[None]:
+    """Torch and triton believe in one H100, as far as compilation goes."""
+    import triton
+    from torch._dynamo import device_interface
+    from torch._inductor.runtime import triton_helpers
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from triton.backends.compiler import GPUTarget
+
+    def always(x: Any) -> Any:
+        return staticmethod(lambda *_, **__: x)
+
+    class Interface(device_interface.CudaInterface):
+        class Worker(device_interface.CudaInterface.Worker):
+            current_device = always(0)
+            get_device_properties = always(_PROPERTIES)
+
+        is_available = is_triton_capable = is_bf16_supported = always(True)
+        raise_if_triton_unavailable = always(None)
+        current_device = always(0)
+        get_device_properties = always(_PROPERTIES)
+        get_compute_capability = always(SM)
+        get_multi_processor_count = always(_PROPERTIES.multi_processor_count)
+
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", SM, WARP), get_current_device=lambda: 0
+    )
+    register = device_interface.register_interface_for_device
+    known = dict(device_interface.get_registered_device_interfaces())
+    with ExitStack() as stack:
+
+        def patch(*args: Any, **options: Any) -> None:
+            stack.enter_context(mock.patch.object(*args, **options))
+
+        for name in ("cuda", "cuda:0"):
+            register(name, Interface)
+            own = known.get(name, device_interface.CudaInterface)
+            stack.callback(register, name, own)
+        patch(torch.cuda, "get_device_properties", lambda *_: _PROPERTIES)
+        patch(torch.cuda, "get_device_capability", lambda *_: CAPABILITY)
+        patch(triton.runtime.driver, "_active", driver)
+        patch(triton_helpers, "set_driver_to_gpu", lambda: None)
+        if torch.version.cuda is None:
+            # Two of Tensor's methods take a device guard, which a CPU build does not have.
+            for kind in (FakeTensor, FunctionalTensor):
+                patch(kind, "copy_", _copy_, create=True)
+                patch(kind, "__getitem__", _getitem, create=True)
+        yield
+
+
+def _copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
+    return torch.ops.aten.copy_.default(self, source)
+
+
+def _getitem(self: Any, index: Any) -> Any:
+    if isinstance(index, slice) and index.step is None:
+        stop = sys.maxsize if index.stop is None else index.stop
+        return torch.ops.aten.slice.Tensor(self, 0, index.start, stop)
+    return torch.Tensor.__getitem__(self, index)
+
+
+class Build(NamedTuple):
+    """A kernel in one of the configurations that Inductor would try."""
+
+    ptx: ptx.Program
+    text: str
+    block: int  # elements of a block
+    threads: int
+    registers: int
+    spilled: int  # bytes
+
+
+class Kernel:
+    """A Triton kernel that Inductor wrote, assembled.
+
+    It takes the place of the launcher in Inductor's code, and runs in numpy.
+    """
+
+    def __init__(self, program: "Program", name: str, path: Path) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        tuner = getattr(module, name)
+        assert tuner.inductor_meta["grid_type"] == "Grid1D"
+        self.name, self._program = name, program
+        self.builds: list[Build] = []
+        for config in tuner.configs:
+            meta = tuner._create_compile_meta(config)
+            binary = compile(
+                ASTSource(
+                    tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
+                ),
+                target=GPUTarget("cuda", SM, WARP),
+                options=tuner._create_compile_options(config, meta),
+            )
+            cubin = path.with_suffix(".cubin")
+            cubin.write_bytes(binary.asm["cubin"])
+            text = binary.asm["ptx"]
+            sizes = config.kwargs["XBLOCK"], WARP * config.num_warps
+            build = Build(ptx.Program(text), text, *sizes, *_resources(cubin))
+            self.builds.append(build)
+        signature = tuner.triton_meta["signature"]
+        self._parameters = [x for x in signature if x not in tuner.configs[0].kwargs]
+        constants = [x for x, kind in signature.items() if kind == "constexpr"]
+        self._given = [i for i, x in enumerate(self._parameters) if x not in constants]
+
+    def run(self, *arguments: Any, stream: int) -> None:
+        """Launch it on tensors of the CPU."""
+        run = self._program.running
+        assert run is not None and stream == 0
+        run.launches.append(self.name)
+        build = self.builds[min(run.build, len(self.builds) - 1)]
+        length = arguments[self._parameters.index("xnumel")]
+        given = [arguments[i] for i in self._given]
+        # Triton adds two pointers to memory of its own, which these do not use.
+        numbers = [run.memory.add(x) if isinstance(x, Tensor) else x for x in given]
+        blocks = -(-length // build.block)
+        build.ptx.run([*numbers, 0, 0], blocks, build.threads, run.memory)
+
+
+def _resources(cubin: Path) -> tuple[int, int]:
+    """Registers a thread and spilled bytes of assembled code."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    done = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, check=True
+    )
+    usage = done.stdout + done.stderr
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+class Run:
+    """What happens in one call of Inductor's code."""
+
+    def __init__(self, build: int) -> None:
+        self.build = build  # which configuration of every kernel
+        self.launches: list[str] = []
+        self.scratch: list[Tensor] = []
+        self.memory = ptx.Memory()
+
+
+class Program:
+    """What Inductor wrote for one kernel of this package: its code, and Triton kernels."""
+
+    def __init__(self, key: KernelKey, scalars: Scalars, folder: Path) -> None:
+        from torch._inductor.async_compile import AsyncCompile
+
+        self.running: Run | None = None
+        self.kernels: dict[str, Kernel] = {}
+        source, self._order = _generated(key, scalars)
+
+        def assembled(_: Any, name: str, text: str, **options: Any) -> Kernel:
+            path = folder / f"{name}.py"
+            path.write_text(text)
+            self.kernels[name] = Kernel(self, name, path)
+            return self.kernels[name]
+
+        with (
+            pretended_device(),
+            mock.patch.object(AsyncCompile, "triton", assembled),
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True),
+        ):
+            self._scope: dict[str, Any] = {"__name__": key.name}
+            exec(compile(source, key.name, "exec"), self._scope)
+        self._scope["empty_strided_cuda"] = self._allocated
+
+    def _allocated(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        assert self.running is not None
+        x = torch.empty_strided(size, stride, dtype=dtype).fill_(float("nan"))
+        self.running.scratch.append(x)
+        return x
+
+    def run(self, arguments: list[Tensor], build: int) -> Run:
+        """Call Inductor's code with the kernel's arguments, on the CPU."""
+        self.running = run = Run(build)
+        length = arguments[-1].numel()
+        with (
+            mock.patch.object(torch.cuda, "_DeviceGuard", lambda _: nullcontext()),
+            mock.patch.object(torch.cuda, "set_device", lambda _: None),
+        ):
+            self._scope["call"]([length if i < 0 else arguments[i] for i in self._order])
+        self.running = None
+        return run
+
+
+def _first(_: int) -> int:
+    return 0
+
+
+def _generated(key: KernelKey, scalars: Scalars) -> tuple[str, list[int]]:
+    """Inductor's code, and for each of its arguments the index of ours, -1 the length."""
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses import FakeTensorMode
+
+    backend = inductor._Record.backend
+    order: list[int] = []
+
+    def recorded(self: Any, graph: Any, example: Any) -> Any:
+        names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+        places = [re.fullmatch(r"l_tensors_(\d+)_", name) for name in names]
+        order.extend(-1 if place is None else int(place[1]) for place in places)
+        return backend(self, graph, example)
+
+    def stopped(self: Any) -> Any:
+        code, _ = self.codegen()
+        raise _Generated(code.value)
+
+    with (
+        pretended_device(),
+        mock.patch.object(GraphLowering, "compile_to_module", stopped),
+        mock.patch.object(inductor._Record, "backend", recorded),
+        FakeTensorMode(),
+    ):
+        try:
+            kernels._compile(key, scalars)
+        except _Generated as found:
+            return found.args[0], order
+    raise AssertionError("Inductor was not asked for any code")

@@ -16,13 +16,13 @@ CUDA_OFFLINE := $(VENV)/.cuda-offline
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
 QUESTIONS := step_time scaling foreach_or_loop host_cost cold_start bandwidth \
-	rules_per_byte release accumulation train_step population
+	rules_per_byte release accumulation train_step population storage
 
 .DEFAULT_GOAL := help
 .PHONY: help train test soak cuda-offline bench lint format clean
 
 help:
-	@echo "make train   train a small GPT three ways and compare the optimizers (minutes)"
+	@echo "make train   train a small GPT four ways and compare the optimizers (minutes)"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that take minutes"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"

@@ -12,6 +12,7 @@ from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
 from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func._rule import PureOptimizer as PureOptimizer
+from optimi_func._rule import Storage as Storage
 from optimi_func._tree import LeafState as LeafState
 from optimi_func._tree import TreeState as TreeState
 from optimi_func.gradient_release import GradientRelease as GradientRelease

@@ -14,6 +14,7 @@ parameter tree, a number a subtree.
 
 from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func._functional import Number as Number
+from optimi_func._rule import Storage as Storage
 from optimi_func._tree import LeafState as LeafState
 from optimi_func._tree import TreeState as TreeState
 from optimi_func.optimizers.adam import adam as adam

@@ -41,7 +41,18 @@ static inline float largest(const float* x, int64_t n) {
     }
     return of_bits(most);
 }
-static inline float inverse(float scale) { return scale < 1e-37f ? 0.0f : 1.0f / scale; }
+// What follows is written so that compilers make vectors of the loops around it: without a
+// branch, without bounds in floats, without a floor whose result becomes an integer.
+static inline float inverse(float scale) {
+    const uint32_t keep = scale < 1e-37f ? 0 : 0xffffffff;
+    return of_bits(bits_of(1.0f / scale) & keep);
+}
+// The integer part, between two; 0 for NaN.
+static inline int32_t code(float x, int32_t low, int32_t high) {
+    const int32_t q = (int32_t)x;
+    const int32_t above = q < low ? low : q;
+    return (above > high ? high : above) & -(int32_t)(x == x);
+}
 
 static void decode_moment(const void* codes, const void* more, float* x, int64_t n) {
     const int8_t* q = static_cast<const int8_t*>(codes);
@@ -94,8 +105,8 @@ static void encode_square(
         const float s = most + (most - most), inv = inverse(s);  // of inf a NaN
         scale[start / 64] = s;
         for (int64_t i = start; i < end; ++i) {
-            const float z = std::floor(std::sqrt(r[i - start] * inv) * 255.0f + dither);
-            q[i] = (uint8_t)(int32_t)(z < 1.0f ? 1.0f : z > 255.0f ? 255.0f : z);
+            const float z = std::sqrt(r[i - start] * inv) * 255.0f + dither;
+            q[i] = (uint8_t)code(z, 1, 255);
         }
     }
 }
@@ -117,10 +128,11 @@ static void encode_kahan8(const float* x, void* params, void* more, int64_t n, f
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = bits_of(x[i]);
         const uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-        const float rounded = of_bits(x[i] != x[i] ? 0x7fc00000 : even);
+        const uint32_t nan = -(uint32_t)(x[i] != x[i]);
+        const float rounded = of_bits((even & ~nan) | (0x7fc00000 & nan));
         const float c = std::rint((x[i] - rounded) * inverse(unit(rounded)));
         p[i] = (uint16_t)(bits_of(rounded) >> 16);
-        rest[i] = (int8_t)(int32_t)(c < -127.0f ? -127.0f : c > 127.0f ? 127.0f : c);
+        rest[i] = (int8_t)code(c, -127, 127);
     }
 }
 

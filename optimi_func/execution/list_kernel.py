@@ -42,7 +42,14 @@ _SIZES = {
     "SLOT": _SLOT,
 }
 
+# Inductor writes vectors itself and has compilers make none; the codecs leave it to them.
+# No root is a vector that may have to set errno.
+_FLAGS = ("-fno-math-errno",)
 _SOURCE = """
+// Before any header, whose functions would not be inlined otherwise.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("tree-loop-vectorize")
+#endif
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -276,7 +283,7 @@ def native() -> Native | None:
     source = Template(_SOURCE).substitute(_SIZES, CODECS=codecs.SOURCE)
     try:
         with config.patch(cpp_cache_precompile_headers=False):
-            library: Any = CppCodeCache.load(source)
+            library: Any = CppCodeCache.load(source, extra_flags=_FLAGS)
         # Counting takes less time than letting other Python threads run meanwhile.
         counting: Any = ctypes.PyDLL(library._name)
         run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance

@@ -33,7 +33,7 @@ def test_public_names() -> None:
     modules |= {"schedules", "transforms", "utils", "population", "unrolling"}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
     types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
-    types |= {"TreeState", "Unrolled"}
+    types |= {"Storage", "TreeState", "Unrolled"}
     utilities = {"param_groups_weight_decay", "to_low_precision", "unroll", "detach"}
     utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}
     classes = {c.__name__ for c in CLASSES.values()}

@@ -22,7 +22,7 @@ def test_train_gpt(tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     options = ["--quick", "--no-compile", "--out", str(picture)]
     out = run("examples/train_gpt.py", *options)
-    for name in ("float32", "bfloat16", "bfloat16 + Kahan"):
+    for name in ("float32", "bfloat16", "bfloat16 + Kahan", "bfloat16 compact"):
         assert name in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, LR, Case, problem
+from cases import CASES, Case, problem
 from stored import BF16, same_bits
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
-import optimi_func
-from optimi_func import adamw, lion, population, sgd, transforms, unroll
+from optimi_func import adamw, lion, population, transforms, unroll
 from optimi_func._codes import Moment8, widen
 from optimi_func._rule import Storage
 

@@ -420,7 +420,9 @@ def test_bad_params_and_states() -> None:
         adamw_init({"w": 1.0})
     with pytest.raises(TypeError, match="state=dict is not a TreeState"):
         adamw_step(P, G, {}, lr=0.1)
-    with pytest.raises(ValueError, match=r"\['w'\] holds .*exp_avg.* but the optimizer needs"):
+    with pytest.raises(
+        ValueError, match=r"\['w'\] holds .*exp_avg.* but the optimizer needs"
+    ):
         optimi_func.lion_step(P, G, adamw_init(P), lr=0.1)
     with pytest.raises(ValueError, match="make it with its own init"):
         optimi_func.sgd_step(P, G, optimi_func.sgd_init(P), lr=0.1, momentum=0.9)

@@ -277,3 +277,17 @@ def test_optimizer_in_backward(tmp_path: Path) -> None:
     out = run("examples/trainers/optimizer_in_backward.py", f"--out={tmp_path / 'run.pt'}")
     assert "gradients freed: True" in out
     assert "within a cycle: the same weights: True" in out
+
+
+def test_finetune(tmp_path: Path) -> None:
+    picture = tmp_path / "finetune.png"
+    out = run("examples/finetune.py", "--quick", f"--out={picture}")
+    rows = re.findall(r"^(1e-0\d) +(\w+) +(\S+) .*?( \(the same bits\))?$", out, re.M)
+    ways = ["float32", "bfloat16", "kahan", "kahan8", "compact", "exact"]
+    for lr in ("1e-05", "1e-06"):
+        apart = {name: float(x) for at, name, x, _ in rows if at == lr}
+        assert list(apart) == ways
+        assert apart["exact"] == 0 < apart["kahan"] < 0.1 < 0.9 < apart["bfloat16"]
+    same = [name for _, name, _, bits in rows if bits]
+    assert same == ["float32", "exact"] * 2
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -98,7 +98,8 @@ static inline void decode_square(
     }
 }
 static inline void encode_square(
-    const float* __restrict x, uint8_t* __restrict q, float* scale, int64_t n, float dither) {
+    const float* __restrict x, uint8_t* __restrict q, float* scale, int64_t n,
+    float dither) {
     // The root of the largest is the largest of the roots.
     const float s = std::sqrt(largest(x, n)), inv = inverse(s);
     *scale = s;

@@ -33,20 +33,27 @@ def test_memory_timeline(tmp_path: Path) -> None:
     # The sums of the categories are checked by the example itself.
     out = run("examples/memory_timeline.py", *options)
     runs = json.loads(numbers.read_text())["peak bytes"]
-    assert list(runs) == ["standard", "recipe", "release", "release, bfloat16"]
+    ways = ["standard", "recipe", "release", "release, bfloat16", "release, compact"]
+    assert list(runs) == ways
     for name in runs:
         assert name in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     full = runs["standard"]["parameters"]
-    for peaks in runs.values():
+    compact = runs["release, compact"]
+    # Bytes: codes of both moments and of the compensation; small tensors have bfloat16.
+    assert 1.5 < compact["optimizer state"] / compact["parameters"] < 1.75
+    assert compact["parameters"] == full / 2
+    for name, peaks in runs.items():
+        if name == "release, compact":
+            continue
         low = peaks["parameters"] < full
         # Two moments, and for bfloat16 the compensation; the step counts are few bytes.
         state = peaks["optimizer state"] / peaks["parameters"]
         assert (3 if low else 2) < state < (3.01 if low else 2.01)
         assert peaks["parameters"] == (full / 2 if low else full)
     assert runs["standard"]["gradients"] >= full
-    for name in ("recipe", "release", "release, bfloat16"):
+    for name in ways[1:]:
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 

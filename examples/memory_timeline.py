@@ -2,13 +2,14 @@
 
 The model is the ViT-L/16 (304 million parameters) of PyTorch's tutorial "How to save
 memory by fusing the optimizer step into the backward pass", with random weights and fake
-images as there. It is trained for three steps in four ways:
+images as there. It is trained for three steps in five ways:
 
 * ``standard``: ``torch.optim.AdamW``, stepped after backward;
 * ``recipe``: the tutorial's: an optimizer for every parameter, stepped in a hook as soon
   as that parameter's gradient is complete;
 * ``release``: ``optimi_func.AdamW`` with gradient release;
-* ``release, bfloat16``: the same on a bfloat16 model, with Kahan summation.
+* ``release, bfloat16``: the same on a bfloat16 model, with Kahan summation;
+* ``release, compact``: on a bfloat16 model with ``storage="compact"``: moments in 8 bits.
 
 Each runs in a process of its own, from the same seed. Every allocation and free is taken
 from the profiler and counted as one of
@@ -39,6 +40,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -184,7 +186,7 @@ def recipe(model: nn.Module, config: Config) -> Optimizers:
     return list(optimizers.values())
 
 
-def release(model: nn.Module, config: Config) -> Optimizers:
+def release(model: nn.Module, config: Config, storage: str | None = None) -> Optimizers:
     """This library's gradient release."""
     optimizer = optimi_func.AdamW(
         model.parameters(),
@@ -192,6 +194,7 @@ def release(model: nn.Module, config: Config) -> Optimizers:
         weight_decay=config.weight_decay,
         gradient_release=True,
         compile=config.compile,
+        storage=storage,
     )
     # The recorder has hooks of its own, which only look.
     optimi_func.prepare_for_gradient_release(model, optimizer, ignore_existing_hooks=True)
@@ -212,6 +215,11 @@ WAYS = {
     "recipe": Way("an optimizer for every parameter", torch.float32, recipe),
     "release": Way("optimi_func, gradient release", torch.float32, release),
     "release, bfloat16": Way("the same in bfloat16 + Kahan", torch.bfloat16, release),
+    "release, compact": Way(
+        "bfloat16, 5.1 bytes a parameter",
+        torch.bfloat16,
+        partial(release, storage="compact"),
+    ),
 }
 
 
@@ -332,6 +340,14 @@ class Timeline:
     def peak_above(self) -> int:
         """The most bytes beyond parameters and optimizer state."""
         return max(sum(sizes[2:]) for sizes in self.sizes)
+
+    def share(self) -> float:
+        """The peak, as a share of what cannot be spared: all peaks but the rest's.
+
+        Beside parameters, state and activations that is the gradients alive at once.
+        """
+        needed = sum(self.peak(name) for name in CATEGORIES if name != "rest")
+        return max(self.totals()) / needed
 
     def peak_phase(self) -> str:
         """Where the total was largest."""
@@ -493,8 +509,11 @@ def gigabytes(size: float) -> str:
 
 
 def results_table(timelines: dict[str, Timeline]) -> str:
-    """The peaks, one line per run; each column has its peak at another time."""
-    columns = ["total", *CATEGORIES, "above p + state"]
+    """The peaks, one line per run; each column has its peak at another time.
+
+    The share is the total's in all but the rest.
+    """
+    columns = ["total", *CATEGORIES, "above p + state", "share"]
     header = "".join(f" {column:>15}" for column in columns)
     lines = [f"{'peaks':<18}{header}  total peaks in"]
     for name, timeline in timelines.items():
@@ -502,6 +521,7 @@ def results_table(timelines: dict[str, Timeline]) -> str:
         peaks += [timeline.peak(category) for category in CATEGORIES]
         peaks.append(timeline.peak_above())
         numbers = "".join(f" {gigabytes(peak):>15}" for peak in peaks)
+        numbers += f" {timeline.share():>15.3f}"
         lines.append(f"{name:<18}{numbers}  {timeline.peak_phase()}")
     return "\n".join(lines)
 
@@ -513,6 +533,7 @@ def numbers(timelines: dict[str, Timeline], config: Config) -> dict[str, Any]:
             "total": max(timeline.totals()),
             **{category: timeline.peak(category) for category in CATEGORIES},
             "above parameters and state": timeline.peak_above(),
+            "share of all but the rest": timeline.share(),
             "total peaks in": timeline.peak_phase(),
         }
         for name, timeline in timelines.items()
@@ -571,10 +592,12 @@ def plot(timelines: dict[str, Timeline], config: Config) -> None:
     """Draw all runs with one scale of memory."""
     highest = max(max(timeline.totals()) for timeline in timelines.values())
     unit, label = (1e9, "GB") if highest >= 1e8 else (1e6, "MB")
-    figure, grid = plt.subplots(2, 2, figsize=(12, 8), sharey=True, layout="constrained")
+    figure, grid = plt.subplots(3, 2, figsize=(12, 12), sharey=True, layout="constrained")
     for axes, (name, timeline) in zip(grid.flat, timelines.items()):
         draw(axes, timeline, f"{name} ({WAYS[name].title})", unit)
         axes.axhline(highest / unit, color="black", linewidth=0.8, linestyle="--")
+    for axes in grid.flat[len(timelines) :]:
+        axes.set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel(f"allocated, {label}")
     for axes in grid[-1]:

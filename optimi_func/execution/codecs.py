@@ -30,7 +30,6 @@ static inline uint32_t bits_of(float x) {
     std::memcpy(&bits, &x, 4);
     return bits;
 }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The largest magnitude; NaN where there is one, as its bits are the largest.
 static inline float largest(const float* x, int64_t n) {
@@ -54,60 +53,60 @@ static inline int32_t code(float x, int32_t low, int32_t high) {
     return (above > high ? high : above) & -(int32_t)(x == x);
 }
 
-static void decode_moment(const void* codes, const void* more, float* x, int64_t n) {
-    const int8_t* q = static_cast<const int8_t*>(codes);
+// Groups of 64, and a rest. A length that is known leaves nothing beside vectors.
+template <typename Q, void (*group)(const Q*, const float*, float*, int64_t)>
+static void decode_groups(const void* codes, const void* more, float* x, int64_t n) {
+    const Q* q = static_cast<const Q*>(codes);
     const float* scale = static_cast<const float*>(more);
-    for (int64_t start = 0; start < n; start += 64) {
-        const float c = scale[start / 64] * (float)(1.0 / 16129);
-        const int64_t end = least(n, start + 64);
-        for (int64_t i = start; i < end; ++i) {
-            const float f = q[i];
-            x[i] = (f * std::fabs(f)) * c;
-        }
+    for (; n >= 64; n -= 64, q += 64, x += 64) group(q, scale++, x, 64);
+    if (n) group(q, scale, x, n);
+}
+template <typename Q, void (*group)(const float*, Q*, float*, int64_t, float)>
+static void encode_groups(
+    const float* x, void* codes, void* more, int64_t n, float dither) {
+    Q* q = static_cast<Q*>(codes);
+    float* scale = static_cast<float*>(more);
+    for (; n >= 64; n -= 64, q += 64, x += 64) group(x, q, scale++, 64, dither);
+    if (n) group(x, q, scale, n, dither);
+}
+
+static inline void decode_moment(
+    const int8_t* __restrict q, const float* scale, float* __restrict x, int64_t n) {
+    const float c = *scale * (float)(1.0 / 16129);
+    for (int64_t i = 0; i < n; ++i) {
+        const float f = q[i];
+        x[i] = (f * std::fabs(f)) * c;
     }
 }
-static void encode_moment(const float* x, void* codes, void* more, int64_t n, float) {
-    int8_t* q = static_cast<int8_t*>(codes);
-    float* scale = static_cast<float*>(more);
-    for (int64_t start = 0; start < n; start += 64) {
-        const int64_t end = least(n, start + 64);
-        const float s = largest(x + start, end - start), inv = inverse(s);
-        scale[start / 64] = s;
-        for (int64_t i = start; i < end; ++i) {
-            const float z = std::rint(std::sqrt(std::fabs(x[i]) * inv) * 127.0f);
-            q[i] = (int8_t)(int32_t)(x[i] < 0.0f ? -z : z);
-        }
+static inline void encode_moment(
+    const float* __restrict x, int8_t* __restrict q, float* scale, int64_t n, float) {
+    const float s = largest(x, n), inv = inverse(s);
+    *scale = s;
+    for (int64_t i = 0; i < n; ++i) {
+        const float z = std::rint(std::sqrt(std::fabs(x[i]) * inv) * 127.0f);
+        q[i] = (int8_t)(int32_t)std::copysign(z, x[i]);
     }
 }
 
-static void decode_square(const void* codes, const void* more, float* x, int64_t n) {
-    const uint8_t* q = static_cast<const uint8_t*>(codes);
-    const float* scale = static_cast<const float*>(more);
-    for (int64_t start = 0; start < n; start += 64) {
-        const float c = scale[start / 64] * (float)(1.0 / 65025);
-        const int64_t end = least(n, start + 64);
-        for (int64_t i = start; i < end; ++i) {
-            const float f = q[i];
-            const float r = (f * f) * c;
-            x[i] = r * r;
-        }
+static inline void decode_square(
+    const uint8_t* __restrict q, const float* scale, float* __restrict x, int64_t n) {
+    const float c = *scale * (float)(1.0 / 65025);
+    for (int64_t i = 0; i < n; ++i) {
+        const float f = q[i];
+        const float r = (f * f) * c;
+        x[i] = r * r;
     }
 }
-static void encode_square(
-    const float* x, void* codes, void* more, int64_t n, float dither) {
-    uint8_t* q = static_cast<uint8_t*>(codes);
-    float* scale = static_cast<float*>(more);
-    for (int64_t start = 0; start < n; start += 64) {
-        const int64_t end = least(n, start + 64);
-        float r[64];
-        for (int64_t i = start; i < end; ++i) r[i - start] = std::sqrt(x[i]);
-        const float most = largest(r, end - start);
-        const float s = most + (most - most), inv = inverse(s);  // of inf a NaN
-        scale[start / 64] = s;
-        for (int64_t i = start; i < end; ++i) {
-            const float z = std::sqrt(r[i - start] * inv) * 255.0f + dither;
-            q[i] = (uint8_t)code(z, 1, 255);
-        }
+static inline void encode_square(
+    const float* __restrict x, uint8_t* __restrict q, float* scale, int64_t n,
+    float dither) {
+    // The root of the largest is the largest of the roots.
+    const float most = std::sqrt(largest(x, n));
+    const float s = most + (most - most), inv = inverse(s);  // of inf a NaN
+    *scale = s;
+    for (int64_t i = 0; i < n; ++i) {
+        const float z = std::sqrt(std::sqrt(x[i]) * inv) * 255.0f + dither;
+        q[i] = (uint8_t)code(z, 1, 255);
     }
 }
 
@@ -116,7 +115,7 @@ static inline float unit(float p) {
 }
 static void decode_kahan8(const void* params, const void* more, float* x, int64_t n) {
     const uint16_t* p = static_cast<const uint16_t*>(params);
-    const int8_t* rest = static_cast<const int8_t*>(more);
+    const int8_t* __restrict rest = static_cast<const int8_t*>(more);
     for (int64_t i = 0; i < n; ++i) {
         const float wide = of_bits((uint32_t)p[i] << 16);
         x[i] = wide + (float)rest[i] * unit(wide);
@@ -124,7 +123,7 @@ static void decode_kahan8(const void* params, const void* more, float* x, int64_
 }
 static void encode_kahan8(const float* x, void* params, void* more, int64_t n, float) {
     uint16_t* p = static_cast<uint16_t*>(params);
-    int8_t* rest = static_cast<int8_t*>(more);
+    int8_t* __restrict rest = static_cast<int8_t*>(more);
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = bits_of(x[i]);
         const uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
@@ -169,8 +168,9 @@ struct Codec {
 };
 static const Codec CODECS[] = {
     {0, 0, 1, nullptr, nullptr},
-    {1, 4, 64, decode_moment, encode_moment},
-    {1, 4, 64, decode_square, encode_square},
+    {1, 4, 64, decode_groups<int8_t, decode_moment>, encode_groups<int8_t, encode_moment>},
+    {1, 4, 64, decode_groups<uint8_t, decode_square>,
+     encode_groups<uint8_t, encode_square>},
     {2, 1, 1, decode_kahan8, encode_kahan8},
     {2, 2, 1, decode_exact, encode_exact},
     {2, 0, 1, decode_bfloat16, nullptr},

@@ -35,6 +35,8 @@ _MOST, _SLOTS, _SLOT = 32, 4, 64
 _SIZES = {
     "PIECE": PIECE,
     "SHORTEST": 1 << 12,
+    # What is decoded of a piece lies in the nearest cache.
+    "DECODED": 1 << 10,
     "LONGEST": 1 << 20,
     "GRAIN": 1 << 15,
     "MOST": _MOST,
@@ -110,7 +112,7 @@ extern "C" void run_list(
     if (threads > total / $GRAIN) threads = total / $GRAIN + 1;
     // Long pieces read memory faster, as long as every thread gets a share of them. Those
     // with numbers of their own are what they are.
-    int64_t size = per_piece == 0 ? $SHORTEST : $PIECE;
+    int64_t size = per_piece ? $PIECE : ours ? $DECODED : $SHORTEST;
     const bool fixed = per_piece != 0 || ours;
     while (!fixed && size < $LONGEST && size * threads * 16 < total) size *= 2;
     std::atomic<int64_t> next{0};

@@ -33,20 +33,27 @@ def test_memory_timeline(tmp_path: Path) -> None:
     # The sums of the categories are checked by the example itself.
     out = run("examples/memory_timeline.py", *options)
     runs = json.loads(numbers.read_text())["peak bytes"]
-    assert list(runs) == ["standard", "recipe", "release", "release, bfloat16"]
+    ways = ["standard", "recipe", "release", "release, bfloat16", "release, compact"]
+    assert list(runs) == ways
     for name in runs:
         assert name in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     full = runs["standard"]["parameters"]
-    for peaks in runs.values():
+    compact = runs["release, compact"]
+    # Bytes: codes of both moments and of the compensation; small tensors have bfloat16.
+    assert 1.5 < compact["optimizer state"] / compact["parameters"] < 1.75
+    assert compact["parameters"] == full / 2
+    for name, peaks in runs.items():
+        if name == "release, compact":
+            continue
         low = peaks["parameters"] < full
         # Two moments, and for bfloat16 the compensation; the step counts are few bytes.
         state = peaks["optimizer state"] / peaks["parameters"]
         assert (3 if low else 2) < state < (3.01 if low else 2.01)
         assert peaks["parameters"] == (full / 2 if low else full)
     assert runs["standard"]["gradients"] >= full
-    for name in ("recipe", "release", "release, bfloat16"):
+    for name in ways[1:]:
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 
@@ -277,3 +284,17 @@ def test_optimizer_in_backward(tmp_path: Path) -> None:
     out = run("examples/trainers/optimizer_in_backward.py", f"--out={tmp_path / 'run.pt'}")
     assert "gradients freed: True" in out
     assert "within a cycle: the same weights: True" in out
+
+
+def test_finetune(tmp_path: Path) -> None:
+    picture = tmp_path / "finetune.png"
+    out = run("examples/finetune.py", "--quick", f"--out={picture}")
+    rows = re.findall(r"^(1e-0\d) +(\w+) +(\S+) .*?( \(the same bits\))?$", out, re.M)
+    ways = ["float32", "bfloat16", "kahan", "kahan8", "compact", "exact"]
+    for lr in ("1e-05", "1e-06"):
+        apart = {name: float(x) for at, name, x, _ in rows if at == lr}
+        assert list(apart) == ways
+        assert apart["exact"] == 0 < apart["kahan"] < 0.1 < 0.9 < apart["bfloat16"]
+    same = [name for _, name, _, bits in rows if bits]
+    assert same == ["float32", "exact"] * 2
+    assert picture.read_bytes().startswith(b"\x89PNG")

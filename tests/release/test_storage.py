@@ -79,9 +79,7 @@ def ordinary(model: nn.Module, optimizer: Any, mode: str, steps: int) -> None:
 def released(model: nn.Module, handle: Any, steps: int) -> None:
     for i in range(steps):
         if handle.options.two_pass:
-            handle.backward(
-                lambda i=i: model(batch(i, BF16)).float().square().mean()
-            )
+            handle.backward(lambda i=i: model(batch(i, BF16)).float().square().mean())
         else:
             backward(model, i)
 
@@ -174,7 +172,9 @@ def test_accumulation_in_the_state_is_one_step(storage: Any) -> None:
         assert all(map(torch.equal, before, model.parameters()))
         for i in range(1, 4):
             backward(model, i)
-        ends.append([(p, optimizer.state[p], x) for p, x in zip(model.parameters(), before)])
+        ends.append(
+            [(p, optimizer.state[p], x) for p, x in zip(model.parameters(), before)]
+        )
         assert kept_in_codes(optimizer) == CODED
     for (p, state, start), (q, known, _) in zip(*ends):
         assert state["step"] == known["step"] == 2

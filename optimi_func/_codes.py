@@ -261,9 +261,11 @@ def narrow(x: Tensor, p: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
         p: The one before, for its dtype.
         rest: Likewise.
     """
-    x = refuse_derivatives(x)
     if rest.dtype == torch.int16:
-        return _split(x)
+        # Bits lead back to nothing: without an error, the derivative would be 0.
+        high, low = _split(x)
+        return refuse_derivatives(x, high), low
+    x = refuse_derivatives(x, x)
     rounded = round_to(x, p.dtype)
     code = (x - rounded) * _inverse(_unit(rounded, p.dtype))
     return to(rounded, p.dtype), torch.round(code).clamp(-127.0, 127.0).to(torch.int8)
@@ -355,8 +357,9 @@ class _NotDifferentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(x: Tensor, result: Tensor) -> Tensor:
+        del x
+        return result.view_as(result)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
@@ -376,8 +379,8 @@ _NO_DERIVATIVE = (
 )
 
 
-def refuse_derivatives(x: Tensor) -> Tensor:
-    """X; an error where anybody differentiates through it: codes would give 0 or worse."""
+def refuse_derivatives(x: Tensor, result: Tensor) -> Tensor:
+    """What was made of x; an error where anybody differentiates it: codes would give 0."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return x
-    return _NotDifferentiable.apply(x)  # pyright: ignore[reportReturnType]
+        return result
+    return _NotDifferentiable.apply(x, result)  # pyright: ignore[reportReturnType]

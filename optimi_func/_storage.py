@@ -124,7 +124,7 @@ def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
     """X as a field is kept."""
     if isinstance(like, Tensor):
         return to(x, like.dtype)
-    return like.encode(refuse_derivatives(x), dither)
+    return like.encode(refuse_derivatives(x, x), dither)
 
 
 def tensors_of(field: Any) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import stored_worlds
 import worlds
 
 TWO = [
@@ -23,6 +24,11 @@ TWO = [
     worlds.forms,
     worlds.resume,
     worlds.from_one,
+    stored_worlds.stored_rules,
+    stored_worlds.stored_models,
+    stored_worlds.stored_trees,
+    stored_worlds.stored_resume,
+    stored_worlds.stored_from_one,
 ]
 FOUR = [
     worlds.rules,
@@ -32,6 +38,11 @@ FOUR = [
     worlds.skips,
     worlds.resume,
     worlds.from_two,
+    stored_worlds.stored_rules,
+    stored_worlds.stored_planes,
+    stored_worlds.stored_hybrid,
+    stored_worlds.stored_resume,
+    stored_worlds.stored_from_two,
 ]
 
 
@@ -45,6 +56,7 @@ def one(folder: Path) -> None:
     model, optimizer = worlds.fresh_pair(worlds.plain())
     worlds.train(model, optimizer, range(5), worlds.batch)
     worlds.save(model, optimizer, folder / "from 1")
+    stored_worlds.save_one(folder)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +80,15 @@ def test_four_processes(name: str, four: dict[str, str]) -> None:
 
 
 def test_from_four_to_two(folder: Path, four: dict[str, str]) -> None:
-    (ending,) = worlds.start([worlds.from_four], 2, folder / "again").values()
-    assert not ending, ending
+    checks = [worlds.from_four, stored_worlds.stored_from_four]
+    endings = worlds.start(checks, 2, folder / "again").values()
+    assert not any(endings), "\n".join(endings)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_to_one(size: int, folder: Path, four: dict[str, str]) -> None:
     worlds.loads_from(folder / f"from {size}", worlds.plain, worlds.batch)
+    stored_worlds.loads_from(folder, size, stored_worlds.plain)
 
 
 def test_state_of_plain_models_is_made_without_a_step() -> None:

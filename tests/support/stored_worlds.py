@@ -1,0 +1,310 @@
+"""What worlds of processes check of parameters and moments in codes: see `worlds`."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import worlds
+from cases import CLASSES
+from stored import BF16, same_bits
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from optimi_func import (
+    AdamW,
+    adamw_init,
+    adamw_step,
+    compiled,
+    prepare_for_gradient_release,
+)
+from optimi_func._rule import Storage
+
+EAGER = {"compile": False}
+EXACT8 = Storage("exact", "8bit")
+STORAGES = ["compact", EXACT8, Storage("kahan", "8bit"), "exact"]
+# Uneven shards, empty ones, one dimension, and groups that span two; and too small.
+SHAPES = [(130, 64), (2, 4096), (8192,), (129, 64, 32), (5, 7), (3,)]
+
+
+def given(steps: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    torch.manual_seed(2)
+    starts = [torch.randn(shape).to(BF16) for shape in SHAPES]
+    return starts, [[torch.randn(s).to(BF16) for s in SHAPES] for _ in range(steps)]
+
+
+def moved(make: Callable[[Any], Any], place: Callable[[Tensor], Any], steps: int) -> Any:
+    starts, grads = given(steps)
+    params: list[Any] = [nn.Parameter(place(x)) for x in starts]
+    optimizer = make(params)
+    for some in grads:
+        for p, g in zip(params, some):
+            p.grad = place(g)
+        optimizer.step()
+    return params, optimizer
+
+
+def compare(
+    ours: Any, optimizer: Any, theirs: Any, other: Any, place: Callable[[Tensor], Any]
+) -> int:
+    """Bit for bit what one process has; how many are in codes."""
+    count = 0
+    for p, q in zip(ours, theirs):
+        assert torch.equal(p.detach().to_local(), place(q.detach()).to_local())
+        state, known = optimizer.state[p], other.state[q]
+        assert list(state) == list(known), (tuple(p.shape), list(state), list(known))
+        count += "exp_avg_q" in state or "momentum_buffer_q" in state
+        for name in set(state) - {"step"}:
+            x = state[name]
+            assert isinstance(x, DTensor) and x.placements == p.placements, name
+            assert x.dtype == known[name].dtype and x.shape == known[name].shape
+            assert same_bits(x.to_local(), place(known[name]).to_local()), name
+        assert state["step"] == known["step"]
+    return count
+
+
+def stored_rules(folder: Path) -> None:
+    """Every rule, in uneven shards too: the codes of one process."""
+    mesh = worlds.flat_mesh()
+
+    def place(x: Tensor) -> Any:
+        return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+
+    for name, cls in CLASSES.items():
+        for storage in STORAGES if name == "adamw" else STORAGES[:1]:
+
+            def make(params: Any, cls: Any = cls, storage: Any = storage) -> Any:
+                more = {"momentum": 0.9} if cls.__name__ == "SGD" else {}
+                return cls(params, lr=0.01, storage=storage, **more, **EAGER)
+
+            theirs, other = moved(make, lambda x: x.clone(), 3)
+            ours, optimizer = moved(make, place, 3)
+            if name == "stableadamw":
+                # Its mean is a sum of sums.
+                for p, q in zip(ours, theirs):
+                    close = (worlds.full(p).float(), q.detach().float())
+                    assert torch.allclose(*close, rtol=1e-2, atol=1e-2)
+                    assert list(optimizer.state[p]) == list(other.state[q])
+                continue
+            found = compare(ours, optimizer, theirs, other, place)
+            assert found == (0 if storage == "exact" else 4)
+
+
+def stored_planes(folder: Path) -> None:
+    """Cut along two dimensions; and in the midst of groups, where moments stay wide."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def make(params: Any) -> Any:
+        return AdamW(params, lr=0.01, storage="compact", **EAGER)
+
+    for shape, places, coded in (
+        ((66, 256), [Shard(0), Shard(1)], True),
+        ((65, 256), [Shard(0), Shard(0)], True),
+        ((130, 64), [Shard(0), Shard(1)], False),
+        ((8256,), [Shard(0), Shard(0)], False),
+    ):
+        start, g = torch.randn(shape).to(BF16), torch.randn(shape).to(BF16)
+        p: Any = nn.Parameter(distribute_tensor(start, mesh, places))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer = make([p])
+        said = [str(w.message) for w in found if "in the midst" in str(w.message)]
+        assert len(said) == (not coded), said
+        assert coded or str(shape) in said[0]
+        whole = nn.Parameter(start.clone())
+        other = make([whole])
+        for _ in range(3):
+            p.grad, whole.grad = distribute_tensor(g, mesh, places), g.clone()
+            optimizer.step()
+            other.step()
+        if coded:
+
+            def place(x: Tensor, places: Any = places) -> Any:
+                return distribute_tensor(x, mesh, places, src_data_rank=None)
+
+            assert compare([p], optimizer, [whole], other, place) == 1
+        else:
+            assert "exp_avg" in optimizer.state[p]
+
+
+class Net(nn.Module):
+    """A weight in codes that 2 and 4 processes divide unevenly, and others that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 130)
+        self.last = nn.Linear(130, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.gelu(self.first(x)))
+
+
+def plain() -> Net:
+    torch.manual_seed(1)
+    return Net().to(BF16)
+
+
+def sharded(mesh: Any) -> Net:
+    model = plain()
+    for part in (model.first, model.last, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    """On the same in all processes: the mean of their gradients is each one's."""
+    for i in steps:
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(i)).to(BF16)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pair(model: nn.Module, storage: Any, release: bool = False) -> tuple[Any, Any]:
+    way = {"gradient_release": True, **EAGER} if release else EAGER
+    return model, AdamW(model.parameters(), lr=0.01, storage=storage, **way)
+
+
+def compare_pairs(ours: Any, theirs: Any) -> None:
+    (model, optimizer), (single, other) = ours, theirs
+
+    def compare_whole(x: Any, y: Tensor) -> None:
+        # Part by part: neither gloo nor NCCL sends int16.
+        x, y = x.detach(), y.detach()
+        if isinstance(x, DTensor):
+            places = x.device_mesh, x.placements
+            y = distribute_tensor(y, *places, src_data_rank=None).to_local()
+            x = x.to_local()
+        assert same_bits(x, y)
+
+    for p, q in zip(model.parameters(), single.parameters()):
+        compare_whole(p, q)
+        state, known = optimizer.state[p], other.state[q]
+        assert list(state) == list(known)
+        for name, x in state.items():
+            compare_whole(x, known[name])
+    coded = "exp_avg_q" in optimizer.state[model.first.weight]
+    assert coded and "exp_avg_q" not in optimizer.state[model.last.weight]
+
+
+def compare_models(mesh: Any) -> None:
+    for storage in ("compact", EXACT8):
+        for release in (False, True):
+            single = pair(plain(), storage)
+            train(*single, range(4))
+            model, optimizer = pair(sharded(mesh), storage, release)
+            if release:
+                handle = prepare_for_gradient_release(
+                    model, optimizer, skip_nonfinite=True, grad_norm=True
+                )
+            train(model, optimizer, range(4))
+            if release:
+                handle.remove()
+            compare_pairs((model, optimizer), single)
+
+
+def stored_models(folder: Path) -> None:
+    """FSDP2, with and without release: the codes of one process."""
+    compare_models(worlds.flat_mesh())
+
+
+def stored_hybrid(folder: Path) -> None:
+    """HSDP likewise."""
+    names = ("copies", "shards")
+    compare_models(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+
+
+def stored_trees(folder: Path) -> None:
+    """The pure functions, eagerly and compiled (which steps codes by single operations)."""
+    mesh = worlds.flat_mesh()
+
+    def place(x: Tensor) -> Any:
+        return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+
+    starts, grads = given(2)
+    for step in (adamw_step, compiled.adamw_step):
+        whole, tree = starts[:1], [place(x) for x in starts[:1]]
+        known, state = adamw_init(whole, storage=EXACT8), adamw_init(tree, storage=EXACT8)
+        for some in grads:
+            whole, known = adamw_step(whole, some[:1], known, lr=0.01)
+            tree, state = step(tree, [place(some[0])], state, lr=0.01)
+        assert torch.equal(worlds.full(tree[0]), whole[0])
+        mine, theirs = state.leaves[0].exp_avg_sq, known.leaves[0].exp_avg_sq
+        assert torch.equal(worlds.full(mine.q), theirs.q)
+        assert torch.equal(worlds.full(mine.scale), theirs.scale)
+
+
+# Checkpoints
+
+
+def save_one(folder: Path) -> None:
+    """By one process."""
+    for i, storage in enumerate(("compact", EXACT8)):
+        model, optimizer = pair(plain(), storage)
+        train(model, optimizer, range(3))
+        worlds.save(model, optimizer, folder / f"stored {i} from 1")
+
+
+def stored_resume(folder: Path) -> None:
+    """By all of them; another number of processes may go on."""
+    size = dist.get_world_size()
+    for i, storage in enumerate(("compact", EXACT8)):
+        model, optimizer = pair(sharded(worlds.flat_mesh()), storage)
+        train(model, optimizer, range(3))
+        worlds.save(model, optimizer, folder.parent / f"stored {i} from {size}")
+    stored_from(folder, size)
+    # Whole, without torch's help.
+    for storage in ("compact", EXACT8):
+        single = pair(plain(), storage)
+        train(*single, range(3))
+        model, optimizer = pair(sharded(worlds.flat_mesh()), storage)
+        for p, q in zip(model.parameters(), single[0].parameters()):
+            p.data.copy_(distribute_tensor(q.data, p.device_mesh, p.placements))
+        optimizer.load_state_dict(single[1].state_dict())
+        compare_pairs((model, optimizer), single)
+        # Into another storage, and back into float32's.
+        _, wide = pair(sharded(worlds.flat_mesh()), None)
+        wide.load_state_dict(single[1].state_dict())
+        mine = wide.state[wide.param_groups[0]["params"][0]]["exp_avg"]
+        assert isinstance(mine, DTensor) and mine.dtype == BF16
+        _, coded = pair(sharded(worlds.flat_mesh()), storage)
+        coded.load_state_dict(wide.state_dict())
+        entry = coded.state[coded.param_groups[0]["params"][0]]
+        assert isinstance(entry["exp_avg_q"], DTensor)
+        error = (
+            worlds.full(entry["exp_avg_q"]).int()
+            - worlds.full(single[1].state[single[0].first.weight]["exp_avg_q"]).int()
+        ).abs()
+        assert error.max() <= 2
+
+
+def loads_from(folder: Path, size: int, make: Callable[[], nn.Module]) -> None:
+    """What was saved after 3 steps goes on bit for bit, whoever saved it."""
+    for i, storage in enumerate(("compact", EXACT8)):
+        single = pair(plain(), storage)
+        train(*single, range(6))
+        model, optimizer = pair(make(), storage)
+        worlds.load(model, optimizer, folder / f"stored {i} from {size}")
+        assert optimizer.param_groups[0]["storage"] == storage
+        train(model, optimizer, range(3, 6))
+        compare_pairs((model, optimizer), single)
+
+
+def stored_from(folder: Path, size: int) -> None:
+    loads_from(folder.parent, size, lambda: sharded(worlds.flat_mesh()))
+
+
+def stored_from_one(folder: Path) -> None:
+    stored_from(folder, 1)
+
+
+def stored_from_two(folder: Path) -> None:
+    stored_from(folder, 2)
+
+
+def stored_from_four(folder: Path) -> None:
+    stored_from(folder, 4)

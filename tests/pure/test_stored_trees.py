@@ -165,15 +165,6 @@ def test_unrolled_runs_step_codes_and_have_no_derivative() -> None:
 # Transforms
 
 
-<<<<<<< HEAD
-def codes_in(state: Any) -> int:
-    found: list[Any] = []
-    pytree.tree_map(found.append, state, is_leaf=lambda x: isinstance(x, Moment8))
-    return sum(isinstance(x, Moment8) for x in found)
-
-
-=======
->>>>>>> stb
 TRANSFORMS: dict[str, Any] = {
     "chain": lambda base: transforms.chain(transforms.clip_global_norm(1.0), base),
     "ema": lambda base: transforms.ema(base, 0.9),

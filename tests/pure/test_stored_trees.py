@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
-from optimi_func import adamw, lion, population, transforms, unroll
+import optimi_func
+from optimi_func import adamw, lion, population, sgd, transforms, unroll
 from optimi_func._codes import Moment8, widen
 from optimi_func._rule import Storage
 

@@ -16,7 +16,7 @@ from optimi_func import compiled, population, prepare_for_gradient_release
 from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import moment
-from optimi_func._rule import Direction, Rule, Scalar
+from optimi_func._rule import Direction, Rule, Scalar, Storage
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
 from optimi_func.transforms import inject
@@ -97,6 +97,7 @@ class SignSGD(BaseOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
     ) -> None: ...
 
 

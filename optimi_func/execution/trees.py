@@ -1,6 +1,7 @@
 """The compiled step of a parameter tree: into new tensors, or in place, some or all."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -166,4 +167,7 @@ def _update(
 
 
 def _fresh(leaf: Leaf) -> Leaf:
-    return pytree.tree_map(lambda x: torch.empty_like(x, requires_grad=False), leaf)
+    # None, where there is no compensation, stays None.
+    return pytree.tree_map_only(
+        Tensor, partial(torch.empty_like, requires_grad=False), leaf
+    )

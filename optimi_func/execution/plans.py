@@ -50,6 +50,7 @@ class Plan:
         self.rule = rule
         self._slots, self._targets = slots, targets
         self.inference = any([slot.inference for slot in targets])
+        self.coded = any([slot.coded for slot in slots])
         self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
 
     def _kind(self, executor: Executor, numbers: Numbers, write: bool) -> Any:

@@ -18,7 +18,7 @@ from optimi_func._checks import (
     decay_mistakes,
     stuck_moments,
 )
-from optimi_func._codes import dither_at
+from optimi_func._codes import NEAREST, dither_at
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._leaf import rates
 from optimi_func._rule import Scalar, Scalars, Storage
@@ -273,13 +273,22 @@ def _resolved(x: Any, number: Callable[[Any], Any]) -> Any:
     return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
 
 
-def scalars_after(bound: FunctionalOptimizer, counts: list[Any]) -> list[Scalars]:
-    """The numbers of the steps that follow these counts."""
+def scalars_after(
+    bound: FunctionalOptimizer, counts: list[Any], coded: bool
+) -> list[Scalars]:
+    """The numbers of the steps that follow these counts.
+
+    Args:
+        bound: The group's.
+        counts: Steps taken.
+        coded: Whether any state is kept in codes, which are rounded by a number too.
+    """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     top = lr if bound.max_lr is None else bound.max_lr
     now = rates(lr, decay, bound.decay, top, bound.maximize)
     steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
-    return [Scalars(bound.coeffs(t), now, dither_at(t)) for t in steps]
+    dithers = map(dither_at, steps) if coded else [NEAREST] * len(steps)
+    return [Scalars(bound.coeffs(t), now, dither) for t, dither in zip(steps, dithers)]
 
 
 def executor_of(group: Group) -> Executor:

@@ -65,7 +65,7 @@ def step_without_memory(
             entry = made[p]
             # A count that is not there is the first step's.
             steps = entry["step"].item() if has_memory(entry["step"]) else 0.0
-            (scalars,) = scalars_after(bound, [steps])
+            (scalars,) = scalars_after(bound, [steps], coded=True)
             microbatch = WHOLE_BATCH if microbatches is None else microbatches[i]
             scalars = microbatch_scalars(bound.rule, scalars, microbatch, write)
             leaf = Leaf(p, *state_in(bound.rule, entry))

@@ -132,7 +132,7 @@ class Stepper:
             if flat is None or not last.grads.holds(grads):
                 return False
             bound = self._bind(group, on_host)
-            scalars = PackedScalars(*scalars_after(bound, last.plan.counts.now([])))
+            scalars = PackedScalars(*scalars_after(bound, last.plan.counts.now([]), False))
             if not last.takes(bound.rule, scalars):
                 return False
             ready.append((last, flat, grads, scalars))
@@ -182,7 +182,7 @@ class Stepper:
             if made is None:
                 return None
             grads = to_local(_aligned(group, params, grads))
-        scalars = scalars_after(bound, plan.counts.now(counts))
+        scalars = scalars_after(bound, plan.counts.now(counts), plan.coded)
         numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
         executor = executor_of(group)
         launches = plan.find(executor, grads, numbers, write)

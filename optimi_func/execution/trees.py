@@ -162,4 +162,7 @@ def _update(
 
 
 def _fresh(leaf: Leaf) -> Leaf:
-    return pytree.tree_map(lambda x: torch.empty_like(x, requires_grad=False), leaf)
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty_like(x, requires_grad=False)
+
+    return pytree.tree_map_only(Tensor, empty, leaf)

@@ -311,7 +311,7 @@ def remainder(x: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     """
     wide = p.to(torch.float32)
     if dtype == torch.int16:
-        low = _bits(x) - (p.view(torch.int16).to(torch.int32) << 16)
+        low = _bits(x) - _up(p.view(torch.int16).to(torch.int32))
         return low.clamp(-(1 << 15), (1 << 15) - 1).to(dtype)
     if dtype == torch.int8:
         code = (x - wide) * _inverse(_unit(wide, p.dtype))
@@ -335,17 +335,28 @@ def _bits(x: Tensor) -> Tensor:
     return to(x, torch.float32).view(torch.int32)
 
 
+# DTensor's << and >> by a number do nothing, without an error (torch 2.13).
+
+
+def _up(bits: Tensor) -> Tensor:
+    return torch.bitwise_left_shift(bits, 16)
+
+
+def _down(bits: Tensor) -> Tensor:
+    return torch.bitwise_right_shift(bits, 16)
+
+
 def _join(p: Tensor, low: Tensor) -> Tensor:
     """The float32 whose bits these are."""
-    high = p.view(torch.int16).to(torch.int32) << 16
+    high = _up(p.view(torch.int16).to(torch.int32))
     return (high + low.to(torch.int32)).view(torch.float32)
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     """A float32 as the nearest bfloat16 and, signed, the bits that it lacks."""
     bits = _bits(x)
-    low = (bits << 16) >> 16
-    high = (bits - low) >> 16
+    low = _down(_up(bits))
+    high = _down(bits - low)
     # A NaN whose high bits carry over would be -0.
     is_nan = x != x
     high = torch.where(is_nan, 0x7FC0, high).to(torch.int16)

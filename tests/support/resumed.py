@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import optimi_func
+from optimi_func._rule import Storage
 from optimi_func.execution import inductor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -42,6 +43,9 @@ MODES = {
     "capturable": Mode({"compile": False, "capturable": True}),
     "wide moments": Mode({"compile": False, "state_dtype": torch.float32}),
     "uncompensated": Mode({"compile": False, "kahan_sum": False}),
+    # Of bfloat16 parameters alone; one is large enough for codes.
+    "compact": Mode({"compile": False, "storage": "compact"}),
+    "exact 8bit": Mode({"compile": False, "storage": Storage("exact", "8bit")}),
     "foreach": Mode({"foreach": True}),
     "bucketed": Mode({"foreach": True}, small=True),
     "compiled": Mode({"compile": True}),
@@ -49,6 +53,10 @@ MODES = {
     "release lagged": Mode(_EAGER, {"clip_global_norm": 3.0, "how": "lagged"}),
     "release buffer": Mode(_EAGER, {"accumulation": "buffer", "accumulation_steps": 2}),
     "release states": Mode(_EAGER, {"accumulation": "states", "accumulation_steps": 2}),
+    "release compact": Mode(
+        {**_EAGER, "storage": "compact"},
+        {"accumulation": "buffer", "accumulation_steps": 2},
+    ),
     "release compiled": Mode({"compile": True, "gradient_release": True}, {}),
 }
 
@@ -75,7 +83,7 @@ class Sizes(nn.Module):
         super().__init__()
         shapes = [(16,), (3, 4), (), (1,), (0,), (2, 3, 4, 5), (7,)]
         generator = torch.Generator().manual_seed(0)
-        for i, shape in enumerate(shapes if small else [*shapes, (130, 70)]):
+        for i, shape in enumerate(shapes if small else [*shapes, (130, 70), (130, 64)]):
             x = (0.1 * torch.randn(shape, generator=generator)).to(dtype)
             if len(shape) == 4:
                 x = x.contiguous(memory_format=torch.channels_last)

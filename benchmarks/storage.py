@@ -179,7 +179,8 @@ def errors(
         size += exact.square().sum().item()
         for name, u in updates.items():
             apart[name] += (u - exact).square().sum().item()
-            largest[name] = max(largest[name], u.abs().max().item())
+            # One NaN, and it stays.
+            largest[name] = torch.tensor([largest[name], u.abs().max()]).max().item()
     return {
         name: {"error": math.sqrt(apart[name] / size), "largest": largest[name]}
         for name in ways

@@ -108,11 +108,14 @@ def test_readme_names_every_optimizer_and_command() -> None:
 
 LAYERS = [
     {"_rule", "_torch"},
-    {"_leaf", "_norms", "_distributed", "_math"},
-    {"_bound", "_checks"},
+    {"_bound", "_checks", "_norms", "_distributed"},
+    {"_codes"},
+    {"_math", "_storage"},
+    {"_leaf"},
     {"_tree"},
     {"_functional"},
     {"_saved"},
+    {"_stored"},
     {"execution"},
     {"schedules", "transforms"},
     {"population", "unrolling"},

@@ -149,6 +149,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
         "host_cost": ["--cpu-time"],
         "bandwidth": [],
         "rules_per_byte": [],
+        "storage": [],
     }
     found: dict[str, dict[str, Any]] = {}
     for name, more in ran.items():
@@ -162,6 +163,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
         options = ["--show", str(path), "--json", str(tmp_path / "again.json")]
         assert run(script, *options) == out
     assert list(found["scaling"]["scaling"]) == ["10000"]
+    assert 5.12 < found["storage"]["bytes"]["compact"]["kept"] < 5.15
     assert found["host_cost"]["config"]["cpu_time"] is True
     cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]
     assert cell["optimi_func"]["goal"] == 0.75 and cell["torch fused"]["ratio"] == 1

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._codes import is_low
+from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._storage import storage_of
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state
 
@@ -99,15 +101,9 @@ class Partition(Transform):
         """
         _, tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
-        low = {i for i, p in zip(places, tensors) if is_low(p)}
+        options = self._options(places, tensors, kahan_sum, state_dtype, storage)
         parts = tuple(
-            optimizer.init(
-                _part(i, places, tensors, spec),
-                # A part without low precision is no news where another has it.
-                kahan_sum=kahan_sum if i in low or not low else None,
-                state_dtype=state_dtype,
-                storage=storage,
-            )
+            optimizer.init(_part(i, places, tensors, spec), **options[i])
             for i, optimizer in enumerate(self.optimizers)
         )
         return PartitionState(Places(pytree.tree_unflatten(places, spec)), parts)
@@ -138,6 +134,41 @@ class Partition(Transform):
             pytree.tree_unflatten(new, trees.spec),
             PartitionState(state.places, tuple(states)),
         )
+
+    def _options(
+        self,
+        places: list[int],
+        tensors: list[Tensor],
+        kahan_sum: bool | None,
+        state_dtype: torch.dtype | None,
+        storage: Storage | str | None,
+    ) -> list[dict[str, Any]]:
+        """What each part's init is asked for, of what was asked for the whole tree.
+
+        An option that one part has no use for is no mistake where another has.
+        """
+        options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
+        asked = storage_of(storage, kahan_sum, state_dtype)
+        exact = asked.param == "exact"
+        low = {
+            i
+            for i, p in zip(places, tensors)
+            if (p.dtype == torch.bfloat16 if exact else is_low(p))
+        }
+        with_moments = set(
+            [i for i, optimizer in enumerate(self.optimizers) if _keeps_moments(optimizer)]
+        )
+        found: list[dict[str, Any]] = []
+        for i in range(len(self.optimizers)):
+            own = dict(options)
+            if storage is None:
+                own["kahan_sum"] = kahan_sum if i in low or not low else None
+            else:
+                param = asked.param if i in low or not low else None
+                idle = asked.moments == "8bit" and i not in with_moments and with_moments
+                own["storage"] = Storage(param, None if idle else asked.moments)
+            found.append(own)
+        return found
 
     def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
         paths = _dotted_paths(params)
@@ -233,6 +264,16 @@ def masked(optimizer: PureOptimizer, select: Select) -> Partition:
     """
     _check_select("masked", select)
     return Partition((select,), (check_pure("masked", optimizer, ""),), True)
+
+
+def _keeps_moments(optimizer: Any) -> bool:
+    """Whether anything in its state could be kept in 8 bits, as far as one can tell."""
+    if isinstance(optimizer, FunctionalOptimizer):
+        return bool(optimizer.rule.state._fields)
+    if isinstance(optimizer, Partition):
+        return any([_keeps_moments(one) for one in optimizer.optimizers])
+    inner = getattr(optimizer, "optimizer", None)
+    return inner is None or _keeps_moments(inner)
 
 
 def _check_select(name: str, select: Any) -> None:

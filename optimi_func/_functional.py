@@ -6,6 +6,7 @@ optimizers themselves are in `optimizers`, a file each.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -221,6 +222,7 @@ def resolve(name: str, number: Any, step: Tensor) -> Scalar:
     """A number now: schedules called, tensors checked and widened."""
     if callable(number):
         number = _call(name, number, step)
+        _check_scheduled(name, number)
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -231,6 +233,27 @@ def resolve(name: str, number: Any, step: Tensor) -> Scalar:
             "adamw_step(p, g, s, lr=lr))"
         )
     return number.to(scalar_dtype(number.device))
+
+
+def _check_scheduled(name: str, number: Any) -> None:
+    """Refuse what a schedule returned and no step could use."""
+    if isinstance(number, Tensor):
+        if number.dim() != 0:
+            raise ValueError(
+                f"{name} is a schedule that returned a tensor of shape "
+                f"{tuple(number.shape)}: allowed are numbers and 0-d tensors"
+            )
+        return
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(
+            f"{name} is a schedule that returned {number!r}: allowed are numbers and 0-d "
+            "tensors"
+        )
+    # Not finite alone: a limit may be inf for a while.
+    if not float(number) >= 0.0:
+        raise ValueError(
+            f"{name} is a schedule that returned {number}: allowed are numbers from 0"
+        )
 
 
 def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:

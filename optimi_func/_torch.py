@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 from torch.autograd import Variable
 
 P = ParamSpec("P")
@@ -96,7 +99,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 def transform_level() -> int:
     """How many transformations of torch.func are active; 0 outside of any.
 
-    This and the two below have no public names. Torch 2.11 to 2.15,
+    This and the three below have no public names. Torch 2.11 to 2.15,
     test_private_transforms_are_there.
     """
     return _functorch.maybe_current_level() or 0
@@ -105,6 +108,12 @@ def transform_level() -> int:
 def level_of(x: Tensor) -> int:
     """Which of these transformations x belongs to, counted from 1; -1 for none."""
     return _functorch.maybe_get_level(x)
+
+
+def forward_modes() -> int:
+    """How many of these transformations are forward mode: jvp and jacfwd."""
+    kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
+    return kinds.count(_functorch.TransformType.Jvp)
 
 
 def no_transforms() -> AbstractContextManager[Any]:

@@ -10,12 +10,14 @@ decay, the first parameters and everything in the batches, and torch.func differ
     torch.func.grad(validation)(hyper)      reverse: all numbers at once, memory ~ steps
     torch.func.jacfwd(validation)(hyper)    forward: a pass a number, memory of one step
 
-Reverse mode keeps every step. `checkpoint_every` keeps every so manieth and computes the
-others again; `detach_at` cuts the run, as truncated backpropagation does.
+Reverse mode keeps what every step computed. With `checkpoint_every=k` it keeps every k-th
+step alone and computes the others again; `detach_at` cuts the run, as truncated
+backpropagation does.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from itertools import islice, repeat
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -73,14 +75,16 @@ def unroll(
         loss_fn: `(params, batch) -> loss`, a 0-d tensor.
         params: Parameter tree to start from.
         state: The optimizer's, to start from; None makes a fresh one.
-        batches: One a step, each any pytree of tensors; loss weights are at home there.
+        batches: One a step, each any pytree of tensors: a list of them, or a generator.
+            What belongs to an example, such as its weight in the loss, goes there too.
         steps: Take `batches` for one batch, and train on it so many times.
         hyper: The factory's numbers by name: a pytree of numbers and tensors.
         detach_at: Steps, 0-based, at whose start params and state lose their past, such
             as range(0, 1000, 100).
         checkpoint_every: Steps between kept ones; None keeps all. Derivatives then reach
             params, state, batches and hyper alone, and a tensor that needs one is refused
-            where loss_fn or the optimizer has it from elsewhere.
+            where loss_fn or the optimizer has it from elsewhere. Under two forward modes
+            or more (jacfwd of jacfwd) every step is kept all the same.
 
     Returns:
         Params, state and losses at the end.
@@ -88,8 +92,9 @@ def unroll(
     Raises:
         ValueError: checkpoint_every < 1, steps < 1, a negative step in detach_at, no
             batch, or a loss that is no scalar.
-        TypeError: Batches that are none, a loss that is no floating tensor, hyper beside
-            an optimizer whose numbers are bound, or an optimizer that is neither.
+        TypeError: Batches that are no iterable of them, an iterator beside steps, a loss
+            that is no floating tensor, hyper that is no mapping or beside an optimizer
+            whose numbers are bound, or an optimizer that is neither.
         RuntimeError: With checkpoint_every, a tensor from outside that needs a derivative.
 
     References:
@@ -107,16 +112,10 @@ def unroll(
     >>> end(lr), torch.func.grad(end)(lr)  # (1 - 2 lr)^2
     (tensor(0.2500), tensor(-2.))
     """
+    if hyper is not None and not isinstance(hyper, Mapping):
+        raise TypeError(f"hyper={hyper!r}: allowed are numbers by name, and None")
     check_optimizer(optimizer, hyper)
-    if steps is not None:
-        if type(steps) is not int or steps < 1:
-            raise ValueError(f"steps={steps!r}: allowed are None and integers from 1")
-        batches = repeat(batches, steps)
-    elif not isinstance(batches, Iterable):
-        raise TypeError(
-            f"batches={batches!r}: allowed is an iterable with a batch for each step; "
-            "steps=... takes one batch so many times"
-        )
+    batches = _one_a_step(batches, steps)
     if checkpoint_every is not None and (
         type(checkpoint_every) is not int or checkpoint_every < 1
     ):
@@ -124,19 +123,23 @@ def unroll(
             f"Invalid checkpoint_every: checkpoint_every={checkpoint_every!r}: allowed are "
             "None and integers from 1"
         )
-    for i in detach_at:
-        if type(i) is not int or i < 0:
-            raise ValueError(f"detach_at has {i!r}: allowed are steps, integers from 0")
+    cut_at = _cuts(detach_at)
+    # torch's autograd.Function loses what an outer forward mode follows through the rule of
+    # an inner one: pytorch/pytorch#197867. One forward mode and any reverse ones are right.
+    # A run within one that is rehearsed is asked when that one really runs: now its tensors
+    # have the levels of the rehearsal.
+    rehearse = checkpoint_every is not None and not _rehearsing.get()
+    recompute = rehearse and _torch.forward_modes() < 2
     numbers = dict(hyper or {})
     if state is None:
         state = bind(optimizer, numbers).init(params)
     rest, losses, done = iter(batches), [], 0
     while part := list(islice(rest, checkpoint_every or 1)):
-        cuts = [i for i in range(len(part)) if done + i in detach_at]
+        cuts = [i for i in range(len(part)) if done + i in cut_at]
         run = _segment(optimizer, loss_fn, cuts)
-        if checkpoint_every is not None:
-            if not losses:
-                _check_nothing_from_outside(run, (params, state, numbers, part[:1]))
+        if rehearse and not losses:
+            _check_nothing_from_outside(run, (params, state, numbers, part[:1]))
+        if recompute:
             run = _recomputed(run)
         params, state, some = run((params, state, numbers, part))
         losses += some
@@ -144,6 +147,42 @@ def unroll(
     if not losses:
         raise ValueError("batches is empty: there is nothing to unroll")
     return Unrolled(params, state, torch.stack(losses))
+
+
+def _one_a_step(batches: Any, steps: int | None) -> Iterable[Any]:
+    """The batch of each step."""
+    if steps is None:
+        # The leaves of one batch would be taken for a batch each.
+        one = isinstance(batches, Mapping | str) or (
+            isinstance(batches, Tensor) and batches.dim() == 0
+        )
+        if one or not isinstance(batches, Iterable):
+            shown = repr(batches) if isinstance(batches, int | str) else type(batches)
+            raise TypeError(
+                f"batches={shown}: allowed is an iterable with a batch for each step; "
+                "steps=... takes one batch so many times"
+            )
+        return batches
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"steps={steps!r}: allowed are None and integers from 1")
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"batches={batches!r} with steps={steps}: steps takes one batch so many times; "
+            "to end an iterator after as many, pass itertools.islice(batches, steps) and "
+            "no steps"
+        )
+    return repeat(batches, steps)
+
+
+def _cuts(detach_at: Any) -> frozenset[int]:
+    """The steps at which a run is cut; whatever they are given as is read once."""
+    if not isinstance(detach_at, Iterable):
+        raise TypeError(f"detach_at={detach_at!r}: allowed are lists of steps")
+    found = list(detach_at)
+    for i in found:
+        if type(i) is not int or i < 0:
+            raise ValueError(f"detach_at has {i!r}: allowed are steps, integers from 0")
+    return frozenset(found)
 
 
 def detach(tree: T) -> T:
@@ -315,6 +354,9 @@ def _of_floats(
     return floats, of_floats
 
 
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
 def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
     """Refuse a derivative that a recomputed run would lose, by a run on copies.
 
@@ -333,8 +375,12 @@ def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
 
     def try_out() -> None:
         blanks = pytree.tree_map(blank, given)
-        with _Inside(level):
-            run(blanks)
+        token = _rehearsing.set(True)
+        try:
+            with _Inside(level):
+                run(blanks)
+        finally:
+            _rehearsing.reset(token)
 
     with torch.random.fork_rng(_gpus(pytree.tree_leaves(given))), _torch.no_transforms():
         _at_level(level + 1, try_out)

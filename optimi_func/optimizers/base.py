@@ -30,6 +30,7 @@ from optimi_func.optimizers._groups import (
     likely_mistakes,
     on_host,
     plain_number,
+    unwaited,
 )
 from optimi_func.optimizers._state import adopt, ensure_state, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
@@ -276,6 +277,15 @@ class BaseOptimizer(Checkpoints):
             gs.append(g)
             cast(list[Microbatch], its).append(microbatch)
         self._stepper.run(self.param_groups, self.state, list(works.values()), write, count)
+
+    def check_numbers(self) -> None:
+        """Refuse numbers of a group that its next step would refuse; nothing is written.
+
+        Raises:
+            ValueError, TypeError: A number out of its range, or none.
+        """
+        for group in self.param_groups:
+            self._numbers.bind(group, unwaited(group["params"]))
 
     def check_accumulates(self) -> None:
         """Refuse rules whose state cannot take a step's gradient in parts.

@@ -55,7 +55,12 @@ def place(args: Mapping[str, PyTree], in_axes: Sequence[Any]) -> Placed:
                 )
             if not first:
                 n, first = x.shape[axis], path(name, tree, i)
-            if x.shape[axis] != n or n == 0:
+            if n == 0:
+                raise ValueError(
+                    f"{first} has no members along axis {axis} of {tuple(x.shape)}: "
+                    "allowed is one or more"
+                )
+            if x.shape[axis] != n:
                 raise ValueError(
                     f"{path(name, tree, i)} has {x.shape[axis]} members along axis {axis} "
                     f"of {tuple(x.shape)}, {first} has {n}"

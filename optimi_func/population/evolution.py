@@ -96,7 +96,8 @@ def perturb(
 
     Raises:
         ValueError: A hyperparameter that the population has not, no factors for one, a
-            factor that is not positive and finite, or noise that is not from 0.
+            factor that is not positive and finite, noise that is not from 0, or a member
+            that is named twice.
         IndexError: A number that no member has.
 
     >>> from optimi_func import sgd
@@ -113,6 +114,8 @@ def perturb(
     n = len(members)
     device = pytree.tree_leaves(members)[0].device
     at = _index("at", range(n) if at is None else at, n, device)
+    if len(at.unique()) != len(at):
+        raise ValueError(f"at={at.tolist()} names a member twice")
     for name, some in factors.items():
         if name not in members.hyper:
             raise ValueError(

@@ -63,7 +63,8 @@ def init(
             whose leaves have the members along their first axis, such as `stack` gives.
         hyper: The factory's numbers by name. A tensor of shape [n] has one for each
             member, a float or 0-d tensor one for all; betas are a tuple of them, lr and
-            weight_decay may be prefixes of the parameter tree.
+            weight_decay may be prefixes of the parameter tree (a list is one, of a list of
+            parameters: the numbers of the members are a tensor).
         n: How many copies.
         kahan_sum: As in the optimizer's own init.
         state_dtype: As in the optimizer's own init.
@@ -75,8 +76,9 @@ def init(
         a new value is no new graph.
 
     Raises:
-        ValueError: n < 1, a leaf with another number of members than the rest, or a module
-            with a frozen parameter, which the members would train.
+        ValueError: n < 1, a leaf with another number of members than the rest, a number
+            that the factory refuses, or a module with a frozen parameter, which the members
+            would train, or with none.
         TypeError: A source that is none of these, or a hyperparameter that is no number.
 
     >>> from optimi_func import adamw
@@ -88,9 +90,13 @@ def init(
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ValueError(f"Invalid number of members: n={n!r}: allowed are integers from 1")
     params, buffers = _members_of(source, n)
+    if not pytree.tree_leaves(params):
+        raise ValueError(f"source={source!r} has no parameters: there is nothing to train")
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
     device = pytree.tree_leaves(params)[0].device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
+    # Numbers out of range are refused as by the factory; in a tensor they would not be.
+    bind(optimizer, _first(hyper))
     options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
     start = place({"params": params, "hyper": given}, (0, 0)).run(
         lambda p, h: _fresh_state(bind(optimizer, h), p, options), "error"
@@ -149,16 +155,32 @@ def _own(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
+def _first(hyper: Hyper) -> dict[str, Any]:
+    """The numbers of the first member."""
+    return pytree.tree_map_only(Tensor, lambda x: x if x.dim() == 0 else x[0], dict(hyper))
+
+
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
-    """A hyperparameter with every number in it a tensor of shape [n]."""
+    """A hyperparameter with every number in it a floating tensor of shape [n]."""
 
     def spread(x: Any) -> Tensor:
         if isinstance(x, Tensor):
-            return (x.expand(n) if x.dim() == 0 else x).detach().clone()
+            if x.dim() > 1:
+                raise ValueError(
+                    f"{path} has shape {tuple(x.shape)}, for {n} members: allowed are "
+                    f"({n},) and 0-d tensors (betas are a tuple of them)"
+                )
+            if x.dtype == torch.bool or x.is_complex():
+                raise TypeError(f"{path} has dtype {x.dtype}: allowed are real numbers")
+            # Factors that integers are multiplied by would be rounded.
+            wide = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
+            return (wide.expand(n) if x.dim() == 0 else wide).detach().clone()
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             raise TypeError(
-                f"{path}={x!r} is no number: what is the same for all members belongs to "
-                "the factory, functools.partial(adamw, amsgrad=True)"
+                f"{path}={x!r}: allowed are numbers, and tensors with one for each member. "
+                "What is no number (amsgrad=True, a schedule) belongs to the factory: "
+                "functools.partial(adamw, amsgrad=True), or lambda lr: adamw(lr=lambda "
+                "step: lr / (step + 1))"
             )
         return torch.full((n,), float(x), dtype=scalar_dtype(device), device=device)
 

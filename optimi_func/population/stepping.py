@@ -228,7 +228,10 @@ def _module_in(error: BaseException) -> str:
 
 
 def call_module(
-    module: nn.Module, params: PyTree, buffers: Mapping[str, Tensor], *args: Any
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *args: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
     """Run a module as a function of its parameters and buffers, and return new buffers.
 
@@ -236,7 +239,7 @@ def call_module(
     the buffers of all members come back. Nothing passed in is written, nor the module.
 
     Args:
-        module: Gives the code; its own parameters and buffers are not used.
+        module: Gives the code, and the parameters that are not given, such as frozen ones.
         params: By name, of one member.
         buffers: By name, all that the module has.
         *args: The module's inputs.
@@ -245,7 +248,8 @@ def call_module(
         Its output, and the buffers after it.
 
     Raises:
-        ValueError: A buffer of the module that is not given, or one that it has not.
+        ValueError: A buffer of the module that is not given, or a parameter or buffer that
+            it has not.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> _, after = call_module(norm, {}, dict(norm.named_buffers()), torch.ones(4, 2))
@@ -262,5 +266,9 @@ def call_module(
     for name in buffers:
         if name not in names:
             raise ValueError(f"{type(module).__name__} has no buffer {name!r}")
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name in params:
+        if name not in known:
+            raise ValueError(f"{type(module).__name__} has no parameter {name!r}")
     own = {name: x.clone() for name, x in buffers.items()}
-    return functional_call(module, (params, own), args), own
+    return functional_call(module, {**params, **own}, args), own

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +25,6 @@ from optimi_func.transforms._trees import (
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
-# Named: Dynamo, tracing a factory, evaluates the annotations of its closures.
 Rewritten: TypeAlias = tuple[Grads, Any]
 
 
@@ -132,10 +132,22 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
     return Chain(tuple(before), check_pure("chain", optimizer, ""))
 
 
+# Functions of the module and partials of them, so that a chain can be pickled.
+
+
 def _stateless(rewrite: Callable[[Grads, Tensor], Grads]) -> GradientTransform:
-    return GradientTransform(
-        lambda params: (), lambda grads, state, step: (rewrite(grads, step), state)
-    )
+    return GradientTransform(_no_state, partial(_keep_state, rewrite))
+
+
+def _no_state(params: PyTree) -> tuple[()]:
+    del params
+    return ()
+
+
+def _keep_state(
+    rewrite: Callable[[Grads, Tensor], Grads], grads: Grads, state: Any, step: Tensor
+) -> Rewritten:
+    return rewrite(grads, step), state
 
 
 def _each(change: Callable[[Tensor], Tensor], grads: Grads) -> Grads:
@@ -158,17 +170,17 @@ def clip_value(limit: Number) -> GradientTransform:
     tensor([-0.5000,  1.0000])
     """
     check_positive("clipping limit", "limit", limit)
+    return _stateless(partial(_clip_value, limit))
 
-    def rewrite(grads: Grads, step: Tensor) -> Grads:
-        bound = resolve("limit", limit, step)
 
-        def clip(g: Tensor) -> Tensor:
-            high = tensor_of(bound, g.dtype, g.device)
-            return g.clamp(-high, high)
+def _clip_value(limit: Number, grads: Grads, step: Tensor) -> Grads:
+    bound = resolve("limit", limit, step)
 
-        return _each(clip, grads)
+    def clip(g: Tensor) -> Tensor:
+        high = tensor_of(bound, g.dtype, g.device)
+        return g.clamp(-high, high)
 
-    return _stateless(rewrite)
+    return _each(clip, grads)
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:
@@ -189,16 +201,16 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
     tensor([-0.6000, -0.8000])
     """
     check_positive("clipping norm", "max_norm", max_norm)
+    return _stateless(partial(_clip_param_norm, max_norm))
 
-    def rewrite(grads: Grads, step: Tensor) -> Grads:
-        limit = resolve("max_norm", max_norm, step)
 
-        def clip(g: Tensor) -> Tensor:
-            return clip_factor(like(limit, g), torch.linalg.vector_norm(g)) * g
+def _clip_param_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
+    limit = resolve("max_norm", max_norm, step)
 
-        return _each(clip, grads)
+    def clip(g: Tensor) -> Tensor:
+        return clip_factor(like(limit, g), torch.linalg.vector_norm(g)) * g
 
-    return _stateless(rewrite)
+    return _each(clip, grads)
 
 
 def clip_global_norm(max_norm: Number) -> GradientTransform:
@@ -225,16 +237,16 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
     [tensor([-0.6000]), tensor([-0.8000])]
     """
     check_positive("clipping norm", "max_norm", max_norm)
+    return _stateless(partial(_clip_global_norm, max_norm))
 
-    def rewrite(grads: Grads, step: Tensor) -> Grads:
-        norms = [torch.linalg.vector_norm(g) for g in grads if g is not None]
-        if not norms:
-            return grads
-        total = total_norm(norms)
-        factor = clip_factor(like(resolve("max_norm", max_norm, step), total), total)
-        return _each(lambda g: like(factor, g) * g, grads)
 
-    return _stateless(rewrite)
+def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
+    norms = [torch.linalg.vector_norm(g) for g in grads if g is not None]
+    if not norms:
+        return grads
+    total = total_norm(norms)
+    factor = clip_factor(like(resolve("max_norm", max_norm, step), total), total)
+    return _each(lambda g: like(factor, g) * g, grads)
 
 
 def centralize() -> GradientTransform:
@@ -255,13 +267,18 @@ def centralize() -> GradientTransform:
     >>> opt.step(p, torch.tensor([[1.0, 3.0]]), opt.init(p))[0]
     tensor([[ 1., -1.]])
     """
+    return _stateless(_centralize)
+
+
+def _centralize(grads: Grads, step: Tensor) -> Grads:
+    del step
 
     def center(g: Tensor) -> Tensor:
         if g.dim() < 2:
             return g
         return g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
 
-    return _stateless(lambda grads, step: _each(center, grads))
+    return _each(center, grads)
 
 
 class NoiseState(NamedTuple):
@@ -304,21 +321,22 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
     """
     check_positive("noise", "std", std)
     _check_seed(seed)
+    return GradientTransform(partial(_init_noise, seed), partial(_add_noise, std))
 
-    def init(params: PyTree) -> NoiseState:
-        _, tensors, _ = flatten_params(params)
-        start = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-        return NoiseState(start + seed, start)
 
-    def rewrite(grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
-        scale = resolve("std", std, step)
-        noisy = [
-            None if g is None or z is None else g + like(scale, g) * z
-            for g, z in zip(grads, normals(*state, grads))
-        ]
-        return noisy, NoiseState(state.seed.clone(), state.step + 1)
+def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
+    _, tensors, _ = flatten_params(params)
+    start = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    return NoiseState(start + seed, start)
 
-    return GradientTransform(init, rewrite)
+
+def _add_noise(std: Number, grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
+    scale = resolve("std", std, step)
+    noisy = [
+        None if g is None or z is None else g + like(scale, g) * z
+        for g, z in zip(grads, normals(*state, grads))
+    ]
+    return noisy, NoiseState(state.seed.clone(), state.step + 1)
 
 
 def _check_seed(seed: object) -> None:

@@ -101,8 +101,13 @@ class Partition(Transform):
         """
         _, tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
-        low = {i for i, p in zip(places, tensors) if is_low(p)}
-        storages = self._storages(storage_of(storage, kahan_sum, state_dtype), low)
+        asked = storage_of(storage, kahan_sum, state_dtype)
+        low = {
+            i
+            for i, p in zip(places, tensors)
+            if (p.dtype == torch.bfloat16 if asked.param == "exact" else is_low(p))
+        }
+        storages = self._storages(asked, low)
         parts = tuple(
             optimizer.init(
                 _part(i, places, tensors, spec),
@@ -186,10 +191,12 @@ class Partition(Transform):
 
 def _may_keep_moments(optimizer: object) -> bool:
     """Whether an optimizer has moments, as far as it can be told without a parameter."""
-    while isinstance(optimizer, Transform):
-        optimizer = getattr(optimizer, "optimizer", None)
-    rule = optimizer.rule if isinstance(optimizer, FunctionalOptimizer) else None
-    return rule is None or bool(rule.state._fields)
+    if isinstance(optimizer, FunctionalOptimizer):
+        return bool(optimizer.rule.state._fields)
+    if isinstance(optimizer, Partition):
+        return any([_may_keep_moments(one) for one in optimizer.optimizers])
+    inner = getattr(optimizer, "optimizer", None)
+    return inner is None or _may_keep_moments(inner)
 
 
 def partition(

@@ -311,6 +311,15 @@ def test_private_transforms_are_there() -> None:
     assert seen == [(2, 2), (0, -1)]
     assert _torch.level_of(torch.ones(())) == -1
 
+    def count(x):
+        seen.append(_torch.forward_modes())
+        return x
+
+    one = torch.ones(())
+    torch.func.jacfwd(torch.func.grad(torch.func.jacfwd(count)))(one)
+    torch.func.grad(count)(one)
+    assert seen[2:] == [2, 0]
+
 
 def test_the_package_depends_on_torch_alone() -> None:
     import sys

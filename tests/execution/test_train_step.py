@@ -600,6 +600,23 @@ def test_calls_are_refused_before_any_write() -> None:
     assert not optimizer.state and not released.state
 
 
+@pytest.mark.parametrize(
+    ("name", "bad"), [("lr", -1.0), ("lr", torch.tensor(-1.0)), ("betas", (0.9, 1.5))]
+)
+def test_a_groups_number_is_refused_before_any_write(name: str, bad: Any) -> None:
+    """That of the second group: the first is updated, and buffers written, before it."""
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = optimi_func.AdamW(groups, lr=LR)
+    step = train_step(model, plain_loss, optimizer)
+    (batch,) = batches(1, dtype=torch.float32)
+    optimizer.param_groups[1][name] = bad
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    refused(ValueError, "Invalid .*: allowed is finite", lambda: step(batch))
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert not optimizer.state
+
+
 def test_states_are_refused_before_any_write() -> None:
     optimizer = optimi_func.adamw(lr=LR)
     step = train_step(function, plain_loss, optimizer)

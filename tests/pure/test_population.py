@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, population, sgd, transforms
+from optimi_func._rule import Storage
 from optimi_func.population import Population
 
 DOUBLE = torch.float64
@@ -479,7 +480,7 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         ),
         (
             lambda: population.init(adamw, TWO, {"lr": 0.1, "amsgrad": True}),
-            *(TypeError, r"hyper\['amsgrad'\]=True is no number.*partial"),
+            *(TypeError, r"hyper\['amsgrad'\]=True: allowed are numbers.*partial"),
         ),
         (
             lambda: population.init(adamw, TWO, {"lr": 0.1, "speed": 1.0}),
@@ -598,12 +599,111 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
             *(TypeError, "a loss of dtype torch.int64"),
         ),
         (lambda: population.perturb(trained(), at=[7]), IndexError, "at has 7"),
+        (lambda: population.perturb(trained(), at=[1, 1]), ValueError, "member twice"),
+        (
+            lambda: population.init(sgd, TWO, {"lr": -0.1}),
+            *(ValueError, r"Invalid learning rate: lr=-0\.1"),
+        ),
+        (
+            lambda: population.init(adamw, TWO, {"lr": 0.1, "betas": (0.9, 1.5)}),
+            *(ValueError, r"betas\[1\]=1\.5"),
+        ),
+        (
+            lambda: population.init(sgd, TWO, {"lr": torch.ones(3, 1)}),
+            *(ValueError, r"hyper\['lr'\] has shape \(3, 1\), for 3 members"),
+        ),
+        (
+            lambda: population.init(adamw, TWO, {"lr": 0.1, "betas": torch.ones(3, 2)}),
+            *(ValueError, r"hyper\['betas'\] has shape \(3, 2\).*a tuple of them"),
+        ),
+        (
+            lambda: population.init(sgd, TWO, {"lr": torch.ones(3) > 0}),
+            *(TypeError, r"hyper\['lr'\] has dtype torch\.bool"),
+        ),
+        (
+            lambda: population.init(sgd, TWO, {"lr": lambda step: 0.1}),
+            *(TypeError, r"hyper\['lr'\]=<function.*a schedule\) belongs to the factory"),
+        ),
+        (
+            lambda: population.init(sgd, nn.BatchNorm1d(3, affine=False), {"lr": 0.1}, n=2),
+            *(ValueError, r"source=BatchNorm1d.*has no parameters"),
+        ),
+        (
+            lambda: population.unstack(population.select(trained(), [])),
+            *(ValueError, r"has no members along axis 0 of \(0, 2\)"),
+        ),
+        (
+            lambda: population.call_module(nn.Linear(2, 1), {"wieght": TWO}, {}, TWO),
+            *(ValueError, "Linear has no parameter 'wieght'"),
+        ),
     ],
     ids=itertools.count(),
 )
 def test_bad_input(call, error, text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_whole_numbers_are_multiplied_as_real_ones() -> None:
+    members = population.init(sgd, TWO, {"lr": torch.tensor([1, 2, 3])})
+    assert members.hyper["lr"].dtype == DOUBLE
+    after = population.perturb(members, factors={"lr": [0.5]}).hyper["lr"]
+    assert after.tolist() == [0.5, 1.0, 1.5]
+
+
+def test_call_module_takes_tied_names_and_has_frozen_parameters_itself() -> None:
+    module = frozen()
+    given = {"weight": torch.ones(1, 2)}
+    out, _ = population.call_module(module, given, {}, torch.ones(3, 2))
+    assert torch.equal(out, 2.0 + module.bias.expand(3, 1))
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    x, w = torch.ones(3, 2), torch.eye(2)
+    for name in ("0.weight", "1.weight"):
+        out, _ = population.call_module(tied, {name: w}, {}, x)
+        assert torch.equal(out, x + tied[0].bias + tied[1].bias)
+
+
+def test_call_module_is_traced() -> None:
+    module = nn.BatchNorm1d(2)
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    call = torch.compile(population.call_module, backend="eager", fullgraph=True)
+    x = torch.randn(4, 2)
+    ours, theirs = (f(module, params, buffers, x) for f in (call, population.call_module))
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_members_whose_state_is_in_codes(dtype: torch.dtype) -> None:
+    """Members are coded apart, and select, clone and perturb take the codes along."""
+    storage = Storage("kahan8" if dtype == torch.bfloat16 else None, "8bit")
+    params = {"w": torch.randn(64, 128).to(dtype), "b": torch.randn(3).to(dtype)}
+    lrs = torch.tensor([0.01, 0.02, 0.03], dtype=DOUBLE)
+    members = population.init(adamw, params, {"lr": lrs}, n=3, storage=storage)
+
+    def grads(p, i):
+        return pytree.tree_map(lambda x: torch.sin(3.0 * x + i), p)
+
+    for i in range(3):
+        members = population.step(adamw, members, grads(members.params, i))
+    kinds = {x.dtype for x in pytree.tree_leaves(members.state)}
+    assert {torch.int8, torch.uint8} <= kinds
+    for one, lr in zip(population.unstack(members), lrs):
+        alone = adamw(lr=lr)
+        p, state = params, alone.init(params, storage=storage)
+        for i in range(3):
+            p, state = alone.step(p, grads(p, i), state)
+        ours, theirs = (one.params, one.state), (p, state)
+        for x, y in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs)):
+            assert torch.equal(x, y)
+    cloned = population.clone(members, [2], [0])
+    first, _, last = population.unstack(cloned)
+    for x, y in zip(pytree.tree_leaves(first), pytree.tree_leaves(last)):
+        assert torch.equal(x, y)
+    moved = population.perturb(cloned, factors={"lr": [2.0]}, noise=0.1, at=[0])
+    after = population.step(adamw, moved, grads(moved.params, 3))
+    assert all(x.isfinite().all() for x in pytree.tree_leaves(after.params))
 
 
 def frozen() -> nn.Module:

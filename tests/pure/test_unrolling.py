@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, sgd, transforms, unroll
+from optimi_func._rule import Storage
 
 DOUBLE = torch.float64
 STEPS = 9  # RAdam trusts v from the sixth on, Ranger synchronises at 4 and 8
@@ -228,6 +229,9 @@ def derivatives():
             ),
             grad(grad(of_lr))(hyper["lr"]),
             hessian(of_lr)(hyper["lr"]),
+            # torch's own custom functions lose these: nothing is recomputed then.
+            jacfwd(jacfwd(of_lr))(hyper["lr"]),
+            jacfwd(grad(jacfwd(of_lr)))(hyper["lr"]),
             vmap(grad(of_lr))(lrs),
             grad(lambda s: vmap(lambda lr: of_lr(s * lr))(lrs).sum())(number(1.0)),
             leaf.grad,
@@ -410,6 +414,122 @@ def test_a_derivative_that_would_be_lost_is_refused(mode: str) -> None:
         MODES[mode](run, number(0.1))
 
 
+@pytest.mark.parametrize("mode", [grad, jacfwd, hessian], ids=lambda f: f.__name__)
+def test_runs_within_runs_are_recomputed(mode) -> None:
+    """A learning rate that is learned, over runs that learn by it."""
+    params, batches = problem()
+
+    def end(meta_lr, inner, outer):
+        def after(lr, _):
+            run = unroll(
+                *(adamw, loss, params, None, batches[:2]),
+                hyper={"lr": lr},
+                checkpoint_every=inner,
+            )
+            return loss(run.params, batches[0])
+
+        return unroll(
+            *(sgd, after, number(0.1), None, None),
+            steps=2,
+            hyper={"lr": meta_lr},
+            checkpoint_every=outer,
+        ).params
+
+    want = mode(end)(number(0.5), None, None)
+    assert want.abs() > 1e-5
+    for inner, outer in ((1, None), (None, 1), (1, 1), (2, 2)):
+        got = mode(end)(number(0.5), inner, outer)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", [grad, jacfwd], ids=lambda f: f.__name__)
+def test_a_run_within_a_run_is_refused_what_it_would_lose(mode) -> None:
+    """The inner one closes over what the outer one trains."""
+    params, batches = problem()
+
+    def end(meta_lr, inner, outer):
+        def after(c, _):
+            run = unroll(
+                *(sgd(lr=0.1), lambda p, b: c * loss(p, b), params, None, batches[:2]),
+                checkpoint_every=inner,
+            )
+            return loss(run.params, batches[0])
+
+        return unroll(
+            *(sgd, after, number(1.0), None, None),
+            steps=2,
+            hyper={"lr": meta_lr},
+            checkpoint_every=outer,
+        ).params
+
+    kept = [mode(end)(number(0.5), None, outer) for outer in (None, 1)]
+    torch.testing.assert_close(*kept, rtol=1e-10, atol=1e-13)
+    for outer in (None, 1):
+        with pytest.raises(RuntimeError, match="came from outside"):
+            mode(end)(number(0.5), 1, outer)
+
+
+@pytest.mark.parametrize("given", [iter, set, tuple, lambda xs: range(xs[0], xs[0] + 1)])
+def test_cuts_are_read_once(given) -> None:
+    params, batches = problem()
+
+    def end(lr, cuts):
+        run = unroll(
+            *(sgd, loss, params, None, batches),
+            hyper={"lr": lr},
+            detach_at=cuts,
+            checkpoint_every=2,
+        )
+        return loss(run.params, batches[0])
+
+    got = grad(end)(number(0.1), given([4]))
+    assert got == grad(end)(number(0.1), [4])
+    assert got != grad(end)(number(0.1), ())
+
+
+def test_an_error_in_the_middle_leaves_what_was_passed_in() -> None:
+    params, batches = problem()
+    state = adamw(lr=0.1).init(params)
+    before = [x.clone() for x in pytree.tree_leaves((params, state))]
+    seen = []
+
+    def fails(p, batch):
+        seen.append(batch)
+        if len(seen) > 4:
+            raise KeyError("no such batch")
+        return loss(p, batch)
+
+    for every in (None, 2):
+        with pytest.raises(KeyError, match="no such batch"):
+            unroll(adamw(lr=0.1), fails, params, state, batches, checkpoint_every=every)
+        seen.clear()
+    for x, y in zip(pytree.tree_leaves((params, state)), before):
+        assert torch.equal(x, y)
+    # And torch.func is where it was.
+    assert unroll(adamw(lr=0.1), loss, params, state, batches[:2]).losses.shape == (2,)
+
+
+def test_states_in_codes_run_and_are_refused_a_lost_derivative() -> None:
+    params = {"w": torch.randn(64, 128)}
+    state = adamw(lr=0.1).init(params, storage=Storage(moments="8bit"))
+    assert state.leaves["w"].exp_avg.q.dtype == torch.int8
+
+    def end(lr, every):
+        run = unroll(
+            *(adamw, lambda p, x: (p["w"] - x).square().mean(), params, state),
+            torch.tensor(0.5),
+            steps=4,  # the last loss depends on what the second step encoded
+            hyper={"lr": lr},
+            checkpoint_every=every,
+        )
+        return run.losses.sum()
+
+    assert torch.equal(end(0.1, None), end(0.1, 2))
+    for every in (None, 2):
+        with pytest.raises(ValueError, match=r"kept in codes .* has no derivative"):
+            grad(end)(torch.tensor(0.1), every)
+
+
 def test_bad_input() -> None:
     params, batches = problem()
     bad = [
@@ -417,11 +537,18 @@ def test_bad_input() -> None:
         ({"checkpoint_every": 2.5}, ValueError, r"checkpoint_every=2\.5: allowed"),
         ({"detach_at": [3, -1]}, ValueError, "detach_at has -1"),
         ({"detach_at": [1.5]}, ValueError, r"detach_at has 1\.5"),
+        ({"detach_at": 3}, TypeError, "detach_at=3: allowed are lists"),
         ({"hyper": {"lr": 0.1}}, TypeError, r"hyper has \['lr'\], but every number"),
+        ({"hyper": [0.1]}, TypeError, r"hyper=\[0\.1\]: allowed are numbers by name"),
     ]
     for options, error, text in bad:
         with pytest.raises(error, match=text):
             unroll(adamw(lr=0.1), loss, params, None, batches, **options)
+    for one in ({"x": batches[0]}, "data", number(1.0), 3):
+        with pytest.raises(TypeError, match=r"batches=.*a batch for each step"):
+            unroll(adamw(lr=0.1), loss, params, None, one)
+    with pytest.raises(TypeError, match=r"steps=2.*islice\(batches, steps\)"):
+        unroll(adamw(lr=0.1), loss, params, None, iter(batches), steps=2)
     with pytest.raises(ValueError, match="batches is empty"):
         unroll(adamw(lr=0.1), loss, params, None, [])
     with pytest.raises(TypeError, match="allowed are factories"):

@@ -10,7 +10,7 @@ from torch import fx
 
 import optimi_func
 from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rates, Scalars
+from optimi_func._rule import Rates, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.scalars import PackedScalars
@@ -22,7 +22,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     optimizer = getattr(optimi_func, name)(lr=0.1, **options)
     rule = optimizer.rule
     p = torch.ones(2, dtype=dtype)
-    leaf = init_leaf(rule, p, None, None)
+    leaf = init_leaf(rule, p, Storage())
     coeffs = optimizer.coeffs(t)
     numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))

@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 import optimi_func
 from optimi_func import compiled
 from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rates, Scalars
+from optimi_func._rule import Rates, Scalars, Storage
 from optimi_func.execution import inductor, kernels, list_kernel
 from optimi_func.execution.kernels import KernelKey, Pass, kernel
 from optimi_func.execution.scalars import PackedScalars
@@ -85,7 +85,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     """The generated code of a leaf's kernels, compiled as the package compiles them."""
     optimizer = fresh(name, lr=0.1)
     p = torch.ones(4, dtype=dtype)
-    leaf = init_leaf(optimizer.rule, p, None, None)
+    leaf = init_leaf(optimizer.rule, p, Storage())
     coeffs = optimizer.coeffs(1)
     numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))

@@ -273,7 +273,7 @@ def _parts(generated: Any, order: list[int], example: list[Tensor]) -> Parts | N
             return None
         pointers.append(Pointer(places[x.data_ptr()], x.dtype))
     # Triton contracts products into sums if told to; by default it may or may not.
-    fused = bool(kernel.triton_meta["enable_fp_fusion"])
+    fused = bool(kernel.triton_meta.get("enable_fp_fusion", True))
     options = {"num_warps": WARPS, "num_stages": 1, "enable_fp_fusion": fused}
     return Parts(Path(kernel.filename).read_text(), pointers, options)
 

@@ -4,6 +4,7 @@ A device that computes nothing ("meta") and kernels that do nothing show what wo
 launched on one that does; what the kernels compute is in test_cuda_offline.py.
 """
 
+import ctypes
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -219,3 +220,40 @@ def test_without_the_list_kernel_small_tensors_are_copied(
     CLASSES["adamw"](params(*SIZES), lr=0.1, compile=True).step()
     # Two large ones, and one of all others.
     assert len(launched.single) == 3 and not launched.lists
+
+
+class AtAddresses(TritonListKernel):
+    """p += factor * g, row by row, at the addresses that its table has."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(lambda numbers, p, g: p.add_(g), None, {})
+        self._factor = factor
+
+    def run(self, numbers: Tensor, table: DeviceTable, gradients: Any) -> None:
+        found, kept, rows = table.arguments(gradients)
+        lengths, _, places = kept.view(3, -1).tolist()
+        assert rows.tolist() == [
+            i for i, n in enumerate(lengths) for _ in range(0, n, BLOCK)
+        ]
+        for n, p, g in zip(lengths, places, found.tolist()):
+            p, g = (
+                torch.frombuffer((ctypes.c_float * n).from_address(x), dtype=torch.float32)
+                for x in (p, g)
+            )
+            p.add_(g, alpha=self._factor)
+
+
+def test_a_kernel_is_used_if_it_gives_the_same_bit_for_bit() -> None:
+    example = [torch.ones(3), torch.ones(9), torch.ones(9)]
+    assert triton_list._agrees(AtAddresses(1.0), example)
+    assert not triton_list._agrees(AtAddresses(1.0 + 2**-20), example)
+    assert all(x.eq(1).all() for x in example)
+
+
+def test_what_fails_is_no_list_kernel() -> None:
+    def generated(arguments: list[Any]) -> None:
+        raise AttributeError("not as it was")
+
+    example = [torch.ones(3), torch.ones(9), torch.ones(9)]
+    found = triton_list.triton_list_kernel_of(lambda *_: None, generated, [0, 1], example)
+    assert found is None

@@ -15,8 +15,11 @@ CUDA_OFFLINE := $(VENV)/.cuda-offline
 # 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
-QUESTIONS := step_time scaling foreach_or_loop host_cost cold_start bandwidth \
-	rules_per_byte release accumulation train_step population storage
+DEVICE ?=
+# Of a GPU one question is asked, in minutes, and nowhere else.
+QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop \
+	host_cost cold_start bandwidth rules_per_byte release accumulation train_step \
+	population storage)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test soak cuda-offline bench lint format clean
@@ -27,6 +30,7 @@ help:
 	@echo "make soak    run the tests that take minutes"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
+	@echo "make bench DEVICE=cuda  the step on a GPU, against torch's and a copy (minutes)"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
 	@echo "make clean   remove .venv, .venv-*, caches and outputs"

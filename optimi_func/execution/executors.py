@@ -1,7 +1,7 @@
 """Executors: from updates to launches, through kernels, torch._foreach_* or single ops.
 
 Kernels are handed tensors that fill their memory; the others are copied into flat ones.
-Where there are list kernels, on CPU, one launch takes all that share dtypes and numbers.
+Where there are list kernels, one launch takes all that share dtypes and numbers.
 Elsewhere large tensors are a call each, and small ones are copied into a flat tensor too.
 """
 
@@ -31,12 +31,14 @@ from optimi_func.execution.launches import (
     Launch,
     ListLaunch,
     ShardedLaunch,
+    TableLaunch,
     Update,
     alike,
     split_aliasing,
 )
 from optimi_func.execution.list_kernel import ListKernel
-from optimi_func.execution.tensors import chunks
+from optimi_func.execution.tensors import chunks, is_capturing
+from optimi_func.execution.triton_list import TritonListKernel
 
 # Below this many elements a kernel call costs more than copying there and back.
 SMALL = 1 << 13
@@ -150,21 +152,12 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
 
 def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     """Launches of updates that share their kernels and numbers."""
-    slot = updates[0].slot
+    slot, device = updates[0].slot, updates[0].g.device
     if slot.coded:
-        here = has_list_kernels(updates[0].g.device) and updates[0].target is slot
+        here = has_list_kernels(device) and updates[0].target is slot
         if not here or not can_run(slot):
             return _plan_eager(rule, updates, write)
     measures = rule.per_tensor and write
-    least = 0
-    if not has_list_kernels(updates[0].g.device):
-        least = 2 if measures else SMALL  # length 1 would specialise the graph
-    launches: list[Launch] = []
-    direct: list[Update] = []
-    flattened: list[Update] = []
-    for u in updates:
-        small = u.aligned and u.slot.numel < least
-        (direct if u.dense and not small else flattened).append(u)
 
     def made(part: Pass, first: Update) -> Kernel:
         if not slot.coded:
@@ -180,20 +173,22 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
             return found
         return found.on_codes(arguments_of(slot, write, part != "mean", widens))
 
-    if slot.coded:
-        launches += _plan_eager(rule, flattened, write)
-        flattened = []
+    launches: list[Launch] = []
+    direct = [u for u in updates if u.dense]
     if direct:
         run = made("move" if measures else "whole", direct[0])
-        mean = made("mean", direct[0]) if measures else None
-        if isinstance(run, ListKernel):
-            assert mean is None or isinstance(mean, ListKernel)
-            for apart in split_aliasing(direct):
-                together = chunks(apart, MEASURED, _numel) if measures else [apart]
-                launches += [ListLaunch(run, mean, chunk) for chunk in together]
-        else:
-            assert not isinstance(mean, ListKernel)
-            launches.append(KernelLaunch(run, mean, direct))
+        # Its table would be uploaded in the capture, from memory that goes.
+        capturing = is_capturing(device)
+        if isinstance(run, TritonListKernel) and capturing:
+            run = run.single
+        least = _least(run, measures, capturing)
+        direct = [u for u in direct if not (u.aligned and u.slot.numel < least)]
+        mean = made("mean", direct[0]) if direct and measures else None
+        launches += _plan_direct(run, mean, direct)
+    places = {u.place for u in direct}
+    flattened = [u for u in updates if u.place not in places]
+    if slot.coded:
+        return launches + _plan_eager(rule, flattened, write)
     for chunk in chunks(flattened, FLATTENED, _numel) if flattened else ():
         if measures or sum(map(_numel, chunk)) < 2:
             # Each needs a mean of its own, which a concatenation does not have.
@@ -203,6 +198,31 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
             first = chunk[0]._replace(target=chunk[0].slot, guarded=False)
             launches.append(FlattenedLaunch(made("whole", first), chunk, write))
     return launches
+
+
+def _least(run: Kernel, measures: bool, capturing: bool) -> int:
+    """The elements below which a tensor is copied into a flat one."""
+    if isinstance(run, ListKernel) or (isinstance(run, TritonListKernel) and not measures):
+        return 0
+    # Length 1 would specialise the graph. A capture has compiled no kernel of copies.
+    return 2 if measures or capturing else SMALL
+
+
+def _plan_direct(run: Kernel, mean: Kernel | None, updates: list[Update]) -> list[Launch]:
+    """Launches of tensors that kernels are handed as they are."""
+    if not updates:
+        return []
+    if isinstance(run, ListKernel):
+        assert mean is None or isinstance(mean, ListKernel)
+        launches: list[Launch] = []
+        for apart in split_aliasing(updates):
+            together = [apart] if mean is None else chunks(apart, MEASURED, _numel)
+            launches += [ListLaunch(run, mean, chunk) for chunk in together]
+        return launches
+    assert not isinstance(mean, ListKernel)
+    if isinstance(run, TritonListKernel):
+        return [TableLaunch(run, mean, apart) for apart in split_aliasing(updates)]
+    return [KernelLaunch(run, mean, updates)]
 
 
 def _numel(u: Update) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
+from optimi_func.execution.triton_list import triton_list_kernel_of
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])
@@ -44,19 +45,25 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
     Returns:
         The compiled function, for every length of 2 and more. It takes dense tensors of
         any shape, as long as their elements lie in memory in one order, and what it
-        writes is not seen by autograd.
+        writes is not seen by autograd. On CUDA it is, where that can be had, a
+        TritonListKernel.
 
     Raises:
         Exception: Whatever the compiler raised.
     """
 
     def made() -> Flat:
-        options = {} if example[0].device.type == "cpu" else _one_pass()
+        kind = example[0].device.type
+        options = {} if kind == "cpu" else _one_pass()
         public, record = _compile(function, example, options)
         order = record.order(example)
         if record.generated is None or order is None:
             return _Public(public).run
-        return _Direct(public, record.generated, order).run
+        single = _Direct(public, record.generated, order).run
+        if kind != "cuda":
+            return single
+        many = triton_list_kernel_of(single, record.generated, order, example)
+        return many or single
 
     return _with_vectors(made)
 

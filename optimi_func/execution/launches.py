@@ -32,6 +32,7 @@ from optimi_func.execution.tensors import (
     unflatten,
     write_back,
 )
+from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
 Table: TypeAlias = "array[int]"
@@ -214,15 +215,17 @@ class KernelLaunch(Launch):
         self._kernel, self._mean_kernel = kernel, mean_kernel
         self._in_place = updates[0].target is updates[0].slot
 
+    def _numbers(self, inputs: StepInputs, means: Tensor | None) -> Tensor:
+        """A row for each of the parameters; with room for its mean, or with that."""
+        count = len(self.places)
+        values = self.values(inputs, inputs.grads[self.places[0]].device)
+        if self._mean_kernel is None:
+            return values.expand(count, -1)
+        return rows(values, values.new_zeros(count) if means is None else means)
+
     def _call(
-        self, inputs: StepInputs, kernels: list[Flat], means: Tensor | None
-    ) -> Tensor:
-        grads = self.aligned(inputs)
-        values = self.values(inputs, grads[0].device).expand(len(grads), -1)
-        if self._mean_kernel is not None:
-            values = rows(
-                values[0], values.new_zeros(len(grads)) if means is None else means
-            )
+        self, inputs: StepInputs, grads: list[Tensor], values: Tensor, kernels: list[Flat]
+    ) -> None:
         p, *state = self.columns(inputs.roles)
         columns = [p, grads, *state]
         if not self._in_place:
@@ -230,18 +233,51 @@ class KernelLaunch(Launch):
         for row, *tensors in zip(values, *columns):
             for kernel in kernels:
                 kernel(row, *tensors)
-        return values
 
     def measure(self, inputs: StepInputs) -> Tensor:
         """The means, which the kernel writes behind each row of numbers."""
         assert self._mean_kernel is not None
-        return self._call(inputs, [self._mean_kernel], None)[:, -1]
+        values = self._numbers(inputs, None)
+        self._call(inputs, self.aligned(inputs), values, [self._mean_kernel])
+        return values[:, -1]
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameters."""
-        measures = self._mean_kernel is not None and means is None
-        kernels = [self._mean_kernel, self._kernel] if measures else [self._kernel]
-        self._call(inputs, [k for k in kernels if k is not None], means)
+        measures = (
+            [] if self._mean_kernel is None or means is not None else [self._mean_kernel]
+        )
+        values = self._numbers(inputs, means)
+        self._update(inputs, self.aligned(inputs), values, measures)
+
+    def _update(
+        self, inputs: StepInputs, grads: list[Tensor], values: Tensor, measures: list[Flat]
+    ) -> None:
+        self._call(inputs, grads, values, [*measures, self._kernel])
+
+
+class TableLaunch(KernelLaunch):
+    """Parameters on a GPU: one launch, whatever their number and sizes.
+
+    Where there are means, a call for each parameter measures its own.
+    """
+
+    def __init__(
+        self, kernel: TritonListKernel, mean_kernel: Flat | None, updates: list[Update]
+    ) -> None:
+        super().__init__(kernel, mean_kernel, updates)
+        self._list_kernel = kernel
+        columns = _columns([u.slot for u in updates])
+        if not self._in_place:
+            columns += _columns([u.target for u in updates])
+        lengths = array("q", [u.slot.numel for u in updates])
+        self._table = DeviceTable(updates[0].g.device, lengths, _joined(columns))
+
+    def _update(
+        self, inputs: StepInputs, grads: list[Tensor], values: Tensor, measures: list[Flat]
+    ) -> None:
+        if measures:
+            self._call(inputs, grads, values, measures)
+        self._list_kernel.run(values, self._table, _addresses(grads))
 
 
 class FlattenedLaunch(Launch):
@@ -314,7 +350,8 @@ class ListLaunch(Launch):
             values = rows(values, found)
             step = values.stride(0) * values.element_size()
         table = self._p + _addresses(grads) + self._rest
-        dither = float(scalars.scalars.dither)
+        # Of codes alone: on a device it would be waited for.
+        dither = float(scalars.scalars.dither) if any(self._codes) else 0.0
         at = values.data_ptr()
         self._kernel.run(at, table, self._lengths, per_row=step, dither=dither)
 

@@ -4,9 +4,13 @@ What is here is what Inductor and Triton make of the kernels, for the two versio
 mocks were written for. How fast they are only a GPU tells.
 """
 
+import re
+from array import array
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import interpreted
 import offline_cuda
 import pytest
 import torch
@@ -15,11 +19,12 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func._leaf import compute_dtype, init_leaf, leaf_step, rates, whole_mean
-from optimi_func._rule import Leaf, Rule, Scalars
+from optimi_func._rule import Leaf, Rule, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey, Pass, fill
 from optimi_func.execution.scalars import PackedScalars
 from optimi_func.execution.tensors import flat_leaf
+from optimi_func.execution.triton_list import BLOCK, DeviceTable
 
 triton = pytest.importorskip("triton")
 why_not = offline_cuda.why_not(triton.__version__)
@@ -44,7 +49,7 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
     """A parameter with its state after some steps, and its gradient."""
     optimizer, dtype = CASES[case]
     own = torch.Generator().manual_seed(n)
-    leaf = init_leaf(optimizer.rule, torch.randn(n, generator=own).to(dtype), None, None)
+    leaf = init_leaf(optimizer.rule, torch.randn(n, generator=own).to(dtype), Storage())
     for t in range(1, T):
         g = torch.randn(n, generator=own).to(dtype)
         now = scalars(case, t)
@@ -195,3 +200,90 @@ def test_products_do_meet_sums_in_one_rounding(made: Made) -> None:
         for build in kernel.builds
     ]
     assert any("fma.rn.f32" in text for text in texts)
+
+
+# One launch for a list of tensors
+
+# One element, less than a block, whole ones, and lengths that no block divides.
+ROWS = [1, 16, 1003, 2 * BLOCK, 5003]
+
+
+@pytest.fixture(scope="module")
+def many(made: Made) -> Any:
+    """The list kernel of its last pass, which moves."""
+    leaf, g = leaves(made.case, 64)
+    p, *rest = flat_leaf(leaf)
+    return moving(made).list_kernel([torch.ones(16), p, g, *rest])
+
+
+def moving(made: Made) -> Any:
+    return list(made.programs.values())[-1]
+
+
+def of_rows(made: Made) -> tuple[Tensor, list[list[Tensor]]]:
+    """A row of numbers for each tensor, a mean of its own among them; and all columns."""
+    packed = PackedScalars(scalars(made.case, T))
+    values = packed.packed(torch.float32, torch.device("cpu"))
+    numbers = torch.zeros(len(ROWS), 32)
+    numbers[:, : len(values)] = values
+    numbers[:, len(values)] = torch.arange(len(ROWS)) + 0.5
+    columns: list[list[Tensor]] = []
+    for n in ROWS:
+        leaf, g = leaves(made.case, n)
+        p, *rest = flat_leaf(leaf)
+        columns.append([p, g, *rest])
+    return numbers, [list(column) for column in zip(*columns)]
+
+
+def one_by_one(made: Made, build: int) -> list[list[Tensor]]:
+    """The columns after a launch for each row."""
+    numbers, columns = of_rows(made)
+    columns = [[x.clone() for x in column] for column in columns]
+    for row, *tensors in zip(numbers, *columns):
+        moving(made).run([row, *tensors], build)
+    return columns
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_list_is_bit_for_bit_its_tensors(made: Made, many: Any, off: int) -> None:
+    numbers, columns = of_rows(made)
+    columns = [[torch.cat([x[:1]] * off + [x])[off:] for x in row] for row in columns]
+    p, _, *rest = [array("q", map(Tensor.data_ptr, column)) for column in columns]
+    table = DeviceTable(torch.device("cpu"), array("q", ROWS), sum(rest, p))
+    memory = many.run(numbers, table, columns)
+    for build in range(builds(made)):
+        for ours, theirs in zip(columns, one_by_one(made, build)):
+            for x, y in zip(ours, theirs):
+                assert x.view(torch.uint8).equal(y.view(torch.uint8))
+    key = list(made.programs)[-1]
+    read = sum(memory.loaded[x.data_ptr()] for column in columns for x in column)
+    stored = sum(memory.stored[x.data_ptr()] for column in columns for x in column)
+    needs = needed(key, scalars(made.case, T))
+    assert (read, stored) == tuple(bytes_ * sum(ROWS) for bytes_ in needs)
+
+
+def test_whole_blocks_of_a_list_are_vectors(made: Made, many: Any) -> None:
+    key = list(made.programs)[-1]
+    read, written = needed(key, scalars(made.case, T))
+    found = Counter(re.findall(r"\b(ld|st)\.global\.v4\.b32", many.build.text))
+    each = BLOCK // many.build.threads  # elements of a thread
+    assert found == {"ld": read * each // 16, "st": written * each // 16}
+    assert many.build.spilled == 0 and 0 < many.build.registers <= 96
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_list_as_interpreted(made: Made, many: Any, off: int, tmp_path: Path) -> None:
+    """Without contraction, which is why the results may differ."""
+    numbers, columns = of_rows(made)
+    found = interpreted.interpreted(many.path, tmp_path, numbers, columns, off)
+    for ours, theirs in zip(found, one_by_one(made, 0)):
+        for x, y in zip(ours, theirs):
+            assert units(x, y) <= ROUNDING
+
+
+def test_a_mean_is_no_list_kernel(made: Made) -> None:
+    leaf, g = leaves(made.case, 64)
+    p, *rest = flat_leaf(leaf)
+    for key, program in made.programs.items():
+        if key.part == "mean":
+            assert program.list_kernel([torch.ones(16), p, g, *rest]) is None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
         "bandwidth": [],
         "rules_per_byte": [],
         "storage": [],
+        "gpu": ["--device", "cpu", "--sets", "tiny"],
     }
     found: dict[str, dict[str, Any]] = {}
     for name, more in ran.items():
@@ -165,8 +167,17 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     assert list(found["scaling"]["scaling"]) == ["10000"]
     assert 5.12 < found["storage"]["bytes"]["compact"]["kept"] < 5.15
     assert found["host_cost"]["config"]["cpu_time"] is True
+    cell = found["gpu"]["gpu"]["tiny"]["float32"]
+    assert cell["share of a copy"]["ratio"] > 0 and cell["host seconds"]["torch fused"] > 0
     cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]
     assert cell["optimi_func"]["goal"] == 0.75 and cell["torch fused"]["ratio"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_gpu_is_not_asked_where_there_is_none() -> None:
+    done = run_script(ROOT / "benchmarks/gpu.py", "--quick")
+    assert done.returncode != 0
+    assert "needs a CUDA device" in done.stderr and not done.stdout
 
 
 def test_lr_sweep(tmp_path: Path) -> None:

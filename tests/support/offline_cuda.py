@@ -10,8 +10,10 @@ import re
 import subprocess
 import sys
 import types
+from array import array
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,8 +23,9 @@ import torch
 from torch import Tensor
 
 from optimi_func._rule import Scalars
-from optimi_func.execution import inductor, kernels
+from optimi_func.execution import inductor, kernels, triton_list
 from optimi_func.execution.kernels import KernelKey
+from optimi_func.execution.triton_list import DeviceTable
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
@@ -135,6 +138,27 @@ class Build(NamedTuple):
     spilled: int  # bytes
 
 
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _built(source: Any, options: dict[str, Any], block: int, path: Path) -> Build:
+    """Assembled for the device."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+
+    binary = compile(source, target=GPUTarget("cuda", SM, WARP), options=options)
+    cubin = path.with_suffix(".cubin")
+    cubin.write_bytes(binary.asm["cubin"])
+    text = binary.asm["ptx"]
+    threads = WARP * options["num_warps"]
+    return Build(ptx.Program(text), text, block, threads, *_resources(cubin))
+
+
 class Kernel:
     """A Triton kernel that Inductor wrote, assembled.
 
@@ -142,32 +166,21 @@ class Kernel:
     """
 
     def __init__(self, program: "Program", name: str, path: Path) -> None:
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, compile
+        from triton.compiler import ASTSource
 
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        tuner = getattr(module, name)
+        tuner = getattr(_module(path), name)
         assert tuner.inductor_meta["grid_type"] == "Grid1D"
         self.name, self._program = name, program
+        # Where the library looks for the launcher's source.
+        self.triton_meta, self.filename = tuner.triton_meta, str(path)
         self.builds: list[Build] = []
         for config in tuner.configs:
             meta = tuner._create_compile_meta(config)
-            binary = compile(
-                ASTSource(
-                    tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
-                ),
-                target=GPUTarget("cuda", SM, WARP),
-                options=tuner._create_compile_options(config, meta),
+            source = ASTSource(
+                tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
             )
-            cubin = path.with_suffix(".cubin")
-            cubin.write_bytes(binary.asm["cubin"])
-            text = binary.asm["ptx"]
-            sizes = config.kwargs["XBLOCK"], WARP * config.num_warps
-            build = Build(ptx.Program(text), text, *sizes, *_resources(cubin))
-            self.builds.append(build)
+            options = tuner._create_compile_options(config, meta)
+            self.builds.append(_built(source, options, config.kwargs["XBLOCK"], path))
         signature = tuner.triton_meta["signature"]
         self._parameters = [x for x in signature if x not in tuner.configs[0].kwargs]
         constants = [x for x, kind in signature.items() if kind == "constexpr"]
@@ -218,6 +231,7 @@ class Program:
         from torch._inductor.async_compile import AsyncCompile
 
         self.running: Run | None = None
+        self._folder = folder
         self.kernels: dict[str, Kernel] = {}
         source, self._order = _generated(key, scalars)
 
@@ -246,13 +260,66 @@ class Program:
         """Call Inductor's code with the kernel's arguments, on the CPU."""
         self.running = run = Run(build)
         length = arguments[-1].numel()
-        with (
-            mock.patch.object(torch.cuda, "_DeviceGuard", lambda _: nullcontext()),
-            mock.patch.object(torch.cuda, "set_device", lambda _: None),
-        ):
+        with _no_device():
             self._scope["call"]([length if i < 0 else arguments[i] for i in self._order])
         self.running = None
         return run
+
+    def list_kernel(self, example: list[Tensor]) -> "ListKernel | None":
+        """What the library makes of it."""
+        with _no_device():
+            found = triton_list._parts(self._scope["call"], self._order, example)
+        if found is None:
+            return None
+        source = triton_list.list_source(found.text, found.pointers)
+        assert source is not None
+        path = self._folder / "list_kernel.py"
+        path.write_text(source)
+        return ListKernel(path, found.options)
+
+
+class ListKernel:
+    """A list kernel for numbers in float32, assembled, and run in numpy."""
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        from triton.compiler import ASTSource
+
+        self.path = path
+        constants = {"XBLOCK": triton_list.BLOCK, "REST": triton_list.REST}
+        signature = {
+            **{"numbers": "*fp32", "gradients": "*i64", "table": "*i64", "rows": "*i32"},
+            **{"count": "i32", "per_row": "i32"},
+            **dict.fromkeys(constants, "constexpr"),
+        }
+        # What Triton finds out at a launch.
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+        with pretended_device():
+            function = _module(path).all_blocks
+            source = ASTSource(function, signature, constants, aligned)
+            self.build = _built(source, options, triton_list.BLOCK, path)
+
+    def run(
+        self, numbers: Tensor, table: DeviceTable, columns: list[list[Tensor]]
+    ) -> ptx.Memory:
+        """One launch for columns of tensors."""
+        memory = ptx.Memory()
+        gradients = array("q", map(Tensor.data_ptr, columns[1]))
+        for x in chain.from_iterable(columns):
+            memory.add(x)
+        given = [memory.add(x) for x in (numbers, *table.arguments(gradients))]
+        values = [*given, table.count, numbers.stride(0), 0, 0]
+        self.build.ptx.run(values, table.blocks, self.build.threads, memory)
+        return memory
+
+
+@contextmanager
+def _no_device() -> Generator[None]:
+    with (
+        mock.patch.object(torch.cuda, "_DeviceGuard", lambda _: nullcontext()),
+        mock.patch.object(torch.cuda, "set_device", lambda _: None),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True),
+    ):
+        yield
 
 
 def _first(_: int) -> int:

@@ -309,6 +309,9 @@ class _Block:
     def _or(self, op: list[str], xs: list[str], on: Any) -> None:
         self._whole(op, xs, on, np.bitwise_or)
 
+    def _min(self, op: list[str], xs: list[str], on: Any) -> None:
+        self._whole(op, xs, on, np.minimum)
+
     def _shl(self, op: list[str], xs: list[str], on: Any) -> None:
         a, by = self._get(xs[1], op[-1]), self._get(xs[2], "b32")
         self._put(xs[0], a << by.astype(a.dtype), on)

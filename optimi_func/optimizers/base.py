@@ -69,6 +69,8 @@ class BaseOptimizer(Checkpoints):
         maximize: Climb instead of descend.
         capturable: Keep step counts and coefficients on the device, for CUDA graphs.
         state_dtype: The moments' dtype, or its name; None takes each parameter's.
+        storage: In place of kahan_sum and state_dtype, how parameters and moments are kept:
+            "compact", "exact" or `Storage(param, moments)`.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.

@@ -73,7 +73,8 @@ soak: $(STAMP) $(CUDA_OFFLINE)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 cuda-offline: $(STAMP) $(CUDA_OFFLINE)
-	$(BIN)/python -m pytest -m soak tests/integration/test_cuda_offline.py $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/integration/test_cuda_offline.py \
+		tests/integration/test_cuda_codes_offline.py $(ARGS)
 
 bench: $(STAMP)
 	for question in $(QUESTIONS); do \

@@ -15,8 +15,6 @@ from optimi_func._rule import ParamStorage, Scalar
 # Elements that share a scale, and the fewest of a tensor that is kept in codes.
 GROUP = 64
 LEAST = 1 << 13
-# A scale below has no inverse in float32: all of its codes are 0.
-_TINY = 1e-37
 # Multiples of the golden ratio: no sequence in [0, 1) is spread more evenly.
 _STEP = 0.6180339887498949
 
@@ -94,7 +92,9 @@ def dither_at(t: Scalar) -> Scalar:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale < _TINY, 0.0, 1.0 / scale)
+    # Below, a scale has no inverse in float32: all of its codes are 0. No name at module
+    # level: Dynamo would take the number for an input, and compile once more.
+    return torch.where(scale < 1e-37, 0.0, 1.0 / scale)
 
 
 def _rows(x: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from optimi_func._codes import GROUP
 from optimi_func._rule import Rule
 from optimi_func.execution.codecs import arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
@@ -20,6 +21,7 @@ from optimi_func.execution.kernels import (
     Kernel,
     Pass,
     SwitchedOffError,
+    coded_key,
     has_list_kernels,
     kernel,
     kernel_key,
@@ -153,15 +155,16 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
 def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     """Launches of updates that share their kernels and numbers."""
     slot, device = updates[0].slot, updates[0].g.device
-    if slot.coded:
-        here = has_list_kernels(device) and updates[0].target is slot
-        if not here or not can_run(slot):
-            return _plan_eager(rule, updates, write)
+    # On CPU the codecs are C++ around the kernel, elsewhere in it.
+    around = slot.coded and has_list_kernels(device)
+    if around and not (updates[0].target is slot and can_run(slot)):
+        return _plan_eager(rule, updates, write)
     measures = rule.per_tensor and write
 
     def made(part: Pass, first: Update) -> Kernel:
-        if not slot.coded:
-            return kernel(kernel_key(rule, first, write, part), first.scalars.scalars)
+        if not around:
+            key = (coded_key if slot.coded else kernel_key)(rule, first, write, part)
+            return kernel(key, first.scalars.scalars)
         # Nothing of it is called where the flag is false.
         key = kernel_key(rule, first._replace(guarded=False), write, part)
         widens = measures and widens_gradients(slot, first.g)
@@ -175,6 +178,9 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
 
     launches: list[Launch] = []
     direct = [u for u in updates if u.dense]
+    if any(slot.codes) and not around:
+        # Of others the last row is none.
+        direct = [u for u in direct if u.slot.numel % GROUP == 0]
     if direct:
         run = made("move" if measures else "whole", direct[0])
         # Its table would be uploaded in the capture, from memory that goes.

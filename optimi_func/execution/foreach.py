@@ -92,7 +92,7 @@ def trace(key: KernelKey, scalars: Scalars) -> Trace:
 def _trace(key: KernelKey, spec: pytree.TreeSpec) -> Trace:
     def run(numbers: list[Tensor], *tensors: Tensor) -> list[Tensor]:
         scalars = fill(key.statics, spec, numbers)
-        leaf, g = unpack(key.rule, key.compensated, tensors)
+        leaf, g = unpack(key.rule, key.compensated, tensors, ())
         if key.part == "mean":
             return [leaf_mean(key.rule, leaf, g, scalars)]
         new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)

@@ -34,13 +34,14 @@ _RECOMPILE_LIMIT = 64
 _LONGEST = 2**31 - 1
 
 
-def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
+def compile_flat(function: Flat, example: Sequence[Tensor], row: int) -> Flat:
     """Compile `function` by calling it on an example.
 
     Args:
         function: Takes a 1-D tensor of fixed length, then 1-D tensors of one common
             length, which is free; writes to its arguments and returns nothing.
         example: Arguments of a typical length, which are written to.
+        row: The elements of a row, where the function takes rows (see `in_rows`), else 1.
 
     Returns:
         The compiled function, for every length of 2 and more. It takes dense tensors of
@@ -58,9 +59,9 @@ def compile_flat(function: Flat, example: Sequence[Tensor]) -> Flat:
         public, record = _compile(function, example, options)
         order = record.order(example)
         if record.generated is None or order is None:
-            return _Public(public).run
-        single = _Direct(public, record.generated, order).run
-        if kind != "cuda":
+            return _Public(public, row).run
+        single = _Direct(public, record.generated, order, row).run
+        if kind != "cuda" or row > 1:
             return single
         many = triton_list_kernel_of(single, record.generated, order, example)
         return many or single
@@ -198,7 +199,7 @@ class _Record:
         """For each generated argument, the index of ours, or -1 for the length."""
         found: list[int] = []
         places = {x.data_ptr(): i for i, x in enumerate(example)}
-        length = example[-1].numel()
+        length = len(example[1])
         for argument in self.arguments or ():
             if isinstance(argument, int) and argument == length:
                 found.append(-1)
@@ -217,11 +218,28 @@ def generated_code(compiled: Any) -> Generated | None:
 class _Public:
     """torch.compile's own function, which guards on shapes: it gets flat aliases."""
 
-    def __init__(self, public: Flat) -> None:
-        self.public = public
+    def __init__(self, public: Flat, row: int) -> None:
+        self.public, self.row = public, row
 
     def run(self, *tensors: Tensor) -> None:
-        self.public(*map(_alias, tensors))
+        numbers, *flat = map(_alias, tensors)
+        self.public(numbers, *in_rows(flat, self.row))
+
+
+def in_rows(tensors: list[Tensor], row: int) -> list[Tensor]:
+    """1-D tensors in rows of so many elements; those shorter than the first are left.
+
+    One has an element a row already, where others have one an element.
+    """
+    if row == 1:
+        return tensors
+    count = tensors[0].numel()
+    rows = [x.view(-1, row) if x.numel() == count else x for x in tensors]
+    for x in rows:
+        if x.dim() > 1:
+            # The number of rows alone is free.
+            torch._dynamo.mark_static(x, 1)
+    return rows
 
 
 def _alias(x: Tensor) -> Tensor:
@@ -234,17 +252,21 @@ def _alias(x: Tensor) -> Tensor:
 class _Direct:
     """The generated code, with torch.compile's function for what it was not made for."""
 
-    def __init__(self, public: Flat, generated: Generated, order: list[int]) -> None:
-        self.public = public
+    def __init__(
+        self, public: Flat, generated: Generated, order: list[int], row: int
+    ) -> None:
+        self.public = _Public(public, row)
         self.generated = generated
         self.order = order
+        self.row = row
 
     def run(self, *tensors: Tensor) -> None:
-        length = tensors[-1].numel()
+        length = tensors[1].numel()
         if length > _LONGEST:
-            self.public(*map(_alias, tensors))
-        else:
-            self.generated([tensors[i] if i >= 0 else length for i in self.order])
+            self.public.run(*tensors)
+            return
+        count = length // self.row
+        self.generated([tensors[i] if i >= 0 else count for i in self.order])
 
 
 def torch_compile(function: T, options: dict[str, Any]) -> T:

@@ -18,9 +18,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
+from optimi_func._codes import GROUP
 from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
 from optimi_func._rule import Leaf, Rule, Scalars
-from optimi_func.execution.inductor import Flat, compile_flat, compile_list_kernel
+from optimi_func._storage import state_of
+from optimi_func.execution.inductor import (
+    Flat,
+    compile_flat,
+    compile_list_kernel,
+    in_rows,
+)
 from optimi_func.execution.launches import Update
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.tensors import (
@@ -54,11 +61,18 @@ class KernelKey(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
     part: Pass
+    # Of the state's fields those that the kernel is given in codes: two tensors each.
+    codes: tuple[bool, ...] = ()
 
     @property
     def compensated(self) -> bool:
-        """Whether the last of the tensors is a Kahan compensation."""
-        return len(self.dtypes) > 2 + len(self.rule.state._fields)
+        """Whether the last of the tensors is kept beside the parameter."""
+        return len(self.dtypes) > 2 + len(self.rule.state._fields) + sum(self.codes)
+
+    @property
+    def row(self) -> int:
+        """The elements of a row: where there are codes, those that share a scale."""
+        return GROUP if any(self.codes) else 1
 
     @property
     def name(self) -> str:
@@ -68,7 +82,8 @@ class KernelKey(NamedTuple):
         flags = [f for f in flags if getattr(self, f)]
         chosen = [str(s) for s in self.statics if s is not None]
         part = ["mean"] if self.part == "mean" else []
-        return "_".join([self.rule.name, *kinds, *flags, *chosen, *part])
+        codes = ["codes"] if any(self.codes) else []
+        return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes])
 
 
 def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
@@ -78,6 +93,13 @@ def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> Kern
     dtypes = (p, u.g.dtype, *rest)
     statics, device = u.scalars.statics, u.g.device
     return KernelKey(rule, statics, write, in_place, u.guarded, dtypes, device, part)
+
+
+def coded_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
+    """Likewise of a kernel that decodes and encodes by itself."""
+    p, *rest = u.slot.dtypes
+    key = kernel_key(rule, u, write, part)
+    return key._replace(dtypes=(p, u.g.dtype, *rest), codes=u.slot.codes)
 
 
 def has_list_kernels(device: torch.device) -> bool:
@@ -164,7 +186,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
             ran_eagerly.append(True)
         run(*tensors)
 
-    tensors = [torch.ones(_COMPILE_LENGTH, dtype=d, device=key.device) for d in key.dtypes]
+    tensors = _example(key)
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
     count = sum(s is None for s in key.statics) + key.guarded + (key.part != "whole")
     numbers = torch.ones(count, dtype=compute_dtype(*key.dtypes), device=key.device)
@@ -173,16 +195,31 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     with kernel_context(key.device), warnings.catch_warnings():
         # Torch's own, of its settings and parts: as errors they would be no compiler.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        if has_list_kernels(key.device):
+        if has_list_kernels(key.device) and not key.codes:
             body = with_own_code_object(noticed, key.name)
             compiled = compile_list_kernel(body, example)
             if compiled is None and not ran_eagerly:
                 _without_lists.add(key.device.type)
         if compiled is None:
-            compiled = compile_flat(with_own_code_object(noticed, key.name), example)
+            own = with_own_code_object(noticed, key.name)
+            compiled = compile_flat(own, example, key.row)
     if ran_eagerly:
         raise SwitchedOffError
     return compiled
+
+
+def _example(key: KernelKey) -> list[Tensor]:
+    """Tensors to compile a kernel on, in rows where it is for rows."""
+    made: list[Tensor] = []
+    # Of each tensor whether it has one element a row: scales, which follow their codes.
+    scales = [False, False]
+    for coded in key.codes:
+        scales += [False, True] if coded else [False]
+    scales += [False] * (len(key.dtypes) - len(scales))
+    for dtype, is_scale in zip(key.dtypes, scales):
+        length = _COMPILE_LENGTH // key.row if is_scale else _COMPILE_LENGTH
+        made.append(torch.ones(length, dtype=dtype, device=key.device))
+    return in_rows(made, key.row)
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
@@ -192,7 +229,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
     def run(numbers: Tensor, *tensors: Tensor) -> None:
         values = numbers.unbind()
         scalars = fill(key.statics, spec, values)
-        leaf, g = unpack(rule, key.compensated, tensors[:inputs])
+        leaf, g = unpack(rule, key.compensated, tensors[:inputs], key.codes)
         if key.part == "mean":
             numbers[-1:].copy_(leaf_mean(rule, leaf, g, scalars).reshape(1))
             return
@@ -215,12 +252,23 @@ def fill(
 
 
 def unpack(
-    rule: Rule[Any, Any], compensated: bool, tensors: Sequence[Tensor]
+    rule: Rule[Any, Any],
+    compensated: bool,
+    tensors: Sequence[Tensor],
+    codes: tuple[bool, ...],
 ) -> tuple[Leaf, Tensor]:
-    """The leaf and its gradient from p, g, the state's fields and the compensation."""
+    """The leaf and its gradient from p, g, the state's fields and the compensation.
+
+    Args:
+        rule: The mathematics.
+        compensated: Whether something is kept beside p.
+        tensors: All of these, a field in codes as two.
+        codes: Which fields are; empty for none.
+    """
     p, g, *rest = tensors
     comp = rest.pop() if compensated else None
-    return Leaf(p, rule.state(*rest), comp), g
+    plain = (False,) * len(rule.state._fields)
+    return Leaf(p, state_of(rule.state, iter(rest), codes or plain), comp), g
 
 
 def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:

@@ -377,7 +377,7 @@ def test_vector_instructions_are_tried_out_where_a_compilation_fails(monkeypatch
         return function, inductor._Record(options)
 
     monkeypatch.setattr(inductor, "_compile", compile_)
-    inductor.compile_flat(lambda *xs: None, [torch.ones(2)])
+    inductor.compile_flat(lambda *xs: None, [torch.ones(1), torch.ones(2)], 1)
     assert [ok for ok, _ in seen] == [True, None]
     # A list of its own, made in the second compilation.
     assert (seen[1][1].hits, seen[1][1].misses) == (0, 1)

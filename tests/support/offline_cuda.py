@@ -231,7 +231,7 @@ class Program:
         from torch._inductor.async_compile import AsyncCompile
 
         self.running: Run | None = None
-        self._folder = folder
+        self._folder, self._row = folder, key.row
         self.kernels: dict[str, Kernel] = {}
         source, self._order = _generated(key, scalars)
 
@@ -259,7 +259,7 @@ class Program:
     def run(self, arguments: list[Tensor], build: int) -> Run:
         """Call Inductor's code with the kernel's arguments, on the CPU."""
         self.running = run = Run(build)
-        length = arguments[-1].numel()
+        length = arguments[1].numel() // self._row
         with _no_device():
             self._scope["call"]([length if i < 0 else arguments[i] for i in self._order])
         self.running = None
@@ -337,6 +337,7 @@ def _generated(key: KernelKey, scalars: Scalars) -> tuple[str, list[int]]:
     def recorded(self: Any, graph: Any, example: Any) -> Any:
         names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
         places = [re.fullmatch(r"l_tensors_(\d+)_", name) for name in names]
+        order.clear()
         order.extend(-1 if place is None else int(place[1]) for place in places)
         return backend(self, graph, example)
 

@@ -19,8 +19,8 @@ _DTYPES: dict[str, Any] = {
     "pred": np.bool_,
     "f32": np.float32,
     "f64": np.float64,
-    **{f"{kind}{bits}": f"u{bits // 8}" for kind in "bu" for bits in (16, 32, 64)},
-    **{f"s{bits}": f"i{bits // 8}" for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"u{bits // 8}" for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)},
 }
 _COMPARE: dict[str, Callable[..., Any]] = {
     "lt": np.less,
@@ -157,7 +157,9 @@ class _Block:
                 place = labels[operands[0]] if on.all() else place
             elif op[0] not in ("bar", "createpolicy"):
                 handler = getattr(self, f"_{op[0]}", None)
-                if handler is None or "ftz" in op:
+                # Of abs in an isinf, and of floor, what is smallest may become 0.
+                flushed = "ftz" in op and op[0] != "abs" and "rmi" not in op
+                if handler is None or flushed:
                     raise NotImplementedError(".".join(op))
                 with np.errstate(all="ignore"):
                     handler(op, operands, on)
@@ -169,11 +171,17 @@ class _Block:
         dtype = np.dtype(_DTYPES[kind])
         if x in self._registers:
             found = self._registers[x]
+            own = found.dtype.itemsize
+            if kind != "pred" and own > dtype.itemsize:
+                # The low bits of a register that is wider.
+                found = found.view(f"u{own}").astype(f"u{dtype.itemsize}")
+            elif kind != "pred" and own < dtype.itemsize:
+                found = found.astype(f"{found.dtype.kind}{dtype.itemsize}")
             return found if kind == "pred" else found.view(dtype)
         if x.startswith("0f"):
             return np.full(self._threads, int(x[2:], 16), np.uint32).view(dtype)
         raw = f"u{dtype.itemsize}"
-        number = int(x, 0) % (1 << 8 * dtype.itemsize)
+        number = int(x.removesuffix("U"), 0) % (1 << 8 * dtype.itemsize)
         return np.full(self._threads, number, raw).view(dtype)
 
     def _put(self, x: str, value: Any, on: Any) -> None:
@@ -181,7 +189,17 @@ class _Block:
             self._registers[x] = value
         else:
             old = self._registers[x]
-            self._registers[x] = np.where(on, value, old.view(value.dtype))
+            wide = max(old.dtype.itemsize, value.dtype.itemsize)
+            kind = f"u{wide}"
+            old, value = (
+                y
+                if y.dtype == bool
+                else y.astype(f"{y.dtype.kind}{wide}").view(kind)
+                if y.dtype.itemsize < wide and y.dtype.kind in "iu"
+                else y.view(kind)
+                for y in (old, value)
+            )
+            self._registers[x] = np.where(on, value, old)
 
     def _all(self, kind: str, operands: list[str]) -> list[Any]:
         return [self._get(x, kind) for x in operands]
@@ -192,6 +210,11 @@ class _Block:
 
     def _whole(self, op: list[str], xs: list[str], on: Any, f: Callable[..., Any]) -> None:
         kind = op[-1]
+        if kind in ("s16x2", "u16x2"):
+            two = np.int16 if kind[0] == "s" else np.uint16
+            pairs = [x.copy().view(two) for x in self._all("b32", xs[1:])]
+            self._put(xs[0], f(*pairs).view(np.uint32), on)
+            return
         self._put(xs[0], f(*self._all(kind, xs[1:])).astype(_DTYPES[kind]), on)
 
     def _address(self, x: str) -> Any:
@@ -301,7 +324,14 @@ class _Block:
         self._float(op, xs, on, np.sqrt)
 
     def _neg(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._float(op, xs, on, np.negative)
+        (self._float if op[-1] == "f32" else self._whole)(op, xs, on, np.negative)
+
+    def _bfe(self, op: list[str], xs: list[str], on: Any) -> None:
+        a, at, count = self._all("u32", xs[1:])
+        a = a << (np.uint32(32) - at - count)
+        if op[-1] == "s32":
+            a = a.view(np.int32)
+        self._put(xs[0], a >> (np.uint32(32) - count).astype(a.dtype), on)
 
     def _and(self, op: list[str], xs: list[str], on: Any) -> None:
         self._whole(op, xs, on, np.bitwise_and)
@@ -309,8 +339,45 @@ class _Block:
     def _or(self, op: list[str], xs: list[str], on: Any) -> None:
         self._whole(op, xs, on, np.bitwise_or)
 
+    def _xor(self, op: list[str], xs: list[str], on: Any) -> None:
+        self._whole(op, xs, on, np.bitwise_xor)
+
+    def _not(self, op: list[str], xs: list[str], on: Any) -> None:
+        self._whole(op, xs, on, np.invert)
+
+    def _rem(self, op: list[str], xs: list[str], on: Any) -> None:
+        self._whole(op, xs, on, np.fmod)
+
+    def _prmt(self, op: list[str], xs: list[str], on: Any) -> None:
+        a, b, selector = self._all("b32", xs[1:])
+        both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        found = np.zeros(self._threads, np.uint32)
+        for i in range(4):
+            choice = (selector >> np.uint32(4 * i)) & np.uint32(0xF)
+            place = (choice & np.uint32(7)).astype(np.uint64)
+            byte = (both >> (place * np.uint64(8))) & np.uint64(0xFF)
+            sign = (byte >> np.uint64(7)) * np.uint64(0xFF)
+            byte = np.where(choice >= 8, sign, byte)
+            found |= byte.astype(np.uint32) << np.uint32(8 * i)
+        self._put(xs[0], found, on)
+
+    def _abs(self, op: list[str], xs: list[str], on: Any) -> None:
+        (self._float if op[-1] == "f32" else self._whole)(op, xs, on, np.abs)
+
     def _min(self, op: list[str], xs: list[str], on: Any) -> None:
-        self._whole(op, xs, on, np.minimum)
+        self._extreme(op, xs, on, np.minimum, np.fmin)
+
+    def _max(self, op: list[str], xs: list[str], on: Any) -> None:
+        self._extreme(op, xs, on, np.maximum, np.fmax)
+
+    def _extreme(
+        self, op: list[str], xs: list[str], on: Any, nan: Any, number: Any
+    ) -> None:
+        """Of two floats with a NaN that, or (without .NaN) the number."""
+        if op[-1] != "f32":
+            self._whole(op, xs, on, nan)
+        else:
+            self._float(op, xs, on, nan if "NaN" in op else number)
 
     def _shl(self, op: list[str], xs: list[str], on: Any) -> None:
         a, by = self._get(xs[1], op[-1]), self._get(xs[2], "b32")
@@ -324,6 +391,13 @@ class _Block:
         a, b = self._all(op[-1], xs[1:3])
         if op[1] == "nan":
             self._put(xs[0], np.isnan(a) | np.isnan(b), on)
+        elif op[1] == "num":
+            self._put(xs[0], ~(np.isnan(a) | np.isnan(b)), on)
+        elif op[1] == "neu":
+            self._put(xs[0], ~(a == b), on)
+        elif op[1] in ("ltu", "leu", "gtu", "geu", "equ"):
+            either = np.isnan(a) | np.isnan(b)
+            self._put(xs[0], _COMPARE[op[1][:-1]](a, b) | either, on)
         else:
             self._put(xs[0], _COMPARE[op[1]](a, b), on)
 
@@ -332,7 +406,7 @@ class _Block:
         self._put(xs[0], np.where(self._registers[xs[3]], a, b), on)
 
     def _cvt(self, op: list[str], xs: list[str], on: Any) -> None:
-        *how, target, source = op[1:]
+        *how, target, source = [x for x in op[1:] if x != "ftz"]
         if source == "bf16":
             assert op[1:] == ["f32", "bf16"], op
             wide = self._get(xs[1], "b16").astype(np.uint32) << np.uint32(16)
@@ -346,8 +420,12 @@ class _Block:
             self._put(xs[0], low | (high << np.uint32(16)), on)
         else:
             floating = target[0] == "f", source[0] == "f"
-            assert how == (["rn"] if floating == (True, False) else []), op
-            self._put(xs[0], self._get(xs[1], source).astype(_DTYPES[target]), on)
+            value = self._get(xs[1], source)
+            if floating[1] and how:
+                value = {"rni": np.rint, "rmi": np.floor, "rzi": np.trunc}[how[0]](value)
+            else:
+                assert how == (["rn"] if floating == (True, False) else []), op
+            self._put(xs[0], value.astype(_DTYPES[target]), on)
 
 
 def _to_bf16(x: Any) -> Any:

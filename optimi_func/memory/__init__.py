@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from optimi_func._distributed import any_distributed, to_local
-from optimi_func._rule import Storage
 from optimi_func.memory.kept import Factory, Kept, kept, made_of, on_meta, planned_options
 from optimi_func.memory.recipes import WAYS, Applied, MemoryPlan, Recipe
 from optimi_func.memory.replay import (
@@ -158,9 +157,7 @@ def plan(
     return MemoryPlan(title, bytes_allowed, tuple(recipes))
 
 
-def _peak(
-    traced: Trace | None, sizes: Sequence[Param], how: How, device: str
-) -> Peak:
+def _peak(traced: Trace | None, sizes: Sequence[Param], how: How, device: str) -> Peak:
     events = without_activations(sizes) if traced is None else traced.events
     return peak_of(rounded_events(events, lambda size: rounded(size, device)), sizes, how)
 
@@ -173,7 +170,9 @@ def _variants(
         return [(False, None), (True, None)]
     wide, low = (True, torch.float32), (True, torch.bfloat16)
     # p.grad adds up in the parameter's dtype.
-    return [(False, None), wide, low] if dtype == torch.float32 else [wide, (False, None), low]
+    return (
+        [(False, None), wide, low] if dtype == torch.float32 else [wide, (False, None), low]
+    )
 
 
 def _how(
@@ -183,13 +182,20 @@ def _how(
     buffer: torch.dtype | None,
     device: str,
 ) -> How:
-    joined = torch.promote_types(dtype, buffer or dtype)
+    cuda = device == "cuda"
+    if buffer is None:
+        return How(release, accumulation_steps, cuda=cuda)
+    joined = torch.promote_types(dtype, buffer)
+    casts = 0 if cuda or dtype == buffer else joined.itemsize
     return How(
         release,
-        accumulation_steps > 1,
-        0 if buffer is None else buffer.itemsize,
-        0 if joined == dtype else joined.itemsize,
-        device == "cuda",
+        accumulation_steps,
+        sum_bytes=buffer.itemsize,
+        wide_bytes=0 if joined == dtype else joined.itemsize,
+        # What is added to is read and written, each in a cast of its own.
+        adding_bytes=casts if buffer == joined else 2 * casts,
+        joining_bytes=casts,
+        cuda=cuda,
     )
 
 
@@ -265,7 +271,9 @@ def _title(
     made = getattr(optimizer, "func", optimizer)  # of a partial
     text = f"{type(model).__name__}, {shown} parameters, {made.__name__} on {device}"
     text += f", each of {ranks} ranks" if ranks > 1 else ""
-    return text + (f", {accumulation_steps} backwards a step" if accumulation_steps > 1 else "")
+    return text + (
+        f", {accumulation_steps} backwards a step" if accumulation_steps > 1 else ""
+    )
 
 
 # Checks
@@ -323,16 +331,16 @@ def _check_batch(
 ) -> None:
     distributed = any_distributed(list(params.values()))
     if distributed and ranks > 1:
-        raise ValueError(
-            f"ranks={ranks} for a model that is divided already: leave it out"
-        )
+        raise ValueError(f"ranks={ranks} for a model that is divided already: leave it out")
     if (loss_fn is None) != (batch is None):
         given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
         raise ValueError(f"{given} without {missing}: activations take both, or neither")
     if loss_fn is None:
         return
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r}: allowed are functions (model, batch) -> loss")
+        raise TypeError(
+            f"loss_fn={loss_fn!r}: allowed are functions (model, batch) -> loss"
+        )
     if distributed:
         raise ValueError(
             "loss_fn of a model that is divided among processes: plan it before "

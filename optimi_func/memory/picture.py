@@ -8,43 +8,54 @@ from optimi_func.memory.sizes import unit_of
 _COLORS = dict(zip(PARTS, ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")))
 
 
-def draw(plan: MemoryPlan, path: Any) -> None:
-    """Bars by part, one for each recipe, and a line for the budget."""
+def save(path: Any, plan: MemoryPlan) -> None:
+    """Write the picture of a plan to a file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "plot() draws with matplotlib, which is not installed: pip install matplotlib"
         ) from error
-    name, unit = unit_of(max([plan.budget, *(r.peak for r in plan.recipes)]))
-    figure = Figure(figsize=(10, 1.6 + 0.3 * len(plan.recipes)), layout="constrained")
+    size = (10, 1.8 + 0.28 * len(plan.recipes))
+    figure: Any = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    places = range(len(plan.recipes))
-    left = [0.0] * len(plan.recipes)
+    bars(axes, plan)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def bars(axes: Any, plan: MemoryPlan) -> None:
+    """Of each recipe its bytes by part; the budget as a line, the best one's peak bold."""
+    name, unit = unit_of(max([plan.budget, *(r.peak for r in plan.recipes)]))
+    places = list(range(len(plan.recipes)))
+    ends = [0.0] * len(places)
     for part in PARTS:
         sizes = [(getattr(r, part) or 0) / unit for r in plan.recipes]
-        axes.barh(places, sizes, left=left, color=_COLORS[part], label=part, height=0.75)
-        left = [a + b for a, b in zip(left, sizes)]
-    for place, recipe, end in zip(places, plan.recipes, left):
-        text = f"{'~' if recipe.estimated else ''}{recipe.peak / unit:.2f}"
-        weight = "bold" if recipe is plan.best else None
+        alphas = [1.0 if r.fits else 0.35 for r in plan.recipes]
+        found = axes.barh(places, sizes, left=ends, color=_COLORS[part], label=part)
+        for bar, alpha in zip(found, alphas):
+            bar.set_alpha(alpha)
+        ends = [a + b for a, b in zip(ends, sizes)]
+    for place, recipe, end in zip(places, plan.recipes, ends):
         axes.annotate(
-            text,
+            f"{'~' if recipe.estimated else ''}{recipe.peak / unit:.2f}",
             (end, place),
-            xytext=(4, 0),
+            xytext=(3, 0),
             textcoords="offset points",
             va="center",
-            fontsize=8,
-            fontweight=weight,
+            fontsize=7,
+            fontweight="bold" if recipe is plan.best else None,
         )
     budget = plan.budget / unit
-    axes.axvline(budget, color="black", linestyle="--", label=f"budget {budget:g} {name}")
-    axes.set_yticks(places, [recipe.name for recipe in plan.recipes])
+    axes.axvline(budget, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set_yticks(places, [recipe.name for recipe in plan.recipes], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * max([budget, *left]))
-    axes.set_xlabel(f"{name} at the peak")
+    axes.set_xlim(0, 1.12 * max([budget, *ends]))
+    axes.set_xlabel(f"{name} at the peak; pale: does not fit in {budget:g} {name}")
     axes.set_title(plan.title, fontsize=10)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=120)

@@ -1,7 +1,7 @@
 """Recipes: how a model can be trained, the most faithful first, and what each one needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from optimi_func._rule import Storage
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
 from optimi_func.memory.kept import Factory
-from optimi_func.memory.sizes import unit_of
+from optimi_func.memory.sizes import parse_size, unit_of
 from optimi_func.optimizers import BaseOptimizer
 
 # How parameters and moments are kept, by what is lost for good in a step, least first.
@@ -154,14 +154,14 @@ class MemoryPlan:
         """The table, and what the best recipe is."""
         largest = max([self.budget, *(recipe.peak for recipe in self.recipes)])
         name, unit = unit_of(largest)
-        rows = [("recipe", *PARTS, "peak", "in", "fits")]
+        rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits"]]
         for r in self.recipes:
             sizes = [getattr(r, part) for part in PARTS]
             cells = ["-" if x is None else f"{x / unit:.2f}" for x in [*sizes, r.peak]]
             for part in r.estimated:
                 cells[PARTS.index(part)] = "~" + cells[PARTS.index(part)]
             cells[-1] = ("~" if r.estimated else "") + cells[-1]
-            rows.append((r.name, *cells, r.phase, "yes" if r.fits else "no"))
+            rows.append([r.name, *cells, r.phase, "yes" if r.fits else "no"])
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [f"{self.title}; budget {self.budget / unit:.2f} {name}, sizes in {name}"]
         for first, *rest in rows:
@@ -187,15 +187,25 @@ class MemoryPlan:
             )
         return notes
 
+    def within(self, budget: str | float) -> "MemoryPlan":
+        """The same recipes for another budget; nothing is counted again."""
+        limit = parse_size("budget", budget)
+        recipes = [replace(recipe, fits=recipe.peak <= limit) for recipe in self.recipes]
+        return MemoryPlan(self.title, limit, tuple(recipes))
+
     def plot(self, path: Any) -> None:
         """Draw each recipe's bytes by part, and the budget.
 
         Args:
-            path: The file to write; its name's end says which kind.
+            path: The file to write, whose name's end says which kind; or matplotlib's axes
+                to draw into.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from optimi_func.memory.picture import draw
+        from optimi_func.memory.picture import bars, save
 
-        draw(self, path)
+        if hasattr(path, "barh"):
+            bars(path, self)
+        else:
+            save(path, self)

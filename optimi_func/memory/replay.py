@@ -26,9 +26,12 @@ class How(NamedTuple):
     """What becomes of gradients."""
 
     release: bool
-    accumulate: bool  # whether more than one backward makes a step
+    backwards: int = 1  # that make a step
     sum_bytes: int = 0  # an element of the sum that a release keeps, if any
-    wide_bytes: int = 0  # an element of the gradient that joins a sum of another dtype
+    wide_bytes: int = 0  # an element of what the last gradient and its sum become, if new
+    # On CPU an operation on two dtypes casts in memory of its own: an element of these.
+    adding_bytes: int = 0  # while a gradient joins the sum
+    joining_bytes: int = 0  # while the sum joins the last gradient
     cuda: bool = False
 
 
@@ -52,18 +55,19 @@ def peak_of(events: Sequence[Event], params: Sequence[Param], how: How) -> Peak:
     everything = sum(p.bytes for p in params)
     if not how.release:
         # Where backwards accumulate, the gradients are there when the last one begins.
-        run = _Run(params, how, everything if how.accumulate else 0)
-        run.play(events, keep=not how.accumulate, update=False)
+        run = _Run(params, how, everything if how.backwards > 1 else 0)
+        run.play(events, keep=how.backwards == 1, update=False)
         run.look("step", max((p.scratch for p in params), default=0))
         runs.append(run)
-    elif not how.accumulate:
+    elif how.backwards == 1:
         run = _Run(params, how, _staged(events, params, how))
         run.play(events, keep=False, update=True)
         runs.append(run)
     else:
         sums = sum(p.numel for p in params) * how.sum_bytes
         staged = _staged(events, params, how)
-        for update in (False, True):  # a backward between, and the last one
+        # The last backward, and one between, if there is: the first begins without sums.
+        for update in (True,) if how.backwards == 2 else (True, False):
             run = _Run(params, how, staged + sums)
             run.play(events, keep=False, update=update)
             runs.append(run)
@@ -103,6 +107,9 @@ class _Run:
             elif e.kind == "done":
                 if update:
                     self._arrive(e)
+                else:
+                    adding = self._params[e.param].numel * self._how.adding_bytes
+                    self.look("backward", adding)
             elif e.block not in owners:
                 self._activations += e.bytes if e.kind == "taken" else -e.bytes
             elif e.kind == "taken":
@@ -116,10 +123,10 @@ class _Run:
             self._flush()
 
     def _arrive(self, e: Event) -> None:
-        """A gradient is complete: its parameter is updated, or waits with other small ones."""
+        """A gradient is complete: its parameter is updated, or waits with small ones."""
         p, how = self._params[e.param], self._how
         wide = p.numel * how.wide_bytes  # the sum, where it cannot be made in the gradient
-        self.look("backward", wide)
+        self.look("backward", wide + p.numel * how.joining_bytes)
         if p.numel >= SMALL:
             self.look("backward", wide + p.scratch)
             self._gradients -= p.numel * how.sum_bytes

@@ -1,4 +1,4 @@
-"""What a process needs of a model that fully_shard divides: an estimate of what it gathers."""
+"""What a process needs of a model that fully_shard divides; what it gathers is a guess."""
 
 from collections.abc import Iterator, Sequence
 

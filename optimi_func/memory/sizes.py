@@ -1,4 +1,4 @@
-"""Bytes: what a user writes for them, what of a tensor lies here, and how they are shown."""
+"""Bytes: what a user writes for them, and what of a tensor lies here."""
 
 import re
 from numbers import Real

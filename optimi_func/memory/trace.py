@@ -52,7 +52,7 @@ class Counter(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, Any] = {}
         self._count = 0
-        self._sum: tuple[Event, int, set[int]] | None = None
+        self._sum: tuple[Event, int, int] | None = None
 
     def know(self, x: Tensor) -> None:
         """What is there from the beginning, and not counted."""
@@ -92,7 +92,8 @@ class Counter(TorchDispatchMode):
         self.foreign_autocast |= torch.is_autocast_enabled("cuda")
         out = func(*args, **(kwargs or {}))
         adds = self.in_backward and func is torch.ops.aten.add.Tensor
-        if adds and not torch.is_grad_enabled():
+        # Into what is a view it never writes, as there is a base to share the memory with.
+        if adds and not torch.is_grad_enabled() and not args[0]._is_view():
             self._see_sum(out, args)
         else:
             for x in pytree.tree_leaves(out):
@@ -101,30 +102,32 @@ class Counter(TorchDispatchMode):
         return out
 
     def _see_sum(self, out: Tensor, args: Any) -> None:
-        """A sum of two gradients, which autograd writes into one of them where it can.
+        """A sum of two gradients, which autograd writes into the first if it has it alone.
 
-        It never can while a mode looks on: a new one is made then, and both are freed at
-        once. That is found out when the next operation comes.
+        It never does while a mode looks on: a new one is made then, and the first is freed
+        at once. That is found out when the next operation comes.
         """
-        size = out.untyped_storage().nbytes()
-        storages = [x.untyped_storage() for x in args if isinstance(x, Tensor)]
+        first, size = args[0].untyped_storage(), out.untyped_storage().nbytes()
         block = self._number(out)
         if block is not None:
-            terms = {self._numbers[id(s)] for s in storages if s.nbytes() == size}
-            self._sum = Event("taken", block, size), len(self.events), terms
+            term = self._numbers[id(first)] if first.nbytes() == size else -1
+            self._sum = Event("taken", block, size), len(self.events), term
 
     def _settle(self) -> None:
         """Put the last sum where its memory would have been taken."""
         if self._sum is None:
             return
-        (taken, at, terms), self._sum = self._sum, None
-        freed = {e.block for e in self.events[at:] if e.kind == "freed"}
-        self.events.insert(len(self.events) if freed & terms else at, taken)
+        (taken, at, term), self._sum = self._sum, None
+        after = self.events[at:]
+        freed = any(e.kind == "freed" and e.block == term for e in after)
+        self.events.insert(len(self.events) if freed else at, taken)
 
     def _number(self, x: Tensor) -> int | None:
         """The number of a block that is new."""
         if x.layout != torch.strided:
-            raise NotImplementedError(f"a tensor of layout {x.layout}, whose memory has parts")
+            raise NotImplementedError(
+                f"a tensor of layout {x.layout}, whose memory has parts"
+            )
         storage = x.untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key in self._numbers:
@@ -191,7 +194,7 @@ def trace(
         for name, module in fake.named_modules():
             _note_when_inside(module, name, inside)
         batch = pytree.tree_map_only(
-            Tensor, lambda x: _empty_like(x, dtype if x.dtype == own else x.dtype), batch
+            Tensor, lambda x: _given(x, dtype if x.dtype == own else x.dtype), batch
         )
         for x in [*fake.parameters(), *fake.buffers()]:
             counter.know(x)
@@ -242,11 +245,17 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, strides, dtype=dtype, device="cpu")
 
 
+def _given(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return _empty_like(x, dtype).requires_grad_(x.requires_grad)
+
+
 def _note_when_inside(module: nn.Module, name: str, inside: list[str]) -> None:
     """Keep a list of the modules whose forward runs; after an error it is where it was."""
     title = f"{name or 'the model itself'} ({type(module).__name__})"
     module.register_forward_pre_hook(lambda *_: inside.append(title))
-    module.register_forward_hook(lambda *_: inside.remove(title) if title in inside else None)
+    module.register_forward_hook(
+        lambda *_: inside.remove(title) if title in inside else None
+    )
 
 
 def _called(inside: list[str], function: Callable[..., Any], *args: Any) -> Any:

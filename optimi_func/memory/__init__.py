@@ -107,11 +107,14 @@ def plan(
     _check_options(options)
     sharded = ranks > 1 or any_distributed(list(params.values()))
     _check_batch(params, loss_fn, batch, ranks)
+    metas = {dtype: on_meta(params, dtype) for _, dtype, _ in WAYS}
+    releases = _can_release(optimizer, metas[torch.float32], options)
     traces: dict[torch.dtype, Trace | None] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
+        meta = metas[dtype]
         try:
-            found = kept(optimizer, params, dtype, storage, options, device, ranks)
+            found = kept(optimizer, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise
@@ -122,11 +125,11 @@ def plan(
                 traced = trace(model, loss_fn, batch, dtype, device == "cuda")
             traces[dtype] = traced
         traced = traces[dtype]
-        sizes = _sizes(model, params, found, dtype, ranks, device)
-        fixed = _fixed(model, params, dtype, ranks, device)
+        sizes = _sizes(model, params, meta, found, ranks, device)
+        fixed = _fixed(model, meta, ranks, device)
         estimated = _estimated(traced, device, sharded)
         for release, buffer in _variants(dtype, accumulation_steps):
-            if release and not _can_release(optimizer, params, options):
+            if release and not releases:
                 continue
             how = _how(dtype, release, accumulation_steps, buffer, device)
             if sharded:
@@ -202,8 +205,8 @@ def _how(
 def _sizes(
     model: nn.Module,
     params: Mapping[str, Tensor],
+    meta: Mapping[str, Tensor],
     found: Kept,
-    dtype: torch.dtype,
     ranks: int,
     device: str,
 ) -> list[Param]:
@@ -212,37 +215,32 @@ def _sizes(
     for _, p in model.named_parameters(remove_duplicate=False):
         uses[id(p)] = uses.get(id(p), 0) + 1
     sizes: list[Param] = []
-    for (name, p), x in zip(params.items(), on_meta(params, dtype).values()):
+    for (name, p), x in zip(params.items(), meta.values()):
         if p.requires_grad:
             here = held(x, ranks)
             size = rounded(here, device)
             scratch = found.scratch.get(name, 0)
-            sizes.append(Param(here // dtype.itemsize, size, scratch, uses[id(p)]))
+            sizes.append(Param(here // x.element_size(), size, scratch, uses[id(p)]))
     return sizes
 
 
-def _fixed(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    ranks: int,
-    device: str,
-) -> int:
+def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:
     """Bytes of parameters and buffers."""
-    total = sum(rounded(held(p, ranks), device) for p in on_meta(params, dtype).values())
+    total = sum(rounded(held(p, ranks), device) for p in meta.values())
+    cast = next(iter(meta.values())).element_size()
     for x in to_local(list(model.buffers())):
-        item = dtype.itemsize if x.is_floating_point() else x.element_size()
+        item = cast if x.is_floating_point() else x.element_size()
         total += rounded(x.numel() * item, device)
     return total
 
 
 def _can_release(
-    optimizer: Factory, params: Mapping[str, Tensor], options: Mapping[str, Any]
+    optimizer: Factory, params: dict[str, nn.Parameter], options: Mapping[str, Any]
 ) -> bool:
     """Whether the optimizer can be made for gradient release."""
     released = {**planned_options(optimizer, options), "gradient_release": True}
     try:
-        made_of(optimizer, on_meta(params, torch.float32), released)
+        made_of(optimizer, params, released)
     except (TypeError, ValueError):
         return False
     return True

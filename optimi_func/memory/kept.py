@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optimi_func import _torch
-from optimi_func._distributed import to_local
+from optimi_func._distributed import any_distributed, to_local
 from optimi_func._rule import WHOLE_BATCH, Storage
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.sizes import held, rounded
@@ -76,8 +75,7 @@ def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Pa
 
 def kept(
     optimizer: Factory,
-    params: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    params: dict[str, nn.Parameter],
     storage: Storage | str | None,
     options: Options,
     device: str,
@@ -87,8 +85,7 @@ def kept(
 
     Args:
         optimizer: Makes it.
-        params: The model's, by name.
-        dtype: What they are cast to.
+        params: By name, on meta, in the dtype that the model is cast to.
         storage: How they and their state are kept.
         options: Of the constructor beside that.
         device: "cpu" or "cuda": where it will run.
@@ -98,68 +95,57 @@ def kept(
         Exception: What the optimizer refuses about these parameters or this storage.
     """
     options = {**planned_options(optimizer, options), "storage": storage}
-    meta = on_meta(params, dtype)
-    made = made_of(optimizer, meta, options)
+    made = made_of(optimizer, params, options)
     made.init_state()
     state = 0
-    eager: dict[str, nn.Parameter] = {}
-    for name, p in meta.items():
-        entry = {k: x for k, x in made.state.get(p, {}).items() if isinstance(x, Tensor)}
+    eager: list[str] = []
+    lists = has_list_kernels(torch.device(device))  # which know codes; no others do
+    for name, p in params.items():
+        entry = [x for x in made.state.get(p, {}).values() if isinstance(x, Tensor)]
         # Counts stay on the host.
-        here = [x for x in entry.values() if x.is_meta or device == "cpu"]
+        here = [x for x in entry if x.is_meta or device == "cpu"]
         state += sum(rounded(held(x, ranks), device) for x in here)
-        group = made.group_of(p)
-        coded = any(not x.is_floating_point() for x in entry.values())
-        lists = has_list_kernels(torch.device(device))  # which know codes; no others do
-        if p.requires_grad and (group["compile"] is False or (coded and not lists)):
-            eager[name] = p
-    return Kept(state, _temporaries(optimizer, meta, eager, options, device, ranks))
+        coded = any(not x.is_floating_point() for x in entry)
+        compiled = made.group_of(p)["compile"] is not False
+        if p.requires_grad and not (compiled and (lists or not coded)):
+            eager.append(name)
+    if eager and any_distributed(list(params.values())):
+        params = {name: _part(p) for name, p in params.items()}
+        made = made_of(optimizer, params, options)
+        made.init_state()
+    scratch = _temporaries(made, {name: params[name] for name in eager}, device)
+    return Kept(state, {name: -(-size // ranks) for name, size in scratch.items()})
+
+
+def _part(p: nn.Parameter) -> nn.Parameter:
+    (part,) = to_local([p.detach()])
+    return nn.Parameter(part, p.requires_grad)
 
 
 def _temporaries(
-    optimizer: Factory,
-    params: dict[str, nn.Parameter],
-    eager: dict[str, nn.Parameter],
-    options: Options,
-    device: str,
-    ranks: int,
+    made: BaseOptimizer, params: dict[str, nn.Parameter], device: str
 ) -> dict[str, int]:
-    """Bytes that an update takes which runs operation by operation, by parameter."""
-    found: dict[tuple[Any, ...], int] = {}
+    """Bytes that updates take which run operation by operation, by parameter."""
+    groups = {id(group): i for i, group in enumerate(made.param_groups)}
+    found: dict[Any, int] = {}
     by_name: dict[str, int] = {}
-    if not eager:
-        return by_name
-    mode = _torch.fake_mode()
-    with mode:
-        fakes = {name: _fake(p) for name, p in params.items()}
-        made = made_of(optimizer, fakes, options)
-        groups = {id(group): i for i, group in enumerate(made.param_groups)}
-        for name in eager:
-            p = fakes[name]
-            kind = (p.shape, p.stride(), groups[id(made.group_of(p))])
-            if kind not in found:
-                found[kind] = _temporary(made, p, device)
-            by_name[name] = -(-found[kind] // ranks)
+    for name, p in params.items():
+        kind = (p.shape, p.stride(), groups[id(made.group_of(p))])
+        if kind not in found:
+            found[kind] = _temporary(made, p, device)
+        by_name[name] = found[kind]
     return by_name
-
-
-def _fake(p: nn.Parameter) -> nn.Parameter:
-    (part,) = to_local([p.detach()])
-    size, strides = tuple(part.shape), tuple(part.stride())
-    x = torch.empty_strided(size, strides, dtype=p.dtype, device="cpu")
-    return nn.Parameter(x, p.requires_grad)
 
 
 def _temporary(made: BaseOptimizer, p: Tensor, device: str) -> int:
     """The most that the update of one parameter has at once beside what it is given."""
     g = torch.empty_like(p, requires_grad=False)
-    given = [p], [g], [WHOLE_BATCH]
-    made.update(*given, write=True, count=True)  # makes its state
     counter = Counter()
     for x in [p, g, *made.state[p].values()]:
-        counter.know(x)
+        if isinstance(x, Tensor):
+            counter.know(x)
     with counter:
-        made.update(*given, write=True, count=True)
+        made.update([p], [g], [WHOLE_BATCH], write=True, count=True)
     most = now = 0
     for e in counter.finish():
         now += {"taken": 1, "freed": -1}.get(e.kind, 0) * rounded(e.bytes, device)

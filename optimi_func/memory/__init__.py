@@ -92,12 +92,14 @@ def plan(
 
     >>> from optimi_func import AdamW
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    >>> found = plan(model, AdamW, "1.6MB")
-    >>> found.best.name, found.best.peak <= 1_600_000
-    ('bfloat16 exact + 8bit', True)
-    >>> optimizer, release = found.best.apply(model, lr=1e-3)
-    >>> model[0].weight.dtype, release
-    (torch.bfloat16, None)
+    >>> found = plan(model, AdamW, "2MB")
+    >>> found.best.name, found.best.peak < 2_000_000
+    ('float32, release', True)
+    >>> [found.within(budget).best.name for budget in ("3MB", "1.5MB", "1MB")]
+    ['float32', 'float32 + 8bit', 'bfloat16 exact + 8bit, release']
+    >>> optimizer, release = found.within("1MB").best.apply(model, lr=1e-3)
+    >>> model[0].weight.dtype, release is None
+    (torch.bfloat16, False)
     """
     bytes_allowed = parse_size("budget", budget)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -162,7 +164,13 @@ def plan(
 
 def _peak(traced: Trace | None, sizes: Sequence[Param], how: How, device: str) -> Peak:
     events = without_activations(sizes) if traced is None else traced.events
-    return peak_of(rounded_events(events, lambda size: rounded(size, device)), sizes, how)
+    events = rounded_events(events, lambda size: rounded(size, device))
+    peak = peak_of(events, sizes, how)
+    if traced is None:
+        # Parts of gradients are all that there is.
+        gradients = peak.gradients + peak.activations
+        return peak._replace(gradients=gradients, activations=0)
+    return peak
 
 
 def _variants(

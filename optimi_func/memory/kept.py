@@ -50,13 +50,16 @@ def made_of(
         TypeError: One of another library.
         Exception: Whatever its constructor raises.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = optimizer(list(params.items()), **options)
+    made: Any = None
+    ours = not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer)
+    if ours:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = optimizer(list(params.items()), **options)
     if not isinstance(made, BaseOptimizer):
+        kind: Any = type(made) if ours else optimizer
         raise TypeError(
-            f"optimizer={getattr(optimizer, '__name__', optimizer)} made a "
-            f"{type(made).__module__}.{type(made).__name__}: allowed are the classes of "
+            f"optimizer={optimizer!r} makes a {kind.__name__}: allowed are the classes of "
             "optimi_func, partials of them, and functions that make one of them"
         )
     return made

@@ -5,6 +5,7 @@ sums are kept and what an update needs beside its tensors are added here.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count, islice
 from typing import NamedTuple
 
 from optimi_func.execution.executors import SMALL
@@ -178,10 +179,11 @@ def without_activations(params: Sequence[Param]) -> list[Event]:
     """A backward of which nothing is known but the parameters.
 
     The gradient of one that the model has by several names is there from the first use to
-    the last; the others come one after the other, the last parameter's first.
+    the last, and joins that in new memory; the others come one after the other, the last
+    parameter's first.
     """
     events = [Event("backward")]
-    block = len(params)
+    blocks = count(len(params))
     shared = [i for i, p in enumerate(params) if p.uses > 1]
     events += [Event("taken", i, params[i].bytes) for i in shared]
     for i in reversed(range(len(params))):
@@ -190,11 +192,10 @@ def without_activations(params: Sequence[Param]) -> list[Event]:
             events += [Event("taken", i, size), Event("done", i, size, i)]
             events.append(Event("freed", i, size))
     for i in shared:
-        # The last share of it, which is added to the rest.
-        size = params[i].bytes
-        events += [Event("taken", block, size), Event("freed", block, size)]
-        events += [Event("done", i, size, i), Event("freed", i, size)]
-        block += 1
+        size, (last, both) = params[i].bytes, islice(blocks, 2)
+        events += [Event("taken", block, size) for block in (last, both)]
+        events += [Event("freed", block, size) for block in (i, last)]
+        events += [Event("done", both, size, i), Event("freed", both, size)]
     return events
 
 

@@ -48,7 +48,6 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.in_backward = False
-        self.foreign_autocast = False
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, Any] = {}
         self._count = 0
@@ -90,7 +89,6 @@ class Counter(TorchDispatchMode):
             # Asked at every turn: a fake tensor knows it without another dispatch.
             return args[0].device
         self._settle()
-        self.foreign_autocast |= torch.is_autocast_enabled("cuda")
         out = func(*args, **(kwargs or {}))
         adds = self.in_backward and func is torch.ops.aten.add.Tensor
         # Into what is a view it never writes, as there is a base to share the memory with.
@@ -146,23 +144,29 @@ class Counter(TorchDispatchMode):
         return block
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Counts attention as CUDA's kernels keep it, which draw their dropout again.
+class _Calls(TorchFunctionMode):
+    """Looks at what the program calls, for what no operation shows.
 
-    On CPU dropout would keep the weights of every pair of positions.
+    Attention is counted as CUDA's kernels keep it, which draw their dropout again: on CPU
+    dropout would keep the weights of every pair of positions.
+
+    Attributes:
+        attention: Whether there is any.
+        autocast: Whether autocast was on for CUDA, where all tensors are the CPU's.
     """
 
     def __init__(self, for_cuda: bool) -> None:
         super().__init__()
-        self.seen = False
+        self.attention = self.autocast = False
         self._for_cuda = for_cuda
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        self.autocast |= torch.is_autocast_enabled("cuda")
         if func is F.scaled_dot_product_attention:
-            self.seen = True
+            self.attention = True
             if self._for_cuda:
                 args = (*args[:4], *[0.0] * (len(args) > 4), *args[5:])
                 kwargs.pop("dropout_p", None)
@@ -187,7 +191,7 @@ def trace(
         RuntimeError: A model that cannot be copied, or not run without memory.
     """
     mode, counter = _torch.fake_mode(), Counter()
-    attention = _FusedAttention(for_cuda)
+    calls = _Calls(for_cuda)
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     inside: list[str] = []
     with mode:
@@ -204,12 +208,12 @@ def trace(
                 counter.see(x)
         for i, p in enumerate([p for p in fake.parameters() if p.requires_grad]):
             p.register_post_accumulate_grad_hook(lambda p, i=i: counter.done(i, p))
-        with torch.enable_grad(), attention, counter:
+        with torch.enable_grad(), calls, counter:
             loss = _called(inside, loss_fn, fake, batch)
-            _check(loss, counter)
+            _check(loss, calls)
             counter.begin_backward()
             _called(inside, loss.backward)
-        return Trace(counter.finish(), attention.seen)
+        return Trace(counter.finish(), calls.attention)
 
 
 def _without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -275,14 +279,14 @@ def _called(inside: list[str], function: Callable[..., Any], *args: Any) -> Any:
         ) from error
 
 
-def _check(loss: Any, counter: Counter) -> None:
+def _check(loss: Any, calls: _Calls) -> None:
     """Refuse what no backward starts from, and what was computed otherwise than meant."""
     check_loss(loss)
     if not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that depends on no parameter of the model it is given"
         )
-    if counter.foreign_autocast:
+    if calls.autocast:
         raise ValueError(
             'loss_fn enters torch.autocast("cuda"), which does nothing for the CPU tensors '
             "that are planned with: use torch.autocast(device.type) of its batch's device"

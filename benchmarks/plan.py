@@ -49,10 +49,10 @@ MODELS = ("ViT-L/16", "GPT-2")
 class Config(harness.Options):
     models: tuple[str, ...] = option(MODELS, "to train", MODELS)
     recipes: tuple[str, ...] = option(RECIPES, "to train by")
-    steps: int = option(3, "of which the last is measured")
-    images: int = option(2, "in a batch")
+    steps: int = option(2, "of which the last is measured")
+    images: int = option(1, "in a batch")
     sequences: int = option(1, "in a batch")
-    context: int = option(512, "tokens in a sequence")
+    context: int = option(256, "tokens in a sequence")
     checkpoint: bool = option(False, "drop the blocks' activations, compute them again")
     compile: bool | None = option(None, "the steps; by default if possible")
     whole: bool = option(True, "models of their real sizes")
@@ -202,11 +202,13 @@ def measure(config: Config) -> Found:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     context = multiprocessing.get_context("spawn")
     for name, recipe in tqdm(pairs, "recipes", disable=None):
-        if not config.processes:
-            rows[name][recipe] = measured(name, recipe, config)
-            continue
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            rows[name][recipe] = process.submit(measured, name, recipe, config).result()
+        if config.processes:
+            with ProcessPoolExecutor(1, mp_context=context) as process:
+                cell = process.submit(measured, name, recipe, config).result()
+        else:
+            cell = measured(name, recipe, config)
+        rows[name][recipe] = cell
+        tqdm.write(f"{name}, {recipe}: {cell['ratio']:.4f}", file=sys.stderr)
     return {"plans": rows}
 
 

@@ -136,7 +136,7 @@ def plan(
             how = _how(dtype, release, accumulation_steps, buffer, device)
             if sharded:
                 unit = largest_unit(model, dtype)
-                peak = sharded_peak(traced, sizes, how, unit, ranks)
+                peak = sharded_peak(traced, sizes, how, unit, max(ranks, _divisor(params)))
             else:
                 peak = _peak(traced, sizes, how, device)
             recipe = Recipe(
@@ -252,6 +252,13 @@ def _can_release(
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _divisor(params: Mapping[str, Tensor]) -> int:
+    """Among how many processes parameters are divided already."""
+    whole = sum(p.numel() for p in params.values())
+    here = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
+    return -(-whole // here)
 
 
 def _estimated(traced: Trace | None, device: str, sharded: bool) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def save(path: Any, plan: MemoryPlan) -> None:
 
 def bars(axes: Any, plan: MemoryPlan) -> None:
     """Of each recipe its bytes by part; the budget as a line, the best one's peak bold."""
-    name, unit = unit_of(max([plan.budget, *(r.peak for r in plan.recipes)]))
+    name, unit = unit_of(max(r.peak for r in plan.recipes))
     places = list(range(len(plan.recipes)))
     ends = [0.0] * len(places)
     for part in PARTS:

@@ -152,8 +152,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """The table, and what the best recipe is."""
-        largest = max([self.budget, *(recipe.peak for recipe in self.recipes)])
-        name, unit = unit_of(largest)
+        name, unit = unit_of(max(recipe.peak for recipe in self.recipes))
         rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits"]]
         for r in self.recipes:
             sizes = [getattr(r, part) for part in PARTS]

@@ -47,7 +47,7 @@ def sharded_peak(
         params: Of each parameter the part that is here.
         how: What becomes of gradients.
         unit: As `largest_unit` has it.
-        ranks: Processes, for what reduced gradients are; 1 where parts are whole.
+        ranks: Processes that the parameters are divided among.
     """
     block, rest = unit
     # The block that runs and the one that comes, with their gradients; what is in no block

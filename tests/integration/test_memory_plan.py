@@ -351,6 +351,33 @@ def test_bytes_of_a_rank() -> None:
     assert traced.peak == part.peak + traced.activations
 
 
+def test_a_model_that_is_divided_already() -> None:
+    """As `ranks` says beforehand: bytes are those that are here."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group(
+        "fake", store=fake_pg.FakeStore(), rank=0, world_size=4
+    )
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(256, 250), nn.Linear(8192, 128))
+        before = plan(model, AdamW, "1GB", device="cpu", ranks=4)
+        mesh = init_device_mesh("cpu", (4,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        after = plan(model, AdamW, "1GB", device="cpu")
+        for one, other in zip(before.recipes, after.recipes, strict=True):
+            assert one.peak == other.peak and one.state == other.state, one.name
+        with pytest.raises(ValueError, match="plan it before fully_shard, with ranks="):
+            plan(model, AdamW, "1GB", squared, MANY)
+        with pytest.raises(ValueError, match="ranks=4 for a model that is divided already"):
+            plan(model, AdamW, "1GB", ranks=4)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_str_and_plot(tmp_path: Any) -> None:
     found = plan(Net(), AdamW, "8MB", squared, MANY)
     lines = str(found).splitlines()

@@ -3,7 +3,7 @@
 `optimi_func.memory.plan` says what a training step needs, without taking it. Here the steps
 are taken: a ViT-L/16 and a GPT-2, whole, on CPU, by five recipes each. Each runs in a
 process of its own; the peak is the profiler's, from before the model is made, in the last
-of the steps.
+of the steps, with state from the first on.
 
 * ``predicted``: the plan's peak;
 * ``measured``: the most bytes allocated at once;
@@ -51,6 +51,7 @@ class Config(harness.Options):
     recipes: tuple[str, ...] = option(RECIPES, "to train by")
     steps: int = option(2, "of which the last is measured")
     images: int = option(1, "in a batch")
+    pixels: int = option(224, "of an image's side; bfloat16 is slow without AVX-512")
     sequences: int = option(1, "in a batch")
     context: int = option(256, "tokens in a sequence")
     checkpoint: bool = option(False, "drop the blocks' activations, compute them again")
@@ -125,7 +126,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 def vit(config: Config) -> tuple[nn.Module, Any, LossFn]:
     """That of examples/memory_timeline.py."""
-    sizes = memory_timeline.Config()
+    sizes = memory_timeline.Config(image=config.pixels)
     if not config.whole:
         sizes = replace(sizes.quick(), width=256, heads=4, hidden=1024)
     images = torch.rand(config.images, 3, sizes.image, sizes.image)
@@ -166,6 +167,7 @@ def training(name: str, recipe: memory.Recipe, config: Config) -> tuple[Step, St
     torch.manual_seed(config.seed)
     model, batch, loss_fn = MAKERS[name](config)
     optimizer, _ = recipe.apply(model, lr=1e-4)
+    optimizer.init_state()  # as after a first step
     if not isinstance(batch, Tensor):
         batch = (batch[0].to(recipe.dtype), batch[1])
 

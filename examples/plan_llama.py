@@ -158,9 +158,9 @@ def summary(found: dict[str, dict[str, memory.MemoryPlan]]) -> str:
 
 def draw(found: dict[str, dict[str, memory.MemoryPlan]], path: Path) -> None:
     """A row a model, a column a machine."""
-    figure, grid = plt.subplots(
-        len(found), len(MACHINES), figsize=(19, 4.6 * len(found)), layout="constrained"
-    )
+    size = (19, 4.6 * len(found))
+    figure = plt.figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(found), len(MACHINES), squeeze=False)
     for row, (model, by_machine) in zip(grid, found.items()):
         for axes, (machine, plan) in zip(row, by_machine.items()):
             plan.plot(axes)

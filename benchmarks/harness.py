@@ -203,12 +203,16 @@ MEASURED = "what is measured"
 
 
 def peak_bytes(
-    make: Callable[[], tuple[Step, Step]], steps: int, device: str = "cpu"
+    make: Callable[[], tuple[Step, Step]],
+    steps: int,
+    device: str = "cpu",
+    whole: bool = False,
 ) -> int:
     """Peak of the last step above what was allocated when it began.
 
     `make` returns what comes before a step, and the step. It is called under the profiler:
-    that reports no free of a CPU tensor whose allocation it has not seen.
+    that reports no free of a CPU tensor whose allocation it has not seen. What it makes
+    counts too where the `whole` is asked for.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         before, step = make()
@@ -222,13 +226,17 @@ def peak_bytes(
         trace = json.loads(path.read_text())["traceEvents"]
     part = max((e for e in trace if e["name"] == MEASURED), key=lambda e: e["ts"])
     kind = {"cpu": 0, "cuda": 1}[device]
-    allocated = sorted(
-        (event["ts"], event["args"]["Total Allocated"])
+    events = [
+        (event["ts"], event["args"])
         for event in trace
         if event["name"] == "[memory]" and event["args"]["Device Type"] == kind
-    )
+    ]
+    events.sort(key=lambda event: event[0])
+    allocated = [(when, found["Total Allocated"]) for when, found in events]
     end = part["ts"] + part["dur"]
     began = [total for when, total in allocated if when < part["ts"]][-1]
+    if whole:
+        began = allocated[0][1] - events[0][1]["Bytes"]
     return max(total for when, total in allocated if part["ts"] <= when <= end) - began
 
 

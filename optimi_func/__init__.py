@@ -7,6 +7,7 @@ runs it through one kernel a dtype.
 
 from optimi_func import compiled as compiled
 from optimi_func import functional as functional
+from optimi_func import memory as memory
 from optimi_func import population as population
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms

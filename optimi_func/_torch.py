@@ -80,6 +80,17 @@ def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def fake_mode() -> Any:
+    """A mode in which operations compute shapes, dtypes and devices, and no values.
+
+    torch.compile and torch.export run programs so; no public name makes one. Torch 2.11 to
+    2.15, test_private_compiler_is_there.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The Euclidean norm of each tensor, a 0-d tensor of at least float32.
 

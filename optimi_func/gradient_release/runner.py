@@ -26,7 +26,7 @@ from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
 # Waiting gradients begin at multiples of so many bytes: aligned for every dtype.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
@@ -253,7 +253,7 @@ class Runner:
         waiting = backward.waiting.get(p.device, 0)
         if p.device.type == "cpu" and is_plain(g):
             g = self._stage(backward, g, waiting)
-        waiting += -(-g.nbytes // _ALIGNMENT) * _ALIGNMENT
+        waiting += -(-g.nbytes // ALIGNMENT) * ALIGNMENT
         pending = backward.pending.setdefault(p.device, [])
         pending.append((p, g, streams.current_stream(p.device)))
         backward.waiting[p.device] = waiting

@@ -58,6 +58,31 @@ def test_memory_timeline(tmp_path: Path) -> None:
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 
+def test_plan_llama(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    out = run("examples/plan_llama.py", "--quick", "--models", "8B", "--out", str(picture))
+    assert "Llama, 1.49 billion parameters, AdamW on cuda; budget 80.00 GB" in out
+    assert "AdamW on cuda, each of 8 ranks; budget 80.00 GB" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("8B ")]
+    assert [row[1:3] for row in rows] == [["24", "GB"], ["80", "GB"], ["8", "x"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_benchmark(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--no-compile", "--json", str(numbers)]
+    out = run("benchmarks/plan.py", *options)
+    found = json.loads(numbers.read_text())["plans"]
+    assert list(found) == ["ViT-L/16", "GPT-2"]
+    for model, recipes in found.items():
+        assert list(recipes) == ["float32, release", "bfloat16 compact"]
+        for recipe, cell in recipes.items():
+            assert any(model in row and recipe in row for row in out.splitlines())
+            # Of a small model the temporaries within kernels are a larger share.
+            assert abs(cell["ratio"] - 1) < 0.02
+    assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_mixed_optimizers(tmp_path: Path) -> None:
     picture = tmp_path / "mixed.png"
     options = ["--quick", "--out", str(picture)]

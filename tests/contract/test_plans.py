@@ -1,0 +1,243 @@
+"""`optimi_func.memory.plan`: the order of recipes, what it makes, and what it refuses."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from planned import FEW, MANY, Net, by_name, squared
+from torch import Tensor, nn
+
+import optimi_func
+from optimi_func import SGD, AdamW, Storage
+from optimi_func.memory import plan
+from optimi_func.memory.recipes import WAYS
+
+ORDER = [
+    "float32",
+    "bfloat16 exact",
+    "float32 + 8bit",
+    "bfloat16 exact + 8bit",
+    "bfloat16 kahan",
+    "bfloat16 kahan + 8bit",
+    "bfloat16 compact",
+    "bfloat16 plain",
+]
+
+
+def test_recipes_are_in_the_order_of_fidelity() -> None:
+    model = nn.Linear(256, 256)
+    names = [recipe.name for recipe in plan(model, AdamW, "1GB").recipes]
+    assert names == [name + end for name in ORDER for end in ("", ", release")]
+    found = plan(model, AdamW, "1GB", accumulation_steps=4).recipes
+    names = [recipe.name for recipe in found]
+    ends = ["", ", release, float32 sums", ", release, bfloat16 sums"]
+    # p.grad adds up in bfloat16 where that is the parameter's dtype.
+    low = [ends[1], ends[0], ends[2]]
+    expected = [n + end for n in ORDER for end in (low if n.startswith("b") else ends)]
+    assert names == expected
+    for recipe in found:
+        sums = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        assert recipe.buffer_dtype == sums.get(recipe.name.split(", ")[-1].split()[0]) or (
+            not recipe.gradient_release
+        )
+
+
+def test_only_what_the_rule_can_honour_is_planned() -> None:
+    model = nn.Linear(256, 256)
+    plain = [r.storage for r in plan(model, SGD, "1GB", lr=1.0).recipes]
+    assert plain[::2] == [None, "exact", Storage("kahan"), Storage("plain")]
+    momentum = plan(model, SGD, "1GB", lr=1.0, momentum=0.9)
+    assert [r.storage for r in momentum.recipes][::2] == [way[2] for way in WAYS]
+
+
+def test_the_best_is_the_most_faithful_that_fits() -> None:
+    found = plan(Net(), AdamW, "1GB", squared, FEW, device="cpu")
+    assert found.best is found.recipes[0]
+    peaks = [recipe.peak for recipe in found.recipes]
+    for limit in {*peaks, *(peak - 1 for peak in peaks)}:
+        best = found.within(limit).best
+        fitting = [i for i, peak in enumerate(peaks) if peak <= limit]
+        assert (best is None) == (not fitting)
+        if best is not None:
+            assert best.name == found.recipes[fitting[0]].name and best.fits
+    assert found.within(min(peaks) - 1).best is None
+
+
+def test_apply_makes_what_was_planned() -> None:
+    model = Net()
+    found = by_name(plan(model, AdamW, "1GB", betas=(0.8, 0.9), compile=False))
+    optimizer, release = found["bfloat16 compact, release"].apply(model, lr=1e-2)
+    assert isinstance(optimizer, AdamW) and release is not None
+    (group,) = optimizer.param_groups
+    assert group["storage"] == "compact" and group["lr"] == 1e-2
+    assert group["betas"] == (0.8, 0.9)
+    before = model.blocks[0].expand.weight.detach().clone()
+    assert before.dtype == torch.bfloat16
+    squared(model, FEW.bfloat16()).backward()
+    assert not torch.equal(model.blocks[0].expand.weight, before)
+    release.remove()
+
+    model = Net()
+    optimizer, release = found["float32"].apply(model, lr=1e-2)
+    assert release is None and next(model.parameters()).dtype == torch.float32
+    assert found["float32"].keywords == {"betas": (0.8, 0.9), "compile": False}
+
+
+def test_apply_prepares_the_accumulation() -> None:
+    model = Net()
+    found = by_name(plan(model, AdamW, "1GB", accumulation_steps=3, compile=False))
+    _, release = found["float32, release, bfloat16 sums"].apply(model)
+    assert release is not None
+    o = release.options
+    assert (o.accumulation, o.accumulation_steps) == ("buffer", 3)
+    assert o.buffer_dtype == torch.bfloat16
+    release.remove()
+
+
+def test_apply_refuses() -> None:
+    with torch.device("meta"):
+        model = Net()
+    best = plan(model, AdamW, "1GB").best
+    assert best is not None
+    with pytest.raises(ValueError, match=r"model is on meta.*to_empty"):
+        best.apply(model)
+    with pytest.raises(ValueError, match=r"options=\['storage'\]: this recipe decides"):
+        best.apply(Net(), storage="compact")
+
+
+def test_str_and_plot(tmp_path: Any) -> None:
+    found = plan(Net(), AdamW, "8MB", squared, MANY)
+    lines = str(found).splitlines()
+    assert lines[0].startswith("Net, 0.40 million parameters, AdamW on cpu; budget 8.00 MB")
+    assert lines[1].split() == [
+        *("recipe", "parameters", "gradients", "state", "activations", "scratch"),
+        *("peak", "in", "fits"),
+    ]
+    assert len({len(line) for line in lines[1:18]}) == 1
+    for recipe, line in zip(found.recipes, lines[2:]):
+        assert line.startswith(recipe.name)
+        assert line.endswith("yes" if recipe.fits else "no")
+        assert f" {recipe.peak / 1e6:.2f} " in line
+    assert found.best is not None and lines[18] == f"best: {found.best.name}"
+    path = tmp_path / "plan.png"
+    found.plot(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib(monkeypatch: Any, tmp_path: Any) -> None:
+    found = plan(nn.Linear(4, 4), AdamW, "8MB")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        found.plot(tmp_path / "plan.png")
+
+
+SIZES = {"24GB": 24 * 10**9, " 1.5 mb ": 1_500_000, "16GiB": 2**34, 4e9: 4 * 10**9}
+
+
+def test_sizes() -> None:
+    model = nn.Linear(2, 2)
+    for size, expected in SIZES.items():
+        assert plan(model, AdamW, size).budget == expected
+    for size in ("24", "GB", "24 G", "-3GB", "1e9GB", 0, -5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"budget=.*24GB"):
+            plan(model, AdamW, size)
+    for size in (None, True, [1]):
+        with pytest.raises(TypeError, match=r"budget=.*24GB"):
+            plan(model, AdamW, size)
+
+
+class Asks(nn.Module):
+    """Asks for a value in the middle of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+def test_a_forward_that_asks_for_values_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Asks()))
+    with pytest.raises(RuntimeError, match=r"module 1\.1 \(Asks\)(.|\n)*item\(\)"):
+        plan(model, AdamW, "1GB", squared, torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="outside of all of them"):
+        plan(nn.Linear(4, 4), AdamW, "1GB", lambda m, x: 1 / 0, torch.ones(2, 4))
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("not this one")
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    on_gpu = optimi_func._torch.fake_mode()
+    with on_gpu:
+        far = torch.empty(2, 4, device="cuda")
+    refused: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, r"batch\['x'\] is on cuda:0, the model on cpu", (squared, {"x": far})),
+        (
+            ValueError,
+            r"loss of shape \(2, 4\): allowed is a scalar",
+            (lambda m, x: m(x), x),
+        ),
+        (TypeError, "loss_fn returned float", (lambda m, x: 1.0, x)),
+        (ValueError, "depends on no parameter", (lambda m, x: x.sum(), x)),
+        (ValueError, "loss_fn without batch", (squared, None)),
+        (ValueError, "batch without loss_fn", (None, x)),
+        (TypeError, "loss_fn=3", (3, x)),
+    ]
+    for error, text, (loss_fn, batch) in refused:
+        with pytest.raises(error, match=text):
+            plan(model, AdamW, "1GB", loss_fn, batch)
+    with pytest.raises(RuntimeError, match=r"a Uncopied, cannot be copied.*not this one"):
+        plan(Uncopied(4, 4), AdamW, "1GB", squared, x)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter to train"):
+        plan(frozen, AdamW, "1GB")
+    with pytest.raises(ValueError, match=r"weight has no shape yet"):
+        plan(nn.LazyLinear(4), AdamW, "1GB")
+    with pytest.raises(TypeError, match="model=list"):
+        plan([model], AdamW, "1GB")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"optimizer=.*adamw.AdamW.* makes a AdamW: allowed"
+    ):
+        plan(model, torch.optim.AdamW, "1GB")
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"on \['cpu', 'meta'\]: a plan is for one device"):
+        plan(two, AdamW, "1GB")
+
+
+def test_autocast_of_another_device_is_refused() -> None:
+    """CPU tensors are planned with, for which it would do nothing."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        before = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            return squared(model, x)
+        finally:
+            torch.set_autocast_enabled("cuda", before)
+
+    with pytest.raises(ValueError, match=r"loss_fn enters torch.autocast\(.cuda.\)"):
+        plan(nn.Linear(4, 4), AdamW, "1GB", loss_fn, torch.ones(2, 4))
+
+
+def test_functions_and_partials_make_the_optimizer() -> None:
+    model = Net()
+
+    def grouped(params: Any, **options: Any) -> AdamW:
+        named = dict(params)
+        vectors = {n: p for n, p in named.items() if p.dim() == 1}
+        groups = [
+            {"params": list(vectors.values()), "weight_decay": 0.0},
+            {"params": [p for n, p in named.items() if n not in vectors]},
+        ]
+        return AdamW(groups, **options)
+
+    whole = plan(model, AdamW, "1GB").recipes
+    for optimizer in (grouped, partial(AdamW, lr=1e-4)):
+        found = plan(model, optimizer, "1GB").recipes
+        assert [r.peak for r in found] == [r.peak for r in whole]
+    made, _ = plan(model, grouped, "1GB").recipes[0].apply(model, lr=1e-5)
+    assert made.param_groups[0]["weight_decay"] == 0.0
+    assert made.param_groups[1]["lr"] == 1e-5

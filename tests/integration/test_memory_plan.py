@@ -1,0 +1,249 @@
+"""`optimi_func.memory.plan`: true to the profiler, to the byte where torch allows it."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import CLASSES, NAMES
+from measured import allocated_by, trained_peak
+from planned import FEW, GPT, MANY, TOKENS, Net, autocast, by_name, entropy, squared
+from torch import nn
+
+from optimi_func import SGD, AdamW
+from optimi_func.memory import plan
+
+TRUE = {
+    "plain": (Net, squared, MANY, ["float32", "float32, release", "bfloat16 exact"]),
+    "checkpoint": (partial(Net, True), squared, MANY, ["float32", "float32, release"]),
+    "dropout": (partial(Net, dropout=0.1), squared, MANY, ["float32 + 8bit, release"]),
+    "autocast": (Net, autocast, MANY, ["float32", "float32, release"]),
+    "small gradient": (
+        Net,
+        squared,
+        FEW,
+        ["bfloat16 compact", "bfloat16 compact, release"],
+    ),
+    "tied": (GPT, entropy, TOKENS, ["float32", "float32, release", "bfloat16 kahan"]),
+}
+
+
+@pytest.mark.parametrize("kind", TRUE)
+def test_the_peak_is_the_profilers(kind: str) -> None:
+    make, loss_fn, batch, names = TRUE[kind]
+    found = by_name(plan(make(), AdamW, "1GB", loss_fn, batch, compile=False))
+    for name in names:
+        measured = trained_peak(make, loss_fn, batch, found[name])
+        # Checkpoints keep the state of the random numbers, which is no tensor's.
+        assert found[name].peak == pytest.approx(measured, rel=3e-3), name
+        if kind != "checkpoint":
+            assert abs(found[name].peak - measured) <= 64, name
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_peak_is_the_profilers_where_gradients_accumulate(steps: int) -> None:
+    options = {"accumulation_steps": steps, "compile": False}
+    found = by_name(plan(Net(), AdamW, "1GB", squared, FEW, **options))
+    for name in (
+        "float32",
+        "float32, release, float32 sums",
+        "float32, release, bfloat16 sums",
+        "bfloat16 plain, release, float32 sums",
+        "bfloat16 plain, release, bfloat16 sums",
+    ):
+        measured = trained_peak(Net, squared, FEW, found[name])
+        assert found[name].peak == pytest.approx(measured, rel=3e-2), name
+        assert found[name].accumulation_steps == steps
+
+
+def test_small_gradients_wait_as_in_a_release() -> None:
+    """More than a release lets wait, each too small to be updated by itself."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(80, 80) for _ in range(60)])
+
+    batch = torch.randn(4, 80)
+    found = by_name(plan(make(), SGD, "1GB", squared, batch, compile=False))
+    for name in ("float32, release", "bfloat16 plain, release"):
+        measured = trained_peak(make, squared, batch, found[name])
+        assert abs(found[name].peak - measured) <= 64, name
+    # On CUDA they wait where they are, and no longer than to the end of backward.
+    found = by_name(plan(make(), SGD, "1GB", squared, batch, device="cuda"))
+    small = found["float32, release"]
+    assert 1 << 20 < small.gradients < (1 << 20) + 2 * 80 * 81 * 4 + 1024
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_that_of_the_rule(name: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 3))
+    found = by_name(plan(model, CLASSES[name], "1MB"))
+    assert {"float32", "bfloat16 plain", "bfloat16 compact, release"} - {*found} <= {
+        # Which has no moments to be kept in codes.
+        *(["bfloat16 compact, release"] if name == "sgd" else [])
+    }
+    for recipe in found.values():
+        if recipe.gradient_release:
+            continue
+        params = [p.detach().to(recipe.dtype) for p in model.parameters()]
+        optimizer = CLASSES[name](
+            [p.requires_grad_() for p in params], lr=1e-3, storage=recipe.storage
+        )
+        optimizer.init_state()
+        kept = [x.nbytes for state in optimizer.state.values() for x in state.values()]
+        assert recipe.state == sum(kept)
+        assert recipe.parameters == sum(p.nbytes for p in params)
+
+
+def test_nothing_is_computed_and_nothing_changes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    random, where = torch.get_rng_state(), [p.data_ptr() for p in model.parameters()]
+    seen: list[Any] = []
+    plan(
+        model,
+        AdamW,
+        "1GB",
+        lambda m, x: seen.append(m) or squared(m, x),
+        torch.ones(2, 3, 8, 8),
+    )
+    assert seen and all(m is not model for m in seen)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert [p.data_ptr() for p in model.parameters()] == where
+    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_large_model_on_meta_takes_no_memory() -> None:
+    with torch.device("meta"):
+        wide = nn.Linear(8192, 28672)
+        model = nn.Sequential(nn.Embedding(128256, 8192), wide, nn.Linear(28672, 8192))
+        tokens = torch.zeros(1, 2048, dtype=torch.int64)
+    found: list[Any] = []
+    taken = allocated_by(
+        lambda: found.append(plan(model, AdamW, "20GB", squared, tokens, device="cuda"))
+    )
+    assert taken < 10_000
+    (first, *_) = found[0].recipes
+    assert first.parameters > 6e9 and first.state > 2 * 6e9 and not first.fits
+    assert first.activations > 2048 * 8192 * 4
+
+
+def test_without_a_batch_the_column_is_empty() -> None:
+    model = GPT()
+    found = plan(model, AdamW, "1GB")
+    tied = model.head.weight.numel() * 4
+    first, released = found.recipes[:2]
+    every = sum(p.nbytes for p in model.parameters())
+    assert first.parameters == every and first.gradients == every + 2 * tied
+    # The tied one's shares and their sum; small ones are put aside.
+    small = sum(p.nbytes for p in model.parameters() if p.numel() < 1 << 13)
+    assert released.gradients == 3 * tied + small
+    assert first.activations is None
+    text = str(found)
+    assert "activations are not counted: give loss_fn and batch" in text
+    assert text.splitlines()[2].split()[4] == "-"
+
+
+def test_attention_on_cuda_is_an_estimate() -> None:
+    model = GPT()
+    model.dropout = 0.1
+    here = plan(model, AdamW, "1GB", entropy, TOKENS)
+    there = plan(model, AdamW, "1GB", entropy, TOKENS, device="cuda")
+    assert here.recipes[0].estimated == () and "~" not in str(here)
+    assert there.recipes[0].estimated == ("activations",)
+    assert "~ attention on CUDA is an estimate" in str(there)
+    # Its kernels draw dropout again, where the CPU keeps every pair of positions.
+    pairs = 4 * 4 * 64 * 64 * 4
+    assert here.recipes[1].peak > there.recipes[1].peak + pairs
+
+
+def test_scratch_is_where_updates_run_operation_by_operation() -> None:
+    model = nn.Linear(256, 256)
+    compiled = by_name(plan(model, AdamW, "1GB", device="cpu"))
+    assert all(recipe.scratch == 0 for recipe in compiled.values())
+    eager = by_name(plan(model, AdamW, "1GB", device="cpu", compile=False))
+    assert all(recipe.scratch > 256 * 256 * 4 for recipe in eager.values())
+    cuda = by_name(plan(model, AdamW, "1GB", device="cuda"))
+    # Codes have no compiled step there.
+    coded = {name for name, recipe in cuda.items() if recipe.scratch}
+    assert coded == {n for n in cuda if "8bit" in n or "exact" in n or "compact" in n}
+
+
+def test_bytes_of_a_rank() -> None:
+    model = nn.Sequential(nn.Linear(256, 250), nn.Linear(250, 3, bias=False))
+    alone, shared = (plan(model, AdamW, "1GB", device="cpu", ranks=n) for n in (1, 4))
+    one, part = alone.recipes[0], shared.recipes[0]
+    assert one.estimated == () and part.estimated == ("scratch",)
+    # Rows are divided: 63 of the 250, and 1 of the 3.
+    assert part.parameters == 4 * (63 * 256 + 63 + 250)
+    assert part.state == 2 * part.parameters + 3 * 4
+    assert part.gradients == part.parameters
+    # Both blocks, whole, with their gradients.
+    assert part.scratch == 4 * 4 * (256 * 250 + 250)
+    assert "fully_shard gathers is an estimate" in str(shared)
+    traced = plan(model, AdamW, "1GB", squared, torch.randn(9, 256), ranks=4).recipes[0]
+    assert traced.peak == part.peak + traced.activations
+
+
+def test_a_model_that_is_divided_already() -> None:
+    """As `ranks` says beforehand: bytes are those that are here."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group(
+        "fake", store=fake_pg.FakeStore(), rank=0, world_size=4
+    )
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(256, 250), nn.Linear(8192, 128))
+        before = plan(model, AdamW, "1GB", device="cpu", ranks=4)
+        mesh = init_device_mesh("cpu", (4,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        after = plan(model, AdamW, "1GB", device="cpu")
+        for one, other in zip(before.recipes, after.recipes, strict=True):
+            assert one.peak == other.peak and one.state == other.state, one.name
+        with pytest.raises(ValueError, match="plan it before fully_shard, with ranks="):
+            plan(model, AdamW, "1GB", squared, MANY)
+        with pytest.raises(ValueError, match="ranks=4 for a model that is divided already"):
+            plan(model, AdamW, "1GB", ranks=4)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"storage": "compact"}, "storage='compact': recipes decide it"),
+        ({"gradient_release": True}, "gradient_release=True: recipes decide it"),
+        ({"foreach": True}, "foreach=True: the temporaries of lists are not planned"),
+        ({"device": "mps"}, "device='mps': allowed are 'cpu', 'cuda' and None"),
+        ({"ranks": 0}, "ranks=0: allowed are whole numbers from 1"),
+        ({"accumulation_steps": 1.5}, "accumulation_steps=1.5: allowed are whole numbers"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0"),
+    ],
+)
+def test_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        plan(nn.Linear(4, 4), AdamW, "1GB", **options)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    model[0].requires_grad_(False)
+    first = plan(model, AdamW, "1GB").recipes[0]
+    trained = 4 * (256 * 256 + 256)
+    assert first.parameters == 2 * trained and first.gradients == trained
+    assert first.state == 2 * trained + 2 * 4
+
+
+def test_a_compiled_models_own_is_planned() -> None:
+    model = nn.Linear(64, 64)
+    compiled = torch.compile(model)
+    peaks = [
+        [r.peak for r in plan(m, AdamW, "1GB", squared, torch.ones(2, 64)).recipes]
+        for m in (model, compiled)
+    ]
+    assert peaks[0] == peaks[1]

@@ -46,6 +46,10 @@ def _larger(a: Any, b: Any) -> Any:
     return torch.maximum(*map(torch.as_tensor, (a, b))) if _on_device(a, b) else max(a, b)
 
 
+def _smaller(a: Any, b: Any) -> Any:
+    return torch.minimum(*map(torch.as_tensor, (a, b))) if _on_device(a, b) else min(a, b)
+
+
 def _on_device(*numbers: Any) -> bool:
     return any(isinstance(x, Tensor) for x in numbers)
 
@@ -58,6 +62,8 @@ _BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
     aten.maximum.default: ("maximum", _larger),
     aten.clamp_min.Tensor: ("clamp_min", _larger),
     aten.clamp_min.default: ("clamp_min", _larger),
+    aten.clamp_max.Tensor: ("clamp_max", _smaller),
+    aten.clamp_max.default: ("clamp_max", _smaller),
 }
 _UNARY: dict[Any, str] = {
     aten.neg.default: "neg",

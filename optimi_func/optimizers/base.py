@@ -56,7 +56,7 @@ class BaseOptimizer(Checkpoints):
     Args:
         decouple_lr: Fully decouple weight decay from lr: it is multiplied by lr / max_lr.
         max_lr: The largest lr that will be scheduled, where the lr given is not it; for
-            decouple_lr.
+            decouple_lr and corrected_decay.
         kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
             False for none.
         foreach: Eager multi-tensor step, without a compiler.
@@ -69,6 +69,12 @@ class BaseOptimizer(Checkpoints):
         maximize: Climb instead of descend.
         capturable: Keep step counts and coefficients on the device, for CUDA graphs.
         state_dtype: The moments' dtype, or its name; None takes each parameter's.
+        storage: In place of kahan_sum and state_dtype, how parameters and moments are kept:
+            "compact", "exact" or `Storage(param, moments)`.
+        cautious_decay: Decay an element only where the step moves it towards 0, or not at
+            all (arXiv:2510.12402); not for decay that joins the gradient.
+        corrected_decay: Multiply weight_decay by lr^2 / max_lr, in place of lr, so that it
+            fades as the schedule does (AdamC, arXiv:2506.02285). Not with decouple_lr.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.

@@ -70,6 +70,8 @@ _UNARY: dict[Any, str] = {
     aten.sign.default: "sign",
     aten.sqrt.default: "sqrt",
 }
+# What torch has no list form of: rounding to a float16 below its normal numbers.
+_EACH = {aten.abs.default, aten.lt.Scalar, aten.where.self}
 
 
 class Trace(NamedTuple):
@@ -124,7 +126,7 @@ def _trace(key: KernelKey, spec: pytree.TreeSpec) -> Trace:
 
 
 def _check(node: fx.Node) -> None:
-    known = {*_BINARY, *_UNARY, aten._to_copy.default, aten.mean.default}
+    known = {*_BINARY, *_UNARY, *_EACH, aten._to_copy.default, aten.mean.default}
     if node.target not in known:
         raise NotImplementedError(f"{node.target} has no foreach counterpart here")
 
@@ -242,6 +244,10 @@ def _call(node: fx.Node, args: list[Any], spare: set[fx.Node]) -> Value:
         casted = [torch.empty_like(x, dtype=dtype) for x in xs]
         foreach_copy_(casted, xs)
         return casted
+    if node.target in _EACH:
+        count = len(next(x for x in args if isinstance(x, list)))
+        rows = [x if isinstance(x, list) else [x] * count for x in args]
+        return [cast(Any, node.target)(*row) for row in zip(*rows)]
     if node.target in _UNARY:
         return _apply(_UNARY[node.target], args[0], node.args[0] in spare)
     name, scalar = _BINARY[node.target]

@@ -24,11 +24,12 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     p = torch.ones(2, dtype=dtype)
     leaf = init_leaf(rule, p, Storage())
     coeffs = optimizer.coeffs(t)
-    numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
+    scalars = Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0))
+    numbers = PackedScalars(scalars)
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     key = KernelKey(rule, numbers.statics, True, True, False, dtypes, p.device, "whole")
     traced = trace(key, numbers.scalars)
-    names = [*scalar_names(coeffs), *Rates._fields, "p", "g", *rule.state._fields, "comp"]
+    names = [*scalar_names(scalars), "p", "g", *rule.state._fields, "comp"]
     called: dict[fx.Node, str] = dict(zip(traced.inputs, names))
     lines = []
     for node, _, _ in traced.calls:
@@ -42,12 +43,12 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     return "\n".join([*lines, f"return {results}"])
 
 
-def scalar_names(coeffs) -> list[str]:
+def scalar_names(scalars) -> list[str]:
     found = []
-    for name, value in coeffs._asdict().items():
+    for name, value in scalars._asdict().items():
         if hasattr(value, "_fields"):
             found += scalar_names(value)
-        elif not isinstance(value, bool):
+        elif not isinstance(value, bool | tuple):
             found.append(name)
     return found
 
@@ -172,17 +173,17 @@ return %21, %5, %9, %10""",
 %0 = _to_copy(p, torch.float32)
 %1 = _to_copy(comp, torch.float32)
 %2 = add(%0, %1)
-%3 = _to_copy(g, torch.float32)
-%4 = mul(grad_scale, %3)
-%5 = mul(l2, %2)
-%6 = add(%4, %5)
-%7 = _to_copy(exp_avg, torch.float32)
-%8 = _to_copy(exp_avg_sq, torch.float32)
-%9 = mul(beta1, %7)
-%10 = mul(one_minus_beta1, %6)
+%3 = _to_copy(exp_avg, torch.float32)
+%4 = _to_copy(exp_avg_sq, torch.float32)
+%5 = _to_copy(g, torch.float32)
+%6 = mul(grad_scale, %5)
+%7 = mul(l2, %2)
+%8 = add(%6, %7)
+%9 = mul(beta1, %3)
+%10 = mul(one_minus_beta1, %8)
 %11 = add(%9, %10)
-%12 = mul(beta2, %8)
-%13 = mul(%6, %6)
+%12 = mul(beta2, %4)
+%13 = mul(%8, %8)
 %14 = mul(one_minus_beta2, %13)
 %15 = add(%12, %14)
 %16 = mul(inv_bias_correction1, %11)
@@ -443,6 +444,7 @@ compile: False
 maximize: False
 capturable: False
 state_dtype: None
+storage: None
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: bfloat16 (2, 3)
@@ -473,6 +475,7 @@ compile: False
 maximize: False
 capturable: False
 state_dtype: None
+storage: None
 params: [0]
 state[0].step: float32 ()
 state[0].momentum_buffer: float32 (2, 3)""",
@@ -501,6 +504,7 @@ compile: False
 maximize: False
 capturable: False
 state_dtype: 'torch.float32'
+storage: None
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float32 (2, 3)
@@ -529,6 +533,7 @@ compile: False
 maximize: False
 capturable: False
 state_dtype: None
+storage: None
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float16 (2, 3)

@@ -248,7 +248,7 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
     )
     scalars = Scalars(sgd.NoState(), Rates(0.1, 0.0, 0.0, 1.0))
     dtypes, device = (torch.float32,) * 2, torch.device("cpu")
-    key = KernelKey(odd, (None,) * 4, True, True, False, dtypes, device, "whole")
+    key = KernelKey(odd, (None,) * 5, True, True, False, dtypes, device, "whole")
     with pytest.raises(NotImplementedError, match="erfinv"):
         trace(key, scalars)
 

@@ -13,7 +13,7 @@ from torch import nn
 import optimi_func
 from optimi_func import adamw, prepare_for_gradient_release
 from optimi_func._rule import Storage
-from optimi_func.gradient_release import owners
+from optimi_func.execution import executors
 
 STORAGES = ["compact", Storage("exact", "8bit"), Storage("kahan", "8bit")]
 CODED = [False, False, True, False, False, False, False]
@@ -204,7 +204,7 @@ def test_a_skipped_step_changes_no_code(storage: Any, capturable: bool) -> None:
 
 def test_a_tree_in_codes_is_released(monkeypatch) -> None:
     """A pure optimizer's state is the storage that it was made in."""
-    monkeypatch.setattr(owners, "UNCOMPILABLE", {"cpu"})
+    monkeypatch.setattr(executors, "_uncompilable", {"cpu"})
     model, _ = make("adamw", None, False)
     handle = prepare_for_gradient_release(model, adamw(lr=1e-2))
     params = dict(model.named_parameters())

@@ -32,7 +32,7 @@ from optimi_func.optimizers._groups import (
     plain_number,
     unwaited,
 )
-from optimi_func.optimizers._state import adopt, ensure_state, wants_state_alone
+from optimi_func.optimizers._state import ensure_state, insert_made, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
 
 Params: TypeAlias = (
@@ -223,7 +223,7 @@ class BaseOptimizer(Checkpoints):
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
                         ensure_state(self.state, group, spec, p, made)
-        adopt(self.state, made)
+        insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, as a hook of one's own would in backward.

@@ -617,7 +617,8 @@ def ademamix_move(
     b3_t = min(exp(ln b1 ln b3 / ((1 - t / T) ln b3 + (t / T) ln b1)), b3)
     m1_t = b1 * m1_{t-1} + (1 - b1) * g_t,   m2_t = b3_t * m2_{t-1} + (1 - b3_t) * g_t
     v_t as in Adam; m1hat and vhat corrected, m2 not
-    p_t = p_{t-1} - lr * (m1hat_t + alpha_t * m2_t) / (sqrt(vhat_t) + eps) - lambda_t p_{t-1}
+    p_t = p_{t-1} - lr * (m1hat_t + alpha_t * m2_t) / (sqrt(vhat_t) + eps)
+          - lambda_t * p_{t-1}
     """
     b1, b2, b3 = at.betas
     if at.t < alpha_warmup:

@@ -65,7 +65,7 @@ def one_step(
         t: The number of this step, from 1.
         g: Gradient, float64.
         lr: Learning rate.
-        wd: Weight decay: L2 for sgd, adam, radam and adopt, else decoupled; adan's proximal.
+        wd: Weight decay: L2 for sgd, adam, radam, adopt, else decoupled; adan's proximal.
     """
     raw, l2 = g, wd if name in ("sgd", "adam", "radam", "adopt") else 0.0
     g = raw + l2 * p  # also by 0: what is not finite stays so

@@ -248,6 +248,8 @@ def _call(node: fx.Node, args: list[Any], spare: set[fx.Node]) -> Value:
         count = len(next(x for x in args if isinstance(x, list)))
         rows = [x if isinstance(x, list) else [x] * count for x in args]
         return [cast(Any, node.target)(*row) for row in zip(*rows)]
+    if node.target is aten.neg.default and not isinstance(args[0], list):
+        return -args[0]
     if node.target in _UNARY:
         return _apply(_UNARY[node.target], args[0], node.args[0] in spare)
     name, scalar = _BINARY[node.target]

@@ -54,7 +54,8 @@ def coeffs(
     first, last = _half_life(b1), _half_life(b3)
     half_life = first + _share(t, beta3_warmup) * (last - first)
     none = half_life == 0
-    b3 = choose(none, 0.0, 0.5 ** (1.0 / choose(none, 1.0, half_life)))
+    warming = choose(none, 0.0, 0.5 ** (1.0 / choose(none, 1.0, half_life)))
+    b3 = choose(t >= beta3_warmup, b3, warming)
     inverses = 1.0 / (1.0 - power(b1, t)), 1.0 / sqrt(1.0 - power(b2, t))
     alpha = alpha * _share(t, alpha_warmup)
     return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, b3, 1.0 - b3, *inverses, alpha, eps)

@@ -75,6 +75,14 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adopt": optimi_func.ADOPT,
 }
 NAMES = list(CLASSES)
+# The rules whose state is no sum over a step's gradients.
+REFUSE_STATES = ("sgd", "adan", "adopt")
+
+
+def count_betas(name: str) -> int:
+    """How many betas a rule has."""
+    return {"sgd": 0, "adan": 3, "ademamix": 3}.get(name, 2)
+
 
 # Where decay goes, as the factory and as the reference say it. Large enough to show.
 _L2 = ({"weight_decay": 0.1}, {"weight_decay": 0.1, "decay": "l2"})

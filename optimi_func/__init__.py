@@ -21,10 +21,12 @@ from optimi_func.gradient_release import (
     prepare_for_gradient_release as prepare_for_gradient_release,
 )
 from optimi_func.gradient_release import remove_gradient_release as remove_gradient_release
+from optimi_func.optimizers import ADOPT as ADOPT
 from optimi_func.optimizers import SGD as SGD
 from optimi_func.optimizers import Adam as Adam
 from optimi_func.optimizers import AdamW as AdamW
 from optimi_func.optimizers import Adan as Adan
+from optimi_func.optimizers import AdEMAMix as AdEMAMix
 from optimi_func.optimizers import Lion as Lion
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
@@ -38,6 +40,12 @@ from optimi_func.optimizers.adam import adamw_step as adamw_step
 from optimi_func.optimizers.adan import adan as adan
 from optimi_func.optimizers.adan import adan_init as adan_init
 from optimi_func.optimizers.adan import adan_step as adan_step
+from optimi_func.optimizers.ademamix import ademamix as ademamix
+from optimi_func.optimizers.ademamix import ademamix_init as ademamix_init
+from optimi_func.optimizers.ademamix import ademamix_step as ademamix_step
+from optimi_func.optimizers.adopt import adopt as adopt
+from optimi_func.optimizers.adopt import adopt_init as adopt_init
+from optimi_func.optimizers.adopt import adopt_step as adopt_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step

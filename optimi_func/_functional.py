@@ -7,7 +7,7 @@ optimizers themselves are in `optimizers`, a file each.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,8 +41,13 @@ class FunctionalOptimizer:
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         decouple_lr: Fully decouple weight decay from lr.
-        max_lr: The largest scheduled lr; needed for decouple_lr with a schedule.
+        max_lr: The largest scheduled lr; needed for decouple_lr and corrected_decay with a
+            schedule.
         maximize: Climb instead of descend.
+        cautious_decay: Decay an element only where the step moves it towards 0, or not at
+            all (arXiv:2510.12402); not for decay that joins the gradient.
+        corrected_decay: Multiply weight decay by lr^2 / max_lr, in place of lr, so that it
+            fades as the schedule does (arXiv:2506.02285).
 
     Raises:
         ValueError: A number out of its range.
@@ -54,6 +59,8 @@ class FunctionalOptimizer:
     decouple_lr: bool = False
     max_lr: Scalar | None = None
     maximize: bool = False
+    cautious_decay: bool = False
+    corrected_decay: bool = False
 
     @property
     def rule(self) -> Rule[Any, Any]:
@@ -63,12 +70,30 @@ class FunctionalOptimizer:
     @property
     def decay(self) -> DecayKind:
         """What weight decay is added to, and what multiplies it."""
-        return "fully" if self.decouple_lr else "decoupled"
+        return self._decay_kind("decoupled")
+
+    @property
+    def needs_max_lr(self) -> bool:
+        """Whether decay is told by how lr compares with the largest scheduled one."""
+        return self.decouple_lr or self.corrected_decay
+
+    def _decay_kind(self, usual: Literal["l2", "decoupled", "proximal"]) -> DecayKind:
+        """The kind of decay that is asked for, of an optimizer whose usual one is given."""
+        if self.decouple_lr:
+            return "fully proximal" if usual == "proximal" else "fully"
+        if self.corrected_decay:
+            return "corrected proximal" if usual == "proximal" else "corrected"
+        return usual
 
     @property
     def numbers(self) -> dict[str, Any]:
         """The rule's own hyperparameters by name: floats, tensors, schedules, flags."""
         return {name: getattr(self, name) for name in self.rule.numbers}
+
+    @property
+    def narrow_betas(self) -> tuple[Number, ...]:
+        """The betas of moments that are kept in the parameter's dtype, if not otherwise."""
+        return getattr(self, "betas", ())
 
     def coeffs(self, t: Scalar) -> Any:
         """The rule's coefficients at step t (1-based); no number may be a schedule."""
@@ -93,7 +118,7 @@ class FunctionalOptimizer:
         check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, lr=lr)
-        if self.decouple_lr:
+        if self.needs_max_lr:
             changed._check_max_lr()
         return changed
 
@@ -110,23 +135,35 @@ class FunctionalOptimizer:
             )
         if self.max_lr is not None:
             check_number("maximum learning rate", "max_lr", self.max_lr)
-        if self.decay.startswith("fully"):
+        if self.decouple_lr and self.corrected_decay:
+            raise ValueError(
+                "decouple_lr=True with corrected_decay=True: one multiplies weight_decay "
+                "by lr / max_lr, the other by lr^2 / max_lr: choose one"
+            )
+        if self.cautious_decay and self.decay == "l2":
+            raise ValueError(
+                "cautious_decay=True with weight decay that joins the gradient: there is "
+                "no decay apart from the step to leave out. Choose decoupled decay "
+                "(decouple_wd=True)"
+            )
+        if self.needs_max_lr:
             self._check_max_lr()
 
     def _check_max_lr(self) -> None:
         # lr / max_lr must mean something at every step to come.
+        option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
         if self.max_lr is not None:
             if not isinstance(self.max_lr, Tensor) and self.max_lr <= 0:
                 raise ValueError(
                     f"Invalid maximum learning rate: max_lr={self.max_lr}: "
-                    "decouple_lr=True divides by it, it must be positive"
+                    f"{option} divides by it, it must be positive"
                 )
             return
         for lr in pytree.tree_leaves(self.lr):
             if isinstance(lr, Tensor) or callable(lr) or lr == 0:
                 raise ValueError(
                     f"Invalid maximum learning rate: max_lr=None with lr={lr}: "
-                    "decouple_lr=True needs max_lr, the largest learning rate that "
+                    f"{option} needs max_lr, the largest learning rate that "
                     "will be scheduled, unless lr is a positive float"
                 )
 
@@ -139,8 +176,11 @@ class FunctionalOptimizer:
                 f"eps={eps} is unusually large. torch.optim's positional order is "
                 "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."
             )
-        if self.max_lr is not None and not self.decay.startswith("fully"):
-            found.append(f"max_lr={self.max_lr} has no effect without decouple_lr=True.")
+        if self.max_lr is not None and not self.needs_max_lr:
+            found.append(
+                f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
+                "corrected_decay=True)."
+            )
         return found + decay_mistakes([(self.decay, self.weight_decay)])
 
     def init(
@@ -208,7 +248,7 @@ class FunctionalOptimizer:
             lr = resolve("lr", lrs[i], step)
             decay = resolve("weight_decay", decays[j], step)
             top = lr if max_lr is None else max_lr
-            r = rates(lr, decay, self.decay, top, self.maximize)
+            r = rates(lr, decay, self.decay, top, self.maximize, self.cautious_decay)
             shared[i, j] = Scalars(coeffs, r, dither_at(t))
         return [shared[pair] for pair in zip(lr_at, decay_at)]
 
@@ -287,8 +327,3 @@ def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
         return x.as_strided((), ()) if torch.compiler.is_compiling() else x
 
     return pytree.tree_map_only(Tensor, cast, tree)
-
-
-def decay_kind(decouple_wd: bool, decouple_lr: bool) -> DecayKind:
-    """The kind of decay of an optimizer whose weight decay may also join the gradient."""
-    return "fully" if decouple_lr else "decoupled" if decouple_wd else "l2"

@@ -60,7 +60,8 @@ def leaf_step(
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
     Decay is part of the delta: a bfloat16 parameter times 1 - 1e-5 is itself, but its
-    compensation remembers the 1e-5.
+    compensation remembers the 1e-5. Cautious decay (arXiv:2510.12402) leaves out decay * x,
+    and a proximal kind's division, where d and x have unlike signs.
 
     Args:
         rule: The mathematics.
@@ -79,7 +80,7 @@ def leaf_step(
     g = r.grad_scale * to(g, wide) + r.l2 * x
     d, new, spread = rule.direction(g, type(state)(*old), c)
     if write:
-        u = -(r.lr * d + r.decay * x)
+        u = _delta(d, x, r)
         if spread is not None:
             u = u / mean(spread).clamp_min(1.0).sqrt()
         if rule.after is not None:
@@ -88,6 +89,17 @@ def leaf_step(
     # What a rule leaves alone stays the object that it is.
     fields = [s if n is o else encode(n, s, dither) for n, o, s in zip(new, old, state)]
     return Leaf(p, type(state)(*fields), comp)
+
+
+def _delta(d: Tensor, x: Tensor, r: Rates) -> Tensor:
+    """The move of a direction, with decay."""
+    if not r.undecayed_lr:
+        return -(r.lr * d + r.decay * x)
+    (undecayed_lr,) = r.undecayed_lr
+    # 0 where signs are unlike, else 1. Signs: the product of d and x may underflow.
+    decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
+    lr = undecayed_lr + decays * (r.lr - undecayed_lr)
+    return -(lr * d + r.decay * (decays * x))
 
 
 def leaf_mean(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
@@ -149,6 +161,7 @@ def rates(
     kind: DecayKind,
     max_lr: Scalar | None,
     maximize: bool,
+    cautious: bool,
 ) -> Rates:
     """Every kind of decay as numbers.
 
@@ -157,15 +170,17 @@ def rates(
     | l2          | nothing by itself: weight_decay * p joins the gradient |
     | decoupled   | lr * weight_decay * p                                  |
     | fully       | lr / max_lr * weight_decay * p                         |
-    | proximal    | as the two above, applied implicitly, after the move:  |
+    | corrected   | lr^2 / max_lr * weight_decay * p (arXiv:2506.02285)    |
+    | proximal    | as the three above, applied implicitly, after the move:|
     |             | p <- (p - lr * d) / (1 + share)                        |
 
     Args:
         lr: Learning rate of this step.
         weight_decay: Its coefficient.
         kind: One of the table's.
-        max_lr: The largest scheduled lr; used by the two fully kinds alone.
+        max_lr: The largest scheduled lr; used by the fully and corrected kinds alone.
         maximize: Climb instead of descend.
+        cautious: Decay only what moves towards 0 anyway; of no use with l2.
     """
     grad_scale = -1.0 if maximize else 1.0
     if kind == "l2":
@@ -173,8 +188,12 @@ def rates(
     scheduled = lr
     if kind.startswith("fully") and max_lr is not None:
         scheduled = lr / max_lr
+    elif kind.startswith("corrected") and max_lr is not None:
+        scheduled = lr * (lr / max_lr)
+    undecayed = (lr,) if cautious else ()
     share = scheduled * weight_decay
     if kind.endswith("proximal"):
         # (p - lr*d) / (1 + share) = p - (lr*d + share*p) / (1 + share)
-        return Rates(lr / (1.0 + share), share / (1.0 + share), 0.0, grad_scale)
-    return Rates(lr, share, 0.0, grad_scale)
+        shrunk = 1.0 + share
+        return Rates(lr / shrunk, share / shrunk, 0.0, grad_scale, undecayed)
+    return Rates(lr, share, 0.0, grad_scale, undecayed)

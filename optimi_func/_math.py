@@ -41,6 +41,11 @@ def sqrt(x: Scalar) -> Scalar:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
+def log(x: Scalar) -> Scalar:
+    """Natural logarithm of a scalar."""
+    return x.log() if isinstance(x, Tensor) else math.log(x)
+
+
 def root(v: Tensor) -> Tensor:
     """Elementwise sqrt(v) whose derivative is finite where v = 0."""
     return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()
@@ -72,3 +77,8 @@ def wide_second_moment(p: Tensor, kept: MomentStorage) -> Tensor:
     """As `second_moment`, never in codes."""
     dtype = p.dtype if kept == "8bit" else kept
     return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)
+
+
+def slow_moment(p: Tensor) -> Tensor:
+    """Zeros for a mean that moves by less than bfloat16 can tell, whatever the storage."""
+    return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))

@@ -92,13 +92,16 @@ class Rates(NamedTuple):
         u = -(lr * d(grad_scale * g + l2 * p) + decay * p)
 
     Every kind of decay, maximize and gradient scaling are values of these four numbers,
-    so that none of them is another graph.
+    so that none of them is another graph. Cautious decay is one: it costs operations.
     """
 
     lr: Scalar
     decay: Scalar  # share of p to lose in this step: already multiplied by lr or not
     l2: Scalar  # share of p to add to g
     grad_scale: Scalar  # factor on g: -1 to maximize
+    # Cautious decay: the one lr of elements that do not decay, because d and p have unlike
+    # signs. Empty, which pytrees and kernels see nothing of: all decay.
+    undecayed_lr: tuple[Scalar, ...] = ()
 
 
 class Scalars(NamedTuple):
@@ -109,7 +112,15 @@ class Scalars(NamedTuple):
     dither: Scalar = 0.5  # in [0, 1): what codes are rounded by; 0.5 to the nearest
 
 
-DecayKind: TypeAlias = Literal["l2", "decoupled", "fully", "proximal", "fully proximal"]
+DecayKind: TypeAlias = Literal[
+    "l2",
+    "decoupled",
+    "fully",
+    "corrected",
+    "proximal",
+    "fully proximal",
+    "corrected proximal",
+]
 
 
 class Microbatch(NamedTuple):

@@ -129,7 +129,7 @@ class FlatTree(NamedTuple):
         """Warnings for moments too coarse for their beta."""
         fields = [field for leaf in self.leaves for field in leaf.state]
         dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
-        return stuck_moments(getattr(optimizer, "betas", ()), dtypes)
+        return stuck_moments(getattr(optimizer, "narrow_betas", ()), dtypes)
 
 
 def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:

@@ -26,6 +26,12 @@ from optimi_func.optimizers.adam import adamw_step as adamw_step
 from optimi_func.optimizers.adan import adan as adan
 from optimi_func.optimizers.adan import adan_init as adan_init
 from optimi_func.optimizers.adan import adan_step as adan_step
+from optimi_func.optimizers.ademamix import ademamix as ademamix
+from optimi_func.optimizers.ademamix import ademamix_init as ademamix_init
+from optimi_func.optimizers.ademamix import ademamix_step as ademamix_step
+from optimi_func.optimizers.adopt import adopt as adopt
+from optimi_func.optimizers.adopt import adopt_init as adopt_init
+from optimi_func.optimizers.adopt import adopt_step as adopt_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step

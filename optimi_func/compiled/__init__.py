@@ -13,6 +13,10 @@ from optimi_func.optimizers.adam import compiled_adamw_step as adamw_step
 from optimi_func.optimizers.adam import compiled_adamw_step_ as adamw_step_
 from optimi_func.optimizers.adan import compiled_adan_step as adan_step
 from optimi_func.optimizers.adan import compiled_adan_step_ as adan_step_
+from optimi_func.optimizers.ademamix import compiled_ademamix_step as ademamix_step
+from optimi_func.optimizers.ademamix import compiled_ademamix_step_ as ademamix_step_
+from optimi_func.optimizers.adopt import compiled_adopt_step as adopt_step
+from optimi_func.optimizers.adopt import compiled_adopt_step_ as adopt_step_
 from optimi_func.optimizers.lion import compiled_lion_step as lion_step
 from optimi_func.optimizers.lion import compiled_lion_step_ as lion_step_
 from optimi_func.optimizers.radam import compiled_radam_step as radam_step
@@ -33,6 +37,10 @@ __all__ = [
     "adamw_step_",
     "adan_step",
     "adan_step_",
+    "ademamix_step",
+    "ademamix_step_",
+    "adopt_step",
+    "adopt_step_",
     "lion_step",
     "lion_step_",
     "radam_step",

@@ -46,6 +46,10 @@ def _larger(a: Any, b: Any) -> Any:
     return torch.maximum(*map(torch.as_tensor, (a, b))) if _on_device(a, b) else max(a, b)
 
 
+def _smaller(a: Any, b: Any) -> Any:
+    return torch.minimum(*map(torch.as_tensor, (a, b))) if _on_device(a, b) else min(a, b)
+
+
 def _on_device(*numbers: Any) -> bool:
     return any(isinstance(x, Tensor) for x in numbers)
 
@@ -58,6 +62,8 @@ _BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
     aten.maximum.default: ("maximum", _larger),
     aten.clamp_min.Tensor: ("clamp_min", _larger),
     aten.clamp_min.default: ("clamp_min", _larger),
+    aten.clamp_max.Tensor: ("clamp_max", _smaller),
+    aten.clamp_max.default: ("clamp_max", _smaller),
 }
 _UNARY: dict[Any, str] = {
     aten.neg.default: "neg",
@@ -242,6 +248,8 @@ def _call(node: fx.Node, args: list[Any], spare: set[fx.Node]) -> Value:
         count = len(next(x for x in args if isinstance(x, list)))
         rows = [x if isinstance(x, list) else [x] * count for x in args]
         return [cast(Any, node.target)(*row) for row in zip(*rows)]
+    if node.target is aten.neg.default and not isinstance(args[0], list):
+        return -args[0]
     if node.target in _UNARY:
         return _apply(_UNARY[node.target], args[0], node.args[0] in spare)
     name, scalar = _BINARY[node.target]

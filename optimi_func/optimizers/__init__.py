@@ -3,6 +3,8 @@
 from optimi_func.optimizers.adam import Adam as Adam
 from optimi_func.optimizers.adam import AdamW as AdamW
 from optimi_func.optimizers.adan import Adan as Adan
+from optimi_func.optimizers.ademamix import AdEMAMix as AdEMAMix
+from optimi_func.optimizers.adopt import ADOPT as ADOPT
 from optimi_func.optimizers.base import BaseOptimizer as BaseOptimizer
 from optimi_func.optimizers.lion import Lion as Lion
 from optimi_func.optimizers.radam import RAdam as RAdam

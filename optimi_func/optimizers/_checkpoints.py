@@ -32,8 +32,8 @@ from optimi_func.optimizers._groups import (
     on_host,
 )
 from optimi_func.optimizers._state import (
-    adopt,
     beside,
+    insert_made,
     loaded_groups,
     loaded_tree,
     named_entries,
@@ -270,7 +270,7 @@ class Checkpoints(Optimizer):
         for p, entry in made.items():
             rule = self._rule_of(self.group_of(p))
             made[p] = {**beside(rule, self.state.get(p, {})), **entry}
-        adopt(self.state, made)
+        insert_made(self.state, made)
         with torch.no_grad():
             for p, x in moved:
                 p.copy_(distribute_like(p, x))

@@ -91,7 +91,7 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
             f"Tensor lr must be 1-element: lr={lr}: allowed is a number or a tensor "
             "of one element"
         )
-    if group["decouple_lr"] and group["max_lr"] is None:
+    if (group["decouple_lr"] or group["corrected_decay"]) and group["max_lr"] is None:
         # The max_lr of every step to come, resolved before a schedule lowers lr.
         group["max_lr"] = float(lr)
         if group["max_lr"] == 0.0:
@@ -182,7 +182,7 @@ def likely_mistakes(
         found += [text for text in bound.likely_mistakes() if text not in decay]
         kept = {storage.moments or p.dtype for p in group["params"]}
         dtypes = {x for x in kept if isinstance(x, torch.dtype)}
-        found += stuck_moments(getattr(bound, "betas", ()), dtypes)
+        found += stuck_moments(bound.narrow_betas, dtypes)
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
             found.append(
@@ -285,7 +285,7 @@ def scalars_after(
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     top = lr if bound.max_lr is None else bound.max_lr
-    now = rates(lr, decay, bound.decay, top, bound.maximize)
+    now = rates(lr, decay, bound.decay, top, bound.maximize, bound.cautious_decay)
     steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
     dithers = map(dither_at, steps) if coded else [NEAREST] * len(steps)
     return [Scalars(bound.coeffs(t), now, dither) for t, dither in zip(steps, dithers)]

@@ -25,7 +25,7 @@ from optimi_func.optimizers._groups import (
     on_host,
     scalars_after,
 )
-from optimi_func.optimizers._state import adopt, ensure_state
+from optimi_func.optimizers._state import ensure_state, insert_made
 
 
 def step_without_memory(
@@ -60,7 +60,7 @@ def step_without_memory(
         for p, g in zip(params, grads):
             check_grad(Path(group, p), p, g)
             ensure_state(states, group, spec, p, made)
-        adopt(states, made)
+        insert_made(states, made)
         for i, (p, g) in enumerate(zip(params, grads)):
             entry = made[p]
             # A count that is not there is the first step's.

@@ -133,7 +133,7 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
             )
 
 
-def adopt(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -> None:
+def insert_made(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -> None:
     """Let the state of parameters be what was made of it.
 
     A dict that is there already stays the one that others may hold.

@@ -37,7 +37,7 @@ from optimi_func.optimizers._groups import (
     unwaited,
 )
 from optimi_func.optimizers._memoryless import step_without_memory
-from optimi_func.optimizers._state import adopt, ensure_state
+from optimi_func.optimizers._state import ensure_state, insert_made
 
 State: TypeAlias = MutableMapping[Any, Entry]
 
@@ -109,7 +109,7 @@ class Stepper:
                 self._prepare(groups, states, work, write, made) if step is None else step
                 for step, work in zip(steps, works)
             ]
-            adopt(states, made)
+            insert_made(states, made)
             upload_together(
                 [x for step in found if step for x in step.inputs.numbers.scalars]
             )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_betas, check_eps
-from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import (
     moment,
     power,
@@ -116,7 +116,7 @@ class adam(FunctionalOptimizer):
 
     @property
     def decay(self) -> DecayKind:
-        return decay_kind(self.decouple_wd, self.decouple_lr)
+        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
 
     def check(self) -> None:
         super().check()
@@ -229,6 +229,8 @@ class Adam(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...
 
 
@@ -288,4 +290,6 @@ class AdamW(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...

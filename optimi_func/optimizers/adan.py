@@ -88,7 +88,7 @@ class adan(FunctionalOptimizer):
     def decay(self) -> DecayKind:
         if self.adam_wd:
             return super().decay
-        return "fully proximal" if self.decouple_lr else "proximal"
+        return self._decay_kind("proximal")
 
     def check(self) -> None:
         super().check()
@@ -161,4 +161,6 @@ class Adan(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...

@@ -32,7 +32,7 @@ from optimi_func.optimizers._groups import (
     plain_number,
     unwaited,
 )
-from optimi_func.optimizers._state import adopt, ensure_state, wants_state_alone
+from optimi_func.optimizers._state import ensure_state, insert_made, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
 
 Params: TypeAlias = (
@@ -56,7 +56,7 @@ class BaseOptimizer(Checkpoints):
     Args:
         decouple_lr: Fully decouple weight decay from lr: it is multiplied by lr / max_lr.
         max_lr: The largest lr that will be scheduled, where the lr given is not it; for
-            decouple_lr.
+            decouple_lr and corrected_decay.
         kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
             False for none.
         foreach: Eager multi-tensor step, without a compiler.
@@ -71,6 +71,10 @@ class BaseOptimizer(Checkpoints):
         state_dtype: The moments' dtype, or its name; None takes each parameter's.
         storage: In place of kahan_sum and state_dtype, how parameters and moments are kept:
             "compact", "exact" or `Storage(param, moments)`.
+        cautious_decay: Decay an element only where the step moves it towards 0, or not at
+            all (arXiv:2510.12402); not for decay that joins the gradient.
+        corrected_decay: Multiply weight_decay by lr^2 / max_lr, in place of lr, so that it
+            fades as the schedule does (AdamC, arXiv:2506.02285). Not with decouple_lr.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.
@@ -219,7 +223,7 @@ class BaseOptimizer(Checkpoints):
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
                         ensure_state(self.state, group, spec, p, made)
-        adopt(self.state, made)
+        insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
         """Update these parameters now, as a hook of one's own would in backward.

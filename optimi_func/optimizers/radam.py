@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_betas, check_eps
-from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, power, root, sqrt
 from optimi_func._rule import DecayKind, Direction, Rule, Scalar, Storage
 from optimi_func._saved import Counterparts
@@ -67,7 +67,7 @@ class radam(FunctionalOptimizer):
 
     @property
     def decay(self) -> DecayKind:
-        return decay_kind(self.decouple_wd, self.decouple_lr)
+        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
 
     def check(self) -> None:
         super().check()
@@ -139,4 +139,6 @@ class RAdam(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...

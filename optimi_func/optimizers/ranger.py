@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_betas, check_eps, check_number
-from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, scalar_dtype
 from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
 from optimi_func._saved import Counterparts
@@ -81,7 +81,7 @@ class ranger(FunctionalOptimizer):
 
     @property
     def decay(self) -> DecayKind:
-        return decay_kind(self.decouple_wd, self.decouple_lr)
+        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
 
     def check(self) -> None:
         super().check()
@@ -156,4 +156,6 @@ class Ranger(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...

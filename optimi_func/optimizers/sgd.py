@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number, decay_kind
+from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment
 from optimi_func._rule import (
     DecayKind,
@@ -115,7 +115,7 @@ class sgd(FunctionalOptimizer):
 
     @property
     def decay(self) -> DecayKind:
-        return decay_kind(self.decouple_wd, self.decouple_lr)
+        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
 
     def check(self) -> None:
         super().check()
@@ -227,4 +227,6 @@ class SGD(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...

@@ -117,4 +117,6 @@ class StableAdamW(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...

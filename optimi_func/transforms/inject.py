@@ -102,10 +102,11 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
             f"inject got a {type(optimizer).__name__}: allowed is a FunctionalOptimizer; "
             "transforms go around it, as in chain(clip_value(1.0), inject(adamw(lr=1e-3)))"
         )
-    fully = optimizer.decay.startswith("fully")
-    if fully and optimizer.max_lr is None and not isinstance(optimizer.lr, float | int):
+    several = not isinstance(optimizer.lr, float | int)
+    if optimizer.needs_max_lr and optimizer.max_lr is None and several:
+        option = "decouple_lr" if optimizer.decouple_lr else "corrected_decay"
         raise ValueError(
-            f"inject got lr={optimizer.lr!r} with decouple_lr=True and max_lr=None: the "
+            f"inject got lr={optimizer.lr!r} with {option}=True and max_lr=None: the "
             "largest of several learning rates cannot be told, give max_lr"
         )
     return Injected(optimizer)
@@ -114,7 +115,7 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
 def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
     """Everything that is a number and has an effect, by name."""
     found: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-    if optimizer.decay.startswith("fully"):
+    if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
     own = optimizer.numbers.items()
     return found | {k: x for k, x in own if not isinstance(x, bool)}

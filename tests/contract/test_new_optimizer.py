@@ -98,6 +98,8 @@ class SignSGD(BaseOptimizer):
         capturable: bool = False,
         state_dtype: torch.dtype | None = None,
         storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
     ) -> None: ...
 
 

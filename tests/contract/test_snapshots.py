@@ -445,6 +445,8 @@ maximize: False
 capturable: False
 state_dtype: None
 storage: None
+cautious_decay: False
+corrected_decay: False
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: bfloat16 (2, 3)
@@ -476,6 +478,8 @@ maximize: False
 capturable: False
 state_dtype: None
 storage: None
+cautious_decay: False
+corrected_decay: False
 params: [0]
 state[0].step: float32 ()
 state[0].momentum_buffer: float32 (2, 3)""",
@@ -505,6 +509,8 @@ maximize: False
 capturable: False
 state_dtype: 'torch.float32'
 storage: None
+cautious_decay: False
+corrected_decay: False
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float32 (2, 3)
@@ -534,6 +540,8 @@ maximize: False
 capturable: False
 state_dtype: None
 storage: None
+cautious_decay: False
+corrected_decay: False
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float16 (2, 3)

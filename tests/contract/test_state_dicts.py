@@ -235,7 +235,7 @@ def test_what_torch_cannot_go_on_with(cls: str, options: dict[str, Any], text: s
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["plain", "gradient release"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [n for n in CLASSES if n not in ("ademamix", "adopt")])
 def test_optimis_state_is_ours(name: str, release: bool) -> None:
     optimi = pytest.importorskip("optimi")
     cls = getattr(optimi, CLASSES[name].__name__)

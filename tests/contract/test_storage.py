@@ -31,6 +31,8 @@ from optimi_func import SGD, Adam, AdamW, adamw
 from optimi_func._rule import Storage
 
 F32 = torch.float32
+# Means that bfloat16 could not follow, wide whatever the storage.
+SLOW = {"ademamix": {"exp_avg_slow", "exp_avg_sq"}, "adopt": {"exp_avg_sq"}}
 
 # Every rule in every storage: adamw's and the compact ones; the rest soak.
 ROWS = [
@@ -69,9 +71,10 @@ def test_every_rule_follows_float64(name: str, kind: str, options: dict[str, Any
                 k for k, x in state.items() if x.numel() == p.numel() and x.dtype != dtype
             }
             wide -= {"kahan_comp", "slow_param", *(k for k in wide if k.endswith("_q"))}
-            assert not wide
+            assert wide <= SLOW.get(name, set())
             assert {k for k in state if not k.endswith(("_q", "_scale"))} <= {
                 *WIDE,
+                *SLOW.get(name, set()),
                 "step",
                 "kahan_comp",
             }

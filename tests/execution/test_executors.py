@@ -32,6 +32,9 @@ QUICK = {
     "adan": (torch.float32,),
     "lion": (torch.bfloat16,),
     "radam": (torch.float32,),
+    "ademamix": (torch.bfloat16,),
+    "adopt": (torch.bfloat16,),
+    "adamw-weight_decay=0.1-cautious_decay=True": (torch.float32,),
 }
 # A pure step has kernels of its own, which differ from these in where they write: that
 # does not depend on the rule, only on its having a mean and on a compensation.

@@ -119,7 +119,18 @@ def row(name: str, kind: str) -> Any:
     return pytest.param(name, kind, id=f"{name}-{kind}", marks=marks)
 
 
-ALL = ("sgd", "adam", "adamw", "stableadamw", "radam", "ranger", "adan", "lion")
+ALL = (
+    "sgd",
+    "adam",
+    "adamw",
+    "stableadamw",
+    "radam",
+    "ranger",
+    "adan",
+    "lion",
+    "ademamix",
+    "adopt",
+)
 
 
 @pytest.mark.parametrize(

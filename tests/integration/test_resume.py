@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, DEFAULTS, TOLERANCE, Case, assert_moved_alike
+from cases import CASES, DEFAULTS, REFUSE_STATES, TOLERANCE, Case, assert_moved_alike
 from forked import run_script
 from resumed import FORMATS, MODES, STEPS, Job, Run, Sizes
 from torch import Tensor
@@ -34,7 +34,7 @@ QUICK = {
 def can_run(job: Job) -> bool:
     if STORED.intersection((job.before, job.after)):
         return job.dtype == torch.bfloat16 and job.case in (*DEFAULTS[1:], MOMENTUM)
-    refuses = job.case.id in ("sgd", "adan")  # their state is no sum over gradients
+    refuses = job.case.id in REFUSE_STATES  # their state is no sum over gradients
     return not (refuses and "release states" in (job.before, job.after))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import CASES, NAMES, Case, assert_moved_alike, problem, shown
+from cases import CASES, NAMES, Case, assert_moved_alike, count_betas, problem, shown
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
@@ -55,7 +55,7 @@ def test_trees(name: str, tree) -> None:
     assert type(params) is type(tree)
     assert pytree.tree_structure(params) == pytree.tree_structure(tree)
     for before, after in zip(pytree.tree_leaves(tree), pytree.tree_leaves(params)):
-        assert (before != after).all()
+        assert (before != after).all() or name == "adopt"  # whose first moves nothing
     assert state.step == 1
     _, state = step_of(name)(params, grads, state, lr=0.1)
     assert state.step == 2
@@ -123,7 +123,8 @@ def test_vmap_members_have_their_own_numbers(name: str) -> None:
     members = 3
     params = {"w": torch.randn(members, 4, dtype=torch.float64)}
     state = vmap(init_of(name))(params)
-    state = state._replace(step=torch.tensor([0.0, 3.0, 7.0]))
+    counts = torch.tensor([1.0 if name == "adopt" else 0.0, 3.0, 7.0])
+    state = state._replace(step=counts)
     grads = {"w": torch.randn(members, 4, dtype=torch.float64)}
     lrs = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     decays = torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)
@@ -132,7 +133,7 @@ def test_vmap_members_have_their_own_numbers(name: str) -> None:
         return step_of(name)(p, g, s, lr=lr, weight_decay=wd)
 
     got, after = vmap(member)(params, grads, state, lrs, decays)
-    assert after.step.tolist() == [1.0, 4.0, 8.0]
+    assert after.step.equal(counts + 1.0)
     for i in range(members):
         p, g, s = pytree.tree_map(lambda x, i=i: x[i], (params, grads, state))
         want, _ = member(p, g, s, lrs[i], decays[i])
@@ -173,7 +174,7 @@ def unrolled(name: str, zeros: bool):
 
 def numbers(name: str, b: float = 0.9):
     double = torch.float64
-    betas = tuple(torch.tensor(b, dtype=double) for _ in range(3 if name == "adan" else 2))
+    betas = tuple(torch.tensor(b, dtype=double) for _ in range(count_betas(name) or 2))
     return torch.tensor(0.1, dtype=double), betas, torch.tensor(1e-3, dtype=double)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import NAMES, assert_moved_alike
+from cases import NAMES, assert_moved_alike, count_betas
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
@@ -31,9 +31,14 @@ def numbers_of(name: str) -> dict:
     betas = torch.tensor(
         [[0.0, 0.5, 0.9], [0.8, 0.9, 0.95], [0.9, 0.8, 0.95]], dtype=DOUBLE
     )
-    hyper["betas"] = tuple(betas[: 3 if name == "adan" else 2])
+    hyper["betas"] = tuple(betas[: count_betas(name)])
     if name != "lion":
         hyper["eps"] = torch.tensor([1e-8, 1e-6, 1e-2], dtype=DOUBLE)
+    if name == "adopt":  # where it divides by eps it counts
+        hyper["eps"] = torch.tensor([0.1, 1.0, 10.0], dtype=DOUBLE)
+    if name == "ademamix":
+        warmups = torch.tensor([0.0, 5.0, 20.0], dtype=DOUBLE)
+        hyper |= {"alpha": DECAYS + 0.4, "alpha_warmup": warmups, "beta3_warmup": warmups}
     if name == "ranger":
         hyper |= {"k": torch.tensor([2.0, 3.0, 5.0]), "alpha": DECAYS + 0.4}
     return hyper

@@ -938,7 +938,14 @@ INJECTED = [
     Case("adamw", {"decouple_lr": True, "weight_decay": 1e-4, "max_lr": 0.1}),
 ]
 SET = {"lr": 0.5, "weight_decay": 0.5, "eps": 0.5, "betas": 0.3, "momentum": 0.3}
-SET |= {"dampening": 0.7, "k": 7.0, "alpha": 0.9, "max_lr": 0.7}
+SET |= {
+    "alpha_warmup": 40.0,
+    "beta3_warmup": 40.0,
+    "dampening": 0.7,
+    "k": 7.0,
+    "alpha": 0.9,
+    "max_lr": 0.7,
+}
 
 
 @pytest.mark.parametrize("case", INJECTED, ids=lambda c: c.id)

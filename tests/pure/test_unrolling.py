@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import NAMES, Case
+from cases import NAMES, Case, count_betas
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
@@ -60,7 +60,7 @@ def hyper_of(case: Case) -> dict:
     if case.name == "sgd":
         return hyper | {"momentum": number(0.8)} if case.options else hyper
     b2 = 0.8 if case.name in ("radam", "ranger") else 0.95
-    betas = (0.9, 0.8, 0.95) if case.name == "adan" else (0.8, b2)
+    betas = (0.9, 0.8, 0.95) if count_betas(case.name) == 3 else (0.8, b2)
     hyper["betas"] = tuple(map(number, betas))
     if case.name != "lion":
         hyper["eps"] = number(1e-3)
@@ -146,7 +146,7 @@ def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype)
     """All of v is 0, or some; to first and second order, in both modes."""
     hyper = {"lr": number(0.1), "weight_decay": number(0.1)}
     if name != "sgd":
-        hyper["betas"] = (number(betas),) * (3 if name == "adan" else 2)
+        hyper["betas"] = (number(betas),) * count_betas(name)
     else:
         hyper["momentum"] = number(betas)
     if name not in ("sgd", "lion"):

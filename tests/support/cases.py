@@ -71,20 +71,35 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "ranger": optimi_func.Ranger,
     "adan": optimi_func.Adan,
     "lion": optimi_func.Lion,
+    "ademamix": optimi_func.AdEMAMix,
+    "adopt": optimi_func.ADOPT,
 }
 NAMES = list(CLASSES)
+# The rules whose state is no sum over a step's gradients.
+REFUSE_STATES = ("sgd", "adan", "adopt")
+
+
+def count_betas(name: str) -> int:
+    """How many betas a rule has."""
+    return {"sgd": 0, "adan": 3, "ademamix": 3}.get(name, 2)
+
 
 # Where decay goes, as the factory and as the reference say it. Large enough to show.
 _L2 = ({"weight_decay": 0.1}, {"weight_decay": 0.1, "decay": "l2"})
 _DECOUPLED = {"weight_decay": 0.1, "decay": "decoupled"}
 _FULLY = {"weight_decay": 0.03, "decay": "fully", "max_lr": 0.04}
+_CORRECTED = {"weight_decay": 0.3, "decay": "corrected", "max_lr": 0.04}
+_CORRECTED_OPTIONS = {"weight_decay": 0.3, "corrected_decay": True, "max_lr": 0.04}
 _FULLY_OPTIONS = {"weight_decay": 0.03, "decouple_lr": True, "max_lr": 0.04}
 
 
 def _decays(name: str) -> list[Case]:
     """The decay kinds that a factory offers."""
-    cases = [Case(name, _FULLY_OPTIONS, _FULLY)]
-    if name in ("sgd", "adam", "radam"):
+    cases = [
+        Case(name, _FULLY_OPTIONS, _FULLY),
+        Case(name, _CORRECTED_OPTIONS, _CORRECTED),
+    ]
+    if name in ("sgd", "adam", "radam", "adopt"):
         # Without momentum, SGD's L2 and decoupled decay are one and the same.
         more = {"momentum": 0.9} if name == "sgd" else {}
         cases.append(Case(name, {**_L2[0], **more}, {**_L2[1], **more}))
@@ -101,19 +116,26 @@ def _decays(name: str) -> list[Case]:
             Case(name, {**wd, "adam_wd": True}, {**wd, "adam_wd": True}),
             Case(name, _FULLY_OPTIONS, {**_FULLY, "decay": "fully_proximal"}),
             Case(name, {**_FULLY_OPTIONS, "adam_wd": True}, _FULLY),
+            Case(name, _CORRECTED_OPTIONS, {**_CORRECTED, "decay": "corrected_proximal"}),
         ]
     else:
         cases.append(Case(name, {"weight_decay": 0.1}, _DECOUPLED))
-    return cases
+    cautious = {"cautious_decay": True}
+    apart = [case for case in cases if case.ref.get("decay") != "l2"]
+    # Of one kind: it is the same for all, but for the two that divide.
+    some = apart if name == "adan" else apart[-1:]
+    more = [Case(name, c.options | cautious, c.ref | cautious) for c in some]
+    return [*cases, *more]
 
 
 def _same(name: str, **options: Any) -> Case:
     return Case(name, options, options)
 
 
-_EPS = [n for n in NAMES if n not in ("sgd", "lion")]
+_EPS = [n for n in NAMES if n not in ("sgd", "lion", "adopt")]
 _BETAS = {n: (0.8, 0.95) for n in NAMES if n != "sgd"}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
+_BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]
 
 DEFAULTS = [Case(name) for name in NAMES]
 DECAYS = [case for name in NAMES for case in _decays(name)]
@@ -123,6 +145,10 @@ OPTIONS = [
     *[_same(name, maximize=True) for name in NAMES],
     _same("adam", amsgrad=True),
     _same("adamw", amsgrad=True),
+    _same("adopt", eps=2.0),
+    _same("ademamix", alpha=2.0),
+    _same("ademamix", alpha_warmup=40),
+    _same("ademamix", beta3_warmup=40),
     _same("ranger", k=4),
     _same("ranger", alpha=0.8),
     _same("sgd", momentum=0.9),

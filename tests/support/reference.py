@@ -16,8 +16,10 @@ Weight decay kinds, all computed from the parameter before the step:
     l2              g = g + weight_decay * p
     decoupled       p loses lr * weight_decay * p           (as torch.optim.AdamW)
     fully           p loses lr / max_lr * weight_decay * p  (the AdamW paper's form)
+    corrected       p loses lr^2 / max_lr * weight_decay * p      (AdamC, arXiv 2506.02285)
     proximal        p = (p - step) / (1 + lr * weight_decay)              (only Adan)
     fully_proximal  p = (p - step) / (1 + lr / max_lr * weight_decay)     (only Adan)
+    corrected_proximal  the same of lr^2 / max_lr * weight_decay          (only Adan)
 
 `max_lr` defaults to a constant `lr`, and has to be given with a schedule.
 """
@@ -42,7 +44,7 @@ class At:
 
     t: int  # from 1
     lr: float
-    lam: float  # lambda_t, the share of p that decays
+    lam: float | Tensor  # lambda_t, the share of p that decays
     betas: tuple[float, ...] = ()
 
 
@@ -62,8 +64,14 @@ def _path(
     decay: str,
     max_lr: float | None,
     maximize: bool,
+    cautious_decay: bool,
+    direction: Move | None = None,
 ) -> list[Tensor]:
-    """Where p is after each step."""
+    """Where p is after each step.
+
+    Cautious decay (arXiv 2510.12402): lambda is 0 where -d and -p point to different sides;
+    `direction` is the move that shows d, if `move` does not.
+    """
     p, path = p.detach().double(), []
     for i, grad in enumerate(grads):
         alpha = lr[i] if isinstance(lr, list) else lr
@@ -76,12 +84,19 @@ def _path(
             lam = alpha / max_lr * weight_decay
         elif decay == "fully" and not isinstance(lr, list):
             lam = weight_decay
+        elif decay == "corrected" and max_lr is not None:
+            lam = alpha**2 / max_lr * weight_decay
         else:
             raise ValueError(f"decay {decay!r} is unknown, or misses its max_lr")
         g = -grad.detach().double() if maximize else grad.detach().double()
         if decay == "l2":
             g = g + weight_decay * p
-        u, s = move(p, s, g, At(i + 1, alpha, lam, beta))
+        kept: float | Tensor = lam
+        if cautious_decay:
+            u, _ = (direction or move)(p, s, g, At(i + 1, alpha, 0.0, beta))
+            unlike = ((u > 0) & (p > 0)) | ((u < 0) & (p < 0))
+            kept = lam * (1 - unlike.double())
+        u, s = move(p, s, g, At(i + 1, alpha, kept, beta))
         p = p + u
         path.append(p)
     return path
@@ -153,6 +168,7 @@ def sgd(
     decay: str = "l2",
     max_lr: float | None = None,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `sgd_move`."""
     if isinstance(dampening, bool):
@@ -169,7 +185,17 @@ def sgd(
         nesterov=nesterov,
     )
     return _path(
-        move, _zeros(p, "buf"), p, grads, lr, (), weight_decay, decay, max_lr, maximize
+        move,
+        _zeros(p, "buf"),
+        p,
+        grads,
+        lr,
+        (),
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+        cautious_decay,
     )
 
 
@@ -206,6 +232,7 @@ def adam(
     max_lr: float | None = None,
     amsgrad: bool = False,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `adam_move`."""
     move = partial(adam_move, eps=eps, amsgrad=amsgrad)
@@ -220,6 +247,7 @@ def adam(
         decay,
         max_lr,
         maximize,
+        cautious_decay,
     )
 
 
@@ -235,6 +263,7 @@ def adamw(
     max_lr: float | None = None,
     amsgrad: bool = False,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2).
 
@@ -256,6 +285,7 @@ def adamw(
         max_lr=max_lr,
         amsgrad=amsgrad,
         maximize=maximize,
+        cautious_decay=cautious_decay,
     )
 
 
@@ -300,10 +330,11 @@ def adan(
     max_lr: float | None = None,
     adam_wd: bool = False,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `adan_move`."""
-    proximal = decay in ("proximal", "fully_proximal") and not adam_wd
-    decay = {"proximal": "decoupled", "fully_proximal": "fully"}.get(decay, decay)
+    proximal = decay.endswith("proximal") and not adam_wd
+    decay = "decoupled" if decay == "proximal" else decay.removesuffix("_proximal")
     move = partial(adan_move, eps=eps, proximal=proximal)
     return _path(
         move,
@@ -316,6 +347,7 @@ def adan(
         decay,
         max_lr,
         maximize,
+        cautious_decay,
     )
 
 
@@ -347,6 +379,7 @@ def lion(
     decay: str = "decoupled",
     max_lr: float | None = None,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `lion_move`."""
     return _path(
@@ -360,6 +393,7 @@ def lion(
         decay,
         max_lr,
         maximize,
+        cautious_decay,
     )
 
 
@@ -395,6 +429,7 @@ def radam(
     decay: str = "l2",
     max_lr: float | None = None,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `radam_move`."""
     move = partial(radam_move, eps=eps)
@@ -409,6 +444,7 @@ def radam(
         decay,
         max_lr,
         maximize,
+        cautious_decay,
     )
 
 
@@ -450,11 +486,25 @@ def ranger(
     decay: str = "decoupled",
     max_lr: float | None = None,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `ranger_move`."""
     move = partial(ranger_move, eps=eps, k=k, alpha=alpha)
     start = {**_zeros(p, "m", "v"), "slow": p.detach().double()}
-    return _path(move, start, p, grads, lr, betas, weight_decay, decay, max_lr, maximize)
+    return _path(
+        move,
+        start,
+        p,
+        grads,
+        lr,
+        betas,
+        weight_decay,
+        decay,
+        max_lr,
+        maximize,
+        cautious_decay,
+        partial(radam_move, eps=eps),  # before it is pulled back
+    )
 
 
 def stableadamw_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -484,6 +534,7 @@ def stableadamw(
     decay: str = "decoupled",
     max_lr: float | None = None,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `stableadamw_move`."""
     move = partial(stableadamw_move, eps=eps)
@@ -498,6 +549,7 @@ def stableadamw(
         decay,
         max_lr,
         maximize,
+        cautious_decay,
     )
 
 
@@ -547,3 +599,100 @@ def nesterov_accumulation(
         b = momentum * b + grads.sum(0)
         p = p - lr * (grads[-1] + momentum * b)
     return p
+
+
+def ademamix_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    alpha: float = 8.0,
+    alpha_warmup: float = 0,
+    beta3_warmup: float = 0,
+) -> Moved:
+    """AdEMAMix (Pagliardini et al., arXiv 2409.03137, Algorithm 1).
+
+    alpha_t = min(t * alpha / T, alpha)
+    b3_t = min(exp(ln b1 ln b3 / ((1 - t / T) ln b3 + (t / T) ln b1)), b3)
+    m1_t = b1 * m1_{t-1} + (1 - b1) * g_t,   m2_t = b3_t * m2_{t-1} + (1 - b3_t) * g_t
+    v_t as in Adam; m1hat and vhat corrected, m2 not
+    p_t = p_{t-1} - lr * (m1hat_t + alpha_t * m2_t) / (sqrt(vhat_t) + eps)
+          - lambda_t * p_{t-1}
+    """
+    b1, b2, b3 = at.betas
+    if at.t < alpha_warmup:
+        alpha = at.t * alpha / alpha_warmup
+    if at.t < beta3_warmup:
+        part = at.t / beta3_warmup
+        log1, log3 = math.log(b1), math.log(b3)
+        b3 = math.exp(log1 * log3 / ((1 - part) * log3 + part * log1))
+    m1, v = _averages({"m": s["m1"], "v": s["v"]}, g, b1, b2)
+    m2 = b3 * s["m2"] + (1 - b3) * g
+    m1_hat, v_hat = _corrected(m1, v, at.t, b1, b2)
+    d = (m1_hat + alpha * m2) / (v_hat.sqrt() + eps)
+    return -at.lr * d - at.lam * p, {"m1": m1, "m2": m2, "v": v}
+
+
+def ademamix(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    betas: Triple | list[Triple] = (0.9, 0.999, 0.9999),
+    eps: float = 1e-8,
+    alpha: float = 8.0,
+    alpha_warmup: float = 0,
+    beta3_warmup: float = 0,
+    weight_decay: float = 0.0,
+    decay: str = "decoupled",
+    max_lr: float | None = None,
+    maximize: bool = False,
+    cautious_decay: bool = False,
+) -> list[Tensor]:
+    """The path of `ademamix_move`."""
+    move = partial(
+        ademamix_move,
+        eps=eps,
+        alpha=alpha,
+        alpha_warmup=alpha_warmup,
+        beta3_warmup=beta3_warmup,
+    )
+    start = _zeros(p, "m1", "m2", "v")
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
+    return _path(move, start, p, grads, *options)
+
+
+def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
+    """ADOPT (Taniguchi et al., arXiv 2411.02853, Algorithm 2, clipped).
+
+    v_0 = g_0^2: nothing else happens at the first gradient
+    m_t = b1 * m_{t-1} + (1 - b1) * clip(g_t / max(sqrt(v_{t-1}), eps), t^(1/4))
+    p_t = p_{t-1} - lr * m_t - lambda_t * p_{t-1}
+    v_t = b2 * v_{t-1} + (1 - b2) * g_t^2
+    """
+    b1, b2 = at.betas
+    if at.t == 1:
+        # A gradient that is no number is in both averages.
+        return torch.zeros_like(p), {"m": 0 * g, "v": g**2}
+    limit = (at.t - 1) ** 0.25
+    m = b1 * s["m"] + (1 - b1) * (g / s["v"].sqrt().clamp(min=eps)).clamp(-limit, limit)
+    return -at.lr * m - at.lam * p, {"m": m, "v": b2 * s["v"] + (1 - b2) * g**2}
+
+
+def adopt(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    betas: Pair | list[Pair] = (0.9, 0.9999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    decay: str = "l2",
+    max_lr: float | None = None,
+    maximize: bool = False,
+    cautious_decay: bool = False,
+) -> list[Tensor]:
+    """The path of `adopt_move`."""
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
+    return _path(partial(adopt_move, eps=eps), _zeros(p, "m", "v"), p, grads, *options)

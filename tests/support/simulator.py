@@ -24,6 +24,8 @@ FIELDS = {
     "ranger": {**ADAM, "slow_param": "slow"},
     "adan": {"exp_avg": "m", "exp_avg_diff": "v", "exp_avg_sq": "n", "prev_grad": "g_prev"},
     "lion": {"exp_avg": "m"},
+    "ademamix": {"exp_avg": "m1", "exp_avg_slow": "m2", "exp_avg_sq": "v"},
+    "adopt": ADAM,
 }
 MOVES: dict[str, reference.Move] = {
     "sgd": partial(reference.sgd_move, momentum=MU),
@@ -34,12 +36,18 @@ MOVES: dict[str, reference.Move] = {
     "ranger": reference.ranger_move,
     "adan": reference.adan_move,
     "lion": reference.lion_move,
+    "ademamix": reference.ademamix_move,
+    "adopt": reference.adopt_move,
 }
 
 
 def fresh(name: str, p: Tensor) -> dict[str, Tensor]:
     """State of a parameter that has not stepped, in the dtypes that it should have."""
     made = {field: torch.zeros_like(p) for field in FIELDS[name]}
+    if name in ("ademamix", "adopt"):
+        wide = torch.promote_types(p.dtype, torch.float32)
+        slow = {"exp_avg_slow", "exp_avg_sq"} & {*made}
+        made |= {field: made[field].to(wide) for field in slow}
     if name == "ranger":
         made["slow_param"] = p.to(torch.promote_types(p.dtype, torch.float32), copy=True)
     return made
@@ -57,14 +65,19 @@ def one_step(
         t: The number of this step, from 1.
         g: Gradient, float64.
         lr: Learning rate.
-        wd: Weight decay: L2 for sgd, adam and radam, else decoupled; adan's proximal.
+        wd: Weight decay: L2 for sgd, adam, radam, adopt, else decoupled; adan's proximal.
     """
-    raw, l2 = g, wd if name in ("sgd", "adam", "radam") else 0.0
+    raw, l2 = g, wd if name in ("sgd", "adam", "radam", "adopt") else 0.0
     g = raw + l2 * p  # also by 0: what is not finite stays so
     lam = lr * wd if l2 == 0.0 else 0.0
     # What is left of two that cancel is rounding, which Adam makes a whole step of.
     unsure = (l2 * p != 0) & (g.abs() < 1e-2 * raw.abs())
-    at = reference.At(t, lr, lam, (0.98, 0.92, 0.99) if name == "adan" else (0.9, 0.99))
+    betas: dict[str, tuple[float, ...]] = {
+        "adan": (0.98, 0.92, 0.99),
+        "ademamix": (0.9, 0.999, 0.9999),
+        "adopt": (0.9, 0.9999),
+    }
+    at = reference.At(t, lr, lam, betas.get(name, (0.9, 0.99)))
     letters = {letter: s[field] for field, letter in FIELDS[name].items()}
     u, new = MOVES[name](p, letters, g, at)
     if name == "lion":

@@ -1,0 +1,195 @@
+"""AdEMAMix (Pagliardini et al. 2024): the rule, the pure optimizer and the class."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._checks import check_betas, check_eps, check_number
+from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._math import choose, log, moment, power, root, slow_moment, sqrt
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class State(NamedTuple):
+    exp_avg: Tensor  # m1
+    exp_avg_slow: Tensor  # m2
+    exp_avg_sq: Tensor  # v
+
+
+class Coeffs(NamedTuple):
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar
+    one_minus_beta2: Scalar
+    beta3: Scalar  # of this step
+    one_minus_beta3: Scalar
+    inv_bias_correction1: Scalar  # 1 / (1 - b1^t)
+    inv_sqrt_bias_correction2: Scalar  # 1 / sqrt(1 - b2^t)
+    alpha: Scalar  # of this step
+    eps: Scalar
+
+
+def init(p: Tensor, kept: MomentStorage) -> State:
+    return State(moment(p, kept), slow_moment(p), slow_moment(p))
+
+
+def coeffs(
+    t: Scalar,
+    *,
+    betas: tuple[Scalar, Scalar, Scalar],
+    eps: Scalar,
+    alpha: Scalar,
+    alpha_warmup: Scalar,
+    beta3_warmup: Scalar,
+) -> Coeffs:
+    b1, b2, b3 = betas
+    # The steps that halve m2's past: linear in t from those of b1 to those of b3.
+    first, last = _half_life(b1), _half_life(b3)
+    half_life = first + _share(t, beta3_warmup) * (last - first)
+    none = half_life == 0
+    warming = choose(none, 0.0, 0.5 ** (1.0 / choose(none, 1.0, half_life)))
+    b3 = choose(t >= beta3_warmup, b3, warming)
+    inverses = 1.0 / (1.0 - power(b1, t)), 1.0 / sqrt(1.0 - power(b2, t))
+    alpha = alpha * _share(t, alpha_warmup)
+    return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, b3, 1.0 - b3, *inverses, alpha, eps)
+
+
+def _half_life(beta: Scalar) -> Scalar:
+    none = beta == 0
+    return choose(none, 0.0, math.log(0.5) / log(choose(none, 0.5, beta)))
+
+
+def _share(t: Scalar, warmup: Scalar) -> Scalar:
+    """How much of a warmup is over."""
+    return choose(t < warmup, t / choose(warmup > 0, warmup, 1.0), 1.0)
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    # As Adam's, of both means.
+    return c._replace(beta1=1.0, beta2=1.0, beta3=1.0)
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    fast = c.beta1 * s.exp_avg + c.one_minus_beta1 * g
+    slow = c.beta3 * s.exp_avg_slow + c.one_minus_beta3 * g
+    v = c.beta2 * s.exp_avg_sq + c.one_minus_beta2 * (g * g)
+    d = c.inv_bias_correction1 * fast + c.alpha * slow
+    d = d / (c.inv_sqrt_bias_correction2 * root(v) + c.eps)
+    return Direction(d, State(fast, slow, v))
+
+
+ademamix_rule = Rule("ademamix", State, init, coeffs, direction, accumulate=accumulate)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ademamix(FunctionalOptimizer):
+    """`AdEMAMix` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999)
+    eps: Number = 1e-8
+    alpha: Number = 8.0
+    alpha_warmup: Number = 0
+    beta3_warmup: Number = 0
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return ademamix_rule
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 3)
+        check_eps(self.eps)
+        check_number("share of the slow mean", "alpha", self.alpha)
+        check_number("warmup of alpha", "alpha_warmup", self.alpha_warmup)
+        check_number("warmup of beta3", "beta3_warmup", self.beta3_warmup)
+
+    @property
+    def narrow_betas(self) -> tuple[Number, ...]:
+        return self.betas[:1]
+
+
+ademamix_init = init_function(ademamix_rule, "ademamix")
+ademamix_step, compiled_ademamix_step, compiled_ademamix_step_ = step_functions(
+    ademamix, "ademamix"
+)
+
+# The class
+
+
+class AdEMAMix(BaseOptimizer):
+    """AdEMAMix: AdamW with a second, much slower mean of the gradients.
+
+        m1 <- b1 * m1 + (1 - b1) * g,   m2 <- b3(t) * m2 + (1 - b3(t)) * g
+        v <- b2 * v + (1 - b2) * g^2
+        p <- p - lr * (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps) - lr * weight_decay * p
+
+    with m1hat and vhat corrected for bias as in Adam, and m2 as it is. Old gradients go on
+    to be of use over ten thousands of steps. m2 and v are float32 whatever the storage:
+    bfloat16 could not follow them.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1, b2 and b3, each in [0, 1): how much of m1, v and m2 a step keeps.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr.
+        eps: Added to the root, after the bias correction.
+        alpha: How much m2 counts, from 0; the authors' code has 2, their paper 8.
+        alpha_warmup: Steps over which alpha grows from 0, linearly; as many as there are in
+            all, as a rule. It is no part of the state: give it again on resuming.
+        beta3_warmup: Steps over which m2's half-life grows from b1's to b3's, linearly.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Pagliardini, Ablin & Grangier, "The AdEMAMix Optimizer: Better, Faster, Older",
+        arXiv:2409.03137.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = AdEMAMix([w], lr=0.1, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([0.8999, 0.8999])
+    """
+
+    factory = ademamix
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+        alpha: float = 8.0,
+        alpha_warmup: float = 0,
+        beta3_warmup: float = 0,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
+    ) -> None: ...

@@ -1,0 +1,164 @@
+"""ADOPT (Taniguchi et al. 2024): the rule, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func._checks import check_betas, check_eps
+from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._math import choose, moment, root, slow_moment
+from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+class State(NamedTuple):
+    exp_avg: Tensor  # m
+    exp_avg_sq: Tensor  # v, one gradient behind
+
+
+class Coeffs(NamedTuple):
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar  # 0 at the first gradient
+    one_minus_beta2: Scalar
+    limit: Scalar  # (t - 1)^(1/4): of what joins m
+    moves: Scalar  # 0 at the first gradient, which sets v alone, then 1
+    eps: Scalar
+
+
+def init(p: Tensor, kept: MomentStorage) -> State:
+    return State(moment(p, kept), slow_moment(p))
+
+
+def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
+    b1, b2 = betas
+    later = t > 1
+    return Coeffs(
+        *(b1, 1.0 - b1),
+        beta2=choose(later, b2, 0.0),
+        one_minus_beta2=choose(later, 1.0 - b2, 1.0),
+        limit=(t - 1.0) ** 0.25,
+        moves=choose(later, 1.0, 0.0),
+        eps=eps,
+    )
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    scaled = g / root(s.exp_avg_sq).clamp_min(c.eps)
+    clipped = scaled.clamp_min(-c.limit).clamp_max(c.limit)
+    m = c.beta1 * s.exp_avg + c.one_minus_beta1 * clipped
+    v = c.beta2 * s.exp_avg_sq + c.one_minus_beta2 * (g * g)
+    return Direction(m, State(m, v))
+
+
+def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
+    del x
+    return c.moves * u, s
+
+
+adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class adopt(FunctionalOptimizer):
+    """`ADOPT` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.9999)
+    eps: Number = 1e-6
+    decouple_wd: bool = False
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return adopt_rule
+
+    @property
+    def decay(self) -> DecayKind:
+        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+
+    @property
+    def narrow_betas(self) -> tuple[Number, ...]:
+        return self.betas[:1]
+
+
+adopt_init = init_function(adopt_rule, "adopt")
+adopt_step, compiled_adopt_step, compiled_adopt_step_ = step_functions(adopt, "adopt")
+
+# The class
+
+
+class ADOPT(BaseOptimizer):
+    """ADOPT: Adam that divides each gradient by the root of those before it.
+
+        m <- b1 * m + (1 - b1) * clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
+        p <- p - lr * m
+        v <- b2 * v + (1 - b2) * g^2
+
+    The first gradient sets v = g^2 and moves nothing. As v knows nothing of the gradient
+    that it divides, the method converges with any b2, where Adam need not. v is float32
+    whatever the storage: bfloat16 could not follow it.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        eps: The least that a gradient is divided by.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the
+        Optimal Rate", arXiv:2411.02853, as its authors' code clips since.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = ADOPT([w], lr=0.1, compile=False)
+    >>> for _ in range(2):
+    ...     w.grad = torch.ones(2)
+    ...     optimizer.step()
+    >>> w.detach()
+    tensor([0.9900, 0.9900])
+    """
+
+    factory = adopt
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        decouple_wd: bool = False,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
+    ) -> None: ...

@@ -1,0 +1,46 @@
+"""Rules beside the code of a package that has them: the same movement."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import LR, assert_moved_alike, problem, schedule
+
+import optimi_func
+
+AdEMAMix, ADOPT = optimi_func.AdEMAMix, optimi_func.ADOPT
+PAIRS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (AdEMAMix, {"alpha": 5.0}, {"alpha": 5.0}),
+    (
+        AdEMAMix,
+        {"betas": (0.9, 0.95, 0.99), "alpha_warmup": 40, "beta3_warmup": 40},
+        {"betas": (0.9, 0.95, 0.99), "alpha": 8.0, "t_alpha_beta3": 40},
+    ),
+    (AdEMAMix, {"weight_decay": 0.1}, {"weight_decay": 0.1, "alpha": 8.0, "decoupled": 1}),
+    (ADOPT, {}, {}),
+    (ADOPT, {"weight_decay": 0.1}, {"weight_decay": 0.1}),
+    (ADOPT, {"betas": (0.5, 0.9), "maximize": True}, {"betas": (0.5, 0.9), "maximize": 1}),
+]
+
+
+@pytest.mark.parametrize(("cls", "ours", "theirs"), PAIRS, ids=str)
+def test_equals_pytorch_optimizer(cls: Any, ours: Any, theirs: Any) -> None:
+    import pytorch_optimizer
+
+    p, grads = problem()
+    theirs = dict(theirs)
+    if cls is ADOPT:  # its authors count steps from 0, that package from 1
+        theirs["clip_lambda"] = lambda step: (step - 1) ** 0.25
+    theirs["weight_decouple"] = bool(theirs.pop("decoupled", False))
+    other = getattr(pytorch_optimizer, cls.__name__)
+    ended: list[torch.Tensor] = []
+    for make, options in ((other, {"foreach": False, **theirs}), (cls, ours)):
+        q = torch.nn.Parameter(p.clone())
+        eager = {"compile": False} if make is cls else {}
+        optimizer = make([q], lr=LR, **options, **eager)
+        for g, lr in zip(grads, schedule()):
+            optimizer.param_groups[0]["lr"] = lr
+            q.grad = g.clone()
+            optimizer.step()
+        ended.append(q.detach())
+    assert_moved_alike(p, ended[1], ended[0], 1e-12)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from optimi_func._codes import GROUP
 from optimi_func._distributed import any_distributed, to_local
 from optimi_func._rule import WHOLE_BATCH, Storage
+from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.sizes import held, rounded
 from optimi_func.memory.trace import Counter
@@ -102,15 +104,14 @@ def kept(
     made.init_state()
     state = 0
     eager: list[str] = []
-    lists = has_list_kernels(torch.device(device))  # which know codes; no others do
     for name, p in params.items():
-        entry = [x for x in made.state.get(p, {}).values() if isinstance(x, Tensor)]
+        named = made.state.get(p, {})
+        entry = [x for x in named.values() if isinstance(x, Tensor)]
         # Counts stay on the host.
         here = [x for x in entry if x.is_meta or device == "cpu"]
         state += sum(rounded(held(x, ranks), device) for x in here)
-        coded = any(not x.is_floating_point() for x in entry)
         compiled = made.group_of(p)["compile"] is not False
-        if p.requires_grad and not (compiled and (lists or not coded)):
+        if p.requires_grad and not (compiled and _has_kernel(p, named, device)):
             eager.append(name)
     if eager and any_distributed(list(params.values())):
         params = {name: _part(p) for name, p in params.items()}
@@ -118,6 +119,16 @@ def kept(
         made.init_state()
     scratch = _temporaries(made, {name: params[name] for name in eager}, device)
     return Kept(state, {name: -(-size // ranks) for name, size in scratch.items()})
+
+
+def _has_kernel(p: Tensor, entry: Mapping[str, Any], device: str) -> bool:
+    """Whether the compiled step of a parameter is a kernel, and takes nothing beside it."""
+    kinds = {x.dtype for x in entry.values() if isinstance(x, Tensor)}
+    coded = any(not kind.is_floating_point for kind in kinds)
+    if not coded or has_list_kernels(torch.device(device)):
+        return True
+    in_groups = any(name.endswith("_scale") for name in entry)
+    return p.numel() >= SMALL and not (in_groups and p.numel() % GROUP)
 
 
 def _part(p: nn.Parameter) -> nn.Parameter:

@@ -25,6 +25,7 @@ from optimi_func.optimizers import Adam as Adam
 from optimi_func.optimizers import AdamW as AdamW
 from optimi_func.optimizers import Adan as Adan
 from optimi_func.optimizers import Lion as Lion
+from optimi_func.optimizers import Muon as Muon
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
 from optimi_func.optimizers import StableAdamW as StableAdamW
@@ -40,6 +41,9 @@ from optimi_func.optimizers.adan import adan_step as adan_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step
+from optimi_func.optimizers.muon import muon as muon
+from optimi_func.optimizers.muon import muon_init as muon_init
+from optimi_func.optimizers.muon import muon_step as muon_step
 from optimi_func.optimizers.radam import radam as radam
 from optimi_func.optimizers.radam import radam_init as radam_init
 from optimi_func.optimizers.radam import radam_step as radam_step

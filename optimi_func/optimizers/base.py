@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._checks import check_accumulates
+from optimi_func._checks import check_accumulates, check_taken
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
@@ -91,9 +91,6 @@ class BaseOptimizer(Checkpoints):
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
-        # Json has no dtypes.
-        if isinstance(defaults["state_dtype"], torch.dtype):
-            defaults["state_dtype"] = str(defaults["state_dtype"])
         if isinstance(
             moments := getattr(defaults["storage"], "moments", None), torch.dtype
         ):
@@ -130,8 +127,11 @@ class BaseOptimizer(Checkpoints):
         try:
             group = self.param_groups[count]
             group.update({name: plain_number(group[name]) for name in self.keywords})
-            check_group(group, self.keywords)
-            self._numbers.bind(group, on_host)
+            choices = getattr(type(self).factory, "choices", ())
+            check_group(group, tuple([k for k in self.keywords if k not in choices]))
+            rule = self._numbers.bind(group, on_host).rule
+            for p in group["params"]:
+                check_taken(rule, Path(group, p), p)
             check_modes(group)
             if self._constructed:
                 self._warn_of_mistakes(count)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -114,7 +114,8 @@ def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
     dtype, (m, n) = how.dtype or iterated_in(x), shape[-2:]
     if dtype.itemsize < wide.itemsize and is_differentiated(x):
         dtype = wide  # the derivative would be noise
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(eps)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp_min(eps).clamp_min(torch.finfo(wide).tiny)
     x = (x.mT if m > n else x).to(dtype)
     x = x.flatten(0, -3) if x.dim() > 2 else x
     multiply = torch.baddbmm if x.dim() > 2 else torch.addmm
@@ -149,14 +150,19 @@ def refuses(p: Tensor, split: Split) -> str | None:
     return None
 
 
-@cache
 def muon_rule(nesterov: bool, how: Iteration) -> Rule[State, Coeffs]:
-    return Rule(
-        *("muon", State, init, coeffs, look_ahead if nesterov else direction),
-        accumulate=accumulate,
-        whole=partial(whole, how=how),
-        refuses=partial(refuses, split=how.split),
-    )
+    key = nesterov, *how
+    if key not in _rules:  # no functools.cache: Dynamo calls what that wraps
+        _rules[key] = Rule(
+            *("muon", State, init, coeffs, look_ahead if nesterov else direction),
+            accumulate=accumulate,
+            whole=partial(whole, how=how),
+            refuses=partial(refuses, split=how.split),
+        )
+    return _rules[key]
+
+
+_rules: dict[Any, Rule[State, Coeffs]] = {}
 
 
 # The pure optimizer

@@ -3,7 +3,6 @@
 A new optimizer is rows here; what they are run through stands in the tests.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -169,8 +168,8 @@ OPTIONS = [
     ),
     _muon({"ns_coefficients": "quintic"}, table=_QUINTIC),
     _muon({"ns_coefficients": "polar_express"}, table=_POLAR_EXPRESS),
-    _muon({"adjust_lr_fn": "original"}, scale=lambda m, n: math.sqrt(max(1, m / n))),
-    _muon({"adjust_lr_fn": "rms_to_rms"}, scale=lambda m, n: math.sqrt(m / n)),
+    _muon({"adjust_lr_fn": "original"}, scale=reference.tall_scale),
+    _muon({"adjust_lr_fn": "rms_to_rms"}, scale=reference.spectral_scale),
     _muon({"split": (3, 4)}, split=(3, 4)),
     _muon({"split": 7}, split=(1,) * 7),
 ]
@@ -189,6 +188,20 @@ def problem(
     ]
     grads[3] = torch.zeros_like(p)
     return p, grads
+
+
+def fitting(name: str, ps: list[Any]) -> list[Any]:
+    """Parameters, as matrices where the optimizer takes nothing less."""
+    if name in ELEMENTWISE:
+        return ps
+    return [p.detach().reshape(1, -1).requires_grad_() if p.dim() < 2 else p for p in ps]
+
+
+def taken(cls: Any, model: torch.nn.Module) -> list[Any]:
+    """A model's parameters that an optimizer takes; the others are frozen."""
+    for p in model.parameters():
+        p.requires_grad_(p.dim() > 1 or cls is not CLASSES["muon"])
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def schedule(steps: int = 60) -> list[float]:

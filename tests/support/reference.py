@@ -519,6 +519,16 @@ def rms_scale(m: int, n: int) -> float:
     return 0.2 * math.sqrt(max(m, n))
 
 
+def tall_scale(m: int, n: int) -> float:
+    """The first code's."""
+    return math.sqrt(max(1, m / n))
+
+
+def spectral_scale(m: int, n: int) -> float:
+    """With which what enters as RMS 1 leaves as RMS 1 (arXiv 2310.17813)."""
+    return math.sqrt(m / n)
+
+
 def muon_move(
     p: Tensor,
     s: State,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from optimi_func._codes import is_eligible, moment_codes, second_moment_codes
 from optimi_func._rule import MomentStorage, Scalar
-from optimi_func._torch import forward_modes
+from optimi_func._torch import differentiates
 
 
 def power(base: Scalar, t: Scalar) -> Scalar:
@@ -49,9 +49,7 @@ def root(v: Tensor) -> Tensor:
 
 def is_differentiated(x: Tensor) -> bool:
     """Whether anybody may ask for the derivative of what is made of x."""
-    if torch.compiler.is_compiling():
-        return x.requires_grad
-    return x.requires_grad or forward_modes() > 0
+    return x.requires_grad or (not torch.compiler.is_compiling() and differentiates(x))
 
 
 def moment(p: Tensor, kept: MomentStorage) -> Any:

@@ -91,7 +91,8 @@ class Rule(Generic[S, C]):
         """Read the names of the hyperparameters off the signature of `coeffs`."""
         _, *names = inspect.signature(self.coeffs).parameters
         object.__setattr__(self, "numbers", tuple(names))
-        assert self.whole is None or (self.after is None and not self.per_tensor)
+        if self.whole is not None and (self.after is not None or self.per_tensor):
+            raise ValueError(f"{self.name}: whole goes with neither after nor per_tensor")
 
 
 class Rates(NamedTuple):

@@ -23,7 +23,7 @@ import forked
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import CLASSES, ELEMENTWISE
+from cases import CLASSES, ELEMENTWISE, taken
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
@@ -496,7 +496,7 @@ def released(
     model: nn.Module, cls: Any, options: dict[str, Any], data: Callable[[int], Tensor]
 ) -> list[float | None]:
     """The norms of some steps under release."""
-    optimizer = cls(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    optimizer = cls(taken(cls, model), lr=1e-2, gradient_release=True, **EAGER)
     norms: list[float | None] = []
     with prepare_for_gradient_release(model, optimizer, **options) as handle:
         for i in range(4):

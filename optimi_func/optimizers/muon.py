@@ -307,9 +307,6 @@ class Muon(BaseOptimizer):
     flattened into a matrix, a convolution to out x rest; what has three is a stack of
     matrices. torch.optim.Muon's mathematics, with another default of adjust_lr_fn.
 
-    A step costs 4 * ns_steps * min(m, n) / tokens of a forward's and backward's work or so.
-    Its result depends on kernels and their number of threads as a matrix product does.
-
     Args:
         params: Parameters, named parameters, or param groups; of 2 dimensions or more.
         lr: Learning rate, a number or a tensor of one element.
@@ -341,12 +338,12 @@ class Muon(BaseOptimizer):
         Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982.
 
     >>> w = torch.eye(2, requires_grad=True)
-    >>> optimizer = Muon([w], lr=0.1, weight_decay=0.0, adjust_lr_fn="original")
+    >>> optimizer = Muon([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> (3 * w).trace().backward()
     >>> optimizer.step()
     >>> w.detach()
-    tensor([[0.9297, 0.0000],
-            [0.0000, 0.9297]])
+    tensor([[0.9687, 0.0000],
+            [0.0000, 0.9687]])
     """
 
     factory = muon

@@ -25,10 +25,13 @@ from optimi_func.optimizers import Adam as Adam
 from optimi_func.optimizers import AdamW as AdamW
 from optimi_func.optimizers import Adan as Adan
 from optimi_func.optimizers import Lion as Lion
+from optimi_func.optimizers import Mixed as Mixed
 from optimi_func.optimizers import Muon as Muon
+from optimi_func.optimizers import MuonAdamW as MuonAdamW
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
 from optimi_func.optimizers import StableAdamW as StableAdamW
+from optimi_func.optimizers import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.adam import adam as adam
 from optimi_func.optimizers.adam import adam_init as adam_init
 from optimi_func.optimizers.adam import adam_step as adam_step

@@ -51,6 +51,8 @@ class FunctionalOptimizer:
 
     # The keywords that are no numbers: what they may be, `check` alone knows.
     choices: ClassVar[tuple[str, ...]] = ()
+    # What its class is in other libraries, as `_saved.Counterparts`.
+    counterparts: ClassVar[Any] = None
 
     lr: Number
     weight_decay: Number = 0.0

@@ -148,7 +148,7 @@ def _by_name(
     home = {name: group for group in saved for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
-    theirs = _same_names(ours, list(index))
+    theirs = same_names(ours, list(index))
     found = set(theirs.values())
     report = LoadReport(
         [name for name in ours if name not in theirs],
@@ -179,7 +179,7 @@ def _by_name(
     return Match(options, entries, others, report)
 
 
-def _same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
+def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
     """To names of ours the saved ones: the same, or the same without torch's wrappers."""
     found = {name: name for name in set(ours).intersection(saved)}
     bare = dict(zip(_bare(saved), saved))

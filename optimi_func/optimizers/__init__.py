@@ -4,8 +4,11 @@ from optimi_func.optimizers.adam import Adam as Adam
 from optimi_func.optimizers.adam import AdamW as AdamW
 from optimi_func.optimizers.adan import Adan as Adan
 from optimi_func.optimizers.base import BaseOptimizer as BaseOptimizer
+from optimi_func.optimizers.hidden import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.lion import Lion as Lion
+from optimi_func.optimizers.mixed import Mixed as Mixed
 from optimi_func.optimizers.muon import Muon as Muon
+from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
 from optimi_func.optimizers.radam import RAdam as RAdam
 from optimi_func.optimizers.ranger import Ranger as Ranger
 from optimi_func.optimizers.sgd import SGD as SGD

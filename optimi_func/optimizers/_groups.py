@@ -235,6 +235,11 @@ class GroupNumbers:
         self._given: itemgetter[Any] = itemgetter(*keywords)
         self._bound: dict[int, tuple[Any, Any]] = {}
 
+    def keywords(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the factory of a group takes, and what of it are no numbers."""
+        del group
+        return self._keywords, getattr(self._factory, "choices", ())
+
     def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
         """Those of the group's numbers that are tensors, by name."""
         given = zip(self._keywords, self._given(group))

@@ -80,6 +80,8 @@ class BaseOptimizer(Checkpoints):
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
         super().__init_subclass__()
+        if not hasattr(cls, "factory"):
+            return
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
         assert cls.keywords[0] == "lr"
 
@@ -110,10 +112,13 @@ class BaseOptimizer(Checkpoints):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._numbers = GroupNumbers(type(self).factory, self.keywords)
+        self._numbers = self._group_numbers()
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
         self._stepper = Stepper(self._numbers)
+
+    def _group_numbers(self) -> GroupNumbers:
+        return GroupNumbers(type(self).factory, self.keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -126,9 +131,9 @@ class BaseOptimizer(Checkpoints):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[count]
-            group.update({name: plain_number(group[name]) for name in self.keywords})
-            choices = getattr(type(self).factory, "choices", ())
-            check_group(group, tuple([k for k in self.keywords if k not in choices]))
+            keywords, choices = self._numbers.keywords(group)
+            group.update({name: plain_number(group[name]) for name in keywords})
+            check_group(group, tuple([k for k in keywords if k not in choices]))
             rule = self._numbers.bind(group, on_host).rule
             for p in group["params"]:
                 check_taken(rule, Path(group, p), p)

@@ -233,9 +233,37 @@ def as_split(x: Any) -> Split:
     return tuple(sizes) if isinstance(x, tuple | list) else x
 
 
+def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as torch has them.
+
+    Raises:
+        ValueError: One that it does not have.
+    """
+    table = as_table(group["ns_coefficients"], group["ns_steps"])
+    refused = {
+        "ns_coefficients": len(set(table)) > 1,
+        "adjust_lr_fn": group["adjust_lr_fn"] == "rms_to_rms",
+        "split": group["split"] is not None,
+        "maximize": group["maximize"],
+    }
+    for name, unknown in refused.items():
+        if unknown:
+            raise ValueError(f"torch.optim.Muon cannot go on with {name}={group[name]!r}")
+    return {"ns_coefficients": table[0], "ns_steps": len(table)}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class muon(FunctionalOptimizer):
     """`Muon` as a value: `init` and `step` over a tree of parameters."""
+
+    counterparts = Counterparts(
+        in_torch=torch.optim.Muon,
+        torch_counts_steps=False,
+        torch_options=torchs_options,
+        our_options=lambda group: (
+            {"adjust_lr_fn": "original"} if group.get("adjust_lr_fn", "") is None else {}
+        ),
+    )
 
     choices: ClassVar[tuple[str, ...]] = (
         *("ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_dtype", "split"),
@@ -273,25 +301,6 @@ muon_init = init_function(muon(lr=0.0).rule, "muon")
 muon_step, compiled_muon_step, compiled_muon_step_ = step_functions(muon, "muon")
 
 # The class
-
-
-def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as torch has them.
-
-    Raises:
-        ValueError: One that it does not have.
-    """
-    table = as_table(group["ns_coefficients"], group["ns_steps"])
-    refused = {
-        "ns_coefficients": len(set(table)) > 1,
-        "adjust_lr_fn": group["adjust_lr_fn"] == "rms_to_rms",
-        "split": group["split"] is not None,
-        "maximize": group["maximize"],
-    }
-    for name, unknown in refused.items():
-        if unknown:
-            raise ValueError(f"torch.optim.Muon cannot go on with {name}={group[name]!r}")
-    return {"ns_coefficients": table[0], "ns_steps": len(table)}
 
 
 class Muon(BaseOptimizer):
@@ -347,14 +356,6 @@ class Muon(BaseOptimizer):
     """
 
     factory = muon
-    counterparts = Counterparts(
-        in_torch=torch.optim.Muon,
-        torch_counts_steps=False,
-        torch_options=torchs_options,
-        our_options=lambda group: (
-            {"adjust_lr_fn": "original"} if group.get("adjust_lr_fn", "") is None else {}
-        ),
-    )
 
     @group_defaults
     def __init__(

@@ -219,10 +219,11 @@ def test_population_benchmark(tmp_path: Path) -> None:
         assert cell["error"] < 1e-5
 
 
-def test_fsdp2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [[], ["--muon"]], ids=["adamw", "muon"])
+def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
     """Two processes save; one goes on, with gradient release, and ends as the two did."""
     losses: list[str] = []
-    for count, more in ((2, []), (1, ["--release"])):
+    for count, more in ((2, rule), (1, ["--release", *rule])):
         options = ["--quick", "--no-compile", "--steps", "4", "--every", "2", *more]
         options += ["--folder", str(tmp_path / "kept")]
         out = run("examples/fsdp2.py", *options, count=count, strict=False)

@@ -189,6 +189,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Comparison, Path | None]:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=usual.model.steps)
+    parser.add_argument("--evaluations", type=int, default=usual.model.evaluations)
     parser.add_argument("--seeds", type=int, default=usual.seeds, help="how many")
     parser.add_argument("--lrs", type=float, nargs="+", default=usual.lrs)
     parser.add_argument("--out", type=Path, default=usual.out, help="PNG to write")
@@ -199,11 +200,14 @@ def parse(arguments: Sequence[str] | None) -> tuple[Comparison, Path | None]:
     model = replace(
         usual.model,
         steps=options.steps,
+        warmup=max(1, options.steps // 6),
+        evaluations=options.evaluations,
         compile=False if options.no_compile else None,
     )
     lrs = tuple(options.lrs)
     if options.quick:
         model, lrs = model.quick(), lrs[:2]
+        model = replace(model, evaluations=options.evaluations)
     return Comparison(model, lrs, options.seeds, options.out), options.json
 
 

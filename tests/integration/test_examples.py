@@ -58,6 +58,19 @@ def test_memory_timeline(tmp_path: Path) -> None:
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 
+def test_muon_gpt(tmp_path: Path) -> None:
+    picture, numbers = tmp_path / "muon.png", tmp_path / "muon.json"
+    options = ["--quick", "--no-compile", "--seeds", "2", "--evaluations", "1"]
+    options += ["--out", str(picture), "--json", str(numbers)]
+    out = run("examples/muon_gpt.py", *options, strict=False)
+    kept = json.loads(numbers.read_text())
+    for name in ("AdamW", "Muon + AdamW"):
+        assert re.search(rf"^{re.escape(name)} +\d\.\d{{4}} +\d\.\d{{4}}", out, re.M)
+        assert len(kept[name]["sweep"]) == len(kept[name]["seeds"]) == 2
+    assert "Muon has 4 matrices" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_mixed_optimizers(tmp_path: Path) -> None:
     picture = tmp_path / "mixed.png"
     options = ["--quick", "--out", str(picture)]
@@ -151,6 +164,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
         "bandwidth": [],
         "rules_per_byte": [],
         "storage": [],
+        "muon": [],
         "gpu": ["--device", "cpu", "--sets", "tiny"],
     }
     found: dict[str, dict[str, Any]] = {}
@@ -167,6 +181,8 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     assert list(found["scaling"]["scaling"]) == ["10000"]
     assert 5.12 < found["storage"]["bytes"]["compact"]["kept"] < 5.15
     assert found["host_cost"]["config"]["cpu_time"] is True
+    cells = found["muon"]["muon"]
+    assert cells["torch.optim.Muon"]["ratio"] == 1 and cells["optimi_func"]["peak"] > 0
     cell = found["gpu"]["gpu"]["tiny"]["float32"]
     assert cell["share of a copy"]["ratio"] > 0 and cell["host seconds"]["torch fused"] > 0
     cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]

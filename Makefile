@@ -19,7 +19,7 @@ DEVICE ?=
 # Of a GPU one question is asked, in minutes, and nowhere else.
 QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop \
 	host_cost cold_start bandwidth rules_per_byte release accumulation train_step \
-	population storage plan)
+	population storage plan muon)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test soak cuda-offline bench lint format clean

@@ -7,7 +7,8 @@ Every process holds a shard of each parameter and of its optimizer state, which 
 DTensors; the optimizer's kernels see the local shards. With ``--release`` the step is
 fused into backward: each shard is updated as soon as its gradient has been reduced, and no
 process ever holds all of its gradients; the norm by which they are clipped is that of the
-whole model.
+whole model. With ``--muon`` the matrices of the hidden layers follow Muon, which every
+process computes of the whole matrix, and the rest AdamW, in one optimizer.
 
 A checkpoint is a folder by torch.distributed.checkpoint, which is whole once its
 ``.metadata`` is there: the run goes on from the last whole one, among as many processes as
@@ -34,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
-from optimi_func import AdamW, prepare_for_gradient_release
+from optimi_func import AdamW, Mixed, MuonAdamW, prepare_for_gradient_release
 
 DIGITS, LENGTH = 10, 8
 
@@ -51,6 +52,7 @@ class Config:
     clip: float = 1.0
     every: int = 20  # steps between checkpoints
     release: bool = False
+    muon: bool = False
     compile: bool | None = None
     folder: Path = Path("outputs/fsdp2")
 
@@ -96,14 +98,14 @@ def batch_of(step: int, config: Config, mesh: DeviceMesh) -> Tensor:
     return x.chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type)
 
 
-def save(step: int, model: nn.Module, optimizer: AdamW, config: Config) -> None:
+def save(step: int, model: nn.Module, optimizer: AdamW | Mixed, config: Config) -> None:
     """Every process writes its shards."""
     weights, state = get_state_dict(model, optimizer)
     kept = {"model": weights, "optimizer": state}
     dcp.save(kept, checkpoint_id=config.folder / f"step {step}")
 
 
-def resume(model: nn.Module, optimizer: AdamW, config: Config) -> int:
+def resume(model: nn.Module, optimizer: AdamW | Mixed, config: Config) -> int:
     """Load the last whole checkpoint, if there is one; how many steps it has taken."""
     whole = [path.parent for path in config.folder.glob("step */.metadata")]
     if not whole:
@@ -124,12 +126,21 @@ def resume(model: nn.Module, optimizer: AdamW, config: Config) -> int:
 def train(config: Config, mesh: DeviceMesh) -> float:
     """Run to the last step; the last loss over all processes."""
     model = build(config, mesh)
-    optimizer = AdamW(
-        model.named_parameters(),
-        lr=config.lr,
-        gradient_release=config.release,
-        compile=config.compile,
-    )
+    optimizer: AdamW | Mixed
+    if config.muon:
+        optimizer = MuonAdamW(
+            model,
+            lr=config.lr,
+            gradient_release=config.release,
+            compile=config.compile,
+        )
+    else:
+        optimizer = AdamW(
+            model.named_parameters(),
+            lr=config.lr,
+            gradient_release=config.release,
+            compile=config.compile,
+        )
     # After fully_shard, which replaces the parameters.
     handle = (
         prepare_for_gradient_release(model, optimizer, clip_global_norm=config.clip)
@@ -171,6 +182,7 @@ def parse(arguments: Sequence[str] | None) -> Config:
     parser.add_argument("--every", type=int, default=usual.every, help="save so often")
     parser.add_argument("--folder", type=Path, default=usual.folder)
     parser.add_argument("--release", action="store_true", help="step within backward")
+    parser.add_argument("--muon", action="store_true", help="for the hidden matrices")
     parser.add_argument("--no-compile", action="store_true", help="step eagerly")
     parser.add_argument("--quick", action="store_true", help="a smaller model")
     given = parser.parse_args(arguments)
@@ -181,6 +193,7 @@ def parse(arguments: Sequence[str] | None) -> Config:
         layers=1 if given.quick else usual.layers,
         every=given.every,
         release=given.release,
+        muon=given.muon,
         compile=False if given.no_compile else None,
         folder=given.folder,
     )

@@ -28,9 +28,13 @@ from optimi_func.optimizers import AdamW as AdamW
 from optimi_func.optimizers import Adan as Adan
 from optimi_func.optimizers import AdEMAMix as AdEMAMix
 from optimi_func.optimizers import Lion as Lion
+from optimi_func.optimizers import Mixed as Mixed
+from optimi_func.optimizers import Muon as Muon
+from optimi_func.optimizers import MuonAdamW as MuonAdamW
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
 from optimi_func.optimizers import StableAdamW as StableAdamW
+from optimi_func.optimizers import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.adam import adam as adam
 from optimi_func.optimizers.adam import adam_init as adam_init
 from optimi_func.optimizers.adam import adam_step as adam_step
@@ -49,6 +53,9 @@ from optimi_func.optimizers.adopt import adopt_step as adopt_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step
+from optimi_func.optimizers.muon import muon as muon
+from optimi_func.optimizers.muon import muon_init as muon_init
+from optimi_func.optimizers.muon import muon_step as muon_step
 from optimi_func.optimizers.radam import radam as radam
 from optimi_func.optimizers.radam import radam_init as radam_init
 from optimi_func.optimizers.radam import radam_step as radam_step

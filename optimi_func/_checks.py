@@ -84,6 +84,13 @@ def check_param(path: object, p: Any) -> None:
         raise TypeError(f"params{path} has layout {p.layout}: allowed is strided")
 
 
+def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
+    """Refuse a parameter that the rule cannot take."""
+    why = None if rule.refuses is None else rule.refuses(p)
+    if why is not None:
+        raise ValueError(f"params{path} has shape {tuple(p.shape)}: {why}")
+
+
 def check_grad(path: object, p: Tensor, g: Any) -> None:
     """Refuse a gradient that does not fit its parameter."""
     if g is None:

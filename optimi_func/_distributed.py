@@ -5,7 +5,9 @@ tensor, a mean, a norm or a decision, is a message between processes. Messages a
 an order that depends on nothing that one process alone knows.
 """
 
+import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,15 @@ class ShardSpec(NamedTuple):
 
     mesh: Any  # a DeviceMesh
     dims: tuple[int, ...]
-    numel: int  # of the whole tensor
+    placements: tuple[Any, ...]
+    # Of the whole tensor.
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The elements of the whole tensor."""
+        return math.prod(self.shape)
 
     @property
     def group(self) -> tuple[Any, tuple[int, ...]]:
@@ -74,6 +84,33 @@ def from_local(part: Tensor, like: Any) -> Tensor:
     return _dtensor().from_local(part, mesh, places, run_check=False, **shape)
 
 
+def on_whole(fn: Callable[..., Tensor], x: Any, *more: Any) -> Tensor:
+    """What fn makes of a whole tensor, divided as x is: every process gathers and calls it.
+
+    Args:
+        fn: Of a plain tensor, with a result of its shape; the same in all processes.
+        x: A plain tensor, or a DTensor.
+        *more: Further arguments of fn.
+    """
+    if not is_distributed(x):
+        return fn(x, *more)
+    result = fn(x.full_tensor(), *more)
+    everywhere = _dtensor().from_local(result, x.device_mesh, run_check=False)
+    return everywhere.redistribute(placements=x.placements)
+
+
+def part_on_whole(
+    fn: Callable[..., Tensor], part: Tensor, shard: ShardSpec, *more: Any
+) -> Tensor:
+    """Likewise of the part that lies here: a message that every process has to send."""
+    mesh, places = shard.mesh, shard.placements
+    shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
+    # What is offloaded has to return to the mesh's device.
+    own = part.to(mesh.device_type)
+    x = _dtensor().from_local(own, mesh, places, run_check=False, **shape)
+    return _part(on_whole(fn, x, *more)).to(part.device)
+
+
 def leaf_to_local(leaf: Leaf) -> Leaf:
     """A leaf with the local parts of its tensors."""
     tensors, spec = pytree.tree_flatten(leaf)
@@ -98,7 +135,8 @@ def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
     if mesh.get_coordinate() is None:
         return None  # this process is not part of it
     several = tuple(i for i in dims if mesh.size(i) > 1)
-    return ShardSpec(mesh, several, x.numel()) if several else None
+    where = mesh, several, x.placements
+    return ShardSpec(*where, tuple(x.shape), x.stride()) if several else None
 
 
 def same_placements(p: Any, x: Any) -> bool:

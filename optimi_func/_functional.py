@@ -7,7 +7,7 @@ optimizers themselves are in `optimizers`, a file each.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class FunctionalOptimizer:
         ValueError: A number out of its range.
         TypeError: What is no number.
     """
+
+    # The keywords that are no numbers: what they may be, `check` alone knows.
+    choices: ClassVar[tuple[str, ...]] = ()
+    # What its class is in other libraries, as `_saved.Counterparts`.
+    counterparts: ClassVar[Any] = None
 
     lr: Number
     weight_decay: Number = 0.0

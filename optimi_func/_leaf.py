@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._codes import narrow, remainder_dtype, round_to, to, widen
+from optimi_func._distributed import on_whole
 from optimi_func._rule import (
     WHOLE_BATCH,
     DecayKind,
@@ -55,6 +56,7 @@ def leaf_step(
 
         g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
+        d <- whole(d)
         u <- -(lr * d + decay * x) / max(1, sqrt(mean(spread)))
         u, state <- after(x, u, state)
         p <- round(p + (comp + u)),   comp <- what that rounding lost
@@ -80,6 +82,8 @@ def leaf_step(
     g = r.grad_scale * to(g, wide) + r.l2 * x
     d, new, spread = rule.direction(g, type(state)(*old), c)
     if write:
+        if rule.whole is not None:
+            d = on_whole(rule.whole, d, c)
         u = _delta(d, x, r)
         if spread is not None:
             u = u / mean(spread).clamp_min(1.0).sqrt()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from optimi_func._codes import is_eligible, moment_codes, second_moment_codes
 from optimi_func._rule import MomentStorage, Scalar
+from optimi_func._torch import differentiates
 
 
 def power(base: Scalar, t: Scalar) -> Scalar:
@@ -49,6 +50,11 @@ def log(x: Scalar) -> Scalar:
 def root(v: Tensor) -> Tensor:
     """Elementwise sqrt(v) whose derivative is finite where v = 0."""
     return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether anybody may ask for the derivative of what is made of x."""
+    return x.requires_grad or (not torch.compiler.is_compiling() and differentiates(x))
 
 
 def moment(p: Tensor, kept: MomentStorage) -> Any:

@@ -67,6 +67,11 @@ class Rule(Generic[S, C]):
             joins what the parts before it left in the state. None where the state is no
             sum over gradients.
         per_tensor: Whether `direction` gives a spread, whose mean needs a whole tensor.
+        whole: `(d, coeffs) -> d`: maps the direction of a whole tensor, in its shape and
+            dtype, before it becomes a delta. All that is not elementwise is in it:
+            executors know no more of it, and gather what several processes hold.
+        refuses: `p -> why`: the reason to refuse a parameter, by its shape; None where the
+            rule takes it.
         numbers: The names of the keywords of `coeffs`.
     """
 
@@ -78,12 +83,16 @@ class Rule(Generic[S, C]):
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
     per_tensor: bool = False
+    whole: Callable[[Tensor, C], Tensor] | None = None
+    refuses: Callable[[Tensor], str | None] | None = None
     numbers: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the names of the hyperparameters off the signature of `coeffs`."""
         _, *names = inspect.signature(self.coeffs).parameters
         object.__setattr__(self, "numbers", tuple(names))
+        if self.whole is not None and (self.after is not None or self.per_tensor):
+            raise ValueError(f"{self.name}: whole goes with neither after nor per_tensor")
 
 
 class Rates(NamedTuple):

@@ -29,7 +29,7 @@ POLICY = (
 # Options that torch's classes do not have.
 _OURS_ALONE = (
     *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
-    *("storage", "gradient_release", "torch_init"),
+    *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
 )
 # What optimi's states hold beside their moments.
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
@@ -61,6 +61,7 @@ class Counterparts:
         in_torch: torch.optim's class, where it can go on from a state of ours.
         torch_counts_steps: Whether that class keeps a step count for each parameter.
         torch_options: A group's options for torch that are another value there.
+        our_options: A group's options of torch's that are another value here.
         optimi_names: Our name of what optimi's state has under its own.
         optimi_negated: What optimi's state has with the opposite sign, by our name.
     """
@@ -68,6 +69,7 @@ class Counterparts:
     in_torch: type[torch.optim.Optimizer] | None = None
     torch_counts_steps: bool = True
     torch_options: Callable[[Group], Group] = _no_options
+    our_options: Callable[[Group], Group] = _no_options
     optimi_names: Mapping[str, str] = field(default_factory=dict[str, str])
     optimi_negated: tuple[str, ...] = ()
 
@@ -146,7 +148,7 @@ def _by_name(
     home = {name: group for group in saved for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
-    theirs = _same_names(ours, list(index))
+    theirs = same_names(ours, list(index))
     found = set(theirs.values())
     report = LoadReport(
         [name for name in ours if name not in theirs],
@@ -177,7 +179,7 @@ def _by_name(
     return Match(options, entries, others, report)
 
 
-def _same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
+def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
     """To names of ours the saved ones: the same, or the same without torch's wrappers."""
     found = {name: name for name in set(ours).intersection(saved)}
     bare = dict(zip(_bare(saved), saved))
@@ -211,6 +213,7 @@ def _under_our_names(
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = dict(group)
+        group |= counterparts.our_options(group)
         if "decoupled_weight_decay" in group:  # torch's
             group.setdefault("decouple_wd", group["decoupled_weight_decay"])
         for i in group["params"]:

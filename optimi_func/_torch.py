@@ -110,7 +110,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 def transform_level() -> int:
     """How many transformations of torch.func are active; 0 outside of any.
 
-    This and the three below have no public names. Torch 2.11 to 2.15,
+    This and the four below have no public names. Torch 2.11 to 2.15,
     test_private_transforms_are_there.
     """
     return _functorch.maybe_current_level() or 0
@@ -125,6 +125,17 @@ def forward_modes() -> int:
     """How many of these transformations are forward mode: jvp and jacfwd."""
     kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
     return kinds.count(_functorch.TransformType.Jvp)
+
+
+def differentiates(x: Tensor) -> bool:
+    """Whether autograd or a transformation may ask for a derivative of what is made of x.
+
+    vmap's tensors do not say of themselves that what is in them requires one.
+    """
+    kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
+    if {_functorch.TransformType.Grad, _functorch.TransformType.Jvp} & {*kinds}:
+        return True
+    return torch.func.debug_unwrap(x, recurse=True).requires_grad if kinds else False
 
 
 def no_transforms() -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._checks import (
     check_grad,
     check_param,
+    check_taken,
     stuck_moments,
     warn,
 )
@@ -157,7 +158,9 @@ def init_tree(
     storage: Storage,
 ) -> TreeState:
     """Fresh state for a parameter tree."""
-    _, tensors, spec = flatten_params(params)
+    paths, tensors, spec = flatten_params(params)
+    for path, p in zip(paths, tensors):
+        check_taken(rule, path, p)
     warn(check_stored([rule], storage, tensors))
     leaves = [init_leaf(rule, p, storage) for p in tensors]
     states = [LeafState(leaf.state, leaf.comp) for leaf in leaves]

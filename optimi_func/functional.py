@@ -35,6 +35,9 @@ from optimi_func.optimizers.adopt import adopt_step as adopt_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step
+from optimi_func.optimizers.muon import muon as muon
+from optimi_func.optimizers.muon import muon_init as muon_init
+from optimi_func.optimizers.muon import muon_step as muon_step
 from optimi_func.optimizers.radam import radam as radam
 from optimi_func.optimizers.radam import radam_init as radam_init
 from optimi_func.optimizers.radam import radam_step as radam_step

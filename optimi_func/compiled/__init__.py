@@ -19,6 +19,8 @@ from optimi_func.optimizers.adopt import compiled_adopt_step as adopt_step
 from optimi_func.optimizers.adopt import compiled_adopt_step_ as adopt_step_
 from optimi_func.optimizers.lion import compiled_lion_step as lion_step
 from optimi_func.optimizers.lion import compiled_lion_step_ as lion_step_
+from optimi_func.optimizers.muon import compiled_muon_step as muon_step
+from optimi_func.optimizers.muon import compiled_muon_step_ as muon_step_
 from optimi_func.optimizers.radam import compiled_radam_step as radam_step
 from optimi_func.optimizers.radam import compiled_radam_step_ as radam_step_
 from optimi_func.optimizers.ranger import compiled_ranger_step as ranger_step
@@ -43,6 +45,8 @@ __all__ = [
     "adopt_step_",
     "lion_step",
     "lion_step_",
+    "muon_step",
+    "muon_step_",
     "radam_step",
     "radam_step_",
     "ranger_step",

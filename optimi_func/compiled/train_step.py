@@ -406,7 +406,7 @@ class ClassStep:
         """
         settings, optimizer = self._settings, self._optimizer
         module = settings.module()
-        if not hasattr(type(optimizer), "factory"):
+        if not hasattr(optimizer, "releases"):
             raise TypeError(
                 f"optimizer={type(optimizer).__name__}: allowed are optimi_func's "
                 "classes, not torch.optim's"

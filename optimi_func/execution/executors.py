@@ -7,6 +7,7 @@ Elsewhere large tensors are a call each, and small ones are copied into a flat t
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -41,6 +42,7 @@ from optimi_func.execution.launches import (
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
+from optimi_func.execution.wholes import plan_wholes
 
 # Below this many elements a kernel call costs more than copying there and back.
 SMALL = 1 << 13
@@ -76,6 +78,8 @@ def plan_launches(
     Raises:
         Exception: With "kernels" whatever the compiler raised. Nothing has been written.
     """
+    if rule.whole is not None and write:
+        return plan_wholes(rule, updates, partial(plan_launches, executor))
     if executor == "auto":
         return _plan_auto(rule, updates, write)
     planners: dict[str, Planner] = {

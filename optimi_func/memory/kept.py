@@ -110,7 +110,9 @@ def kept(
         # Counts stay on the host.
         here = [x for x in entry if x.is_meta or device == "cpu"]
         state += sum(rounded(held(x, ranks), device) for x in here)
-        compiled = made.group_of(p)["compile"] is not False
+        group = made.group_of(p)
+        # A map of whole tensors has temporaries in every step.
+        compiled = group["compile"] is not False and made.rule_of(group).whole is None
         if p.requires_grad and not (compiled and _has_kernel(p, named, device)):
             eager.append(name)
     if eager and any_distributed(list(params.values())):

@@ -6,7 +6,11 @@ from optimi_func.optimizers.adan import Adan as Adan
 from optimi_func.optimizers.ademamix import AdEMAMix as AdEMAMix
 from optimi_func.optimizers.adopt import ADOPT as ADOPT
 from optimi_func.optimizers.base import BaseOptimizer as BaseOptimizer
+from optimi_func.optimizers.hidden import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.lion import Lion as Lion
+from optimi_func.optimizers.mixed import Mixed as Mixed
+from optimi_func.optimizers.muon import Muon as Muon
+from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
 from optimi_func.optimizers.radam import RAdam as RAdam
 from optimi_func.optimizers.ranger import Ranger as Ranger
 from optimi_func.optimizers.sgd import SGD as SGD

@@ -14,6 +14,7 @@ from optimi_func._rule import Rule
 from optimi_func._saved import (
     Counterparts,
     LoadReport,
+    Match,
     as_torchs,
     as_tree,
     common,
@@ -44,17 +45,21 @@ from optimi_func.optimizers._state import (
 _hooking = threading.RLock()
 
 
+def counterparts_of(owner: Any) -> Counterparts:
+    """What a class, or the value that it has, is called and keeps in other libraries."""
+    value = getattr(owner, "factory", owner)
+    return getattr(value, "counterparts", None) or Counterparts()
+
+
 class Checkpoints(Optimizer):
     """The part of a class that turns its state into others, and back."""
 
-    # What torch and optimi call and keep otherwise.
-    counterparts: ClassVar[Counterparts] = Counterparts()
     keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
     _numbers: GroupNumbers
     group_of: Callable[[Tensor], Group]
     init_state: Callable[[], None]
 
-    def _rule_of(self, group: Group) -> Rule[Any, Any]:
+    def rule_of(self, group: Group) -> Rule[Any, Any]:
         return self._numbers.bind(group, on_host).rule
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +68,7 @@ class Checkpoints(Optimizer):
         Tensors that lie side by side in memory for the step are copied: what is saved is
         that of the parameter alone.
         """
-        names = {x for group in self.param_groups for x in own_names(self._rule_of(group))}
+        names = {x for group in self.param_groups for x in own_names(self.rule_of(group))}
         with _hooking:
             handle = self.register_state_dict_post_hook(
                 lambda _, packed: without_shared_memory(packed, names), prepend=True
@@ -84,7 +89,7 @@ class Checkpoints(Optimizer):
         """
         name = type(self).__name__
         state = self.decoded_state_dict()
-        return as_torchs(name, self.keywords, self.counterparts, state)
+        return as_torchs(name, self.keywords, counterparts_of(self), state)
 
     def decoded_state_dict(self) -> dict[str, Any]:
         """The state_dict with every moment a plain float32, whatever it is kept in.
@@ -96,7 +101,7 @@ class Checkpoints(Optimizer):
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for i, (group, p) in enumerate(every):
             if isinstance(packed["state"].get(i), dict):
-                rule = self._rule_of(group)
+                rule = self.rule_of(group)
                 packed["state"][i] = decoded(rule, p, packed["state"][i])
         return packed
 
@@ -139,6 +144,11 @@ class Checkpoints(Optimizer):
         with torch.no_grad():
             for name, p in params.items():
                 set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
+
+    def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
+        """A saved state, laid out as this optimizer is."""
+        counterparts = counterparts_of(self)
+        return find_entries(state_dict, self.param_groups, strict, match, counterparts)
 
     def describe(self) -> str:
         """A table: how each group's parameters and moments are kept, and their bytes.
@@ -192,9 +202,7 @@ class Checkpoints(Optimizer):
 
         def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             with torch.inference_mode(False):
-                found = find_entries(
-                    given, self.param_groups, strict, match, self.counterparts
-                )
+                found = self._find(given, strict, match)
                 groups, entries = loaded_groups(
                     found, self.param_groups, self._rule_of, keep_dtypes
                 )
@@ -267,8 +275,14 @@ class Checkpoints(Optimizer):
                 nothing is loaded then.
         """
         made, moved = loaded_tree(state, params or {}, self.param_groups, self._rule_of)
+        self._adopt(made, moved)
+
+    def _adopt(
+        self, made: dict[Tensor, dict[str, Any]], moved: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Let parameters have these states and values, beside what is others'."""
         for p, entry in made.items():
-            rule = self._rule_of(self.group_of(p))
+            rule = self.rule_of(self.group_of(p))
             made[p] = {**beside(rule, self.state.get(p, {})), **entry}
         insert_made(self.state, made)
         with torch.no_grad():

@@ -58,6 +58,20 @@ def describe(
     return "\n".join(lines)
 
 
+def listed(groups: list[Group]) -> str:
+    """Which parameters follow which rule, a line each: the rule, the shape, the name."""
+    rows = [
+        (group["rule"], " x ".join(map(str, p.shape)) or "1", name)
+        for group in groups
+        for name, p in zip(group["param_names"], group["params"])
+    ]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    return "\n".join(
+        f"{rule.ljust(widths[0])}  {shape.ljust(widths[1])}  {name}"
+        for rule, shape, name in rows
+    )
+
+
 def _kinds(found: list[tuple[str, str, int, int, int]]) -> list[list[str]]:
     """How parameters are kept, and how moments."""
     return [[x[0] for x in found], [x[1] for x in found]]

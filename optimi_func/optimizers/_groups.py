@@ -35,6 +35,8 @@ def plain_number(x: Any) -> Any:
     """
     if isinstance(x, bool | str | Tensor | Storage) or x is None:
         return x
+    if isinstance(x, torch.dtype):  # json has none
+        return str(x)
     if getattr(x, "shape", None) == ():  # numpy's
         x = x.item()
     if isinstance(x, Real):
@@ -67,7 +69,7 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
 
     Args:
         group: The group; `max_lr` is written into it.
-        keywords: The numbers and choices that the optimizer takes.
+        keywords: The numbers that the optimizer takes.
 
     Raises:
         TypeError, ValueError: What is not allowed, by its name and value.
@@ -232,6 +234,11 @@ class GroupNumbers:
         self._factory, self._keywords = factory, keywords
         self._given: itemgetter[Any] = itemgetter(*keywords)
         self._bound: dict[int, tuple[Any, Any]] = {}
+
+    def keywords(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the factory of a group takes, and what of it are no numbers."""
+        del group
+        return self._keywords, getattr(self._factory, "choices", ())
 
     def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
         """Those of the group's numbers that are tensors, by name."""

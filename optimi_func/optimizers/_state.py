@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_param
+from optimi_func._checks import check_param, check_taken
 from optimi_func._codes import alike, recast_remainder, remainder_dtype
 from optimi_func._distributed import (
     all_reduce_all,
@@ -55,6 +55,7 @@ def ensure_state(
     state = states.get(p, {})
     path = Path(group, p)
     check_param(path, p)
+    check_taken(rule, path, p)
     check_placed(path, p)
     check_writable(path, *to_local([p]))
     _check_state(path, p, {k: state[k] for k in own_names(rule) if k in state})

@@ -105,6 +105,8 @@ amsgrad_rule = Rule(
 class adam(FunctionalOptimizer):
     """`Adam` as a value: `init` and `step` over a tree of parameters."""
 
+    counterparts = Counterparts(in_torch=torch.optim.Adam)
+
     betas: tuple[Number, Number] = (0.9, 0.99)
     eps: Number = 1e-6
     decouple_wd: bool = False
@@ -127,6 +129,8 @@ class adam(FunctionalOptimizer):
 @dataclass(frozen=True, kw_only=True, repr=False)
 class adamw(FunctionalOptimizer):
     """`AdamW` as a value: `init` and `step` over a tree of parameters."""
+
+    counterparts = Counterparts(in_torch=torch.optim.AdamW)
 
     betas: tuple[Number, Number] = (0.9, 0.99)
     weight_decay: Number = 1e-2
@@ -205,7 +209,6 @@ class Adam(BaseOptimizer):
     """
 
     factory = adam
-    counterparts = Counterparts(in_torch=torch.optim.Adam)
 
     @group_defaults
     def __init__(
@@ -267,7 +270,6 @@ class AdamW(BaseOptimizer):
     """
 
     factory = adamw
-    counterparts = Counterparts(in_torch=torch.optim.AdamW)
 
     @group_defaults
     def __init__(

@@ -75,6 +75,8 @@ adan_rule = Rule("adan", State, init, coeffs, direction)
 class adan(FunctionalOptimizer):
     """`Adan` as a value: `init` and `step` over a tree of parameters."""
 
+    counterparts = Counterparts(optimi_negated=("prev_grad",))
+
     betas: tuple[Number, Number, Number] = (0.98, 0.92, 0.99)
     weight_decay: Number = 2e-2
     eps: Number = 1e-6
@@ -138,7 +140,6 @@ class Adan(BaseOptimizer):
     """
 
     factory = adan
-    counterparts = Counterparts(optimi_negated=("prev_grad",))
 
     @group_defaults
     def __init__(

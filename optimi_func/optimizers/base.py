@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._checks import check_accumulates
+from optimi_func._checks import check_accumulates, check_taken
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
@@ -86,6 +86,8 @@ class BaseOptimizer(Checkpoints):
     def __init_subclass__(cls) -> None:
         """Read the keywords off the factory's signature."""
         super().__init_subclass__()
+        if not hasattr(cls, "factory"):
+            return
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
         assert cls.keywords[0] == "lr"
 
@@ -97,9 +99,6 @@ class BaseOptimizer(Checkpoints):
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
-        # Json has no dtypes.
-        if isinstance(defaults["state_dtype"], torch.dtype):
-            defaults["state_dtype"] = str(defaults["state_dtype"])
         if isinstance(
             moments := getattr(defaults["storage"], "moments", None), torch.dtype
         ):
@@ -119,10 +118,13 @@ class BaseOptimizer(Checkpoints):
 
     def _clear_caches(self) -> None:
         """Forget what can be found out again; none of it is saved (`_CACHES`)."""
-        self._numbers = GroupNumbers(type(self).factory, self.keywords)
+        self._numbers = self._group_numbers()
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
         self._stepper = Stepper(self._numbers)
+
+    def _group_numbers(self) -> GroupNumbers:
+        return GroupNumbers(type(self).factory, self.keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; numbers left out take the constructor's.
@@ -135,9 +137,12 @@ class BaseOptimizer(Checkpoints):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[count]
-            group.update({name: plain_number(group[name]) for name in self.keywords})
-            check_group(group, self.keywords)
-            self._numbers.bind(group, on_host)
+            keywords, choices = self._numbers.keywords(group)
+            group.update({name: plain_number(group[name]) for name in keywords})
+            check_group(group, tuple([k for k in keywords if k not in choices]))
+            rule = self._numbers.bind(group, on_host).rule
+            for p in group["params"]:
+                check_taken(rule, Path(group, p), p)
             check_modes(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
@@ -218,7 +223,7 @@ class BaseOptimizer(Checkpoints):
         """
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
-            spec = Spec(self._rule_of(group), group_storage(group), group["capturable"])
+            spec = Spec(self.rule_of(group), group_storage(group), group["capturable"])
             for p in group["params"]:
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
@@ -300,7 +305,7 @@ class BaseOptimizer(Checkpoints):
             ValueError: One that cannot, of any group.
         """
         for group in self.param_groups:
-            check_accumulates(self._rule_of(group))
+            check_accumulates(self.rule_of(group))
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.

@@ -57,6 +57,8 @@ radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=
 class radam(FunctionalOptimizer):
     """`RAdam` as a value: `init` and `step` over a tree of parameters."""
 
+    counterparts = Counterparts(in_torch=torch.optim.RAdam)
+
     betas: tuple[Number, Number] = (0.9, 0.99)
     eps: Number = 1e-6
     decouple_wd: bool = False
@@ -116,7 +118,6 @@ class RAdam(BaseOptimizer):
     """
 
     factory = radam
-    counterparts = Counterparts(in_torch=torch.optim.RAdam)
 
     @group_defaults
     def __init__(

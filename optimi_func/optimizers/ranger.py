@@ -69,6 +69,8 @@ ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
 class ranger(FunctionalOptimizer):
     """`Ranger` as a value: `init` and `step` over a tree of parameters."""
 
+    counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
+
     betas: tuple[Number, Number] = (0.9, 0.99)
     eps: Number = 1e-6
     k: Number = 6
@@ -131,7 +133,6 @@ class Ranger(BaseOptimizer):
     """
 
     factory = ranger
-    counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
 
     @group_defaults
     def __init__(

@@ -101,6 +101,15 @@ def is_on(number: object) -> bool:
 class sgd(FunctionalOptimizer):
     """`SGD` as a value: `init` and `step` over a tree of parameters."""
 
+    counterparts = Counterparts(
+        in_torch=torch.optim.SGD,
+        torch_counts_steps=False,
+        torch_options=lambda group: (
+            {"dampening": group["momentum"]} if group["dampening"] is True else {}
+        ),
+        optimi_names={"exp_avg": "momentum_buffer"},
+    )
+
     momentum: Number = 0.0
     dampening: bool | Number = False
     decouple_wd: bool = False
@@ -195,14 +204,6 @@ class SGD(BaseOptimizer):
     """
 
     factory = sgd
-    counterparts = Counterparts(
-        in_torch=torch.optim.SGD,
-        torch_counts_steps=False,
-        torch_options=lambda group: (
-            {"dampening": group["momentum"]} if group["dampening"] is True else {}
-        ),
-        optimi_names={"exp_avg": "momentum_buffer"},
-    )
 
     @group_defaults
     def __init__(

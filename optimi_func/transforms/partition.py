@@ -162,31 +162,74 @@ class Partition(Transform):
 
     def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
         paths = _dotted_paths(params)
-        found: list[int] = []
-        for path, p in zip(paths, tensors):
-            hits = [i for i, s in enumerate(self.selects) if _selects(s, path, p)]
-            if len(hits) > 1:
-                both = " and ".join(_called(self.selects[i]) for i in hits)
-                raise ValueError(f"{self._name}: {path!r} is selected twice, by {both}")
-            found.append(hits[0] if hits else len(self.selects))
-        at_rest = [path for path, i in zip(paths, found) if i == len(self.selects)]
-        known = f"the parameters are {_listed(paths)}"
-        for i, select in enumerate(self.selects):
-            if i not in found:
-                raise ValueError(
-                    f"{self._name}: {_called(select)} selects no parameter: {known}"
-                )
+        has_rest = self.freeze or len(self.optimizers) > len(self.selects)
+        found = place(self._name, self.selects, has_rest, paths, tensors)
+        check_each(self._name, self.selects, has_rest and not self.freeze, paths, found)
         if self.freeze:
             return [-1 if i == len(self.selects) else i for i in found]
-        has_rest = len(self.optimizers) > len(self.selects)
-        if at_rest and not has_rest:
-            raise ValueError(
-                f"partition: nothing selects {_listed(at_rest)}: give them an optimizer, "
-                "or all that is left one by rest="
-            )
-        if has_rest and not at_rest:
-            raise ValueError(f"partition: no parameter is left for rest=: {known}")
         return found
+
+
+def place(
+    name: str,
+    selects: Sequence[Select],
+    has_rest: bool,
+    paths: Sequence[str],
+    tensors: Sequence[Tensor],
+) -> list[int]:
+    """Which part each parameter belongs to: the rest is the one behind the selected.
+
+    Args:
+        name: Who asks, for errors.
+        selects: Of each part.
+        has_rest: Whether there is a part for all that nothing selects.
+        paths: Of each parameter.
+        tensors: The parameters.
+
+    Raises:
+        ValueError: One is selected twice, or not at all where there is no rest.
+    """
+    found: list[int] = []
+    for path, p in zip(paths, tensors):
+        hits = [i for i, s in enumerate(selects) if _selects(s, path, p)]
+        if len(hits) > 1:
+            both = " and ".join(_called(selects[i]) for i in hits)
+            raise ValueError(f"{name}: {path!r} is selected twice, by {both}")
+        found.append(hits[0] if hits else len(selects))
+    at_rest = [path for path, i in zip(paths, found) if i == len(selects)]
+    if at_rest and not has_rest:
+        raise ValueError(
+            f"{name}: nothing selects {_listed(at_rest)}: give them an optimizer, or all "
+            "that is left one by rest="
+        )
+    return found
+
+
+def check_each(
+    name: str,
+    selects: Sequence[Select],
+    has_rest: bool,
+    paths: Sequence[str],
+    found: Sequence[int],
+) -> None:
+    """Refuse a part that no parameter belongs to.
+
+    Args:
+        name: Who asks, for errors.
+        selects: Of each part.
+        has_rest: Whether the rest has to be something.
+        paths: Of each parameter.
+        found: Which part each belongs to.
+
+    Raises:
+        ValueError: There is one.
+    """
+    known = f"the parameters are {_listed(paths)}"
+    for i, select in enumerate(selects):
+        if i not in found:
+            raise ValueError(f"{name}: {_called(select)} selects no parameter: {known}")
+    if has_rest and len(selects) not in found:
+        raise ValueError(f"{name}: no parameter is left for rest=: {known}")
 
 
 def _may_keep_moments(optimizer: object) -> bool:
@@ -227,19 +270,37 @@ def partition(
     {'weight': LeafState(State(exp_avg=tensor([[0., 0.],
             [0., 0.]])), kahan_comp=None), 'bias': Elsewhere()}
     """
+    selects, optimizers = check_parts("partition", parts, rest)
+    return Partition(selects, optimizers, False)
+
+
+def check_parts(
+    name: str, parts: Sequence[Any], rest: Any
+) -> tuple[tuple[Select, ...], tuple[PureOptimizer, ...]]:
+    """The selects of parts, and their optimizers with that of the rest.
+
+    Args:
+        name: Who was given them, for errors.
+        parts: Pairs, each of a select and an optimizer.
+        rest: An optimizer, or None.
+
+    Raises:
+        TypeError: A part is no such pair.
+        ValueError: There is no part.
+    """
     if not parts:
-        raise ValueError("partition got no part: allowed is one or more")
+        raise ValueError(f"{name} got no part: allowed is one or more")
     for i, part in enumerate(parts):
         if not isinstance(part, tuple) or len(part) != 2:
             raise TypeError(
-                f"partition's part {i} is {part!r}: allowed are pairs (pattern or "
+                f"{name}'s part {i} is {part!r}: allowed are pairs (pattern or "
                 "predicate, optimizer)"
             )
-        _check_select("partition", part[0])
-    optimizers = [check_pure("partition", optimizer, "") for _, optimizer in parts]
+        _check_select(name, part[0])
+    optimizers = [check_pure(name, optimizer, "") for _, optimizer in parts]
     if rest is not None:
-        optimizers.append(check_pure("partition", rest, ""))
-    return Partition(tuple(s for s, _ in parts), tuple(optimizers), False)
+        optimizers.append(check_pure(name, rest, ""))
+    return tuple(s for s, _ in parts), tuple(optimizers)
 
 
 def masked(optimizer: PureOptimizer, select: Select) -> Partition:
@@ -290,7 +351,7 @@ def _called(select: Select) -> str:
     return repr(select) if isinstance(select, str) else getattr(select, "__name__", "it")
 
 
-def _listed(paths: list[str]) -> str:
+def _listed(paths: Sequence[str]) -> str:
     shown = ", ".join(repr(path) for path in paths[:20])
     return shown if len(paths) <= 20 else f"{shown} and {len(paths) - 20} more"
 

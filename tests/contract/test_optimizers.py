@@ -21,7 +21,9 @@ EAGER = {"compile": False}
 
 def params(*shapes, dtype=torch.float32) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in shapes or [(3, 2), (2,)]]
+    return [
+        torch.nn.Parameter(torch.randn(s).to(dtype)) for s in shapes or [(3, 2), (1, 2)]
+    ]
 
 
 def fill(ps, seed=0) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES
+from cases import CLASSES, NEWER, fitting
 from many_sizes import assert_alike, fill, params, train
 from torch import Tensor
 
@@ -235,7 +235,7 @@ def test_what_torch_cannot_go_on_with(cls: str, options: dict[str, Any], text: s
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["plain", "gradient release"])
-@pytest.mark.parametrize("name", [n for n in CLASSES if n not in ("ademamix", "adopt")])
+@pytest.mark.parametrize("name", [n for n in CLASSES if n not in NEWER])
 def test_optimis_state_is_ours(name: str, release: bool) -> None:
     optimi = pytest.importorskip("optimi")
     cls = getattr(optimi, CLASSES[name].__name__)
@@ -503,7 +503,7 @@ def test_to_a_pure_optimizer_and_back(name: str, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
     ends = []
     for turn in (True, False):
-        ps = params(dtype)
+        ps = fitting(name, params(dtype))
         names = list(named(ps).items())
         groups = [
             {"params": names[:4], "lr": 0.02, "weight_decay": 0.3},

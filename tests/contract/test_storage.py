@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES
+from cases import CLASSES, ELEMENTWISE, fitting
 from stored import (
     BF16,
     CODED,
@@ -62,8 +62,12 @@ def test_every_rule_follows_float64(name: str, kind: str, options: dict[str, Any
     for q in qs:
         q.data = q.data.double()
     train(other, qs, [[g.double() for g in some] for some in grads])
-    assert kept_in_codes(optimizer) == CODED
-    for start, p, q, coded in zip(starts(dtype), ps, qs, CODED):
+    # A vector's last group may be shorter, a matrix's may not.
+    expected = [x and p.numel() % 64 == 0 for x, p in zip(CODED, ps)]
+    expected = CODED if name in ELEMENTWISE else expected
+    assert kept_in_codes(optimizer) == expected
+    begun = fitting(name, starts(dtype))
+    for start, p, q, coded in zip(begun, ps, qs, expected):
         state = optimizer.state[p]
         assert p.dtype == dtype and p.stride() == start.stride()
         if coded:
@@ -79,11 +83,11 @@ def test_every_rule_follows_float64(name: str, kind: str, options: dict[str, Any
                 "kahan_comp",
             }
             assert all(state[k].dtype == F32 for k in state if k.endswith("_scale"))
-        moved = meant(p, state).double() - start.double()
-        expected = q.detach() - start.double()
+        moved = meant(p, state).double() - start.detach().double()
+        wanted = q.detach() - start.detach().double()
         # Lion's sign of a mean near 0 turns.
         limit = 0.1 if name == "lion" else 0.06
-        assert (moved - expected).norm() < limit * expected.norm()
+        assert (moved - wanted).norm() < limit * wanted.norm()
 
 
 @pytest.mark.parametrize("way", [{"foreach": True, "compile": None}, {"capturable": True}])

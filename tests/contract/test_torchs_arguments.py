@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import CLASSES, NAMES
+from cases import CLASSES, ELEMENTWISE, NAMES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimi_func import SGD, Adam, AdamW, RAdam
@@ -29,7 +29,7 @@ class ListConfig(Sequence[float]):
 
 
 def params() -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.ones(3))]
+    return [torch.nn.Parameter(torch.ones(1, 3))]
 
 
 @pytest.mark.parametrize("cls", [SGD, Adam, AdamW, RAdam])
@@ -50,9 +50,9 @@ def test_betas_of_any_sequence(betas: Any) -> None:
     for found in (optimizer.defaults, optimizer.param_groups[0]):
         assert found["betas"] == (0.9, 0.95) and type(found["lr"]) is float
     assert group["betas"] == (0.9, 0.95) and type(group["betas"][0]) is float
-    ps[0].grad = torch.ones(3)
+    ps[0].grad = torch.ones(1, 3)
     optimizer.step()
-    assert ps[0][0] < 1
+    assert ps[0][0, 0] < 1
     json.dumps(optimizer.defaults)
 
 
@@ -122,14 +122,15 @@ HOW = {"auto": {}, "eager": EAGER, "foreach": {"foreach": True}}
 def test_steps_where_there_is_no_memory(name: str, where: str, how: str, recwarn) -> None:
     """As programs do that estimate how much there will be."""
     options = {"momentum": 0.9} if name == "sgd" else {}
-    real = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    form: dict[str, Any] = {"dtype": torch.bfloat16, "bias": name in ELEMENTWISE}
+    real = torch.nn.Linear(3, 2, **form)
     other = CLASSES[name](real.parameters(), lr=0.1, **options, **EAGER)
     real(torch.ones(1, 3).bfloat16()).sum().backward()
     other.step()
     device = "meta" if where == "meta" else "cpu"
     recwarn.clear()
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
-        model = torch.nn.Linear(3, 2, dtype=torch.bfloat16, device=device)
+        model = torch.nn.Linear(3, 2, **form, device=device)
         optimizer = CLASSES[name](model.parameters(), lr=0.1, **options, **HOW[how])
         for i in range(2):
             if i:

@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 import stored_worlds
+import whole_worlds
 import worlds
 
+WHOLE = [
+    whole_worlds.whole_tensors,
+    whole_worlds.whole_trees,
+    whole_worlds.whole_models,
+    whole_worlds.whole_ranges,
+]
 TWO = [
     worlds.rules,
     worlds.kernels,
@@ -24,6 +31,7 @@ TWO = [
     worlds.forms,
     worlds.resume,
     worlds.from_one,
+    *WHOLE,
     stored_worlds.stored_rules,
     stored_worlds.stored_models,
     stored_worlds.stored_trees,
@@ -38,6 +46,7 @@ FOUR = [
     worlds.skips,
     worlds.resume,
     worlds.from_two,
+    *WHOLE,
     stored_worlds.stored_rules,
     stored_worlds.stored_planes,
     stored_worlds.stored_hybrid,

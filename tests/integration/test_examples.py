@@ -83,6 +83,19 @@ def test_plan_benchmark(tmp_path: Path) -> None:
     assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_muon_gpt(tmp_path: Path) -> None:
+    picture, numbers = tmp_path / "muon.png", tmp_path / "muon.json"
+    options = ["--quick", "--no-compile", "--seeds", "2", "--evaluations", "1"]
+    options += ["--out", str(picture), "--json", str(numbers)]
+    out = run("examples/muon_gpt.py", *options, strict=False)
+    kept = json.loads(numbers.read_text())
+    for name in ("AdamW", "Muon + AdamW"):
+        assert re.search(rf"^{re.escape(name)} +\d\.\d{{4}} +\d\.\d{{4}}", out, re.M)
+        assert len(kept[name]["sweep"]) == len(kept[name]["seeds"]) == 2
+    assert "Muon has 4 matrices" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_mixed_optimizers(tmp_path: Path) -> None:
     picture = tmp_path / "mixed.png"
     options = ["--quick", "--out", str(picture)]
@@ -176,6 +189,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
         "bandwidth": [],
         "rules_per_byte": [],
         "storage": [],
+        "muon": [],
         "gpu": ["--device", "cpu", "--sets", "tiny"],
     }
     found: dict[str, dict[str, Any]] = {}
@@ -192,6 +206,8 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     assert list(found["scaling"]["scaling"]) == ["10000"]
     assert 5.12 < found["storage"]["bytes"]["compact"]["kept"] < 5.15
     assert found["host_cost"]["config"]["cpu_time"] is True
+    cells = found["muon"]["muon"]
+    assert cells["torch.optim.Muon"]["ratio"] == 1 and cells["optimi_func"]["peak"] > 0
     cell = found["gpu"]["gpu"]["tiny"]["float32"]
     assert cell["share of a copy"]["ratio"] > 0 and cell["host seconds"]["torch fused"] > 0
     cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]
@@ -244,10 +260,11 @@ def test_population_benchmark(tmp_path: Path) -> None:
         assert cell["error"] < 1e-5
 
 
-def test_fsdp2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [[], ["--muon"]], ids=["adamw", "muon"])
+def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
     """Two processes save; one goes on, with gradient release, and ends as the two did."""
     losses: list[str] = []
-    for count, more in ((2, []), (1, ["--release"])):
+    for count, more in ((2, rule), (1, ["--release", *rule])):
         options = ["--quick", "--no-compile", "--steps", "4", "--every", "2", *more]
         options += ["--folder", str(tmp_path / "kept")]
         out = run("examples/fsdp2.py", *options, count=count, strict=False)

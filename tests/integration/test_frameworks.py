@@ -5,6 +5,8 @@ the hooks have to outlive all of it. None of the frameworks is a dependency: its
 skipped where it is not installed.
 """
 
+import sys
+
 import pytest
 import torch
 from cases import assert_moved_alike
@@ -13,7 +15,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from optimi_func import AdamW, param_groups_weight_decay, prepare_for_gradient_release
+from optimi_func import (
+    AdamW,
+    Mixed,
+    MuonAdamW,
+    param_groups_weight_decay,
+    prepare_for_gradient_release,
+)
 
 LR = 1e-2
 STEPS = 6
@@ -466,3 +474,68 @@ def test_accelerate_accumulates_under_release(accelerate) -> None:
         pair.append((model, optimizer))
     assert_same(*pair)
     assert {int(s["step"]) for s in optimizer.state.values()} == {STEPS}
+
+
+# An optimizer of two rules
+
+
+def make_mixed(model: nn.Module, release: bool, **options) -> Mixed:
+    optimizer = MuonAdamW(model, lr=LR, gradient_release=release, compile=False)
+    if release:
+        prepare_for_gradient_release(model, optimizer, **options)
+    return optimizer
+
+
+def test_transformers_trainer_makes_it(transformers, tmp_path) -> None:
+    """From its own factory, with its schedule, clipping and checkpoints."""
+    ends, half = [], STEPS // 2
+    for checkpoint in (None, tmp_path / f"checkpoint-{half}"):
+        model = make_gpt2(transformers, seed=0 if checkpoint is None else 7)
+        trainer = make_trainer(transformers, tmp_path, model, None, None)
+        trainer.optimizer_cls_and_kwargs = (lambda: MuonAdamW), {"lr": LR, "compile": False}
+        trainer.args.max_grad_norm = 1.0
+        trainer.args.save_strategy = trainer.state.save_strategy = "steps"
+        trainer.args.save_steps = half
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        optimizer = trainer.optimizer.optimizer
+        assert type(optimizer) is Mixed
+        ends.append((model, optimizer))
+    assert_same(*ends)
+    first, second = optimizer.param_groups
+    assert (first["rule"], second["rule"]) == ("muon", "adamw")
+    # The matrices of attention and MLPs; the head is tied to the embedding.
+    assert len(first["params"]) == 8 and first["lr"] == second["lr"] < LR / 2
+    assert "transformer.wte.weight" in second["param_names"]
+
+
+def test_lightning_takes_it(lightning, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "make_optimizer", make_mixed)
+    pair = []
+    for release in (False, True):
+        module = make_module(lightning, release, True, torch.float32)
+        trainer = fit(lightning, tmp_path, module, make_data())
+        pair.append((module, trainer.optimizers[0]))
+    assert_same(*pair)
+    rules = [group["rule"] for group in pair[0][1].param_groups]
+    assert rules == ["muon", "adamw"]
+
+
+def test_accelerate_takes_it(accelerate, tmp_path) -> None:
+    pair = []
+    for release in (False, True):
+        reset_accelerate()
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = make_net()
+        optimizer = make_mixed(model, release)
+        everything = (model, optimizer, make_data(), linear(optimizer))
+        wrapped, stepped, data, schedule = accelerator.prepare(*everything)
+        for i, (x, y) in enumerate(data):
+            if i == 2:
+                accelerator.save_state(tmp_path)
+                accelerator.load_state(tmp_path)
+            stepped.zero_grad()
+            accelerator.backward((wrapped(x) - y).square().mean())
+            stepped.step()
+            schedule.step()
+        pair.append((model, optimizer))
+    assert_same(*pair)

@@ -22,6 +22,8 @@ STORED = {"compact", "exact 8bit", "release compact"}
 
 
 RULES = [*DEFAULTS, MOMENTUM]
+# Without what only some shapes have.
+CASES = [case for case in CASES if "split" not in case.options]
 ALL = [*CASES, MOMENTUM]
 # A kernel costs seconds, twice: in the process that is saved and in the one that resumes.
 QUICK = {

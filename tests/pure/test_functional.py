@@ -2,12 +2,22 @@
 
 import copy
 import pickle
+import re
 from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import CASES, NAMES, Case, assert_moved_alike, count_betas, problem, shown
+from cases import (
+    CASES,
+    ELEMENTWISE,
+    NAMES,
+    Case,
+    assert_moved_alike,
+    count_betas,
+    problem,
+    shown,
+)
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
@@ -34,7 +44,7 @@ def init_of(name: str):
     return getattr(optimi_func, f"{name}_init")
 
 
-W, B = torch.randn(3, 2), torch.randn(2)
+W, B = torch.randn(3, 2), torch.randn(1, 2)
 TREES = {
     "tensor": W,
     "dict": {"w": W, "b": B},
@@ -66,7 +76,8 @@ def test_trees(name: str, tree) -> None:
 def test_pure(case: Case) -> None:
     """Inputs unchanged, outputs in memory of their own, dtypes a fixed point."""
     for dtype in (torch.float32, torch.bfloat16):
-        params = {"a": torch.randn(5, dtype=dtype), "b": torch.randn((), dtype=dtype)}
+        shapes = ((5,), ()) if case.name in ELEMENTWISE else ((7, 5), (2, 7, 3))
+        params = {k: torch.randn(x, dtype=dtype) for k, x in zip("ab", shapes)}
         grads = pytree.tree_map(torch.randn_like, params)
         optimizer = case.functional()
         state = optimizer.init(params)
@@ -103,7 +114,7 @@ def test_dict_order_does_not_matter() -> None:
 def test_no_leaf_is_none_or_a_number() -> None:
     for name in NAMES:
         for dtype in (torch.float32, torch.bfloat16):
-            state = init_of(name)({"a": torch.ones(2, dtype=dtype)})
+            state = init_of(name)({"a": torch.ones(2, 2, dtype=dtype)})
             assert all(torch.is_tensor(x) for x in pytree.tree_leaves(state))
 
 
@@ -121,11 +132,11 @@ def test_states_copy_and_pickle() -> None:
 def test_vmap_members_have_their_own_numbers(name: str) -> None:
     """Also their own step counts; each equals the member trained alone."""
     members = 3
-    params = {"w": torch.randn(members, 4, dtype=torch.float64)}
+    params = {"w": torch.randn(members, 4, 2, dtype=torch.float64)}
     state = vmap(init_of(name))(params)
     counts = torch.tensor([1.0 if name == "adopt" else 0.0, 3.0, 7.0])
     state = state._replace(step=counts)
-    grads = {"w": torch.randn(members, 4, dtype=torch.float64)}
+    grads = {"w": torch.randn(members, 4, 2, dtype=torch.float64)}
     lrs = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     decays = torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)
 
@@ -164,6 +175,8 @@ def unrolled(name: str, zeros: bool):
         for i in range(3):
             g = torch.zeros_like(p) if zeros else torch.cos((i + 1.0) * p)
             more = {} if name == "sgd" else {"betas": betas}
+            if name == "muon":
+                more = {"momentum": betas[0]}
             if name not in ("sgd", "lion"):
                 more["eps"] = eps
             p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
@@ -183,7 +196,7 @@ def numbers(name: str, b: float = 0.9):
 @pytest.mark.parametrize("zeros", [False, True], ids=["gradients", "zeros"])
 def test_gradients_through_steps_are_finite(name: str, b: float, zeros: bool) -> None:
     """Reverse and forward, with respect to everything, also where v = 0 or beta = 0."""
-    p = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+    p = torch.linspace(0.5, 1.5, 4, dtype=torch.float64).view(2, 2)
     state = init_of(name)(p)
     loss = unrolled(name, zeros)
     args = (*numbers(name, b), p, state)
@@ -198,7 +211,7 @@ def test_gradients_through_steps_are_finite(name: str, b: float, zeros: bool) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hypergradient_equals_finite_differences(name: str) -> None:
-    p = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
+    p = torch.linspace(0.5, 1.5, 4, dtype=torch.float64).view(2, 2)
     lr, betas, eps = numbers(name)
     loss = unrolled(name, False)
     ours = grad(loss)(lr, betas, eps, p, init_of(name)(p))
@@ -229,7 +242,7 @@ def test_traces_into_one_graph(name: str, graphs) -> None:
         fullgraph=True,
         backend="aot_eager",
     )
-    p, grads = problem((4,), steps=5)
+    p, grads = problem((2, 2), steps=5)
     q, state = {"w": p}, init_of(name)({"w": p})
     for i, g in enumerate(grads):
         q, state = step(q, {"w": g}, state, torch.tensor(0.02 / (i + 1)))
@@ -247,7 +260,7 @@ def test_python_numbers_that_change_are_one_more_graph(name: str, graphs) -> Non
         fullgraph=True,
         backend="eager",
     )
-    p, grads = problem((4,), steps=5)
+    p, grads = problem((2, 2), steps=5)
     q, state = {"w": p}, init_of(name)({"w": p})
     lrs = [0.02 / (i + 1) for i in range(5)]
     for g, lr in zip(grads, lrs):
@@ -327,9 +340,13 @@ def test_numbers_may_be_prefixes_of_the_parameter_tree() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3), (0, 2), (1, 1)], ids=str)
 def test_odd_shapes(name: str, shape) -> None:
     p = torch.ones(shape)
+    if len(shape) < 2 and name not in ELEMENTWISE:
+        with pytest.raises(ValueError, match=re.escape(f"{shape}: Muon takes matrices")):
+            init_of(name)(p)
+        return
     new, _ = step_of(name)(p, torch.ones(shape), init_of(name)(p), lr=0.1)
     assert new.shape == p.shape
     assert new.isfinite().all()
@@ -339,8 +356,8 @@ def test_zero_eps_and_zero_gradient_stay_finite() -> None:
     for name in NAMES:
         if name in ("sgd", "lion"):
             continue
-        p = torch.ones(3)
-        new, _ = step_of(name)(p, torch.zeros(3), init_of(name)(p), lr=0.1, eps=0.0)
+        p = torch.ones(1, 3)
+        new, _ = step_of(name)(p, torch.zeros(1, 3), init_of(name)(p), lr=0.1, eps=0.0)
         assert new.isfinite().all()
 
 

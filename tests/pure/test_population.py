@@ -28,6 +28,9 @@ def numbers_of(name: str) -> dict:
     hyper = {"lr": LRS, "weight_decay": DECAYS}
     if name == "sgd":
         return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
+    if name == "muon":  # an eps above every norm
+        momentum, eps = torch.tensor([[0.0, 0.5, 0.9], [50, 70, 90]], dtype=DOUBLE)
+        return {**hyper, "momentum": momentum, "eps": eps}
     betas = torch.tensor(
         [[0.0, 0.5, 0.9], [0.8, 0.9, 0.95], [0.9, 0.8, 0.95]], dtype=DOUBLE
     )
@@ -54,7 +57,10 @@ def loss(params, x, y):
 
 
 def members_of(name: str, dtype: torch.dtype) -> Population:
-    params = {"w": torch.randn(3, 4, 2, dtype=DOUBLE), "b": torch.randn(3, dtype=DOUBLE)}
+    params = {
+        "w": torch.randn(3, 4, 2, dtype=DOUBLE),
+        "b": torch.randn(3, 1, 2, dtype=DOUBLE),
+    }
     params = pytree.tree_map(lambda x: x.to(dtype), params)
     made = population.init(getattr(optimi_func, name), params, numbers_of(name))
     # Of different ages.

@@ -25,7 +25,10 @@ def number(x: float) -> torch.Tensor:
 
 def problem():
     """Params, and batches of inputs, integer classes and loss weights."""
-    params = {"w": 0.5 * torch.randn(4, 3, dtype=DOUBLE), "b": torch.zeros(3, dtype=DOUBLE)}
+    params = {
+        "w": 0.5 * torch.randn(4, 3, dtype=DOUBLE),
+        "b": torch.zeros(1, 3, dtype=DOUBLE),
+    }
     batches = [
         (
             torch.randn(6, 4, dtype=DOUBLE),
@@ -59,6 +62,8 @@ def hyper_of(case: Case) -> dict:
     hyper = {"lr": number(0.03), "weight_decay": number(0.02)}
     if case.name == "sgd":
         return hyper | {"momentum": number(0.8)} if case.options else hyper
+    if case.name == "muon":
+        return hyper | {"momentum": number(0.8), "eps": number(1e-3)}
     b2 = 0.8 if case.name in ("radam", "ranger") else 0.95
     betas = (0.9, 0.8, 0.95) if count_betas(case.name) == 3 else (0.8, b2)
     hyper["betas"] = tuple(map(number, betas))
@@ -145,14 +150,14 @@ def test_second_derivatives(name: str) -> None:
 def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype) -> None:
     """All of v is 0, or some; to first and second order, in both modes."""
     hyper = {"lr": number(0.1), "weight_decay": number(0.1)}
-    if name != "sgd":
+    if count_betas(name):
         hyper["betas"] = (number(betas),) * count_betas(name)
     else:
         hyper["momentum"] = number(betas)
     if name not in ("sgd", "lion"):
         hyper["eps"] = number(1e-6)
     factory = getattr(optimi_func, name)
-    params = torch.linspace(0.5, 1.5, 4, dtype=dtype)
+    params = torch.linspace(0.5, 1.5, 4, dtype=dtype).view(2, 2)
 
     def masked(p, mask):
         return (mask * p.sin()).sum()
@@ -160,7 +165,7 @@ def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype)
     # All of v in the smaller dtype alone, where it underflows first.
     masks = [[0.0, 1, 0, 1]] + [[0.0, 0, 0, 0]] * (dtype == torch.float32)
     for mask in masks:
-        batches = [torch.tensor(mask, dtype=dtype)] * 7
+        batches = [torch.tensor(mask, dtype=dtype).view(2, 2)] * 7
 
         def end(hyper, params, batches=batches):
             run = unroll(factory, masked, params, None, batches, hyper=hyper)

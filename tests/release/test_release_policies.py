@@ -206,7 +206,8 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.linspace(-1, 1, 9, dtype=torch.float64))
+        w = torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3)
+        self.w = nn.Parameter(w)
 
     def forward(self, g):
         return (self.w * g).sum()
@@ -214,12 +215,13 @@ class Given(nn.Module):
 
 def given(steps):
     torch.manual_seed(7)
-    return torch.randn(steps, MICRO, 9, dtype=torch.float64)
+    return torch.randn(steps, MICRO, 3, 3, dtype=torch.float64)
 
 
 FIRST_MOMENT = {
     "sgd": "momentum_buffer",
-    **{n: "exp_avg" for n in NAMES if n not in REFUSE_STATES},
+    "muon": "momentum_buffer",
+    **{n: "exp_avg" for n in NAMES if n not in (*REFUSE_STATES, "muon")},
 }
 
 

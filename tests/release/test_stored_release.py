@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES
+from cases import CLASSES, taken
 from released import EAGER, batch
 from stored import BF16, assert_same_bits, kept_in_codes, meant, same_bits
 from torch import nn
@@ -41,7 +41,8 @@ def make(name: str, storage: Any, release: bool, dtype: Any = BF16, **more: Any)
     options = {**EAGER, "lr": 1e-2, "storage": storage, "gradient_release": release}
     if name == "sgd":
         options["momentum"] = 0.9
-    return model, CLASSES[name](model.parameters(), **{**options, **more})
+    cls = CLASSES[name]
+    return model, cls(taken(cls, model), **{**options, **more})
 
 
 def backward(model: nn.Module, i: int) -> None:
@@ -112,7 +113,7 @@ def test_every_rule_is_released(name: str) -> None:
     for i in range(4):
         backward(model, i)
     ordinary(twin, other, "plain", 4)
-    assert kept_in_codes(optimizer) == CODED
+    assert kept_in_codes(optimizer).count(True) == 1
     assert_same_bits(optimizer, other)
 
 

@@ -75,16 +75,16 @@ def joined(low: Tensor, state: Any) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_keeps_what_is_not_finite(name: str) -> None:
     inf, nan = math.inf, math.nan
-    low = torch.tensor([nan, inf, -inf, 1.0, 1.0, -0.0], dtype=BF16)
+    low = torch.tensor([[nan, inf, -inf, 1.0, 1.0, -0.0]], dtype=BF16)
     wide = low.float()
     optimizer = getattr(optimi_func, name)(lr=0.1, weight_decay=0.0)
     state, known = optimizer.init(low, storage="exact"), optimizer.init(wide)
     for g in ([0.0, 0.0, 0.0, nan, inf, 0.0], [0.0] * 6, [1.0] * 6):
-        low, state = optimizer.step(low, torch.tensor(g).to(BF16), state)
-        wide, known = optimizer.step(wide, torch.tensor(g), known)
+        low, state = optimizer.step(low, torch.tensor([g]).to(BF16), state)
+        wide, known = optimizer.step(wide, torch.tensor([g]), known)
         assert same_bits(widen(low, state.leaves.kahan_comp, torch.float32)[1], wide)
     # The sign of a NaN is 0.
-    assert wide[0].isnan() and (name == "lion" or wide[3].isnan())
+    assert wide[0, 0].isnan() and (name == "lion" or wide[0, 3].isnan())
 
 
 def test_every_float32_is_split_and_joined() -> None:

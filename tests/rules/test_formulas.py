@@ -152,7 +152,7 @@ def test_rule_files_are_mathematics(path: Path) -> None:
 @pytest.mark.parametrize("case", DEFAULTS, ids=lambda c: c.id)
 def test_init_makes_tensors_of_its_own(case: Case) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        p = torch.ones(3, dtype=dtype)
+        p = torch.ones(3, 2, dtype=dtype)
         leaf = case.functional().init(p).leaves
         tensors = [p, *leaf.rule_state, leaf.kahan_comp]
         pointers = [x.data_ptr() for x in tensors if x is not None]

@@ -73,15 +73,20 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "lion": optimi_func.Lion,
     "ademamix": optimi_func.AdEMAMix,
     "adopt": optimi_func.ADOPT,
+    "muon": optimi_func.Muon,
 }
 NAMES = list(CLASSES)
+# Those that take tensors of any shape.
+ELEMENTWISE = [name for name in NAMES if name != "muon"]
+# Those that optimi does not have.
+NEWER = ("ademamix", "adopt", "muon")
 # The rules whose state is no sum over a step's gradients.
 REFUSE_STATES = ("sgd", "adan", "adopt")
 
 
 def count_betas(name: str) -> int:
     """How many betas a rule has."""
-    return {"sgd": 0, "adan": 3, "ademamix": 3}.get(name, 2)
+    return {"sgd": 0, "muon": 0, "adan": 3, "ademamix": 3}.get(name, 2)
 
 
 # Where decay goes, as the factory and as the reference say it. Large enough to show.
@@ -118,6 +123,8 @@ def _decays(name: str) -> list[Case]:
             Case(name, {**_FULLY_OPTIONS, "adam_wd": True}, _FULLY),
             Case(name, _CORRECTED_OPTIONS, {**_CORRECTED, "decay": "corrected_proximal"}),
         ]
+    elif name == "muon":  # 0.1 is its default
+        cases.append(Case(name, {"weight_decay": 0.2}, {**_DECOUPLED, "weight_decay": 0.2}))
     else:
         cases.append(Case(name, {"weight_decay": 0.1}, _DECOUPLED))
     cautious = {"cautious_decay": True}
@@ -132,10 +139,32 @@ def _same(name: str, **options: Any) -> Case:
     return Case(name, options, options)
 
 
-_EPS = [n for n in NAMES if n not in ("sgd", "lion", "adopt")]
-_BETAS = {n: (0.8, 0.95) for n in NAMES if n != "sgd"}
+_EPS = [n for n in NAMES if n not in ("sgd", "lion", "muon", "adopt")]
+_BETAS = {n: (0.8, 0.95) for n in NAMES if count_betas(n)}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]
+
+_CUBIC = (1.5, -0.5, 0.0)
+_QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+_POLAR_EXPRESS = (
+    # Of a matrix divided by 1.02 times its norm.
+    (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def _muon(options: dict[str, Any], **ref: Any) -> Case:
+    return Case("muon", options, ref)
+
 
 DEFAULTS = [Case(name) for name in NAMES]
 DECAYS = [case for name in NAMES for case in _decays(name)]
@@ -156,6 +185,21 @@ OPTIONS = [
     _same("sgd", momentum=0.9, dampening=True),
     _same("sgd", momentum=0.9, dampening=0.4),
     _same("sgd", momentum=0.9, dampening=True, torch_init=True),
+    _same("muon", momentum=0.8),
+    _same("muon", nesterov=False),
+    _same("muon", eps=5.0),
+    _muon({"ns_steps": 3}, table=(reference.STANDARD,) * 3),
+    _muon({"ns_coefficients": _CUBIC}, table=(_CUBIC,) * 5),
+    _muon(
+        {"ns_coefficients": [_CUBIC, reference.STANDARD]},
+        table=(_CUBIC, reference.STANDARD),
+    ),
+    _muon({"ns_coefficients": "quintic"}, table=_QUINTIC),
+    _muon({"ns_coefficients": "polar_express"}, table=_POLAR_EXPRESS),
+    _muon({"adjust_lr_fn": "original"}, scale=reference.tall_scale),
+    _muon({"adjust_lr_fn": "rms_to_rms"}, scale=reference.spectral_scale),
+    _muon({"split": (3, 4)}, split=(3, 4)),
+    _muon({"split": 7}, split=(1,) * 7),
 ]
 CASES = [*DEFAULTS, *DECAYS, *OPTIONS]
 
@@ -172,6 +216,20 @@ def problem(
     ]
     grads[3] = torch.zeros_like(p)
     return p, grads
+
+
+def fitting(name: str, ps: list[Any]) -> list[Any]:
+    """Parameters, as matrices where the optimizer takes nothing less."""
+    if name in ELEMENTWISE:
+        return ps
+    return [p.detach().reshape(1, -1).requires_grad_() if p.dim() < 2 else p for p in ps]
+
+
+def taken(cls: Any, model: torch.nn.Module) -> list[Any]:
+    """A model's parameters that an optimizer takes; the others are frozen."""
+    for p in model.parameters():
+        p.requires_grad_(p.dim() > 1 or cls is not CLASSES["muon"])
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def schedule(steps: int = 60) -> list[float]:

@@ -553,6 +553,94 @@ def stableadamw(
     )
 
 
+STANDARD = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalized(
+    x: Tensor, table: tuple[Triple, ...] = (STANDARD,) * 5, eps: float = 1e-7
+) -> Tensor:
+    """The polynomials, one after the other, of the singular values of x / ||x||."""
+    u, s, vt = torch.linalg.svd(x / max(x.norm().item(), eps), full_matrices=False)
+    for a, b, c in table:
+        s = a * s + b * s**3 + c * s**5
+    return u @ s.diag() @ vt
+
+
+def rms_scale(m: int, n: int) -> float:
+    """With which an orthogonal matrix has AdamW's RMS, 0.2 (arXiv 2502.16982, eq. 4)."""
+    return 0.2 * math.sqrt(max(m, n))
+
+
+def tall_scale(m: int, n: int) -> float:
+    """The first code's."""
+    return math.sqrt(max(1, m / n))
+
+
+def spectral_scale(m: int, n: int) -> float:
+    """With which what enters as RMS 1 leaves as RMS 1 (arXiv 2310.17813)."""
+    return math.sqrt(m / n)
+
+
+def muon_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    momentum: float,
+    nesterov: bool,
+    table: tuple[Triple, ...],
+    eps: float,
+    scale: Callable[[int, int], float],
+    split: tuple[int, ...] | None,
+) -> Moved:
+    """Muon (Jordan et al. 2024; Liu et al., arXiv 2502.16982), as torch.optim has it.
+
+    b_t = mu * b_{t-1} + (1 - mu) * g_t
+    N_t = (1 - mu) * g_t + mu * b_t, or without Nesterov b_t
+    O_t = U f(S) V^T of N_t = U S V^T, with f the iterated polynomial of S / ||S||
+    p_t = p_{t-1} - lr * s(m, n) * O_t - lambda_t * p_{t-1}
+    """
+    b = momentum * s["b"] + (1 - momentum) * g
+    d = (1 - momentum) * g + momentum * b if nesterov else b
+    parts = [
+        scale(*x.shape) * orthogonalized(x, table, eps)
+        for x in d.flatten(1).split(split or (d.shape[0],))
+    ]
+    move = torch.cat(parts).reshape(p.shape)
+    return -at.lr * move - at.lam * p, {"b": b}
+
+
+def muon(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    table: tuple[Triple, ...] = (STANDARD,) * 5,
+    eps: float = 1e-7,
+    scale: Callable[[int, int], float] = rms_scale,
+    split: tuple[int, ...] | None = None,
+    weight_decay: float = 0.1,
+    decay: str = "decoupled",
+    max_lr: float | None = None,
+    maximize: bool = False,
+) -> list[Tensor]:
+    """The path of `muon_move`."""
+    move = partial(
+        muon_move,
+        momentum=momentum,
+        nesterov=nesterov,
+        table=table,
+        eps=eps,
+        scale=scale,
+        split=split,
+    )
+    return _path(
+        move, _zeros(p, "b"), p, grads, lr, (), weight_decay, decay, max_lr, maximize
+    )
+
+
 def adam_accumulation(
     p: Tensor,
     parts: Tensor,

@@ -1,6 +1,7 @@
 """A small network, its optimizer and its training, with and without gradient release."""
 
 import torch
+from cases import taken
 from torch import nn
 
 from optimi_func import AdamW
@@ -28,7 +29,7 @@ def make(cls=AdamW, dtype=torch.float32, release=True, **options):
     torch.manual_seed(0)
     model = Net().to(dtype)
     options = {**EAGER, "lr": 1e-2, **options}
-    return model, cls(model.parameters(), gradient_release=release, **options)
+    return model, cls(taken(cls, model), gradient_release=release, **options)
 
 
 def batch(i: int, dtype=torch.float32):
@@ -50,6 +51,6 @@ def assert_same(one, two) -> None:
     (model, optimizer), (twin, other) = one, two
     for p, q in zip(model.parameters(), twin.parameters()):
         assert torch.equal(p, q)
-        for name, x in optimizer.state[p].items():
+        for name, x in optimizer.state.get(p, {}).items():
             assert torch.equal(x, other.state[q][name]), name
     assert optimizer.state_dict()["state"].keys() == other.state_dict()["state"].keys()

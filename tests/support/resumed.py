@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import Case
+from cases import ELEMENTWISE, Case
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -79,11 +79,12 @@ class Job:
 class Sizes(nn.Module):
     """Parameters of all kinds of sizes, whose gradients do not depend on them."""
 
-    def __init__(self, dtype: torch.dtype, small: bool) -> None:
+    def __init__(self, dtype: torch.dtype, small: bool, dims: int = 0) -> None:
         super().__init__()
         shapes = [(16,), (3, 4), (), (1,), (0,), (2, 3, 4, 5), (7,)]
         generator = torch.Generator().manual_seed(0)
         for i, shape in enumerate(shapes if small else [*shapes, (130, 70), (130, 64)]):
+            shape = (1,) * (dims - len(shape)) + shape
             x = (0.1 * torch.randn(shape, generator=generator)).to(dtype)
             if len(shape) == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
@@ -104,7 +105,8 @@ class Run:
 
     def __init__(self, case: Case, dtype: torch.dtype, mode: Mode) -> None:
         self.mode = mode
-        self.model: nn.Module = Sizes(dtype, mode.small)
+        dims = 0 if case.name in ELEMENTWISE else 2
+        self.model: nn.Module = Sizes(dtype, mode.small, dims)
         names = self.model.named_parameters()
         self.optimizer = case.cls(names, lr=0.02, **case.options, **mode.options)
         self._attach()

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from cases import CLASSES
+from cases import CLASSES, fitting
 from torch import Tensor
 
 from optimi_func._codes import widen
@@ -59,7 +59,7 @@ def made(
     name: str, storage: Any, dtype: torch.dtype, **options: Any
 ) -> tuple[list[Tensor], Any]:
     """Parameters and the optimizer of a rule with momentum."""
-    ps = [p.requires_grad_() for p in starts(dtype)]
+    ps = fitting(name, [p.requires_grad_() for p in starts(dtype)])
     if name == "sgd":
         options = {"momentum": 0.9, **options}
     options = {"lr": 0.01, "compile": False, **options}
@@ -69,7 +69,7 @@ def made(
 def train(optimizer: Any, ps: list[Tensor], grads: list[list[Tensor]]) -> None:
     for some in grads:
         for p, g in zip(ps, some):
-            p.grad = g
+            p.grad = g if g.shape == p.shape else g.view(p.shape)
         optimizer.step()
 
 

@@ -81,8 +81,11 @@ def stored_rules(folder: Path) -> None:
                 more = {"momentum": 0.9} if cls.__name__ == "SGD" else {}
                 return cls(params, lr=0.01, storage=storage, **more, **EAGER)
 
-            theirs, other = moved(make, lambda x: x.clone(), 3)
-            ours, optimizer = moved(make, place, 3)
+            def fit(x: Tensor, name: str = name) -> Tensor:
+                return worlds.fitted(name, x)
+
+            theirs, other = moved(make, lambda x, fit=fit: fit(x).clone(), 3)
+            ours, optimizer = moved(make, lambda x, fit=fit: place(fit(x)), 3)
             if name == "stableadamw":
                 # Its mean is a sum of sums.
                 for p, q in zip(ours, theirs):

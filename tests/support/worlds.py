@@ -23,7 +23,7 @@ import forked
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import CLASSES
+from cases import CLASSES, ELEMENTWISE, taken
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
@@ -236,9 +236,13 @@ def rule(name: str, foreach: bool) -> Callable[[list[Any]], Any]:
     return lambda ps: CLASSES[name](ps, lr=1e-2, weight_decay=0.1, **more, **way)
 
 
+def fitted(name: str, x: Tensor) -> Tensor:
+    return x if name in ELEMENTWISE or x.dim() > 1 else x[None]
+
+
 @functools.cache
 def moved_whole(name: str, dtype: torch.dtype, foreach: bool) -> Any:
-    return moved(rule(name, foreach), dtype, lambda x: x)
+    return moved(rule(name, foreach), dtype, lambda x: fitted(name, x))
 
 
 def compare_rules(mesh: Any, placements: list[Any], ways: list[bool]) -> None:
@@ -252,7 +256,10 @@ def compare_rules(mesh: Any, placements: list[Any], ways: list[bool]) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for foreach in ways:
                 theirs, other = moved_whole(name, dtype, foreach)
-                ours, optimizer = moved(rule(name, foreach), dtype, place)
+                fit = functools.partial(fitted, name)
+                ours, optimizer = moved(
+                    rule(name, foreach), dtype, lambda x, fit=fit: place(fit(x))
+                )
                 for p, q in zip(ours, theirs):
                     # Each process looks at what it has.
                     compare_leaf(name, p.to_local(), place(q.detach()).to_local())
@@ -489,7 +496,7 @@ def released(
     model: nn.Module, cls: Any, options: dict[str, Any], data: Callable[[int], Tensor]
 ) -> list[float | None]:
     """The norms of some steps under release."""
-    optimizer = cls(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    optimizer = cls(taken(cls, model), lr=1e-2, gradient_release=True, **EAGER)
     norms: list[float | None] = []
     with prepare_for_gradient_release(model, optimizer, **options) as handle:
         for i in range(4):
@@ -783,7 +790,8 @@ def made_state(folder: Path) -> None:
 
 
 def check_made_state(make: Callable[[], nn.Module]) -> None:
-    for name, cls in CLASSES.items():
+    for name in ELEMENTWISE:
+        cls = CLASSES[name]
         l2 = {"decouple_wd": False} if name in ("sgd", "adam", "radam", "ranger") else {}
         for lr in (1e-2, torch.tensor(1e-2)):
             model = make()

@@ -1,0 +1,100 @@
+"""Which parameters of a model are matrices of its hidden layers."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Their weights have three dimensions and are no stacks of matrices.
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
+
+
+class HiddenMatrices:
+    """Says of a model's parameters whether they are: see `hidden_matrices`."""
+
+    __name__ = "hidden_matrices"
+
+    def __init__(self, names: Iterable[str], others: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self.others = frozenset(others)
+
+    def __call__(self, path: str, p: Tensor) -> bool:
+        """Whether the parameter of this name is one.
+
+        Raises:
+            ValueError: The model has none of this name.
+        """
+        del p
+        for name in (path, _bare(path), _bare(path).removeprefix("module.")):
+            if name in self.names or name in self.others:
+                return name in self.names
+        raise ValueError(f"hidden_matrices: the model has no parameter {path!r}")
+
+
+def hidden_matrices(
+    model: nn.Module, head: str | Iterable[str] | None = None
+) -> HiddenMatrices:
+    """A predicate that selects the matrices of hidden layers, for `Mixed` and `partition`.
+
+    That is every weight of at least two dimensions, but embeddings, whatever is tied to
+    one, the output layer, and the weights of 1-d convolutions. What is not called a weight
+    (class tokens, positions) is none. A shape by itself decides nothing; print
+    `optimizer.describe()` and look.
+
+    Args:
+        model: Whose parameters.
+        head: The output layer's weight, as names or patterns (`fnmatch`); () for none.
+            None takes what the model says it is (get_output_embeddings of transformers,
+            get_classifier of timm), else the last nn.Linear that it has.
+
+    Raises:
+        ValueError: A name or pattern that no parameter has.
+
+    >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    >>> chosen = hidden_matrices(model)
+    >>> [name for name, p in model.named_parameters() if chosen(name, p)]
+    ['1.weight']
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    apart = _head_by_name(named, head) if head is not None else _head_of(model)
+    hidden: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, _EMBEDDINGS + _CONVOLUTIONS):
+            apart |= {id(p) for p in own.values()}
+            continue
+        weights = [n for n, p in own.items() if "weight" in n and p.dim() > 1]
+        hidden += [f"{prefix}.{n}" if prefix else n for n in weights]
+    hidden = [name for name in hidden if id(named[name]) not in apart]
+    chosen = {_bare(name) for name in hidden}
+    return HiddenMatrices(chosen, {_bare(name) for name in named} - chosen)
+
+
+def _head_by_name(named: dict[str, nn.Parameter], head: str | Iterable[str]) -> set[int]:
+    found: set[int] = set()
+    for pattern in [head] if isinstance(head, str) else list(head):
+        hits = [p for name, p in named.items() if fnmatchcase(_bare(name), pattern)]
+        if not hits:
+            raise ValueError(
+                f"head={pattern!r} is no parameter: allowed are names and patterns of "
+                f"{list(named)[-5:]} and the others"
+            )
+        found |= set(map(id, hits))
+    return found
+
+
+def _head_of(model: nn.Module) -> set[int]:
+    for name in ("get_output_embeddings", "get_classifier"):
+        getter = getattr(model, name, None)
+        found = getter() if callable(getter) else None
+        if isinstance(found, nn.Module):
+            return set(map(id, found.parameters()))
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return set(map(id, linear[-1].parameters())) if linear else set()
+
+
+def _bare(name: str) -> str:
+    """The name without what torch.compile and checkpointing put into it."""
+    around = ("_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in around)

@@ -1,0 +1,368 @@
+"""One optimizer whose parameters follow several rules, chosen by their names."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func._functional import FunctionalOptimizer
+from optimi_func._rule import Storage
+from optimi_func._saved import (
+    LoadReport,
+    Match,
+    as_torchs,
+    as_tree,
+    find_entries,
+    same_names,
+)
+from optimi_func._tree import TreeState
+from optimi_func.execution.plans import Spec
+from optimi_func.optimizers._checkpoints import counterparts_of
+from optimi_func.optimizers._describe import listed
+from optimi_func.optimizers._groups import (
+    Group,
+    GroupNumbers,
+    first_param,
+    group_storage,
+    on_host,
+)
+from optimi_func.optimizers._state import loaded_tree, named_entries
+from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.transforms.partition import (
+    Elsewhere,
+    Partition,
+    PartitionState,
+    Places,
+    Select,
+    check_each,
+    check_parts,
+    partition,
+    place,
+)
+
+
+class MixedNumbers(GroupNumbers):
+    """The numbers of groups, each of which names its rule."""
+
+    def __init__(self, values: list[FunctionalOptimizer]) -> None:
+        self._by_rule = {
+            rule_name(value): GroupNumbers(
+                type(value), tuple(inspect.signature(type(value)).parameters)
+            )
+            for value in values
+        }
+
+    def _of(self, group: Group) -> GroupNumbers:
+        rule = group.get("rule")
+        if rule not in self._by_rule:
+            raise ValueError(
+                f"a group has rule={rule!r}: allowed are {list(self._by_rule)}, and a "
+                "parameter keeps its own"
+            )
+        return self._by_rule[rule]
+
+    def keywords(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self._of(group).keywords(group)
+
+    def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
+        return self._of(group).tensors(group)
+
+    def bind(self, group: Group, number: Callable[[Any], Any]) -> FunctionalOptimizer:
+        return self._of(group).bind(group, number)
+
+
+def rule_name(value: FunctionalOptimizer) -> str:
+    """By which a group names the rule it follows: that of the function that makes it."""
+    return type(value).__name__
+
+
+class Named:
+    """Selects the parameters of these names."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = frozenset(names)
+        self.__name__ = f"a group of {len(names)} names"
+
+    def __call__(self, path: str, p: Tensor) -> bool:
+        del p
+        return path in self.names
+
+
+class Mixed(BaseOptimizer):
+    """Several rules in one optimizer: each parameter follows that which its name selects.
+
+    Every group that is given becomes one for each part that selects something in it, in
+    the order of the parts. It names its rule ("rule") and has the numbers of that rule
+    under torch's names; what the given group says of them replaces the part's. Schedulers,
+    trainers, checkpoints, gradient release and storage see one optimizer.
+
+    `defaults` have neither momentum nor betas, because some groups would have them and some
+    not: pass cycle_momentum=False to OneCycleLR.
+
+    Args:
+        params: Named parameters, as model.named_parameters(), or groups of them.
+        *parts: Pairs of what selects and an optimizer with its numbers, as adamw(lr=...). A
+            string is a pattern (`fnmatch`) for the name; a predicate takes name and
+            parameter.
+        rest: The optimizer of all that nothing selects. None: there is nothing.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        TypeError: A part is no such pair, or its optimizer has schedules in it, which are
+            for the pure API: use torch's.
+        ValueError: Parameters without names; a part that selects nothing, a parameter that
+            is selected twice, or not at all where there is no rest.
+
+    >>> from optimi_func import adamw, lion
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    >>> parts = ("0.weight", lion(lr=1e-4)), ("0.bias", adamw(lr=1e-3))
+    >>> optimizer = Mixed(model.named_parameters(), *parts, rest=adamw(lr=3e-3))
+    >>> [(group["rule"], group["lr"]) for group in optimizer.param_groups]
+    [('lion', 0.0001), ('adamw', 0.001), ('adamw', 0.003)]
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        *parts: tuple[Select, FunctionalOptimizer],
+        rest: FunctionalOptimizer | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        compile: bool | None = None,
+        capturable: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        storage: Storage | str | None = None,
+    ) -> None:
+        selects, values = check_parts("Mixed", parts, rest)
+        self._selects = selects
+        self._values = list(map(_checked_value, values))
+        factories = {rule_name(value): type(value) for value in self._values}
+        for value in self._values:
+            if factories[rule_name(value)] is not type(value):
+                raise ValueError(f"Mixed got two optimizers called {rule_name(value)!r}")
+        defaults: dict[str, Any] = {
+            "kahan_sum": kahan_sum,
+            "foreach": foreach,
+            "triton": triton,
+            "gradient_release": gradient_release,
+            "compile": compile,
+            "capturable": capturable,
+            "state_dtype": state_dtype,
+            "storage": storage,
+        }
+        self._placed: list[tuple[str, int]] = []
+        super().__init__(params, defaults)
+        names, places = zip(*self._placed) if self._placed else ((), ())
+        check_each("Mixed", selects, rest is not None, names, places)
+        del self._placed
+
+    def _group_numbers(self) -> GroupNumbers:
+        return MixedNumbers(self._values)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, divided among the parts; nothing is added where one is refused.
+
+        Raises:
+            TypeError, ValueError: As the constructor; a part may select nothing here.
+        """
+        given = {k: x for k, x in param_group.items() if k not in ("params", "param_names")}
+        names, tensors = _named(param_group)
+        has_rest = len(self._values) > len(self._selects)
+        places = place("Mixed", self._selects, has_rest, names, tensors)
+        known = {k for value in self._values for k in _numbers_of(value)}
+        count = len(self.param_groups)
+        try:
+            for i, value in enumerate(self._values):
+                own = [pair for pair, k in zip(zip(names, tensors), places) if k == i]
+                if own:
+                    numbers = _numbers_of(value)
+                    # A number that this rule does not have is another's.
+                    more = {
+                        k: x for k, x in given.items() if k in numbers or k not in known
+                    }
+                    group = {**numbers, **more, "rule": rule_name(value), "params": own}
+                    super().add_param_group(group)
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        if not self._constructed:
+            self._placed += zip(names, places)
+
+    def describe(self) -> str:
+        """The table of `BaseOptimizer.describe`, and of each parameter rule and shape."""
+        return f"{super().describe()}\n\n{listed(self.param_groups)}"
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """For each rule, by its name, the state as torch.optim's class of it loads it.
+
+        Raises:
+            ValueError: A class or an option that torch does not have.
+        """
+        whole = self.decoded_state_dict()
+        found: dict[str, Any] = {}
+        for value in self._values:
+            rule = rule_name(value)
+            own = _of_rule(whole, rule)
+            keywords = tuple(_numbers_of(value))
+            found[rule] = as_torchs(rule, keywords, counterparts_of(value), own)
+        return found
+
+    def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
+        """By name, rule by rule: whoever changed its rule begins anew, if not strict.
+
+        Takes a state of ours, or a dict with a state of torch's for each rule.
+        """
+        rules = list(dict.fromkeys(map(rule_name, self._values)))
+        if state_dict and set(state_dict) <= {*rules}:
+            parts = dict(state_dict)
+        else:
+            if not all("rule" in group for group in state_dict.get("param_groups", ())):
+                raise ValueError(
+                    "state_dict is no Mixed optimizer's: allowed are one, and a dict with "
+                    f"a state_dict for each of {rules}"
+                )
+            if strict:
+                self._check_rules(state_dict)
+            parts = {rule: _of_rule(state_dict, rule) for rule in rules}
+        groups: list[dict[str, Any]] = [{} for _ in self.param_groups]
+        entries: list[list[Any]] = [[None] * len(g["params"]) for g in self.param_groups]
+        missing: list[str] = []
+        unexpected: list[str] = []
+        others: dict[Any, Any] = {}
+        for rule in rules:
+            places = [i for i, g in enumerate(self.param_groups) if g["rule"] == rule]
+            mine = [self.param_groups[i] for i in places]
+            saved = parts.get(rule, {"state": {}, "param_groups": []})
+            ours = [name for group in mine for name in group["param_names"]]
+            theirs = [n for g in saved["param_groups"] for n in g.get("param_names", ())]
+            named = all("param_names" in group for group in saved["param_groups"])
+            by_name = named and match == "names"
+            if not strict and by_name and not (ours and same_names(ours, theirs)):
+                missing += ours
+                unexpected += theirs
+                continue
+            value = next(x for x in self._values if rule_name(x) == rule)
+            found = find_entries(saved, mine, strict, match, counterparts_of(value))
+            for i, options, some in zip(places, found.groups, found.entries):
+                groups[i], entries[i] = options, some
+            missing += found.report.missing
+            unexpected += found.report.unexpected
+            others |= found.others
+        return Match(groups, entries, others, LoadReport(missing, unexpected))
+
+    def _check_rules(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a state in which a parameter follows another rule than here."""
+        saved = {
+            name: group["rule"]
+            for group in state_dict["param_groups"]
+            for name in group.get("param_names", ())
+        }
+        ours = {n: g["rule"] for g in self.param_groups for n in g["param_names"]}
+        for name, theirs in same_names([*ours], [*saved]).items():
+            if saved[theirs] != ours[name]:
+                raise ValueError(
+                    f"{name!r} follows {ours[name]} here and {saved[theirs]} in the state: "
+                    "strict=False lets it begin anew"
+                )
+
+    def functional(self) -> tuple[Partition, PartitionState]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """This optimizer as a pure one: a `partition` with a part for each group.
+
+        As `BaseOptimizer.functional`; its state is over the tree {name: parameter}.
+
+        Raises:
+            ValueError: Parameters of a group that have taken different numbers of steps.
+        """
+        made: list[tuple[Select, FunctionalOptimizer]] = []
+        states: list[TreeState] = []
+        like = first_param(self.param_groups)
+        for group in self.param_groups:
+            bound = self._numbers.bind(group, on_host)
+            spec = Spec(bound.rule, group_storage(group), group["capturable"])
+            entries = named_entries(self.state, group, spec)
+            if entries:
+                made.append((Named(list(entries)), bound))
+                states.append(as_tree(bound.rule, entries, like))
+        names = [name for state in states for name in state.leaves]
+        at = [i for i, state in enumerate(states) for _ in state.leaves]
+        parts = tuple(
+            state._replace(leaves={n: state.leaves.get(n, Elsewhere()) for n in names})
+            for state in states
+        )
+        return partition(*made), PartitionState(Places(dict(zip(names, at))), parts)
+
+    def load_functional(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: PartitionState, params: dict[str, Tensor] | None = None
+    ) -> None:
+        """Go on from a pure optimizer's state, as `functional` gave it.
+
+        Args:
+            state: A `partition`'s, over the tree {name: parameter}.
+            params: Values for the parameters themselves, by name.
+
+        Raises:
+            ValueError: Names that no parameter has, shapes or fields that do not fit;
+                nothing is loaded then.
+        """
+        made: dict[Tensor, dict[str, Any]] = {}
+        moved: list[tuple[Tensor, Tensor]] = []
+        for i, part in enumerate(state.parts):
+            own = {n: x for n, x in part.leaves.items() if not isinstance(x, Elsewhere)}
+            tree = part._replace(leaves=own)
+            values = params or {} if i == 0 else {}
+            some, moves = loaded_tree(tree, values, self.param_groups, self._rule_of)
+            made |= some
+            moved += moves
+        self._adopt(made, moved)
+
+
+def _checked_value(value: Any) -> FunctionalOptimizer:
+    if not isinstance(value, FunctionalOptimizer):
+        raise TypeError(
+            f"Mixed got {value!r}: allowed are optimizers with their numbers, as "
+            "optimi_func.adamw(lr=1e-3), and no transforms of them"
+        )
+    for name, x in _numbers_of(value).items():
+        if any(map(callable, pytree.tree_leaves(x))) or isinstance(x, dict):
+            raise TypeError(
+                f"Mixed got {rule_name(value)} with {name}={x!r}: allowed are numbers and "
+                "tensors of one element; for a schedule use torch.optim.lr_scheduler"
+            )
+    return value
+
+
+def _numbers_of(value: FunctionalOptimizer) -> dict[str, Any]:
+    """What a value was made of, by keyword."""
+    return {
+        name: getattr(value, name) for name in inspect.signature(type(value)).parameters
+    }
+
+
+def _named(group: dict[str, Any]) -> tuple[list[str], list[Tensor]]:
+    """The names and parameters of a group that was given."""
+    given = group["params"]
+    params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+    if all(isinstance(x, tuple) and len(x) == 2 for x in params):
+        return [name for name, _ in params], [p for _, p in params]
+    names = list(group.get("param_names", ()))
+    if len(names) != len(params):
+        raise ValueError(
+            "Mixed selects parameters by name, and got some without: pass "
+            "model.named_parameters(), or groups of such pairs"
+        )
+    return names, params
+
+
+def _of_rule(state_dict: dict[str, Any], rule: str) -> dict[str, Any]:
+    """The part of a state whose groups follow a rule."""
+    groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
+    every = {i for group in state_dict["param_groups"] for i in group["params"]}
+    own = {i for group in groups for i in group["params"]}
+    state = {k: x for k, x in state_dict["state"].items() if k in own or k not in every}
+    return {"state": state, "param_groups": groups}

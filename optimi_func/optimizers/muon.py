@@ -1,0 +1,388 @@
+"""Muon (Jordan et al. 2024): the rule, the pure optimizer and the class."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from optimi_func._checks import check_eps, check_number
+from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._math import is_differentiated, moment
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func._saved import Counterparts
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+Triple: TypeAlias = tuple[float, float, float]
+# Which rows of a matrix are matrices of their own: so many parts, or parts of so many.
+Split: TypeAlias = int | tuple[int, ...] | None
+
+# The coefficients of each iteration, by name.
+TABLES: dict[str, tuple[Triple, ...]] = {
+    "standard": ((3.4445, -4.7750, 2.0315),) * 5,
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # Made for a matrix divided by 1.02 more, as its first triple does here.
+    "polar_express": (
+        (
+            8.156554524902461 / 1.02,
+            -22.48329292557795 / 1.02**3,
+            15.878769915207462 / 1.02**5,
+        ),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+}
+# What an update of so many rows and columns is multiplied by.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    "rms_to_rms": lambda m, n: math.sqrt(m / n),
+}
+
+# The rule
+
+
+class State(NamedTuple):
+    momentum_buffer: Tensor  # b
+
+
+class Coeffs(NamedTuple):
+    momentum: Scalar
+    one_minus_momentum: Scalar
+    nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
+    eps: Scalar
+
+
+class Iteration(NamedTuple):
+    """How directions are mapped: by constants, so that each is a rule of its own."""
+
+    table: tuple[Triple, ...]
+    scale: str
+    dtype: torch.dtype | None
+    split: Split
+
+
+def init(p: Tensor, kept: MomentStorage) -> State:
+    return State(moment(p, kept))
+
+
+def coeffs(t: Scalar, *, momentum: Scalar, eps: Scalar) -> Coeffs:
+    del t
+    return Coeffs(momentum, 1.0 - momentum, momentum, eps)
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    # In Nesterov's mixture, b has the whole gradient, g is the last microbatch.
+    return c._replace(momentum=1.0)
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b = c.momentum * s.momentum_buffer + c.one_minus_momentum * g
+    return Direction(b, State(b))
+
+
+def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b, new, _ = direction(g, s, c)
+    return Direction(c.one_minus_momentum * g + c.nesterov_momentum * b, new)
+
+
+def matrices(x: Tensor, split: Split) -> tuple[Tensor, ...]:
+    """The matrices, or stacks of them, that a tensor is made of."""
+    x = x.flatten(1) if x.dim() > 3 else x
+    if split is None:
+        return (x,)
+    if isinstance(split, int):
+        return (x.unflatten(-2, (split, -1)),)
+    return x.split(split, -2)
+
+
+def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
+    """U f(S) V^T of each matrix U S V^T, for the polynomial f that makes S about 1."""
+    wide, shape = x.dtype, x.shape
+    dtype, (m, n) = how.dtype or iterated_in(x), shape[-2:]
+    if dtype.itemsize < wide.itemsize and is_differentiated(x):
+        dtype = wide  # the derivative would be noise
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp_min(eps).clamp_min(torch.finfo(wide).tiny)
+    x = (x.mT if m > n else x).to(dtype)
+    x = x.flatten(0, -3) if x.dim() > 2 else x
+    multiply = torch.baddbmm if x.dim() > 2 else torch.addmm
+    for a, b, c in how.table:
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = (x.mT if m > n else x).to(wide) * SCALES[how.scale](m, max(n, 1))
+    return x.reshape(shape)
+
+
+def iterated_in(x: Tensor) -> torch.dtype:
+    slow = x.device.type == "cpu" or x.dtype == torch.float64
+    return x.dtype if slow else torch.bfloat16
+
+
+def whole(d: Tensor, c: Coeffs, how: Iteration) -> Tensor:
+    found = [orthogonalized(x, c.eps, how) for x in matrices(d, how.split)]
+    return (torch.cat(found, -2) if len(found) > 1 else found[0]).reshape(d.shape)
+
+
+def refuses(p: Tensor, split: Split) -> str | None:
+    if p.dim() < 2:
+        return (
+            "Muon takes matrices, stacks of them and convolutions; give vectors and "
+            "scalars to another optimizer, as optimi_func.Mixed does"
+        )
+    rows = p.shape[0] if p.dim() > 3 else p.shape[-2]
+    if isinstance(split, int) and rows % split:
+        return f"split={split} does not divide its {rows} rows"
+    if isinstance(split, tuple) and sum(split) != rows:
+        return f"split={split} adds up to {sum(split)}, not to its {rows} rows"
+    return None
+
+
+def muon_rule(nesterov: bool, how: Iteration) -> Rule[State, Coeffs]:
+    key = nesterov, *how
+    if key not in _rules:  # no functools.cache: Dynamo calls what that wraps
+        _rules[key] = Rule(
+            *("muon", State, init, coeffs, look_ahead if nesterov else direction),
+            accumulate=accumulate,
+            whole=partial(whole, how=how),
+            refuses=partial(refuses, split=how.split),
+        )
+    return _rules[key]
+
+
+_rules: dict[Any, Rule[State, Coeffs]] = {}
+
+
+# The pure optimizer
+
+
+def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
+    """The coefficients of each iteration.
+
+    Raises:
+        ValueError: What are no coefficients, or no number of steps, or steps beside a list.
+    """
+    if steps is not None and (type(steps) is not int or not 0 < steps < 100):
+        raise ValueError(
+            f"Invalid ns_steps: ns_steps={steps!r}: allowed are integers from 1 to 99, and "
+            "None for 5 or as many as ns_coefficients lists"
+        )
+    named = isinstance(coefficients, str)
+    rows = TABLES.get(coefficients, ()) if named else coefficients
+    one = not named and isinstance(rows, tuple | list) and is_triple(rows)
+    if one:
+        return (as_triple(rows),) * (5 if steps is None else steps)
+    if not isinstance(rows, tuple | list) or not rows or not all(map(is_triple, rows)):
+        raise ValueError(
+            f"Invalid ns_coefficients: ns_coefficients={coefficients!r}: allowed are three "
+            f"numbers, a list with three for each step, and {sorted(TABLES)}"
+        )
+    if steps is not None:
+        raise ValueError(
+            f"ns_steps={steps} with ns_coefficients={coefficients!r}, which has the "
+            f"coefficients of {len(rows)} steps: leave ns_steps out"
+        )
+    return tuple(map(as_triple, rows))
+
+
+def is_triple(x: Any) -> bool:
+    numbers = isinstance(x, tuple | list) and all(isinstance(y, float | int) for y in x)
+    return numbers and len(x) == 3
+
+
+def as_triple(x: Any) -> Triple:
+    a, b, c = map(float, x)
+    return a, b, c
+
+
+def as_dtype(x: Any) -> torch.dtype | None:
+    """The dtype of the iteration, from its name too."""
+    if x is None:
+        return None
+    found = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise TypeError(
+            f"Invalid ns_dtype: ns_dtype={x!r}: allowed are floating torch dtypes, their "
+            "names, and None"
+        )
+    return found
+
+
+def as_split(x: Any) -> Split:
+    """Which rows are matrices of their own."""
+    if x is None:
+        return None
+    sizes = x if isinstance(x, tuple | list) else (x,)
+    if not sizes or not all(type(y) is int and y > 0 for y in sizes):
+        raise ValueError(
+            f"Invalid split: split={x!r}: allowed are a number of equal parts, a list of "
+            "the rows of each, and None"
+        )
+    return tuple(sizes) if isinstance(x, tuple | list) else x
+
+
+def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as torch has them.
+
+    Raises:
+        ValueError: One that it does not have.
+    """
+    table = as_table(group["ns_coefficients"], group["ns_steps"])
+    refused = {
+        "ns_coefficients": len(set(table)) > 1,
+        "adjust_lr_fn": group["adjust_lr_fn"] == "rms_to_rms",
+        "split": group["split"] is not None,
+        "maximize": group["maximize"],
+    }
+    for name, unknown in refused.items():
+        if unknown:
+            raise ValueError(f"torch.optim.Muon cannot go on with {name}={group[name]!r}")
+    return {"ns_coefficients": table[0], "ns_steps": len(table)}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class muon(FunctionalOptimizer):
+    """`Muon` as a value: `init` and `step` over a tree of parameters."""
+
+    counterparts = Counterparts(
+        in_torch=torch.optim.Muon,
+        torch_counts_steps=False,
+        torch_options=torchs_options,
+        our_options=lambda group: (
+            {"adjust_lr_fn": "original"} if group.get("adjust_lr_fn", "") is None else {}
+        ),
+    )
+
+    choices: ClassVar[tuple[str, ...]] = (
+        *("ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_dtype", "split"),
+    )
+
+    weight_decay: Number = 0.1
+    momentum: Number = 0.95
+    nesterov: bool = True
+    ns_coefficients: Any = TABLES["standard"][0]
+    eps: Number = 1e-7
+    ns_steps: int | None = None
+    adjust_lr_fn: str = "match_rms_adamw"
+    ns_dtype: torch.dtype | str | None = None
+    split: Any = None
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        table = as_table(self.ns_coefficients, self.ns_steps)
+        dtype, split = as_dtype(self.ns_dtype), as_split(self.split)
+        return muon_rule(self.nesterov, Iteration(table, self.adjust_lr_fn, dtype, split))
+
+    def check(self) -> None:
+        super().check()
+        check_number("momentum", "momentum", self.momentum, below=1.0)
+        check_eps(self.eps)
+        if self.adjust_lr_fn not in SCALES:
+            raise ValueError(
+                f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
+                f"{list(SCALES)}; torch's None is 'original'"
+            )
+        self.rule  # noqa: B018  # its options are checked where they are read
+
+
+muon_init = init_function(muon(lr=0.0).rule, "muon")
+muon_step, compiled_muon_step, compiled_muon_step_ = step_functions(muon, "muon")
+
+# The class
+
+
+class Muon(BaseOptimizer):
+    """Muon: step by the momentum with all its singular values made about 1.
+
+        b <- momentum * b + (1 - momentum) * g
+        N  = (1 - momentum) * g + momentum * b      with Nesterov, else b
+        X  = N / max(||N||, eps);   ns_steps times   X <- a X + (b XX^T + c (XX^T)^2) X
+        p <- p - lr * s * X - lr * weight_decay * p
+
+    For the matrices of a network's hidden layers; `Mixed` and `MuonAdamW` give embeddings,
+    output layers and vectors to another optimizer. What has more than three dimensions is
+    flattened into a matrix, a convolution to out x rest; what has three is a stack of
+    matrices. torch.optim.Muon's mathematics, with another default of adjust_lr_fn.
+
+    Args:
+        params: Parameters, named parameters, or param groups; of 2 dimensions or more.
+        lr: Learning rate, a number or a tensor of one element.
+        weight_decay: Decay coefficient, multiplied by lr without s, or (decouple_lr) by
+            lr / max_lr.
+        momentum: Share of b kept, in [0, 1).
+        nesterov: Look ahead.
+        ns_coefficients: a, b, c; or a list of such for one step each; or "standard",
+            "quintic" or "polar_express", which are lists of five. Singular values from 0.01
+            on become 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14.
+        eps: The least norm to divide by.
+        ns_steps: Number of steps with the same a, b, c: 5 where it is None.
+        adjust_lr_fn: s of an m x n matrix: "match_rms_adamw", 0.2 sqrt(max(m, n)), with
+            which AdamW's lr and decay serve; "original" (torch's default),
+            sqrt(max(1, m / n)); "rms_to_rms", sqrt(m / n).
+        ns_dtype: Of the iteration. None: float32 on CPU, else bfloat16; float64 where
+            the arithmetic is. A step that is differentiated takes no less than float32.
+        split: Parts of a matrix's rows that are matrices of their own, as of one that is
+            query, key and value: a number of equal parts, or a list of each one's rows.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, options that exclude each other, or a
+            parameter that is no matrix.
+
+    References:
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;
+        Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982.
+
+    >>> w = torch.eye(2, requires_grad=True)
+    >>> optimizer = Muon([w], lr=0.1, weight_decay=0.0, compile=False)
+    >>> (3 * w).trace().backward()
+    >>> optimizer.step()
+    >>> w.detach()
+    tensor([[0.9687, 0.0000],
+            [0.0000, 0.9687]])
+    """
+
+    factory = muon
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Any = TABLES["standard"][0],
+        eps: float = 1e-7,
+        ns_steps: int | None = None,
+        adjust_lr_fn: str = "match_rms_adamw",
+        *,
+        ns_dtype: torch.dtype | str | None = None,
+        split: int | tuple[int, ...] | None = None,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
+    ) -> None: ...

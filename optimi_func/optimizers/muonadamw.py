@@ -1,0 +1,95 @@
+"""Muon for the matrices of a model's hidden layers, AdamW for all the rest."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimi_func._rule import Storage
+from optimi_func.optimizers.adam import adamw
+from optimi_func.optimizers.hidden import hidden_matrices
+from optimi_func.optimizers.mixed import Mixed
+from optimi_func.optimizers.muon import TABLES, muon
+
+
+def MuonAdamW(  # noqa: D417
+    model: nn.Module,
+    lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    *,
+    adamw_weight_decay: float | None = None,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Any = TABLES["standard"][0],
+    adjust_lr_fn: str = "match_rms_adamw",
+    ns_dtype: torch.dtype | str | None = None,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 1e-6,
+    head: str | Iterable[str] | None = None,
+    kahan_sum: bool | None = None,
+    foreach: bool | None = None,
+    gradient_release: bool = False,
+    compile: bool | None = None,
+    capturable: bool = False,
+    state_dtype: torch.dtype | str | None = None,
+    storage: Storage | str | None = None,
+) -> Mixed:
+    """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest, at one lr.
+
+    With transformers: Trainer(..., optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr":
+    1e-3})).
+
+    Args:
+        model: Its trainable parameters are taken.
+        lr: Learning rate of both; with another adjust_lr_fn they want different ones.
+        weight_decay: Of the matrices.
+        adamw_weight_decay: Of the rest; None takes the same.
+        momentum: Muon's.
+        nesterov: Muon's.
+        ns_coefficients: Muon's.
+        adjust_lr_fn: Muon's.
+        ns_dtype: Muon's.
+        betas: AdamW's.
+        eps: AdamW's.
+        head: The output layer, for AdamW: see `hidden_matrices`.
+
+    The other arguments are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or a model without hidden matrices.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+    >>> print(MuonAdamW(model, lr=1e-3).describe())
+    group  tensors  elements  parameters  moments  in codes  bytes    each
+        0        1         8     float32  float32     0.0 %     64   8.000
+        1        3        19     float32  float32     0.0 %    228  12.000
+      all        4        27                          0.0 %    292  10.815
+    <BLANKLINE>
+    muon   4 x 2  0.weight
+    adamw  4      0.bias
+    adamw  3 x 4  2.weight
+    adamw  3      2.bias
+    """
+    decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
+    matrices = muon(
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_coefficients=ns_coefficients,
+        adjust_lr_fn=adjust_lr_fn,
+        ns_dtype=ns_dtype,
+    )
+    return Mixed(
+        [(name, p) for name, p in model.named_parameters() if p.requires_grad],
+        (hidden_matrices(model, head), matrices),
+        rest=adamw(lr=lr, betas=betas, weight_decay=decay, eps=eps),
+        kahan_sum=kahan_sum,
+        foreach=foreach,
+        gradient_release=gradient_release,
+        compile=compile,
+        capturable=capturable,
+        state_dtype=state_dtype,
+        storage=storage,
+    )

@@ -1,0 +1,165 @@
+"""What several processes check of rules that map whole tensors: they equal one process."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import worlds
+from cases import taken
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from worlds import EAGER, assert_close, batch, loss_of, mine, plain, sharded, snapshot
+
+from optimi_func import Muon, compiled, muon, muon_init, muon_step
+from optimi_func.optimizers.muon import TABLES
+
+# Convolutions, stacks, and matrices that processes divide unevenly or not at all.
+SHAPES = [(8, 5), (5, 9), (1, 6), (7, 2, 3, 3), (3, 6, 4), (6, 1)]
+
+
+def given(steps: int, dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
+    torch.manual_seed(3)
+    starts = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    return starts, [[torch.randn(s).to(dtype) for s in SHAPES] for _ in range(steps)]
+
+
+def placers() -> list[Callable[[Tensor], Any]]:
+    """Ways to divide a tensor among all processes."""
+    world = dist.get_world_size()
+    flat = init_device_mesh("cpu", (world,))
+    found: list[Any] = [(flat, [Shard(0)]), (flat, [Shard(1)])]
+    if world == 4:
+        plane = init_device_mesh("cpu", (2, 2))
+        found += [(plane, [Shard(0), Shard(1)]), (plane, [Replicate(), Shard(0)])]
+    return [
+        lambda x, mesh=mesh, places=places: distribute_tensor(
+            x, mesh, places, src_data_rank=None
+        )
+        for mesh, places in found
+    ]
+
+
+def moved(place: Callable[[Tensor], Any], dtype: torch.dtype, **way: Any) -> list[Any]:
+    starts, grads = given(3, dtype)
+    params: list[Any] = [nn.Parameter(place(x)) for x in starts]
+    optimizer = Muon(params, lr=0.05, **way)
+    for some in grads:
+        for p, g in zip(params, some):
+            p.grad = place(g)
+        optimizer.step()
+    return params
+
+
+def whole_tensors(folder: Path) -> None:
+    """Bit for bit, however they are divided: norms and scales are of the whole."""
+    ways: list[dict[str, Any]] = [
+        {**EAGER},
+        {"foreach": True, "ns_coefficients": "quintic"},
+        {**EAGER, "capturable": True},
+        {**EAGER, "storage": "compact"},
+    ]
+    for way in ways:
+        dtypes = [torch.bfloat16] if "storage" in way else [torch.float32, torch.bfloat16]
+        for dtype in dtypes:
+            theirs = moved(lambda x: x, dtype, **way)
+            for place in placers():
+                ours = moved(place, dtype, **way)
+                for p, q in zip(ours, theirs):
+                    assert isinstance(p, DTensor)
+                    assert torch.equal(worlds.full(p), q.detach()), way
+
+
+def whole_trees(folder: Path) -> None:
+    """The pure step, in place too, and a derivative through it."""
+    starts, grads = given(3, torch.float64)
+    for place in placers():
+        whole = {str(i): x for i, x in enumerate(starts)}
+        known = muon_init(whole)
+        trees = {n: place(x) for n, x in whole.items()}
+        state = muon_init(trees)
+        twins, other = copy.deepcopy((trees, state))
+        for some in grads:
+            gs = {str(i): g for i, g in enumerate(some)}
+            parts = {n: place(g) for n, g in gs.items()}
+            whole, known = muon_step(whole, gs, known, lr=0.05)
+            trees, state = muon_step(trees, parts, state, lr=0.05)
+            step = muon(lr=0.05)
+            twins, other = compiled.step_(step, twins, parts, other)
+        for n, x in whole.items():
+            assert torch.equal(worlds.full(trees[n]), x)
+            assert torch.allclose(worlds.full(twins[n]), x, rtol=1e-12, atol=1e-12)
+    # By autograd: of the whole update's inner product with something.
+    weights = torch.randn(SHAPES[0], dtype=torch.float64)
+    found = []
+    for put in (lambda x: x, placers()[0]):
+        p = put(starts[0].clone()).requires_grad_()
+        new, _ = muon_step(p, put(grads[0][0]) * p, muon_init(p.detach()), lr=0.1)
+        (new * put(weights)).sum().backward()
+        found.append(worlds.full(p.grad))
+    assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+
+
+def train(model: nn.Module, data: Callable[[int], Tensor], release: bool) -> None:
+    options: dict[str, Any] = {"lr": 1e-2, "gradient_release": release, **EAGER}
+    if release:
+        modes = {"clip_param_norm": 0.1, "accumulation": "buffer", "accumulation_steps": 2}
+        worlds.released(model, Muon, modes, data)
+        return
+    optimizer = Muon(taken(Muon, model), **options)
+    for i in range(4):
+        loss_of(model, data(i)).backward()
+        nn.utils.clip_grad_norm_(taken(Muon, model), 0.5, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def models() -> list[tuple[nn.Module, Callable[[int], Tensor]]]:
+    """Models, and what each process has of the data."""
+    found: list[Any] = [(sharded(worlds.flat_mesh()), mine)]
+    if dist.get_world_size() == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        model = parallelize_module(plain(), mesh["model"], plan)
+        # What is not parallel is sharded along the same mesh by fully_shard alone.
+        for part in (model.first, model.second, model):
+            fully_shard(part, mesh=mesh["data"])
+        rank = mesh["data"].get_local_rank()
+        found.append((model, lambda i: worlds.share(i, rank, 2)))
+    return found
+
+
+def whole_models(folder: Path) -> None:
+    """fully_shard, with tensor parallelism too, steps and releases as one process."""
+    for release in (False, True):
+        for model, data in models():
+            parallel = model.first.weight.device_mesh.ndim > 1
+            single = plain()
+            start = snapshot(single)
+            if parallel and not release:
+                continue  # torch clips no DTensors of two meshes together
+            train(single, batch, release)
+            train(model, data, release)
+            assert_close(snapshot(model), snapshot(single), start, 1e-9)
+
+
+def whole_ranges(folder: Path) -> None:
+    """An update's singular values are those of an orthogonalised whole, not of shards."""
+    place = placers()[0]
+    torch.manual_seed(4)
+    g = torch.randn(16, 8, dtype=torch.float64)
+    p = nn.Parameter(place(torch.zeros(16, 8, dtype=torch.float64)))
+    p.grad = place(g)
+    options: dict[str, Any] = {"adjust_lr_fn": "rms_to_rms", "weight_decay": 0.0}
+    Muon([p], lr=1.0, ns_coefficients=TABLES["quintic"], **options, **EAGER).step()
+    s = torch.linalg.svdvals(worlds.full(p)) / 2**0.5
+    assert 0.9 < s.min() and s.max() < 1.1, s

@@ -161,7 +161,7 @@ class Checkpoints(Optimizer):
         group  tensors  elements       parameters         moments  in codes   bytes   each
             0        2    16,512  bfloat16 + int8  8bit, bfloat16    99.2 %  84,864  5.140
         """
-        return describe(self.state, self.param_groups, self._rule_of)
+        return describe(self.state, self.param_groups, self.rule_of)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -204,7 +204,7 @@ class Checkpoints(Optimizer):
             with torch.inference_mode(False):
                 found = self._find(given, strict, match)
                 groups, entries = loaded_groups(
-                    found, self.param_groups, self._rule_of, keep_dtypes
+                    found, self.param_groups, self.rule_of, keep_dtypes
                 )
             reports.append(found.report)
             made.update(entries)
@@ -274,7 +274,7 @@ class Checkpoints(Optimizer):
             ValueError: Names that no parameter has, shapes or fields that do not fit;
                 nothing is loaded then.
         """
-        made, moved = loaded_tree(state, params or {}, self.param_groups, self._rule_of)
+        made, moved = loaded_tree(state, params or {}, self.param_groups, self.rule_of)
         self._adopt(made, moved)
 
     def _adopt(

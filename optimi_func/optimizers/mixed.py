@@ -316,7 +316,7 @@ class Mixed(BaseOptimizer):
             own = {n: x for n, x in part.leaves.items() if not isinstance(x, Elsewhere)}
             tree = part._replace(leaves=own)
             values = params or {} if i == 0 else {}
-            some, moves = loaded_tree(tree, values, self.param_groups, self._rule_of)
+            some, moves = loaded_tree(tree, values, self.param_groups, self.rule_of)
             made |= some
             moved += moves
         self._adopt(made, moved)

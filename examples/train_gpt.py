@@ -411,7 +411,7 @@ def plot(runs: list[Run], path: Path) -> None:
     for axes in losses, distances:
         axes.set_xlabel(f"step (dots: validation, lines: training, mean of {window})")
         axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -275,9 +275,9 @@ class Checkpoints(Optimizer):
                 nothing is loaded then.
         """
         made, moved = loaded_tree(state, params or {}, self.param_groups, self.rule_of)
-        self._adopt(made, moved)
+        self._take_over(made, moved)
 
-    def _adopt(
+    def _take_over(
         self, made: dict[Tensor, dict[str, Any]], moved: list[tuple[Tensor, Tensor]]
     ) -> None:
         """Let parameters have these states and values, beside what is others'."""

@@ -319,7 +319,7 @@ class Mixed(BaseOptimizer):
             some, moves = loaded_tree(tree, values, self.param_groups, self.rule_of)
             made |= some
             moved += moves
-        self._adopt(made, moved)
+        self._take_over(made, moved)
 
 
 def _checked_value(value: Any) -> FunctionalOptimizer:

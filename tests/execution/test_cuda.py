@@ -402,3 +402,29 @@ def test_a_compiled_step_needs_no_memory(name: str) -> None:
         torch.cuda.synchronize()
         # Numbers and a table; a tensor has 4 MiB.
         assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("how", ["compile", "foreach", "eager"])
+def test_whole_maps_are_those_of_the_cpu(how: str) -> None:
+    """Equal shapes in one batch, in float32; bfloat16 where nothing else is asked for."""
+    options = {"compile": {"compile": True}, "foreach": {"foreach": True}}
+    way = options.get(how, {"compile": False})
+    shapes = [(130, 70), (70, 130), (130, 70), (6, 5, 4), (8, 3, 3, 3), (130, 70)]
+    ends = []
+    for device, more in (
+        ("cpu", {"compile": False}),
+        ("cuda", {"ns_dtype": torch.float32, **way}),
+        ("cuda", {**way, "capturable": True}),
+    ):
+        torch.manual_seed(0)
+        ps = [torch.randn(shape).to(device).requires_grad_() for shape in shapes]
+        optimizer = CLASSES["muon"](ps, lr=0.02, **more)
+        for i in range(4):
+            torch.manual_seed(i)
+            for p in ps:
+                p.grad = torch.randn(p.shape).to(device)
+            optimizer.step()
+        ends.append([p.detach().cpu() for p in ps])
+    for cpu, same, low in zip(*ends):
+        torch.testing.assert_close(same, cpu, rtol=1e-3, atol=1e-4)
+        assert (low - cpu).norm() < 5e-2 * 0.02 * 4 * cpu.numel() ** 0.5

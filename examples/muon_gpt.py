@@ -44,7 +44,7 @@ class Comparison:
     """What to compare and how."""
 
     model: Config = field(default_factory=Config)
-    lrs: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    lrs: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
     seeds: int = 3
     out: Path = Path("outputs/muon_gpt.png")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES
+from cases import CLASSES, ELEMENTWISE
 from torch import Tensor
 from torch.autograd import DeviceType
 
@@ -60,7 +60,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_captured_step_follows_its_schedule(name: str, how: str) -> None:
     ps = params("cuda")
     lr = torch.tensor(0.1, device="cuda")
@@ -173,7 +173,7 @@ def _steps(
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_no_step_waits_for_the_device(
     name: str, how: str, capturable: bool, tensor_lr: bool
 ) -> None:
@@ -187,7 +187,7 @@ def test_no_step_waits_for_the_device(
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "stableadamw"])
+@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name != "stableadamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_is_one_launch(name: str, dtype: torch.dtype) -> None:
     """Whatever the number of tensors and their sizes; Ranger's two kinds of step too."""
@@ -227,7 +227,7 @@ def trained(name: str, dtype: torch.dtype, off: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("off", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_list_is_bit_for_bit_its_tensors(
     name: str, dtype: torch.dtype, off: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +299,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-4}
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_rule_in_every_dtype(name: str, dtype: torch.dtype, how: str) -> None:
     """From what is exact in bfloat16, which has its compensation and float32 moments."""
     ends: list[list[Tensor]] = []
@@ -372,7 +372,7 @@ def test_steps_on_a_side_stream(release: bool) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_two_devices_in_one_list(name: str, how: str) -> None:
     ends: list[list[Tensor]] = []
     for devices in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
@@ -386,7 +386,7 @@ def test_two_devices_in_one_list(name: str, how: str) -> None:
     assert all(map(torch.equal, *ends))
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_compiled_step_needs_no_memory(name: str) -> None:
     n = 1 << 20
     ps = [torch.ones(n, device="cuda", requires_grad=True) for _ in range(8)]
@@ -402,3 +402,29 @@ def test_a_compiled_step_needs_no_memory(name: str) -> None:
         torch.cuda.synchronize()
         # Numbers and a table; a tensor has 4 MiB.
         assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("how", ["compile", "foreach", "eager"])
+def test_whole_maps_are_those_of_the_cpu(how: str) -> None:
+    """Equal shapes in one batch, in float32; bfloat16 where nothing else is asked for."""
+    options = {"compile": {"compile": True}, "foreach": {"foreach": True}}
+    way = options.get(how, {"compile": False})
+    shapes = [(130, 70), (70, 130), (130, 70), (6, 5, 4), (8, 3, 3, 3), (130, 70)]
+    ends = []
+    for device, more in (
+        ("cpu", {"compile": False}),
+        ("cuda", {"ns_dtype": torch.float32, **way}),
+        ("cuda", {**way, "capturable": True}),
+    ):
+        torch.manual_seed(0)
+        ps = [torch.randn(shape).to(device).requires_grad_() for shape in shapes]
+        optimizer = CLASSES["muon"](ps, lr=0.02, **more)
+        for i in range(4):
+            torch.manual_seed(i)
+            for p in ps:
+                p.grad = torch.randn(p.shape).to(device)
+            optimizer.step()
+        ends.append([p.detach().cpu() for p in ps])
+    for cpu, same, low in zip(*ends):
+        torch.testing.assert_close(same, cpu, rtol=1e-3, atol=1e-4)
+        assert (low - cpu).norm() < 5e-2 * 0.02 * 4 * cpu.numel() ** 0.5

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES
+from cases import CLASSES, ELEMENTWISE
 from many_sizes import assert_alike, fill, params, train
 from torch import Tensor
 
@@ -66,7 +66,7 @@ QUICK = {
         torch.float64: ["adamw", "stableadamw", "ranger"],
         torch.bfloat16: ["adamw"],
     },
-    "foreach": {torch.float64: [*CLASSES], torch.bfloat16: [*CLASSES]},
+    "foreach": {torch.float64: [*ELEMENTWISE], torch.bfloat16: [*ELEMENTWISE]},
 }
 ROWS = [
     pytest.param(
@@ -77,7 +77,7 @@ ROWS = [
         marks=() if name in QUICK[way][dtype] else pytest.mark.soak,
     )
     for way in WAYS
-    for name in CLASSES
+    for name in ELEMENTWISE
     for dtype in (torch.float64, torch.bfloat16)
 ]
 

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[optimi_func.FunctionalOptimizer, Any, torch.dtype]] = {
 
 def scalars(case: str, t: int) -> Scalars:
     optimizer, *_ = CASES[case]
-    now = rates(LR, 0.1, optimizer.decay, LR, False)
+    now = rates(LR, 0.1, optimizer.decay, LR, False, False)
     return Scalars(optimizer.coeffs(float(t)), now, 0.3)
 
 

@@ -60,7 +60,8 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
 def scalars(case: str, t: int) -> Scalars:
     optimizer, _ = CASES[case]
     lr: Any = optimizer.lr
-    return Scalars(optimizer.coeffs(float(t)), rates(lr, 0.1, optimizer.decay, lr, False))
+    now = rates(lr, 0.1, optimizer.decay, lr, False, False)
+    return Scalars(optimizer.coeffs(float(t)), now)
 
 
 class Made(NamedTuple):

@@ -127,8 +127,7 @@ def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
 
 
 def iterated_in(x: Tensor) -> torch.dtype:
-    slow = x.device.type == "cpu" or x.dtype == torch.float64
-    return x.dtype if slow else torch.bfloat16
+    return x.dtype if x.device.type == "cpu" or x.dtype == torch.float64 else torch.bfloat16
 
 
 def whole(d: Tensor, c: Coeffs, how: Iteration) -> Tensor:

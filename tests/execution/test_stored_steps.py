@@ -24,7 +24,7 @@ import optimi_func
 from optimi_func import AdamW, adamw, compiled
 from optimi_func._codes import NEAREST, moment_codes, narrow, second_moment_codes, widen
 from optimi_func._rule import WHOLE_BATCH, Storage
-from optimi_func.execution.launches import EagerLaunch, ListLaunch
+from optimi_func.execution.launches import ListLaunch
 from optimi_func.execution.list_kernel import native
 
 F32 = torch.float32
@@ -284,23 +284,6 @@ def test_tied_and_strided_gradients_and_threads() -> None:
             torch.set_num_threads(2)
         ends.append(optimizer)
     assert_same_bits(*ends)
-
-
-def test_where_there_are_no_list_kernels_codes_are_stepped_op_by_op(monkeypatch) -> None:
-    from optimi_func.execution import kernels
-
-    ps, optimizer = made("adamw", "compact", BF16)
-    train(optimizer, ps, gradients(2))
-    monkeypatch.setattr(kernels, "_without_lists", {"cpu"})
-    qs, other = made("adamw", "compact", BF16, **COMPILED)
-    for q in qs[4:]:
-        q.requires_grad_(False)
-    train(other, qs[:4], [some[:4] for some in gradients(2)])
-    assert {type(x) for x in launches(other)} == {EagerLaunch}
-    for p, q in zip(ps[:4], qs):
-        assert torch.equal(p, q)
-        state = optimizer.state[p]
-        assert all(torch.equal(x, other.state[q][k]) for k, x in state.items())
 
 
 # The pure functions, compiled

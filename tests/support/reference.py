@@ -625,6 +625,7 @@ def muon(
     decay: str = "decoupled",
     max_lr: float | None = None,
     maximize: bool = False,
+    cautious_decay: bool = False,
 ) -> list[Tensor]:
     """The path of `muon_move`."""
     move = partial(
@@ -636,9 +637,8 @@ def muon(
         scale=scale,
         split=split,
     )
-    return _path(
-        move, _zeros(p, "b"), p, grads, lr, (), weight_decay, decay, max_lr, maximize
-    )
+    options = (lr, (), weight_decay, decay, max_lr, maximize, cautious_decay)
+    return _path(move, _zeros(p, "b"), p, grads, *options)
 
 
 def adam_accumulation(

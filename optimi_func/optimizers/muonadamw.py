@@ -57,6 +57,7 @@ def MuonAdamW(  # noqa: D417
     The other arguments are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
+        TypeError: What is no module.
         ValueError: A number out of its range, or a model without hidden matrices.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -71,6 +72,11 @@ def MuonAdamW(  # noqa: D417
     adamw  3 x 4  2.weight
     adamw  3      2.bias
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"MuonAdamW got a {type(model).__name__}: allowed is a module, whose layers "
+            "say what is a matrix; of named parameters make a Mixed"
+        )
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     matrices = muon(
         lr=lr,

@@ -10,6 +10,7 @@ from measured import allocated_by, trained_peak
 from planned import FEW, GPT, MANY, TOKENS, Net, autocast, by_name, entropy, squared
 from torch import nn
 
+import optimi_func
 from optimi_func import SGD, AdamW
 from optimi_func.memory import plan
 
@@ -251,3 +252,22 @@ def test_a_compiled_models_own_is_planned() -> None:
         for m in (model, compiled)
     ]
     assert peaks[0] == peaks[1]
+
+
+def test_several_rules_in_one_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 3))
+
+    def mixed(params, lr=1e-3, **options):
+        matrices = ("0.weight", optimi_func.muon(lr=lr))
+        return optimi_func.Mixed(params, matrices, rest=optimi_func.adamw(lr=lr), **options)
+
+    found = by_name(plan(model, mixed, "1GB", device="cpu"))
+    rest = 128 + 128 * 3 + 3
+    counts = 4 * 4
+    assert found["float32"].state == 4 * 128 * 128 + 8 * rest + counts
+    # Temporaries of the map, in the compiled step too.
+    assert found["float32"].scratch >= 3 * 4 * 128 * 128
+    applied = found["bfloat16 compact, release"].apply(model, lr=0.01)
+    assert {group["lr"] for group in applied.optimizer.param_groups} == {0.01}
+    with pytest.raises(TypeError, match="allowed is a module"):
+        plan(model, optimi_func.MuonAdamW, "1GB", device="cpu")

@@ -189,9 +189,14 @@ def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
     return found
 
 
+def without_wrappers(name: str) -> str:
+    """A parameter's name without what torch.compile, checkpointing and FSDP put into it."""
+    return ".".join([x for x in name.split(".") if x not in _WRAPPERS])
+
+
 def _bare(names: list[str]) -> list[str]:
     """The names that a module's parameters have where nothing of torch's is around it."""
-    parts = [[x for x in name.split(".") if x not in _WRAPPERS] for name in names]
+    parts = [without_wrappers(name).split(".") for name in names]
     # DistributedDataParallel's: of all of them, or it is an attribute of the model's own.
     while parts and all(len(x) > 1 and x[0] == "module" for x in parts):
         parts = [x[1:] for x in parts]

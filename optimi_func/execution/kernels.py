@@ -30,6 +30,7 @@ from optimi_func.execution.inductor import (
 )
 from optimi_func.execution.launches import Update
 from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.slots import scale_places
 from optimi_func.execution.tensors import (
     flat_leaf,
     is_capturing,
@@ -210,15 +211,13 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
 
 def _example(key: KernelKey) -> list[Tensor]:
     """Tensors to compile a kernel on, in rows where it is for rows."""
-    made: list[Tensor] = []
-    # Of each tensor whether it has one element a row: scales, which follow their codes.
-    scales = [False, False]
-    for coded in key.codes:
-        scales += [False, True] if coded else [False]
-    scales += [False] * (len(key.dtypes) - len(scales))
-    for dtype, is_scale in zip(key.dtypes, scales):
-        length = _COMPILE_LENGTH // key.row if is_scale else _COMPILE_LENGTH
-        made.append(torch.ones(length, dtype=dtype, device=key.device))
+    # Scales have one element a row; the state comes behind p and g.
+    scales = scale_places(key.codes, 2)
+    lengths = [
+        _COMPILE_LENGTH // key.row if i in scales else _COMPILE_LENGTH
+        for i in range(len(key.dtypes))
+    ]
+    made = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
     return in_rows(made, key.row)
 
 

@@ -37,13 +37,7 @@ class Slot(NamedTuple):
     @property
     def scales(self) -> list[int]:
         """Which of the tensors are scales, of which a group of elements shares one."""
-        found: list[int] = []
-        place = 0
-        for coded in self.codes:
-            place += 1 + coded
-            if coded:
-                found.append(place)
-        return found
+        return scale_places(self.codes, 1)
 
     @property
     def coded(self) -> bool:
@@ -63,6 +57,22 @@ class Slot(NamedTuple):
             kept = next(left)
             fields.append(next(left) if coded else kept)  # the scale's: float32
         return (p, *fields, *comp)
+
+
+def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
+    """Where scales stand among tensors, of which those of a state begin at `first`.
+
+    Args:
+        codes: Of each field of the state whether it is two tensors, codes and their scales.
+        first: How many stand before them.
+    """
+    found: list[int] = []
+    place = first - 1
+    for coded in codes:
+        place += 1 + coded
+        if coded:
+            found.append(place)
+    return found
 
 
 def make_slots(

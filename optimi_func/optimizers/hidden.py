@@ -5,6 +5,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from optimi_func._saved import without_wrappers
+
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Their weights have three dimensions and are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
@@ -26,7 +28,11 @@ class HiddenMatrices:
             ValueError: The model has none of this name.
         """
         del p
-        for name in (path, _bare(path), _bare(path).removeprefix("module.")):
+        for name in (
+            path,
+            without_wrappers(path),
+            without_wrappers(path).removeprefix("module."),
+        ):
             if name in self.names or name in self.others:
                 return name in self.names
         raise ValueError(f"hidden_matrices: the model has no parameter {path!r}")
@@ -67,14 +73,16 @@ def hidden_matrices(
         weights = [n for n, p in own.items() if "weight" in n and p.dim() > 1]
         hidden += [f"{prefix}.{n}" if prefix else n for n in weights]
     hidden = [name for name in hidden if id(named[name]) not in apart]
-    chosen = {_bare(name) for name in hidden}
-    return HiddenMatrices(chosen, {_bare(name) for name in named} - chosen)
+    chosen = {without_wrappers(name) for name in hidden}
+    return HiddenMatrices(chosen, {without_wrappers(name) for name in named} - chosen)
 
 
 def _head_by_name(named: dict[str, nn.Parameter], head: str | Iterable[str]) -> set[int]:
     found: set[int] = set()
     for pattern in [head] if isinstance(head, str) else list(head):
-        hits = [p for name, p in named.items() if fnmatchcase(_bare(name), pattern)]
+        hits = [
+            p for name, p in named.items() if fnmatchcase(without_wrappers(name), pattern)
+        ]
         if not hits:
             raise ValueError(
                 f"head={pattern!r} is no parameter: allowed are names and patterns of "
@@ -92,9 +100,3 @@ def _head_of(model: nn.Module) -> set[int]:
             return set(map(id, found.parameters()))
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     return set(map(id, linear[-1].parameters())) if linear else set()
-
-
-def _bare(name: str) -> str:
-    """The name without what torch.compile and checkpointing put into it."""
-    around = ("_orig_mod", "_checkpoint_wrapped_module")
-    return ".".join(part for part in name.split(".") if part not in around)

@@ -94,7 +94,7 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 
 def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b, new, _ = direction(g, s, c)
+    b, new = direction(g, s, c)
     return Direction(c.one_minus_momentum * g + c.nesterov_momentum * b, new)
 
 
@@ -384,4 +384,5 @@ class Muon(BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

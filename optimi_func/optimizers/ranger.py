@@ -49,7 +49,7 @@ def accumulate(c: Coeffs) -> Coeffs:
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    d, new, _ = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
+    d, new = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
     return Direction(d, State(new.exp_avg, new.exp_avg_sq, s.slow_param))
 
 
@@ -159,4 +159,5 @@ class Ranger(BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

@@ -81,7 +81,7 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 
 def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b, new, _ = direction(g, s, c)
+    b, new = direction(g, s, c)
     return Direction(g + c.nesterov_momentum * b, new)
 
 
@@ -230,4 +230,5 @@ class SGD(BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

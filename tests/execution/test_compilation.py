@@ -90,7 +90,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     rule, options = optimizer.rule, (numbers.statics, True, True, False, dtypes, p.device)
-    parts: list[Pass] = ["mean", "move"] if rule.per_tensor else ["whole"]
+    parts: list[Pass] = ["mean", "move"] if rule.means else ["whole"]
     keys = [KernelKey(rule, *options, part) for part in parts]
     _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])
     return code

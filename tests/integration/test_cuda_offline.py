@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func._leaf import compute_dtype, init_leaf, leaf_step, rates, whole_mean
+from optimi_func._leaf import compute_dtype, init_leaf, leaf_step, rates, whole_means
 from optimi_func._rule import Leaf, Rule, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey, Pass, fill
@@ -53,14 +53,14 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
     for t in range(1, T):
         g = torch.randn(n, generator=own).to(dtype)
         now = scalars(case, t)
-        leaf = leaf_step(optimizer.rule, leaf, g, now, True, whole_mean)
+        leaf = leaf_step(optimizer.rule, leaf, g, now, True, whole_means)
     return leaf, torch.randn(n, generator=own).to(dtype)
 
 
 def scalars(case: str, t: int) -> Scalars:
     optimizer, _ = CASES[case]
     lr: Any = optimizer.lr
-    now = rates(lr, 0.1, optimizer.decay, lr, False, False)
+    now = rates(lr, 0.1, optimizer.decay, lr, False, False, False)
     return Scalars(optimizer.coeffs(float(t)), now)
 
 
@@ -82,7 +82,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = PackedScalars(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if rule.per_tensor else ["whole"]
+    parts: list[Pass] = ["mean", "move"] if rule.means else ["whole"]
     for part in parts:
         key = KernelKey(rule, statics, True, True, False, dtypes, offline_cuda.DEVICE, part)
         own = Path(folder, part)
@@ -181,7 +181,7 @@ def test_it_computes_what_eager_does(made: Made, n: int) -> None:
     dtype = compute_dtype(*next(iter(made.programs)).dtypes)
     values = packed.packed(dtype, torch.device("cpu")).unbind()
     now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
-    want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_mean))
+    want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
     if leaf.comp is not None:
         assert want[-1].count_nonzero() > 0.9 * n  # there is something to lose
     for build in range(builds(made)):

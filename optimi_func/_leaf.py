@@ -126,12 +126,14 @@ def _delta(
     if rule.means is not None:
         measured += rule.means.measure(g, x, d, decaying, state, coeffs)
     means = take_means(measured) if measured else []
-    now = r.lr
+    scale: Scalar = 1.0
     if r.cautious:
-        share = means.pop(0).clamp_min(1e-3)
-        d, now = d / share, r.lr / share
+        scale = 1.0 / means.pop(0).clamp_min(1e-3)
+        d = d * scale
     u = -(lr * d + r.decay * decaying)
-    return u if rule.means is None else u / rule.means.settle(means, now, r.decay, coeffs)
+    if rule.means is None:
+        return u
+    return u / rule.means.settle(means, scale, r.lr, r.decay, coeffs)
 
 
 def leaf_means(

@@ -53,14 +53,14 @@ class Means(NamedTuple):
         measure: `(g, x, d, decaying, state, coeffs) -> tensors` whose means are taken, in
             the shape of the parameter x; `decaying` is x where it decays, else 0, and
             `state` the one that `direction` gave.
-        settle: `(means, lr, decay, coeffs) -> divisor` of the whole move, which is
-            -(lr * d + decay * decaying).
+        settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
+            -(lr * scale * d + decay * decaying).
         reads_x: Whether `measure` needs x or `decaying`.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
-    settle: Callable[[list[Tensor], Scalar, Scalar, Any], Tensor]
+    settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor]
     reads_x: bool
 
 

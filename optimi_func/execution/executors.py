@@ -205,6 +205,10 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
         if direct and measures:
             reads_x = rule.means is not None and rule.means.reads_x
             mean = MeanKernel(made("mean", direct[0]), count, reads_x)
+        both = [run] if mean is None else [run, mean.kernel]
+        if around and not all([isinstance(x, ListKernel) for x in both]):
+            # Compiled, but for tensors that are decoded.
+            return _plan_eager(rule, updates, write)
         launches += _plan_direct(run, mean, direct)
     places = {u.place for u in direct}
     flattened = [u for u in updates if u.place not in places]
@@ -235,7 +239,9 @@ def _plan_direct(
     """Launches of tensors that kernels are handed as they are."""
     if not updates:
         return []
-    if isinstance(run, ListKernel):
+    if isinstance(run, ListKernel) and (
+        mean is None or isinstance(mean.kernel, ListKernel)
+    ):
         launches: list[Launch] = []
         for apart in split_aliasing(updates):
             together = [apart] if mean is None else chunks(apart, MEASURED, _numel)

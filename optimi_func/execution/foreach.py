@@ -66,10 +66,12 @@ _BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 _UNARY: dict[Any, str] = {
     aten.neg.default: "neg",
+    aten.reciprocal.default: "reciprocal",
     aten.sign.default: "sign",
     aten.sqrt.default: "sqrt",
 }
-# What torch has no list form of: rounding to a float16 below its normal numbers.
+# What torch has no list form of: rounding to a float16 below its normal numbers, and
+# choices between means.
 _EACH = {aten.abs.default, aten.lt.Scalar, aten.where.self}
 
 

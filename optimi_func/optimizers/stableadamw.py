@@ -33,7 +33,9 @@ def measure(
     return [ratio * ratio]
 
 
-def settle(means: list[Tensor], lr: Scalar, decay: Scalar, c: adam.Coeffs) -> Tensor:
+def settle(
+    means: list[Tensor], scale: Scalar, lr: Scalar, decay: Scalar, c: adam.Coeffs
+) -> Tensor:
     (mean_square,) = means
     return mean_square.clamp_min(1.0).sqrt()
 

@@ -111,15 +111,24 @@ def test_a_step_is_one_kernel_without_allocations(
     assert "extern_kernels." not in code
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_reduction_is_a_kernel_before_and_no_scratch(dtype: torch.dtype) -> None:
-    measure, move = code_of("stableadamw", dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("stableadamw", torch.float32),
+        ("stableadamw", torch.bfloat16),
+        ("lamb", torch.float32),  # four means in one loop
+    ],
+)
+def test_a_reduction_is_a_kernel_before_and_no_scratch(
+    name: str, dtype: torch.dtype
+) -> None:
+    measure, move = code_of(name, dtype)
     for code in (measure, move):
         assert code.count("async_compile.cpp_pybinding(") == 1
         assert "extern_kernels." not in code
-    assert "empty_strided_cpu(" not in move
-    # The mean itself, and nothing as long as a parameter.
-    sizes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", measure)
+    assert name == "lamb" or "empty_strided_cpu(" not in move
+    # The means themselves, what is made of several, and nothing as long as a parameter.
+    sizes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", measure + move)
     assert all("s" not in size for size in sizes), sizes
 
 

@@ -35,6 +35,10 @@ QUICK = {
     "ademamix": (torch.bfloat16,),
     "adopt": (torch.bfloat16,),
     "adamw-weight_decay=0.1-cautious_decay=True": (torch.float32,),
+    "adamw-weight_decay=0.1-cautious=True": (torch.float32, torch.bfloat16),
+    "stableadamw-weight_decay=0.1-cautious=True": (torch.bfloat16,),
+    "lamb-weight_decay=0.1-cautious_decay=True-cautious=True": (torch.float32,),
+    "lamb": (torch.bfloat16,),
 }
 # A pure step has kernels of its own, which differ from these in where they write: that
 # does not depend on the rule, only on its having a mean and on a compensation.
@@ -270,7 +274,7 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {"stableadamw"}))
+@pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {"stableadamw", "lamb"}))
 def test_foreach_needs_no_more_than_the_parameters_again(name, dtype, tmp_path) -> None:
     """By the profiler's count of bytes; a rule with means needs whole tensors."""
     shapes = [(512, 1024)] + [(300, 300)] * 3

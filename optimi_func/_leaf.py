@@ -87,11 +87,11 @@ def leaf_step(
     p32, x = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
     g = r.grad_scale * to(g, wide) + r.l2 * x
-    d, new = rule.direction(g, type(state)(*old), c)
+    d, new, shared = rule.direction(g, type(state)(*old), c)
     if write:
         if rule.whole is not None:
             d = on_whole(rule.whole, d, c)
-        u = _delta(rule, g, x, d, new, c, r, take_means)
+        u = _delta(rule, g, x, d, shared, c, r, take_means)
         if rule.after is not None:
             u, new = rule.after(x, u, new, c)
         p, comp = _add(p, p32, x, comp, u)
@@ -105,7 +105,7 @@ def _delta(
     g: Tensor,
     x: Tensor,
     d: Tensor,
-    state: Any,
+    shared: Any,
     coeffs: Any,
     r: Rates,
     take_means: Callable[[list[Tensor]], list[Tensor]],
@@ -124,7 +124,7 @@ def _delta(
         lr = undecayed_lr + decays * (lr - undecayed_lr)
         decaying = decays * x
     if rule.means is not None:
-        measured += rule.means.measure(g, x, d, decaying, state, coeffs)
+        measured += rule.means.measure(g, x, d, decaying, shared, coeffs)
     means = take_means(measured) if measured else []
     scale: Scalar = 1.0
     if r.cautious:

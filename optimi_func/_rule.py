@@ -40,6 +40,7 @@ class Direction(NamedTuple):
 
     d: Tensor  # shape of p; the move is -lr * d
     state: Any  # the rule's State after this gradient
+    shared: Any = None  # what `Means.measure` takes over
 
 
 class Means(NamedTuple):
@@ -50,9 +51,9 @@ class Means(NamedTuple):
 
     Attributes:
         number: How many.
-        measure: `(g, x, d, decaying, state, coeffs) -> tensors` whose means are taken, in
+        measure: `(g, x, d, decaying, shared, coeffs) -> tensors` whose means are taken, in
             the shape of the parameter x; `decaying` is x where it decays, else 0, and
-            `state` the one that `direction` gave.
+            `shared` from `direction`.
         settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
             -(lr * scale * d + decay * decaying).
         reads_x: Whether `measure` needs x or `decaying`.

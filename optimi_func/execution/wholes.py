@@ -66,7 +66,7 @@ def _directing(
 
     def direction(g: Tensor, s: Any, c: Any) -> Direction:
         *own, _ = s
-        d, new = direct(g, state(*own), c)
+        d, new, _ = direct(g, state(*own), c)
         return Direction(d, kind(*new, d))
 
     return Rule(f"{name}_direction", kind, init, coeffs, direction)

@@ -22,7 +22,7 @@ def init(p: Tensor, kept: MomentStorage) -> adam.State:
 
 
 def measure(
-    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, s: adam.State, c: adam.Coeffs
+    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, shared: None, c: adam.Coeffs
 ) -> list[Tensor]:
     # Of the move lr * d + decay * decaying the norm, for whatever the two numbers are.
     return [x * x, d * d, d * decaying, decaying * decaying]

@@ -94,7 +94,7 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 
 def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b, new = direction(g, s, c)
+    b, new, _ = direction(g, s, c)
     return Direction(c.one_minus_momentum * g + c.nesterov_momentum * b, new)
 
 

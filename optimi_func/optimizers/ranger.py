@@ -49,7 +49,7 @@ def accumulate(c: Coeffs) -> Coeffs:
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    d, new = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
+    d, new, _ = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
     return Direction(d, State(new.exp_avg, new.exp_avg_sq, s.slow_param))
 
 

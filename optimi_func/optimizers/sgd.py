@@ -81,7 +81,7 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 
 def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b, new = direction(g, s, c)
+    b, new, _ = direction(g, s, c)
     return Direction(g + c.nesterov_momentum * b, new)
 
 

@@ -21,13 +21,12 @@ def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
     m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c)
     root_v = c.inv_sqrt_bias_correction2 * root(v)
     d = c.inv_bias_correction1 * m / (root_v + c.eps)
-    return Direction(d, new)
+    return Direction(d, new, root_v)
 
 
 def measure(
-    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, s: adam.State, c: adam.Coeffs
+    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, root_v: Tensor, c: adam.Coeffs
 ) -> list[Tensor]:
-    root_v = c.inv_sqrt_bias_correction2 * root(s.exp_avg_sq)
     # Of g / sqrt(max(vhat, eps^2)), by roots: eps^2 leaves float32's range before eps does.
     ratio = g / root_v.clamp_min(c.eps)
     return [ratio * ratio]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, ELEMENTWISE, TOLERANCE, Case, assert_moved_alike
+from cases import CASES, ELEMENTWISE, MEASURED, TOLERANCE, Case, assert_moved_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -274,7 +274,7 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {"stableadamw", "lamb"}))
+@pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {*MEASURED}))
 def test_foreach_needs_no_more_than_the_parameters_again(name, dtype, tmp_path) -> None:
     """By the profiler's count of bytes; a rule with means needs whole tensors."""
     shapes = [(512, 1024)] + [(300, 300)] * 3

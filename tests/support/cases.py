@@ -81,6 +81,8 @@ NAMES = list(CLASSES)
 ELEMENTWISE = [name for name in NAMES if name != "muon"]
 # Those that optimi does not have.
 NEWER = ("ademamix", "adopt", "lamb", "muon")
+# The rules that take means over a tensor.
+MEASURED = ("stableadamw", "lamb")
 # The rules whose state is no sum over a step's gradients.
 REFUSE_STATES = ("sgd", "adan", "adopt")
 

@@ -114,6 +114,28 @@ class Rule(Generic[S, C]):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
 
 
+class NoState(NamedTuple):
+    """What a rule keeps, and takes, that steps along the gradient."""
+
+
+def no_init(p: Tensor, kept: MomentStorage) -> NoState:
+    """Its state."""
+    del p, kept
+    return NoState()
+
+
+def no_coeffs(t: Scalar) -> NoState:
+    """Its coefficients."""
+    del t
+    return NoState()
+
+
+def along_gradient(g: Tensor, s: NoState, c: NoState) -> Direction:
+    """Its direction."""
+    del c
+    return Direction(g, s)
+
+
 class Rates(NamedTuple):
     """What turns a direction into a delta.
 

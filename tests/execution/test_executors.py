@@ -254,19 +254,26 @@ def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None
 
 
 def test_foreach_names_an_operation_it_does_not_know() -> None:
-    from optimi_func._rule import Direction, Rates, Rule, Scalars
+    from optimi_func._rule import (
+        Direction,
+        NoState,
+        Rates,
+        Rule,
+        Scalars,
+        no_coeffs,
+        no_init,
+    )
     from optimi_func.execution.foreach import trace
     from optimi_func.execution.kernels import KernelKey
-    from optimi_func.optimizers import sgd
 
     odd = Rule(
         "odd",
-        sgd.NoState,
-        sgd.no_init,
-        sgd.no_coeffs,
+        NoState,
+        no_init,
+        no_coeffs,
         lambda g, s, c: Direction(torch.erfinv(g), s),
     )
-    scalars = Scalars(sgd.NoState(), Rates(0.1, 0.0, 0.0, 1.0))
+    scalars = Scalars(NoState(), Rates(0.1, 0.0, 0.0, 1.0))
     dtypes, device = (torch.float32,) * 2, torch.device("cpu")
     key = KernelKey(odd, (None,) * 5, True, True, False, dtypes, device, "whole")
     with pytest.raises(NotImplementedError, match="erfinv"):

@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func._leaf import compute_dtype, init_leaf, leaf_step, rates, whole_means
+from optimi_func._leaf import (
+    compute_dtype,
+    count_means,
+    init_leaf,
+    leaf_step,
+    rates,
+    whole_means,
+)
 from optimi_func._rule import Leaf, Rule, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey, Pass, fill
@@ -38,6 +45,8 @@ CASES: dict[str, tuple[optimi_func.FunctionalOptimizer, torch.dtype]] = {
     "adamw float32": (optimi_func.adamw(lr=1e-2), torch.float32),
     "adamw bfloat16": (optimi_func.adamw(lr=1e-4), torch.bfloat16),
     "stableadamw float32": (optimi_func.stableadamw(lr=1e-2), torch.float32),
+    "lamb float32": (optimi_func.lamb(lr=1e-2), torch.float32),  # four means
+    "cautious adamw bfloat16": (optimi_func.adamw(lr=1e-4, cautious=True), torch.bfloat16),
     "lion float32": (optimi_func.lion(lr=1e-2), torch.float32),
     # Those with the most tensors, which need the most registers.
     "adan bfloat16": (optimi_func.adan(lr=1e-4), torch.bfloat16),
@@ -60,7 +69,7 @@ def leaves(case: str, n: int) -> tuple[Leaf, Tensor]:
 def scalars(case: str, t: int) -> Scalars:
     optimizer, _ = CASES[case]
     lr: Any = optimizer.lr
-    now = rates(lr, 0.1, optimizer.decay, lr, False, False, False)
+    now = rates(lr, 0.1, optimizer.decay, lr, False, False, optimizer.cautious)
     return Scalars(optimizer.coeffs(float(t)), now)
 
 
@@ -82,7 +91,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = PackedScalars(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if rule.means else ["whole"]
+    parts: list[Pass] = ["mean", "move"] if count_means(rule, now.rates) else ["whole"]
     for part in parts:
         key = KernelKey(rule, statics, True, True, False, dtypes, offline_cuda.DEVICE, part)
         own = Path(folder, part)
@@ -106,7 +115,8 @@ def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKe
     packed = PackedScalars(scalars(made.case, T))
     numbers = packed.packed(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
     if keys[0].part != "whole":
-        numbers = torch.cat([numbers, numbers.new_zeros(1)])
+        count = count_means(made.rule, packed.scalars.rates)
+        numbers = torch.cat([numbers, numbers.new_zeros(count)])
     runs = {
         key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
     }

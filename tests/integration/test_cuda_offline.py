@@ -153,12 +153,14 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
             assert not run.scratch
 
 
-def test_a_mean_is_two_kernels_with_little_scratch(made: Made) -> None:
+def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
     _, runs = stepped(made, LENGTHS[-1], 0)
     for key, run in runs.items():
         if key.part == "mean":
-            assert len(run.launches) == 2  # of pieces, and of all
-            assert sum(x.numel() for x in run.scratch) <= 128
+            # Of pieces, and of all; of four means in two.
+            several = count_means(made.rule, scalars(made.case, T).rates) > 1
+            assert len(run.launches) == 2 + several
+            assert sum(x.numel() for x in run.scratch) <= (512 if several else 128)
 
 
 def test_each_element_is_read_and_written_once(made: Made) -> None:
@@ -265,7 +267,12 @@ def test_a_list_is_bit_for_bit_its_tensors(made: Made, many: Any, off: int) -> N
     for build in range(builds(made)):
         for ours, theirs in zip(columns, one_by_one(made, build)):
             for x, y in zip(ours, theirs):
-                assert x.view(torch.uint8).equal(y.view(torch.uint8))
+                if made.rule.name == "lamb":
+                    # Of two products that are added, either may be contracted. The trial
+                    # on a GPU would find it out, and launch a kernel for each tensor.
+                    assert units(x, y) <= ROUNDING
+                else:
+                    assert x.view(torch.uint8).equal(y.view(torch.uint8))
     key = list(made.programs)[-1]
     read = sum(memory.loaded[x.data_ptr()] for column in columns for x in column)
     stored = sum(memory.stored[x.data_ptr()] for column in columns for x in column)

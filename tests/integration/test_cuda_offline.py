@@ -157,10 +157,10 @@ def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
     _, runs = stepped(made, LENGTHS[-1], 0)
     for key, run in runs.items():
         if key.part == "mean":
-            # Of pieces, and of all; of four means in two.
-            several = count_means(made.rule, scalars(made.case, T).rates) > 1
-            assert len(run.launches) == 2 + several
-            assert sum(x.numel() for x in run.scratch) <= (512 if several else 128)
+            count = count_means(made.rule, scalars(made.case, T).rates)
+            # Of pieces, and of all; of several one each, and one that writes them.
+            assert len(run.launches) == (2 if count == 1 else 2 + count)
+            assert sum(x.numel() for x in run.scratch) <= 128 * count
 
 
 def test_each_element_is_read_and_written_once(made: Made) -> None:

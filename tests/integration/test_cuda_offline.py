@@ -160,7 +160,10 @@ def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
             count = count_means(made.rule, scalars(made.case, T).rates)
             # Of pieces, and of all; of several one each, and one that writes them.
             assert len(run.launches) == (2 if count == 1 else 2 + count)
-            assert sum(x.numel() for x in run.scratch) <= 128 * count
+            # Nothing as long as a parameter.
+            assert sum(x.numel() for x in run.scratch) <= (
+                128 if count == 1 else 129 * count
+            )
 
 
 def test_each_element_is_read_and_written_once(made: Made) -> None:

@@ -89,6 +89,12 @@ NEWER = ("ademamix", "adopt", "muon", *SCHEDULE_FREE)
 REFUSE_STATES = ("sgd", "adan", "adopt", *SCHEDULE_FREE)
 
 
+# How many first gradients move nothing.
+STILL = {"adopt": 1, "schedule_free_radam": 4}
+# Those that divide by nothing.
+NO_EPS = ("sgd", "lion", "schedule_free_sgd")
+
+
 def count_betas(name: str) -> int:
     """How many betas a rule has."""
     none = {"sgd": 0, "muon": 0, "schedule_free_sgd": 0}
@@ -145,8 +151,7 @@ def _same(name: str, **options: Any) -> Case:
     return Case(name, options, options)
 
 
-_NO_EPS = ("sgd", "lion", "muon", "adopt", "schedule_free_sgd")
-_EPS = [n for n in NAMES if n not in _NO_EPS]
+_EPS = [n for n in NAMES if n not in (*NO_EPS, "muon", "adopt")]
 _BETAS = {n: (0.8, 0.95) for n in NAMES if count_betas(n)}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._codes import is_low
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
-from optimi_func._storage import storage_of
+from optimi_func._storage import keeps_codes, storage_of
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
 
@@ -252,9 +252,9 @@ def check_each(
 
 
 def _may_keep_moments(optimizer: object) -> bool:
-    """Whether an optimizer has moments, as far as it can be told without a parameter."""
+    """Whether an optimizer has moments for codes, as far as it can be told."""
     if isinstance(optimizer, FunctionalOptimizer):
-        return bool(optimizer.rule.state._fields)
+        return keeps_codes(optimizer.rule)
     if isinstance(optimizer, Partition):
         return any([_may_keep_moments(one) for one in optimizer.optimizers])
     inner = getattr(optimizer, "optimizer", None)

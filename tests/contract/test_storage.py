@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE, SCHEDULE_FREE, fitting
+from cases import CLASSES, ELEMENTWISE, NO_CODES, SCHEDULE_FREE, fitting
 from stored import (
     BF16,
     CODED,
@@ -34,8 +34,6 @@ F32 = torch.float32
 # Means that bfloat16 could not follow, wide whatever the storage.
 SLOW = {"ademamix": {"exp_avg_slow", "exp_avg_sq"}, "adopt": {"exp_avg_sq"}}
 SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
-# Of which nothing is kept in codes.
-NO_CODES = "schedule_free_sgd"
 
 # Every rule in every storage: adamw's and the compact ones; the rest soak.
 ROWS = [
@@ -48,7 +46,8 @@ ROWS = [
     )
     for kind in KEPT
     for name, options in [
-        *[(name, {}) for name in CLASSES if name != NO_CODES],
+        *[(name, {}) for name in CLASSES if name not in NO_CODES],
+        ("sgd", {}),  # with momentum
         ("adam", {"amsgrad": True}),
         ("adamw", {"maximize": True, "decouple_lr": True, "weight_decay": 1e-4}),
     ]
@@ -464,8 +463,8 @@ def test_a_rule_without_moments_has_none_in_codes() -> None:
     ps = [p.requires_grad_() for p in starts()]
     with pytest.raises(ValueError, match="keeps no moments"):
         SGD(ps, lr=0.1, storage="compact")
-    with pytest.raises(ValueError, match="keeps no moments"):
-        CLASSES[NO_CODES](ps, storage="compact")
+    with pytest.raises(ValueError, match="schedule_free_sgd keeps no moments in 8 bits"):
+        optimi_func.ScheduleFreeSGD(ps, storage="compact")
     with pytest.raises(ValueError, match="keeps no moments"):
         optimi_func.sgd_init(ps, storage="compact")
     groups = [{"params": ps[:1]}, {"params": ps[1:], "momentum": 0.9}]

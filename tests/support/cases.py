@@ -91,6 +91,8 @@ REFUSE_STATES = ("sgd", "adan", "adopt", *SCHEDULE_FREE)
 
 # How many first gradients move nothing.
 STILL = {"adopt": 1, "schedule_free_radam": 4}
+# Those that by default keep nothing in codes.
+NO_CODES = ("sgd", "schedule_free_sgd")
 # Those that divide by nothing.
 NO_EPS = ("sgd", "lion", "schedule_free_sgd")
 

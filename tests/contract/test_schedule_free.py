@@ -408,6 +408,94 @@ def test_each_parameter_has_its_own_numbers(capturable: bool) -> None:
         assert state["weight_sum"].item() == pytest.approx(total, rel=1e-12)
 
 
+def few() -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    return model, [torch.randn(5, 3) for _ in range(7)]
+
+
+def mean_square(y: Tensor, x: Any = None) -> Tensor:
+    return y.square().mean()
+
+
+def test_every_way_to_step_advances_the_numbers() -> None:
+    """Compiled, as one graph, by release, of a class and of a tree: as the eager class."""
+    numbers = {"lr": 0.05, "warmup_steps": 4}
+    straight, data = few()
+    optimizer = ScheduleFreeAdamW(straight.parameters(), **numbers, compile=False)
+    start = torch.cat([x.flatten() for x in bits(straight)])
+    for x in data:
+        mean_square(straight(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = torch.cat([x.flatten() for x in bits(straight)])
+    state = optimizer.state[straight[0].weight]
+
+    def check(params: Any, weight_sum: Tensor, lr_max: Tensor) -> None:
+        got = torch.cat([x.detach().flatten() for x in params])
+        assert_moved_alike(start, got, want, 1e-5)
+        assert weight_sum.item() == pytest.approx(state["weight_sum"].item(), rel=1e-12)
+        assert lr_max.item() == pytest.approx(0.05, rel=1e-12)
+
+    def check_class(model: Any, optimizer: Any) -> None:
+        entry = optimizer.state[model[0].weight]
+        check(model.parameters(), entry["weight_sum"], entry["lr_max"])
+
+    for way in ({"compile": True}, {"foreach": True}, {"capturable": True}):
+        model, _ = few()
+        other = ScheduleFreeAdamW(model.parameters(), **numbers, **way)
+        for x in data:
+            mean_square(model(x)).backward()
+            other.step()
+            other.zero_grad()
+        check_class(model, other)
+    model, _ = few()
+    other = ScheduleFreeAdamW(model.parameters(), **numbers)
+    step = train_step(model, mean_square, other)
+    for x in data:
+        step(x)
+    check_class(model, other)
+    pure = schedule_free_adamw(**numbers)
+    model, _ = few()
+    pure_step = train_step(model, mean_square, pure)
+    tree = pure_step.init()
+    for x in data:
+        tree, _ = pure_step(tree, x)
+    leaf = tree.optimizer.leaves["0.weight"]
+    check(tree.params.values(), leaf.weight_sum, leaf.lr_max)
+    model, _ = few()
+    handle = prepare_for_gradient_release(model, pure)
+    for x in data:
+        mean_square(model(x)).backward()
+    leaf = handle.state.leaves["0.weight"]
+    check(model.parameters(), leaf.weight_sum, leaf.lr_max)
+    shown = pure.eval_params(dict(model.named_parameters()), handle.state)
+    optimizer.eval()
+    for x, p in zip(shown.values(), straight.parameters()):
+        torch.testing.assert_close(x, p)
+
+
+@pytest.mark.parametrize(
+    "way", [{"compile": False}, {"compile": True}, {"capturable": True}]
+)
+def test_numbers_that_somebody_sets_count(way: dict[str, Any]) -> None:
+    """Written to or replaced between two steps, with a plan that knew others."""
+    for replaced in (False, True):
+        w = nn.Parameter(torch.ones(5))
+        optimizer = ScheduleFreeAdamW([w], lr=0.05, **way)
+        for i in range(6):
+            w.grad = torch.full((5,), 1.0 + i)
+            optimizer.step()
+            if i == 3:
+                state = optimizer.state[w]
+                if replaced:
+                    state["weight_sum"] = torch.full_like(state["weight_sum"], 1.0)
+                else:
+                    state["weight_sum"].fill_(1.0)
+        want = 1.0 + 2 * 0.05**2
+        assert optimizer.state[w]["weight_sum"].item() == pytest.approx(want, rel=1e-12)
+
+
 def test_z_begins_where_the_parameter_is_at_the_first_step() -> None:
     """Not where it was as its state was made: weights may be loaded in between."""
     model, optimizer = begun(steps=0)

@@ -292,13 +292,14 @@ def scalars_after(
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     top = lr if bound.max_lr is None else bound.max_lr
-    now = rates(lr, decay, bound.decay, top, bound.maximize, bound.cautious_decay)
-    kind = bound.rule.running
+    kind = (bound.decay, top, bound.maximize, bound.cautious_decay, bound.cautious)
+    now = rates(lr, decay, *kind)
+    numbers_of = bound.rule.running
     found: list[Scalars] = []
     after: list[Any] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-        coeffs, running = bound.advance(t, kind(*running))
+        coeffs, running = bound.advance(t, numbers_of(*running))
         found.append(Scalars(coeffs, now, dither_at(t) if coded else NEAREST))
         after.append(running)
     return found, after

@@ -73,8 +73,13 @@ def eval_point(x: Tensor, s: Any, c: Any) -> Tensor:
     return x + a.beyond * (x - z_of(x, s.z, a))
 
 
-def check_averaging(r: Any, weight_lr_power: Any) -> None:
-    """Refuse numbers that weigh nothing."""
+def check_averaging(r: Any, weight_lr_power: Any, cautious: bool) -> None:
+    """Refuse powers out of their range, and an option without effect."""
+    if cautious:
+        raise ValueError(
+            "cautious=True with a direction that always has the gradient's sign: there is "
+            "nothing to leave out. Allowed is cautious=False"
+        )
     check_number("power of the step", "r", r)
     check_number("power of the learning rate", "weight_lr_power", weight_lr_power)
 

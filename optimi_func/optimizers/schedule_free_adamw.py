@@ -103,7 +103,7 @@ class schedule_free_adamw(FunctionalOptimizer):
         check_schedule_free_betas(self.betas)
         check_eps(self.eps)
         check_number("warmup", "warmup_steps", self.warmup_steps)
-        check_averaging(self.r, self.weight_lr_power)
+        check_averaging(self.r, self.weight_lr_power, self.cautious)
 
 
 schedule_free_adamw_init = init_function(schedule_free_adamw_rule, "schedule_free_adamw")
@@ -192,4 +192,5 @@ class ScheduleFreeAdamW(Evaluated, BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

@@ -101,7 +101,7 @@ class schedule_free_radam(FunctionalOptimizer):
         super().check()
         check_schedule_free_betas(self.betas)
         check_eps(self.eps)
-        check_averaging(self.r, self.weight_lr_power)
+        check_averaging(self.r, self.weight_lr_power, self.cautious)
 
 
 schedule_free_radam_init = init_function(schedule_free_radam_rule, "schedule_free_radam")
@@ -188,4 +188,5 @@ class ScheduleFreeRAdam(Evaluated, BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

@@ -90,7 +90,7 @@ class schedule_free_sgd(FunctionalOptimizer):
         super().check()
         check_positive_beta("momentum", "momentum", self.momentum)
         check_number("warmup", "warmup_steps", self.warmup_steps)
-        check_averaging(self.r, self.weight_lr_power)
+        check_averaging(self.r, self.weight_lr_power, self.cautious)
 
 
 schedule_free_sgd_init = init_function(schedule_free_sgd_rule, "schedule_free_sgd")
@@ -174,4 +174,5 @@ class ScheduleFreeSGD(Evaluated, BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

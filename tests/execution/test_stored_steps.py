@@ -132,6 +132,7 @@ ALL = (
     "adopt",
     "schedule_free_adamw",
     "schedule_free_radam",
+    "lamb",
 )
 
 

@@ -33,6 +33,7 @@ FIELDS = {
     "schedule_free_adamw": {**AVERAGING, "exp_avg_sq": "v"},
     "schedule_free_sgd": AVERAGING,
     "schedule_free_radam": {**AVERAGING, "exp_avg_sq": "v"},
+    "lamb": ADAM,
 }
 MOVES: dict[str, reference.Move] = {
     "sgd": partial(reference.sgd_move, momentum=MU),
@@ -48,13 +49,14 @@ MOVES: dict[str, reference.Move] = {
     "schedule_free_adamw": reference.schedule_free_adamw_move,
     "schedule_free_sgd": reference.schedule_free_sgd_move,
     "schedule_free_radam": reference.schedule_free_radam_move,
+    "lamb": reference.lamb_move,
 }
 
 
 def fresh(name: str, p: Tensor) -> dict[str, Tensor]:
     """State of a parameter that has not stepped, in the dtypes that it should have."""
     made = {field: torch.zeros_like(p) for field in FIELDS[name]}
-    if name in ("ademamix", "adopt") or "z" in made:
+    if name in ("ademamix", "adopt", "lamb") or "z" in made:
         wide = torch.promote_types(p.dtype, torch.float32)
         slow = {"exp_avg_slow", "exp_avg_sq", "z"} & {*made}
         made |= {field: made[field].to(wide) for field in slow}
@@ -90,6 +92,7 @@ def one_step(
         "adopt": (0.9, 0.9999),
         "schedule_free_adamw": (0.9, 0.999),
         "schedule_free_radam": (0.9, 0.999),
+        "lamb": (0.9, 0.999),
     }
     at = reference.At(t, lr, lam, betas.get(name, (0.9, 0.99)))
     letters = {letter: s[field] for field, letter in FIELDS[name].items()}

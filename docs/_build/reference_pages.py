@@ -12,6 +12,12 @@ import optimizer_pages
 from optimi_func import compiled, functional
 
 WIDTH = 88
+# What the classes' users call; the rest of BaseOptimizer is the engine's.
+SHARED = [
+    *("step", "zero_grad", "add_param_group", "init_state", "step_params", "describe"),
+    *("state_dict", "load_state_dict", "torch_state_dict", "decoded_state_dict"),
+    *("master_state_dict", "load_master_state_dict", "functional", "load_functional"),
+]
 
 
 def signature(name: str, function: Any) -> str:
@@ -46,13 +52,14 @@ def classes() -> str:
         "`torch.optim.Optimizer`s, to be imported from `optimi_func`. Arguments that all "
         f"of them have are told on [`{base}`](#optimi_func.optimizers.{base}).",
         *(
-            f"::: optimi_func.optimizers.{x}\n    options:\n      members: false"
+            f"::: optimi_func.optimizers.{x}"
             for x in found
         ),
         "::: optimi_func.optimizers.MuonAdamW\n    options:\n      members: false",
         "::: optimi_func.optimizers.Mixed",
         "::: optimi_func.optimizers.hidden_matrices",
-        f"::: optimi_func.optimizers.{base}\n    options:\n      inherited_members: true",
+        f"::: optimi_func.optimizers.{base}\n    options:\n      inherited_members: true\n"
+        f"      members: [{', '.join(SHARED)}]",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -63,7 +70,8 @@ def pure() -> str:
         "# Pure functions",
         "::: optimi_func.functional\n    options:\n      members: false\n"
         "      show_root_heading: false\n      show_root_toc_entry: false",
-        "::: optimi_func.functional.FunctionalOptimizer",
+        "::: optimi_func.functional.FunctionalOptimizer\n    options:\n"
+        "      members: [init, step, numbers]",
         "::: optimi_func.TreeState",
         "::: optimi_func.LeafState",
     ]

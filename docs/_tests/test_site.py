@@ -76,6 +76,11 @@ def test_links_and_anchors_are_there(parsed: dict[Path, Parsed]) -> None:
     assert not dead, "\n".join(dead)
 
 
+def test_nothing_is_left_to_include() -> None:
+    for path in PAGES:
+        assert "--8<--" not in path.read_text(), path
+
+
 def test_nothing_is_fetched_from_elsewhere(parsed: dict[Path, Parsed]) -> None:
     for path, page in parsed.items():
         for url in page.fetched:

@@ -21,14 +21,12 @@ PAGES = [
     if path.relative_to(DOCS).parts[0] not in MADE
     and path.relative_to(DOCS).as_posix() not in MADE_PAGES
 ]
-# A fence that is not to run says {.python .notest}; one that includes a test's lines is run
-# by that test.
+# A fence that is not to run says {.python .notest}, as those do that show a test's lines.
 FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.M | re.S)
 BLOCKS = {
     f"{path.relative_to(DOCS)}-{i}": dedent(source)
     for path in PAGES
     for i, (_, source) in enumerate(FENCE.findall(path.read_text()))
-    if "--8<--" not in source
 }
 
 for folder in ("_build", "pictures"):
@@ -50,6 +48,14 @@ def test_blocks_are_found() -> None:
         assert [dedent(source) for _, source in FENCE.findall(text)] == ["1\n"]
     assert not FENCE.findall("```{.python .notest}\n1\n```\n")
     assert any("adamw" in source.lower() for source in BLOCKS.values())
+
+
+def test_the_house_shows_a_test() -> None:
+    """Each step of a new optimizer is the lines of the test that runs it."""
+    page = (DOCS / "house.md").read_text()
+    test = (ROOT / "tests/contract/test_new_optimizer.py").read_text()
+    shown = re.findall(r'--8<-- "tests/contract/test_new_optimizer.py:(\w+)"', page)
+    assert shown == re.findall(r"--8<-- \[start:(\w+)\]", test) and len(shown) == 6
 
 
 def test_every_optimizer_has_a_page() -> None:

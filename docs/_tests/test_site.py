@@ -18,7 +18,8 @@ SITE = Path(__file__).parents[2] / "site"
 # Not 404.html: a server shows it, and its links are from the root.
 PAGES = sorted(p for p in SITE.rglob("*.html") if p.name != "404.html")
 NAMES = [p.relative_to(SITE).as_posix() for p in PAGES]
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+INSTALLED = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, INSTALLED), None)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"

@@ -22,6 +22,7 @@ from optimi_func.gradient_release import (
 )
 from optimi_func.gradient_release import remove_gradient_release as remove_gradient_release
 from optimi_func.optimizers import ADOPT as ADOPT
+from optimi_func.optimizers import LAMB as LAMB
 from optimi_func.optimizers import SGD as SGD
 from optimi_func.optimizers import Adam as Adam
 from optimi_func.optimizers import AdamW as AdamW
@@ -50,6 +51,9 @@ from optimi_func.optimizers.ademamix import ademamix_step as ademamix_step
 from optimi_func.optimizers.adopt import adopt as adopt
 from optimi_func.optimizers.adopt import adopt_init as adopt_init
 from optimi_func.optimizers.adopt import adopt_step as adopt_step
+from optimi_func.optimizers.lamb import lamb as lamb
+from optimi_func.optimizers.lamb import lamb_init as lamb_init
+from optimi_func.optimizers.lamb import lamb_step as lamb_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step

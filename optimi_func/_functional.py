@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._checks import check_number, decay_mistakes, warn
 from optimi_func._codes import dither_at
-from optimi_func._leaf import leaf_dtype, leaf_step, rates, whole_mean
+from optimi_func._leaf import leaf_dtype, leaf_step, rates, whole_means
 from optimi_func._math import scalar_dtype
 from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, Storage
 from optimi_func._storage import storage_of
@@ -48,6 +48,9 @@ class FunctionalOptimizer:
             all (arXiv:2510.12402); not for decay that joins the gradient.
         corrected_decay: Multiply weight decay by lr^2 / max_lr, in place of lr, so that it
             fades as the schedule does (arXiv:2506.02285).
+        cautious: Move an element only where direction and gradient have one sign, and
+            those further, by one over their share of the tensor, at most 1000
+            (arXiv:2411.16085). Decay is as without.
 
     Raises:
         ValueError: A number out of its range.
@@ -66,6 +69,7 @@ class FunctionalOptimizer:
     maximize: bool = False
     cautious_decay: bool = False
     corrected_decay: bool = False
+    cautious: bool = False
 
     @property
     def rule(self) -> Rule[Any, Any]:
@@ -151,6 +155,12 @@ class FunctionalOptimizer:
                 "no decay apart from the step to leave out. Choose decoupled decay "
                 "(decouple_wd=True)"
             )
+        if self.cautious and self.rule.whole is not None:
+            raise ValueError(
+                f"cautious=True with {type(self).__name__}, whose direction mixes the "
+                "elements of a matrix: none of them has a gradient whose sign it could "
+                "have. Allowed is cautious=False"
+            )
         if self.needs_max_lr:
             self._check_max_lr()
 
@@ -231,7 +241,7 @@ class FunctionalOptimizer:
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
                 now = _cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
-                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_mean)
+                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means)
         return leaves.rebuild(stepped)
 
     def scalars(self, leaves: FlatTree, step: Tensor, t: Scalar) -> list[Scalars]:
@@ -253,7 +263,8 @@ class FunctionalOptimizer:
             lr = resolve("lr", lrs[i], step)
             decay = resolve("weight_decay", decays[j], step)
             top = lr if max_lr is None else max_lr
-            r = rates(lr, decay, self.decay, top, self.maximize, self.cautious_decay)
+            kind = (self.decay, top, self.maximize, self.cautious_decay, self.cautious)
+            r = rates(lr, decay, *kind)
             shared[i, j] = Scalars(coeffs, r, dither_at(t))
         return [shared[pair] for pair in zip(lr_at, decay_at)]
 

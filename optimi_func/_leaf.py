@@ -25,9 +25,14 @@ from optimi_func._rule import (
 from optimi_func._storage import Storage, decode, encode, tensors_of
 
 
-def whole_mean(x: Tensor) -> Tensor:
-    """The mean over a leaf that is one whole tensor."""
-    return x.mean()
+def whole_means(tensors: list[Tensor]) -> list[Tensor]:
+    """The means over a leaf that is one whole tensor."""
+    return [x.mean() for x in tensors]
+
+
+def count_means(rule: Rule[Any, Any], rates: Rates) -> int:
+    """How many means over the whole tensor a step that moves it takes."""
+    return len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -47,7 +52,7 @@ def leaf_step(
     g: Tensor,
     scalars: Scalars,
     write: bool,
-    mean: Callable[[Tensor], Tensor],
+    take_means: Callable[[list[Tensor]], list[Tensor]],
 ) -> Leaf:
     """One step of one parameter.
 
@@ -57,13 +62,15 @@ def leaf_step(
         g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
         d <- whole(d)
-        u <- -(lr * d + decay * x) / max(1, sqrt(mean(spread)))
+        u <- -(lr * d + decay * x) / settle(mean(measure(g, x, d)))
         u, state <- after(x, u, state)
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
     Decay is part of the delta: a bfloat16 parameter times 1 - 1e-5 is itself, but its
     compensation remembers the 1e-5. Cautious decay (arXiv:2510.12402) leaves out decay * x,
-    and a proximal kind's division, where d and x have unlike signs.
+    and a proximal kind's division, where d and x have unlike signs. Cautious updates
+    (arXiv:2411.16085) leave out d where it and g have unlike signs, and divide the rest of
+    it by the share that is left, but by no less than 1e-3.
 
     Args:
         rule: The mathematics.
@@ -72,7 +79,7 @@ def leaf_step(
         scalars: Numbers for this step.
         write: False moves the state alone (accumulating) and leaves p and comp as they
             are.
-        mean: Takes the mean of an elementwise quantity over the whole parameter.
+        take_means: Gives the means of elementwise quantities over the whole parameter.
     """
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g)
@@ -80,13 +87,11 @@ def leaf_step(
     p32, x = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
     g = r.grad_scale * to(g, wide) + r.l2 * x
-    d, new, spread = rule.direction(g, type(state)(*old), c)
+    d, new, shared = rule.direction(g, type(state)(*old), c)
     if write:
         if rule.whole is not None:
             d = on_whole(rule.whole, d, c)
-        u = _delta(d, x, r)
-        if spread is not None:
-            u = u / mean(spread).clamp_min(1.0).sqrt()
+        u = _delta(rule, g, x, d, shared, c, r, take_means)
         if rule.after is not None:
             u, new = rule.after(x, u, new, c)
         p, comp = _add(p, p32, x, comp, u)
@@ -95,27 +100,54 @@ def leaf_step(
     return Leaf(p, type(state)(*fields), comp)
 
 
-def _delta(d: Tensor, x: Tensor, r: Rates) -> Tensor:
+def _delta(
+    rule: Rule[Any, Any],
+    g: Tensor,
+    x: Tensor,
+    d: Tensor,
+    shared: Any,
+    coeffs: Any,
+    r: Rates,
+    take_means: Callable[[list[Tensor]], list[Tensor]],
+) -> Tensor:
     """The move of a direction, with decay."""
-    if not r.undecayed_lr:
-        return -(r.lr * d + r.decay * x)
-    (undecayed_lr,) = r.undecayed_lr
-    # 0 where signs are unlike, else 1. Signs: the product of d and x may underflow.
-    decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
-    lr = undecayed_lr + decays * (r.lr - undecayed_lr)
-    return -(lr * d + r.decay * (decays * x))
+    lr, decaying = r.lr, x
+    measured: list[Tensor] = []
+    # Signs: the product of two numbers may underflow.
+    if r.cautious:
+        agrees = (d.sign() * g.sign()).clamp_min(0.0)
+        d = agrees * d
+        measured.append(agrees)
+    for undecayed_lr in r.undecayed_lr:
+        # 0 where signs are unlike, else 1.
+        decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
+        lr = undecayed_lr + decays * (lr - undecayed_lr)
+        decaying = decays * x
+    if rule.means is not None:
+        measured += rule.means.measure(g, x, d, decaying, shared, coeffs)
+    means = take_means(measured) if measured else []
+    scale: Scalar = 1.0
+    if r.cautious:
+        scale = 1.0 / means.pop(0).clamp_min(1e-3)
+        d = d * scale
+    u = -(lr * d + r.decay * decaying)
+    if rule.means is None:
+        return u
+    return u / rule.means.settle(means, scale, r.lr, r.decay, coeffs)
 
 
-def leaf_mean(rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars) -> Tensor:
-    """The mean that a step of this leaf takes; a trace drops what comes after it."""
+def leaf_means(
+    rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars
+) -> list[Tensor]:
+    """The means that a step of this leaf takes; a trace drops what comes after them."""
     means: list[Tensor] = []
 
-    def mean(x: Tensor) -> Tensor:
-        means.append(whole_mean(x))
-        return means[-1]
+    def take(tensors: list[Tensor]) -> list[Tensor]:
+        means.extend(whole_means(tensors))
+        return list(means)
 
-    leaf_step(rule, leaf, g, scalars, True, mean)
-    return means[0]
+    leaf_step(rule, leaf, g, scalars, True, take)
+    return means
 
 
 def _add(
@@ -165,6 +197,7 @@ def rates(
     kind: DecayKind,
     max_lr: Scalar | None,
     maximize: bool,
+    cautious_decay: bool,
     cautious: bool,
 ) -> Rates:
     """Every kind of decay as numbers.
@@ -184,20 +217,22 @@ def rates(
         kind: One of the table's.
         max_lr: The largest scheduled lr; used by the fully and corrected kinds alone.
         maximize: Climb instead of descend.
-        cautious: Decay only what moves towards 0 anyway; of no use with l2.
+        cautious_decay: Decay only what moves towards 0 anyway; of no use with l2.
+        cautious: Move only what the gradient moves the same way.
     """
     grad_scale = -1.0 if maximize else 1.0
+    masked = (True,) if cautious else ()
     if kind == "l2":
-        return Rates(lr, 0.0, weight_decay, grad_scale)
+        return Rates(lr, 0.0, weight_decay, grad_scale, (), masked)
     scheduled = lr
     if kind.startswith("fully") and max_lr is not None:
         scheduled = lr / max_lr
     elif kind.startswith("corrected") and max_lr is not None:
         scheduled = lr * (lr / max_lr)
-    undecayed = (lr,) if cautious else ()
+    undecayed = (lr,) if cautious_decay else ()
     share = scheduled * weight_decay
     if kind.endswith("proximal"):
         # (p - lr*d) / (1 + share) = p - (lr*d + share*p) / (1 + share)
         shrunk = 1.0 + share
-        return Rates(lr / shrunk, share / shrunk, 0.0, grad_scale, undecayed)
-    return Rates(lr, share, 0.0, grad_scale, undecayed)
+        return Rates(lr / shrunk, share / shrunk, 0.0, grad_scale, undecayed, masked)
+    return Rates(lr, share, 0.0, grad_scale, undecayed, masked)

@@ -40,10 +40,29 @@ class Direction(NamedTuple):
 
     d: Tensor  # shape of p; the move is -lr * d
     state: Any  # the rule's State after this gradient
-    # Elementwise, shape of p: where given, the whole move of the tensor is divided by
-    # max(1, sqrt(mean(spread))). The mean is the pipeline's to take, because only it
-    # knows whether the tensor is whole, a shard, or one of many in a bucket.
-    spread: Tensor | None = None
+    shared: Any = None  # what `Means.measure` takes over
+
+
+class Means(NamedTuple):
+    """What a rule asks about a whole tensor before its move: elementwise means.
+
+    They are the pipeline's to take: only it knows whether a tensor is whole, a shard, or
+    one of many in a list.
+
+    Attributes:
+        number: How many.
+        measure: `(g, x, d, decaying, shared, coeffs) -> tensors` whose means are taken, in
+            the shape of the parameter x; `decaying` is x where it decays, else 0, and
+            `shared` from `direction`.
+        settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
+            -(lr * scale * d + decay * decaying).
+        reads_x: Whether `measure` needs x or `decaying`.
+    """
+
+    number: int
+    measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
+    settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor]
+    reads_x: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +85,7 @@ class Rule(Generic[S, C]):
         accumulate: `coeffs -> Coeffs`: those by which a further part of one step's gradient
             joins what the parts before it left in the state. None where the state is no
             sum over gradients.
-        per_tensor: Whether `direction` gives a spread, whose mean needs a whole tensor.
+        means: The means over a whole tensor that its move is divided by, or None.
         whole: `(d, coeffs) -> d`: maps the direction of a whole tensor, in its shape and
             dtype, before it becomes a delta. All that is not elementwise is in it:
             executors know no more of it, and gather what several processes hold.
@@ -82,7 +101,7 @@ class Rule(Generic[S, C]):
     direction: Callable[[Tensor, S, C], Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
-    per_tensor: bool = False
+    means: Means | None = None
     whole: Callable[[Tensor, C], Tensor] | None = None
     refuses: Callable[[Tensor], str | None] | None = None
     numbers: tuple[str, ...] = field(init=False)
@@ -91,8 +110,30 @@ class Rule(Generic[S, C]):
         """Read the names of the hyperparameters off the signature of `coeffs`."""
         _, *names = inspect.signature(self.coeffs).parameters
         object.__setattr__(self, "numbers", tuple(names))
-        if self.whole is not None and (self.after is not None or self.per_tensor):
-            raise ValueError(f"{self.name}: whole goes with neither after nor per_tensor")
+        if self.whole is not None and (self.after is not None or self.means is not None):
+            raise ValueError(f"{self.name}: whole goes with neither after nor means")
+
+
+class NoState(NamedTuple):
+    """What a rule keeps, and takes, that steps along the gradient."""
+
+
+def no_init(p: Tensor, kept: MomentStorage) -> NoState:
+    """Its state."""
+    del p, kept
+    return NoState()
+
+
+def no_coeffs(t: Scalar) -> NoState:
+    """Its coefficients."""
+    del t
+    return NoState()
+
+
+def along_gradient(g: Tensor, s: NoState, c: NoState) -> Direction:
+    """Its direction."""
+    del c
+    return Direction(g, s)
 
 
 class Rates(NamedTuple):
@@ -101,7 +142,8 @@ class Rates(NamedTuple):
         u = -(lr * d(grad_scale * g + l2 * p) + decay * p)
 
     Every kind of decay, maximize and gradient scaling are values of these four numbers,
-    so that none of them is another graph. Cautious decay is one: it costs operations.
+    so that none of them is another graph. Cautious decay and cautious updates each are
+    one: they cost operations.
     """
 
     lr: Scalar
@@ -111,6 +153,9 @@ class Rates(NamedTuple):
     # Cautious decay: the one lr of elements that do not decay, because d and p have unlike
     # signs. Empty, which pytrees and kernels see nothing of: all decay.
     undecayed_lr: tuple[Scalar, ...] = ()
+    # (True,): cautious updates, which move only the elements whose direction and gradient
+    # have one sign. Empty: all move.
+    cautious: tuple[bool, ...] = ()
 
 
 class Scalars(NamedTuple):

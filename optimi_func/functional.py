@@ -32,6 +32,9 @@ from optimi_func.optimizers.ademamix import ademamix_step as ademamix_step
 from optimi_func.optimizers.adopt import adopt as adopt
 from optimi_func.optimizers.adopt import adopt_init as adopt_init
 from optimi_func.optimizers.adopt import adopt_step as adopt_step
+from optimi_func.optimizers.lamb import lamb as lamb
+from optimi_func.optimizers.lamb import lamb_init as lamb_init
+from optimi_func.optimizers.lamb import lamb_step as lamb_step
 from optimi_func.optimizers.lion import lion as lion
 from optimi_func.optimizers.lion import lion_init as lion_init
 from optimi_func.optimizers.lion import lion_step as lion_step

@@ -276,10 +276,10 @@ def facts(name: str) -> list[str]:
         found.append(
             "Its direction is a function of the whole matrix: sharded, it is gathered."
         )
-    if getattr(rule, "per_tensor", False) or getattr(rule, "means", None):
+    if rule.means is not None:
         found.append(
-            "It takes a mean over each tensor, which costs a second read of the state; "
-            "sharded, one message a step for all of them."
+            "It takes means over each tensor, for which gradient and state are read a second "
+            "time; sharded, they are one message a step."
         )
     if rule.accumulate is None:
         found.append(

@@ -17,6 +17,8 @@ from optimi_func.optimizers.ademamix import compiled_ademamix_step as ademamix_s
 from optimi_func.optimizers.ademamix import compiled_ademamix_step_ as ademamix_step_
 from optimi_func.optimizers.adopt import compiled_adopt_step as adopt_step
 from optimi_func.optimizers.adopt import compiled_adopt_step_ as adopt_step_
+from optimi_func.optimizers.lamb import compiled_lamb_step as lamb_step
+from optimi_func.optimizers.lamb import compiled_lamb_step_ as lamb_step_
 from optimi_func.optimizers.lion import compiled_lion_step as lion_step
 from optimi_func.optimizers.lion import compiled_lion_step_ as lion_step_
 from optimi_func.optimizers.muon import compiled_muon_step as muon_step
@@ -43,6 +45,8 @@ __all__ = [
     "ademamix_step_",
     "adopt_step",
     "adopt_step_",
+    "lamb_step",
+    "lamb_step_",
     "lion_step",
     "lion_step_",
     "muon_step",

@@ -8,12 +8,15 @@ Elsewhere large tensors are a call each, and small ones are copied into a flat t
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from optimi_func._codes import GROUP
+from optimi_func._leaf import count_means
 from optimi_func._rule import Rule
+from optimi_func.execution.aliasing import split_aliasing
 from optimi_func.execution.codecs import arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
@@ -33,11 +36,11 @@ from optimi_func.execution.launches import (
     KernelLaunch,
     Launch,
     ListLaunch,
+    MeanKernel,
     ShardedLaunch,
     TableLaunch,
     Update,
     alike,
-    split_aliasing,
 )
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.tensors import chunks, is_capturing
@@ -88,13 +91,17 @@ def plan_launches(
         "eager": _plan_eager,
     }
     plan = planners[executor]
-    if not (rule.per_tensor and write):
-        return plan(rule, updates, write)
-    sharded = [u for u in updates if u.slot.shard is not None]
-    launches = plan(rule, [u for u in updates if u.slot.shard is None], write)
-    if sharded:
+    together = [
+        write
+        and u.slot.shard is not None
+        and count_means(rule, u.scalars.scalars.rates) > 0
+        for u in updates
+    ]
+    launches = plan(rule, [u for u, held in zip(updates, together) if not held], write)
+    if any(together):
+        sharded = list(compress(updates, together))
         here = [u for u in sharded if u.slot.numel]
-        launches.append(ShardedLaunch(plan(rule, here, write), sharded))
+        launches.append(ShardedLaunch(rule, plan(rule, here, write), sharded))
     return launches
 
 
@@ -163,7 +170,8 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
     around = slot.coded and has_list_kernels(device)
     if around and not (updates[0].target is slot and can_run(slot)):
         return _plan_eager(rule, updates, write)
-    measures = rule.per_tensor and write
+    count = count_means(rule, updates[0].scalars.scalars.rates) if write else 0
+    measures = count > 0
 
     def made(part: Pass, first: Update) -> Kernel:
         if not around:
@@ -193,7 +201,14 @@ def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
             run = run.single
         least = _least(run, measures, capturing)
         direct = [u for u in direct if not (u.aligned and u.slot.numel < least)]
-        mean = made("mean", direct[0]) if direct and measures else None
+        mean = None
+        if direct and measures:
+            reads_x = rule.means is not None and rule.means.reads_x
+            mean = MeanKernel(made("mean", direct[0]), count, reads_x)
+        both = [run] if mean is None else [run, mean.kernel]
+        if around and not all([isinstance(x, ListKernel) for x in both]):
+            # Compiled, but for tensors that are decoded.
+            return _plan_eager(rule, updates, write)
         launches += _plan_direct(run, mean, direct)
     places = {u.place for u in direct}
     flattened = [u for u in updates if u.place not in places]
@@ -218,18 +233,20 @@ def _least(run: Kernel, measures: bool, capturing: bool) -> int:
     return 2 if measures or capturing else SMALL
 
 
-def _plan_direct(run: Kernel, mean: Kernel | None, updates: list[Update]) -> list[Launch]:
+def _plan_direct(
+    run: Kernel, mean: MeanKernel | None, updates: list[Update]
+) -> list[Launch]:
     """Launches of tensors that kernels are handed as they are."""
     if not updates:
         return []
-    if isinstance(run, ListKernel):
-        assert mean is None or isinstance(mean, ListKernel)
+    if isinstance(run, ListKernel) and (
+        mean is None or isinstance(mean.kernel, ListKernel)
+    ):
         launches: list[Launch] = []
         for apart in split_aliasing(updates):
             together = [apart] if mean is None else chunks(apart, MEASURED, _numel)
             launches += [ListLaunch(run, mean, chunk) for chunk in together]
         return launches
-    assert not isinstance(mean, ListKernel)
     if isinstance(run, TritonListKernel):
         return [TableLaunch(run, mean, apart) for apart in split_aliasing(updates)]
     return [KernelLaunch(run, mean, updates)]

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
+from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step, whole_means
 from optimi_func._rule import Rule, Scalar, Scalars
 from optimi_func.execution.kernels import KernelKey, Pass, fill, kernel_key, lock, unpack
 from optimi_func.execution.launches import (
@@ -22,7 +22,6 @@ from optimi_func.execution.launches import (
     StepInputs,
     Update,
     alike,
-    given_mean,
 )
 from optimi_func.execution.tensors import chunks, flat_leaf, foreach_copy_
 
@@ -67,10 +66,12 @@ _BINARY: dict[Any, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 _UNARY: dict[Any, str] = {
     aten.neg.default: "neg",
+    aten.reciprocal.default: "reciprocal",
     aten.sign.default: "sign",
     aten.sqrt.default: "sqrt",
 }
-# What torch has no list form of: rounding to a float16 below its normal numbers.
+# What torch has no list form of: rounding to a float16 below its normal numbers, and
+# choices between means.
 _EACH = {aten.abs.default, aten.lt.Scalar, aten.where.self}
 
 
@@ -80,7 +81,7 @@ class Trace(NamedTuple):
     inputs: list[fx.Node]  # the numbers, p, g, state and comp
     # What to call, which temporaries it may overwrite, and what nothing needs after it.
     calls: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]]
-    outputs: list[fx.Node]  # p, state and comp; or the mean alone
+    outputs: list[fx.Node]  # p, state and comp; or the means alone
 
 
 # Made once a process.
@@ -100,8 +101,8 @@ def _trace(key: KernelKey, spec: pytree.TreeSpec) -> Trace:
         scalars = fill(key.statics, spec, numbers)
         leaf, g = unpack(key.rule, key.compensated, tensors, ())
         if key.part == "mean":
-            return [leaf_mean(key.rule, leaf, g, scalars)]
-        new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_mean)
+            return leaf_means(key.rule, leaf, g, scalars)
+        new = leaf_step(key.rule, leaf, g, scalars, key.write, whole_means)
         return flat_leaf(new)
 
     wide = compute_dtype(*key.dtypes)
@@ -154,22 +155,23 @@ def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> li
             # A fold over groups has no place in the table of operations.
             launches += [EagerLaunch(rule, u, write) for u in some]
             continue
-        sharded = rule.per_tensor and write and first.slot.shard is not None
+        measures = write and count_means(rule, first.scalars.scalars.rates) > 0
+        sharded = measures and first.slot.shard is not None
         parts: list[Pass] = ["whole", "mean"] if sharded else ["whole"]
         keys = [kernel_key(rule, first, write, part) for part in parts]
         traced = [trace(key, first.scalars.scalars) for key in keys]
         wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
         room = sum(u.p.nbytes for u in some) // (TEMPORARIES * wide.itemsize)
         size = min(CHUNK, max(LEAST, room))
-        slices = [s for u in some for s in _slices(rule, u, size)]
+        slices = [s for u in some for s in _slices(u, size, measures)]
         for chunk in chunks(slices, size, lambda s: s.numel):
             launches.append(ForeachLaunch(traced, chunk))
     return launches
 
 
-def _slices(rule: Rule[Any, Any], u: Update, size: int) -> list[_Slice]:
+def _slices(u: Update, size: int, measures: bool) -> list[_Slice]:
     count = u.slot.numel
-    if count <= size or rule.per_tensor or not (u.dense and u.aligned):
+    if count <= size or measures or not (u.dense and u.aligned):
         return [_Slice(u, count, None)]
     # Temporaries of a chunk stay in the cache; those of a large tensor would not.
     starts = range(0, count, size)
@@ -198,14 +200,12 @@ class ForeachLaunch(Launch):
 
     def measure(self, inputs: StepInputs) -> Tensor:
         """The means."""
-        means = [whole_mean] * len(self.places)
-        (found,) = _interpret(self._traces[1], self._read(inputs), means)
-        return torch.stack(cast(list[Tensor], found))
+        found = _interpret(self._traces[1], self._read(inputs), None)
+        return torch.stack([torch.stack(cast(list[Tensor], x)) for x in found], dim=1)
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Run the trace and write the results onto their targets."""
-        given = [whole_mean] * len(self.places) if means is None else map(given_mean, means)
-        results = _interpret(self._traces[0], self._read(inputs), list(given))
+        results = _interpret(self._traces[0], self._read(inputs), means)
         finite = self.finite(inputs)
         targets = [self._take(inputs.targets[i]) for i in self._roles]
         for target, result in zip(targets, results):
@@ -220,14 +220,15 @@ def _stretch(x: Tensor, start: int, numel: int) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).narrow(0, start, numel)
 
 
-def _interpret(
-    trace: Trace, inputs: list[Value], means: list[Callable[[Tensor], Tensor]]
-) -> list[Value]:
+def _interpret(trace: Trace, inputs: list[Value], means: Tensor | None) -> list[Value]:
     env = dict(zip(trace.inputs, inputs))
+    # Those that are known, in the order that the pipeline takes them in.
+    known = iter(()) if means is None else iter(means.unbind(1))
     for node, spare, dead in trace.calls:
         args: list[Any] = [env[a] if a in env else a for a in node.args]
         if node.target is aten.mean.default:
-            env[node] = [mean(x) for mean, x in zip(means, args[0])]
+            taken = [x.mean() for x in args[0]] if means is None else next(known).unbind()
+            env[node] = [mean.to(x.dtype) for mean, x in zip(taken, args[0])]
         else:
             env[node] = _call(node, args, spare)
         for n in dead:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._codes import GROUP
-from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
+from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step, whole_means
 from optimi_func._rule import Leaf, Rule, Scalars
 from optimi_func._storage import state_of
 from optimi_func.execution.inductor import (
@@ -45,9 +45,9 @@ _COMPILE_LENGTH = 1 << 20
 
 # `run(numbers, p, g, *state, *comp, *targets)`, or of a ListKernel a list of such.
 Kernel: TypeAlias = Flat | ListKernel
-# A rule whose step needs a mean over the tensor takes two kernels: "mean" writes it behind
-# the numbers, where "move" finds it. One graph would keep all that it computes before the
-# mean in tensors as long as the parameter.
+# A step that needs means over the tensor takes two kernels: "mean" writes them behind the
+# numbers, where "move" finds them. One graph would keep all that it computes before the
+# means in tensors as long as the parameter.
 Pass: TypeAlias = Literal["whole", "mean", "move"]
 
 
@@ -180,7 +180,8 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     if config.disable:
         raise SwitchedOffError
     ran_eagerly: list[bool] = []
-    run = _body(key, pytree.tree_structure(scalars))
+    count = count_means(key.rule, scalars.rates)
+    run = _body(key, pytree.tree_structure(scalars), count)
 
     def noticed(*tensors: Tensor) -> None:
         if not torch.compiler.is_compiling():
@@ -189,8 +190,9 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
 
     tensors = _example(key)
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    count = sum(s is None for s in key.statics) + key.guarded + (key.part != "whole")
-    numbers = torch.ones(count, dtype=compute_dtype(*key.dtypes), device=key.device)
+    own = 0 if key.part == "whole" else count
+    own += sum(s is None for s in key.statics) + key.guarded
+    numbers = torch.ones(own, dtype=compute_dtype(*key.dtypes), device=key.device)
     example = [numbers, *tensors, *targets]
     compiled: Kernel | None = None
     with kernel_context(key.device), warnings.catch_warnings():
@@ -221,8 +223,8 @@ def _example(key: KernelKey) -> list[Tensor]:
     return in_rows(made, key.row)
 
 
-def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
-    """What a kernel does, to be compiled."""
+def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Flat:
+    """What a kernel does, to be compiled; `count` is how many means the step takes."""
     rule, inputs = key.rule, len(key.dtypes)
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
@@ -230,13 +232,15 @@ def _body(key: KernelKey, spec: pytree.TreeSpec) -> Flat:
         scalars = fill(key.statics, spec, values)
         leaf, g = unpack(rule, key.compensated, tensors[:inputs], key.codes)
         if key.part == "mean":
-            numbers[-1:].copy_(leaf_mean(rule, leaf, g, scalars).reshape(1))
+            found = leaf_means(rule, leaf, g, scalars)
+            for place, mean in zip(numbers.split(1)[-len(found) :], found):
+                place.copy_(mean.reshape(1))
             return
-        mean = whole_mean if key.part == "whole" else lambda x: values[-1]
-        new = leaf_step(rule, leaf, g, scalars, key.write, mean)
+        known = () if key.part == "whole" else values[-count:]
+        take = whole_means if key.part == "whole" else lambda _: list(known)
+        new = leaf_step(rule, leaf, g, scalars, key.write, take)
         if key.guarded:
-            finite = values[-1 if key.part == "whole" else -2]
-            new = select(finite != 0, leaf, new)
+            new = select(values[-1 - len(known)] != 0, leaf, new)
         write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
 
     return run

@@ -1,17 +1,15 @@
 """Launches: calls that update some parameters, and that later steps can repeat."""
 
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from optimi_func._codes import GROUP
-from optimi_func._distributed import all_reduce_sum
-from optimi_func._leaf import compute_dtype, leaf_mean, leaf_step, whole_mean
+from optimi_func._distributed import ShardSpec, all_reduce_sum
+from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step, whole_means
 from optimi_func._rule import Leaf, Rule, Scalar
 from optimi_func._storage import state_of
 from optimi_func.execution.inductor import Flat
@@ -141,7 +139,7 @@ class Launch:
         return with_finite(values, None if self.skips else self.finite(inputs))
 
     def measure(self, inputs: StepInputs) -> Tensor:
-        """Of a rule that takes means, those over what lies here of each parameter."""
+        """Of a step that takes means, a row for each parameter, over what lies here."""
         raise NotImplementedError
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
@@ -172,17 +170,17 @@ class EagerLaunch(Launch):
         return leaf_of(self._rule, self._codes, self.take(inputs.roles, i))
 
     def measure(self, inputs: StepInputs) -> Tensor:
-        """The mean, as one row."""
+        """The means, as one row."""
         g, scalars = inputs.grads[self.places[0]], self.scalars(inputs).scalars
-        return leaf_mean(self._rule, self._leaf(inputs), g, scalars).reshape(1)
+        return torch.stack(leaf_means(self._rule, self._leaf(inputs), g, scalars))[None]
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameter."""
         (i,) = self.places
         leaf, g = self._leaf(inputs), inputs.grads[i]
         scalars, finite = self.scalars(inputs).scalars, self.finite(inputs)
-        mean = whole_mean if means is None else given_mean(means[0])
-        new = leaf_step(self._rule, leaf, g, scalars, self._write, mean)
+        take = whole_means if means is None else given_means(means[0])
+        new = leaf_step(self._rule, leaf, g, scalars, self._write, take)
         if finite is not None:
             new = select(finite, leaf, new)
         write_back(self.take(inputs.targets, i), new)
@@ -198,9 +196,17 @@ def leaf_of(
     return Leaf(p, state, next(left, None))
 
 
-def given_mean(mean: Tensor) -> Callable[[Tensor], Tensor]:
-    """What the pipeline takes for its mean where that is known."""
-    return lambda x: mean.to(x.dtype)
+def given_means(row: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What the pipeline takes for its means where these are known."""
+    return lambda measured: list(row.to(measured[0].dtype).unbind())
+
+
+class MeanKernel(NamedTuple):
+    """What measures tensors for the kernel that moves them."""
+
+    kernel: Flat  # writes the means behind the numbers
+    number: int  # of them
+    reads_x: bool  # whether it needs the parameter, beside L2 decay
 
 
 class KernelLaunch(Launch):
@@ -209,19 +215,21 @@ class KernelLaunch(Launch):
     raw = True
 
     def __init__(
-        self, kernel: Flat, mean_kernel: Flat | None, updates: list[Update]
+        self, kernel: Flat, mean: MeanKernel | None, updates: list[Update]
     ) -> None:
         super().__init__(updates)
-        self._kernel, self._mean_kernel = kernel, mean_kernel
+        self._kernel, self._mean = kernel, mean
         self._in_place = updates[0].target is updates[0].slot
 
     def _numbers(self, inputs: StepInputs, means: Tensor | None) -> Tensor:
-        """A row for each of the parameters; with room for its mean, or with that."""
+        """A row for each of the parameters; with room for its means, or with these."""
         count = len(self.places)
         values = self.values(inputs, inputs.grads[self.places[0]].device)
-        if self._mean_kernel is None:
+        if self._mean is None:
             return values.expand(count, -1)
-        return rows(values, values.new_zeros(count) if means is None else means)
+        if means is None:
+            means = values.new_zeros(count, self._mean.number)
+        return rows(values, means)
 
     def _call(
         self, inputs: StepInputs, grads: list[Tensor], values: Tensor, kernels: list[Flat]
@@ -236,16 +244,16 @@ class KernelLaunch(Launch):
 
     def measure(self, inputs: StepInputs) -> Tensor:
         """The means, which the kernel writes behind each row of numbers."""
-        assert self._mean_kernel is not None
+        assert self._mean is not None
         values = self._numbers(inputs, None)
-        self._call(inputs, self.aligned(inputs), values, [self._mean_kernel])
-        return values[:, -1]
+        self._call(inputs, self.aligned(inputs), values, [self._mean.kernel])
+        return values[:, -self._mean.number :]
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameters."""
-        measures = (
-            [] if self._mean_kernel is None or means is not None else [self._mean_kernel]
-        )
+        measures: list[Flat] = []
+        if self._mean is not None and means is None:
+            measures.append(self._mean.kernel)
         values = self._numbers(inputs, means)
         self._update(inputs, self.aligned(inputs), values, measures)
 
@@ -262,9 +270,9 @@ class TableLaunch(KernelLaunch):
     """
 
     def __init__(
-        self, kernel: TritonListKernel, mean_kernel: Flat | None, updates: list[Update]
+        self, kernel: TritonListKernel, mean: MeanKernel | None, updates: list[Update]
     ) -> None:
-        super().__init__(kernel, mean_kernel, updates)
+        super().__init__(kernel, mean, updates)
         self._list_kernel = kernel
         columns = _columns([u.slot for u in updates])
         if not self._in_place:
@@ -312,7 +320,7 @@ class ListLaunch(Launch):
     raw = True
 
     def __init__(
-        self, kernel: ListKernel, mean_kernel: ListKernel | None, updates: list[Update]
+        self, kernel: ListKernel, mean: MeanKernel | None, updates: list[Update]
     ) -> None:
         super().__init__(updates)
         first = updates[0]
@@ -322,7 +330,7 @@ class ListLaunch(Launch):
         if first.target is not first.slot:
             self._rest += _joined(_columns([u.target for u in updates]))
         self._lengths = array("q", [u.slot.numel for u in updates])
-        self._means = None if mean_kernel is None else ListMeans(mean_kernel, updates)
+        self._means = None if mean is None else ListMeans(mean, updates)
         # What is encoded anew is not left as it was.
         self.skips = first.slot.coded and first.guarded
         coded = first.slot.coded
@@ -365,15 +373,17 @@ class ListLaunch(Launch):
 class ListMeans:
     """Means of tensors, each the same wherever it stands and by however many threads."""
 
-    def __init__(self, kernel: ListKernel, updates: list[Update]) -> None:
-        self._kernel = kernel
+    def __init__(self, mean: MeanKernel, updates: list[Update]) -> None:
+        assert isinstance(mean.kernel, ListKernel)
+        self._kernel, self._count = mean.kernel, mean.number
         slot, g = updates[0].slot, updates[0].g
         columns = _columns([u.slot for u in updates])
         end = len(columns) - slot.compensated
         self._p, self._state = columns[0], _joined(columns[1:end])
         self._comp = _joined(columns[end:])
         # Whether gradients can be read in place of parameters and compensations.
-        self._alike = {slot.dtypes[0], *slot.dtypes[end:]} == {g.dtype}
+        alike = {slot.dtypes[0], *slot.dtypes[end:]} == {g.dtype}
+        self._alike = alike and not mean.reads_x
         lengths = self._lengths = array("q", [u.slot.numel for u in updates])
         # Of each piece the row, and its share of that.
         starts = [(i, start) for i, n in enumerate(lengths) for start in range(0, n, PIECE)]
@@ -385,21 +395,22 @@ class ListMeans:
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def measure(self, values: Tensor, g: Table, l2: Scalar) -> Tensor:
-        """The mean of each row."""
+        """The means of each row."""
         p, comp = self._p, self._comp
         if self._alike and not isinstance(l2, Tensor) and l2 == 0:
             # l2 is 0, so p and its compensation are multiplied by 0: pass the gradients'
             # addresses for them, which saves reading them.
             p, comp = g, g if comp else comp
-        own = rows(values, values.new_zeros(self._pieces))
+        own = rows(values, values.new_zeros(self._pieces, self._count))
         step = own.stride(0) * own.element_size()
         table = p + g + self._state + comp
         self._kernel.run(own.data_ptr(), table, self._lengths, per_piece=step)
-        found = own[:, -1]
+        found = own[:, -self._count :]
         if self._pieces == len(self._lengths):
             return found
-        sums = torch.zeros(len(self._lengths), dtype=torch.float64, device="cpu")
-        return sums.index_add_(0, self._rows, found * self._shares)
+        shape = (len(self._lengths), self._count)
+        sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        return sums.index_add_(0, self._rows, found * self._shares[:, None])
 
 
 class ShardedLaunch(Launch):
@@ -411,28 +422,33 @@ class ShardedLaunch(Launch):
 
     raw = True
 
-    def __init__(self, launches: list[Launch], updates: list[Update]) -> None:
+    def __init__(
+        self, rule: Rule[Any, Any], launches: list[Launch], updates: list[Update]
+    ) -> None:
         super().__init__(updates)
         self._launches = launches
         self._slots = [u.slot for u in updates]
+        self._counts = [count_means(rule, u.scalars.scalars.rates) for u in updates]
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Measure, send and receive, and update the parameters."""
         del means
         found = {
-            place: mean.double()
+            place: means.double()
             for launch in self._launches
-            for place, mean in zip(launch.places, launch.measure(inputs))
+            for place, means in zip(launch.places, launch.measure(inputs))
         }
         sums: list[Tensor] = []
-        for i, slot in zip(self.places, self._slots):
+        shards: list[ShardSpec | None] = []
+        for i, slot, count in zip(self.places, self._slots, self._counts):
             device = inputs.grads[i].device
-            none_here = torch.zeros((), dtype=torch.float64, device=device)
-            sums.append(found.get(i, none_here) * slot.numel)
-        totals = all_reduce_sum(sums, [slot.shard for slot in self._slots])
-        for i, slot, total in zip(self.places, self._slots, totals):
+            none_here = torch.zeros(count, dtype=torch.float64, device=device)
+            sums += (found.get(i, none_here) * slot.numel).unbind()
+            shards += [slot.shard] * count
+        totals = iter(all_reduce_sum(sums, shards))
+        for i, slot, count in zip(self.places, self._slots, self._counts):
             assert slot.shard is not None
-            found[i] = total / slot.shard.numel
+            found[i] = torch.stack(list(islice(totals, count))) / slot.shard.numel
         for launch in self._launches:
             launch.run(inputs, torch.stack([found[i] for i in launch.places]))
 
@@ -444,47 +460,14 @@ def written_roles(update: Update, write: bool) -> slice:
     return slice(0, end) if write else slice(1, end - slot.compensated)
 
 
-def split_aliasing(updates: list[Update]) -> Iterator[list[Update]]:
-    """Runs of updates that write to different memory: tied weights take turns."""
-    ranges = sorted(chain.from_iterable(map(_written_memory, updates)))
-    if all(end <= start for (_, end), (start, _) in pairwise(ranges)):
-        yield updates
-        return
-    run: list[Update] = []
-    taken: list[tuple[int, int]] = []
-    for update in updates:
-        if any(_overlaps(taken, start, end) for start, end in _written_memory(update)):
-            yield run
-            run, taken = [], []
-        run.append(update)
-        for one in _written_memory(update):
-            insort(taken, one)
-    yield run
-
-
-def _written_memory(update: Update) -> list[tuple[int, int]]:
-    """Where each tensor that may be written begins and ends."""
-    slot = update.target
-    lengths = [update.slot.numel] * len(slot.dtypes)
-    for i in slot.scales:
-        lengths[i] = -(-update.slot.numel // GROUP)
-    places = zip(slot.addresses, slot.dtypes, lengths)
-    return [(start, start + numel * dtype.itemsize) for start, dtype, numel in places]
-
-
-def _overlaps(taken: list[tuple[int, int]], start: int, end: int) -> bool:
-    i = bisect_left(taken, (start, end))
-    after = i < len(taken) and taken[i][0] < end
-    return after or (i > 0 and taken[i - 1][1] > start)
-
-
 def rows(values: Tensor, last: Tensor) -> Tensor:
-    """For each of `last` the values, and it; each begins where kernels expect numbers."""
-    count, unit = len(values) + 1, ALIGNMENT // values.element_size()
-    own = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
-    own[:, :-1] = values
-    own[:, -1] = last
-    return own
+    """For each row of `last` the values and it; each begins where kernels expect it to."""
+    own, unit = len(values), ALIGNMENT // values.element_size()
+    count = own + last.shape[1]
+    made = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
+    made[:, :own] = values
+    made[:, own:] = last
+    return made
 
 
 def _addresses(tensors: list[Tensor]) -> Table:

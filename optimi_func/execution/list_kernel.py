@@ -30,7 +30,7 @@ from optimi_func.execution.codecs import Argument
 # Elements of a piece that has a mean.
 PIECE = 1 << 16
 # Pointers that a kernel can take, its scratch slots, and bytes in one.
-_MOST, _SLOTS, _SLOT = 32, 4, 64
+_MOST, _SLOTS, _SLOT = 32, 8, 64
 # Of others than those the fewest elements and the most, and those worth a thread.
 _SIZES = {
     "PIECE": PIECE,

@@ -16,7 +16,15 @@ from torch.func import vmap
 
 from optimi_func._distributed import part_on_whole
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Scalars
+from optimi_func._rule import (
+    Direction,
+    NoState,
+    Rule,
+    Scalars,
+    along_gradient,
+    no_coeffs,
+    no_init,
+)
 from optimi_func.execution.launches import Launch, StepInputs, Update
 from optimi_func.execution.scalars import PackedScalars
 from optimi_func.execution.slots import Slot
@@ -30,26 +38,7 @@ ELEMENTS = 1 << 22
 BATCHED = 1 << 26
 
 
-class _Nothing(NamedTuple):
-    pass
-
-
-def _no_state(p: Tensor, kept: MomentStorage) -> _Nothing:
-    del p, kept
-    return _Nothing()
-
-
-def _no_coeffs(t: Scalar) -> _Nothing:
-    del t
-    return _Nothing()
-
-
-def _as_given(d: Tensor, s: _Nothing, c: _Nothing) -> Direction:
-    del c
-    return Direction(d, s)
-
-
-moving = Rule("move", _Nothing, _no_state, _no_coeffs, _as_given)
+moving = Rule("move", NoState, no_init, no_coeffs, along_gradient)
 
 
 def directing(rule: Rule[Any, Any]) -> Rule[Any, Any]:
@@ -212,7 +201,7 @@ def _of_moves(scalars: PackedScalars) -> PackedScalars:
     """The numbers of a move: the gradient's factor and L2 decay are in the direction."""
     _, rates, dither = scalars.scalars
     rates = rates._replace(l2=0.0, grad_scale=1.0)
-    return PackedScalars(Scalars(_Nothing(), rates, dither))
+    return PackedScalars(Scalars(NoState(), rates, dither))
 
 
 def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:

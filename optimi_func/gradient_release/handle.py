@@ -425,7 +425,7 @@ class GradientRelease:
         runner = self._runner
         params = list(runner.params.values())
         before = {p: p.grad.clone() for p in params if p.grad is not None}
-        split_aliasing: dict[Tensor, Tensor | None] = {}
+        apart: dict[Tensor, Tensor | None] = {}
         drawn = random.getstate()
         devices = {p.device.index for p in params if p.is_cuda}
         try:
@@ -436,8 +436,8 @@ class GradientRelease:
                 # Other parameters' gradients must not be added twice.
                 if any_distributed(params):
                     # What fully_shard made is no leaf: its gradients come from others.
-                    split_aliasing = {x: x.grad for x in leaves_of(loss).difference(params)}
-                    for x in split_aliasing:
+                    apart = {x: x.grad for x in leaves_of(loss).difference(params)}
+                    for x in apart:
                         x.grad = None
                     loss.backward()
                 else:
@@ -445,7 +445,7 @@ class GradientRelease:
         finally:
             random.setstate(drawn)
             buffers.restore()
-            for p, g in [*before.items(), *split_aliasing.items()]:
+            for p, g in [*before.items(), *apart.items()]:
                 p.grad = g
         sums = runner.cycle.buffer.items()
         rest = {p: x for p, x in sums if p not in measured.fired}

@@ -292,7 +292,8 @@ def scalars_after(
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     top = lr if bound.max_lr is None else bound.max_lr
-    now = rates(lr, decay, bound.decay, top, bound.maximize, bound.cautious_decay)
+    kind = (bound.decay, top, bound.maximize, bound.cautious_decay, bound.cautious)
+    now = rates(lr, decay, *kind)
     steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
     dithers = map(dither_at, steps) if coded else [NEAREST] * len(steps)
     return [Scalars(bound.coeffs(t), now, dither) for t, dither in zip(steps, dithers)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_grad
-from optimi_func._leaf import leaf_step, microbatch_scalars, whole_mean
+from optimi_func._leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func._rule import WHOLE_BATCH, Leaf, Microbatch
 from optimi_func._saved import Entry
 from optimi_func._storage import state_in
@@ -69,7 +69,7 @@ def step_without_memory(
             microbatch = WHOLE_BATCH if microbatches is None else microbatches[i]
             scalars = microbatch_scalars(bound.rule, scalars, microbatch, write)
             leaf = Leaf(p, *state_in(bound.rule, entry))
-            new = leaf_step(bound.rule, leaf, g, scalars, write, whole_mean)
+            new = leaf_step(bound.rule, leaf, g, scalars, write, whole_means)
             write_back(flat_leaf(leaf), new)
             if count:
                 entry["step"].add_(1.0)

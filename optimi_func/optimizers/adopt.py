@@ -161,4 +161,5 @@ class ADOPT(BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

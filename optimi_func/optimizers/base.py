@@ -75,6 +75,9 @@ class BaseOptimizer(Checkpoints):
             all (arXiv:2510.12402); not for decay that joins the gradient.
         corrected_decay: Multiply weight_decay by lr^2 / max_lr, in place of lr, so that it
             fades as the schedule does (AdamC, arXiv:2506.02285). Not with decouple_lr.
+        cautious: Move an element only where direction and gradient have one sign, and
+            those further, by one over their share of the tensor, at most 1000
+            (arXiv:2411.16085). Decay is as without.
 
     Raises:
         ValueError: A number out of its range, or options that exclude each other.

@@ -13,10 +13,14 @@ from optimi_func._rule import (
     DecayKind,
     Direction,
     MomentStorage,
+    NoState,
     PyTree,
     Rule,
     Scalar,
     Storage,
+    along_gradient,
+    no_coeffs,
+    no_init,
 )
 from optimi_func._saved import Counterparts
 from optimi_func._storage import storage_of
@@ -27,10 +31,6 @@ from optimi_func.optimizers.base import BaseOptimizer, Params
 # The rules
 
 
-class NoState(NamedTuple):
-    pass
-
-
 class State(NamedTuple):
     momentum_buffer: Tensor  # b
 
@@ -39,21 +39,6 @@ class Coeffs(NamedTuple):
     momentum: Scalar
     one_minus_dampening: Scalar  # 1 at the first step where b starts as the gradient
     nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
-
-
-def no_init(p: Tensor, kept: MomentStorage) -> NoState:
-    del p, kept
-    return NoState()
-
-
-def no_coeffs(t: Scalar) -> NoState:
-    del t
-    return NoState()
-
-
-def plain_direction(g: Tensor, s: NoState, c: NoState) -> Direction:
-    del c
-    return Direction(g, s)
 
 
 def init(p: Tensor, kept: MomentStorage) -> State:
@@ -85,7 +70,7 @@ def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
     return Direction(g + c.nesterov_momentum * b, new)
 
 
-sgd_rule = Rule("sgd", NoState, no_init, no_coeffs, plain_direction)
+sgd_rule = Rule("sgd", NoState, no_init, no_coeffs, along_gradient)
 momentum_rule = Rule("sgd_momentum", State, init, coeffs, direction, None, accumulate)
 nesterov_rule = Rule("sgd_nesterov", State, init, coeffs, look_ahead, None, accumulate)
 
@@ -230,4 +215,5 @@ class SGD(BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import root
-from optimi_func._rule import Direction, Rule, Storage
+from optimi_func._rule import Direction, Means, Rule, Scalar, Storage
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -20,16 +20,29 @@ from optimi_func.optimizers.base import BaseOptimizer, Params
 def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
     m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c)
     root_v = c.inv_sqrt_bias_correction2 * root(v)
+    d = c.inv_bias_correction1 * m / (root_v + c.eps)
+    return Direction(d, new, root_v)
+
+
+def measure(
+    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, root_v: Tensor, c: adam.Coeffs
+) -> list[Tensor]:
     # Of g / sqrt(max(vhat, eps^2)), by roots: eps^2 leaves float32's range before eps does.
     ratio = g / root_v.clamp_min(c.eps)
-    d = c.inv_bias_correction1 * m / (root_v + c.eps)
-    return Direction(d, new, spread=ratio * ratio)
+    return [ratio * ratio]
+
+
+def settle(
+    means: list[Tensor], scale: Scalar, lr: Scalar, decay: Scalar, c: adam.Coeffs
+) -> Tensor:
+    (mean_square,) = means
+    return mean_square.clamp_min(1.0).sqrt()
 
 
 stableadamw_rule = Rule(
     *("stableadamw", adam.State, adam.init, adam.coeffs, direction),
     accumulate=adam.accumulate,
-    per_tensor=True,
+    means=Means(1, measure, settle, reads_x=False),
 )
 
 # The pure optimizer
@@ -119,4 +132,5 @@ class StableAdamW(BaseOptimizer):
         storage: Storage | str | None = None,
         cautious_decay: bool = False,
         corrected_decay: bool = False,
+        cautious: bool = False,
     ) -> None: ...

@@ -231,20 +231,20 @@ return %35, %39, %40, %38""",
 %10 = clamp_min(%9, 1.1754943508222875e-38)
 %11 = sqrt(%10)
 %12 = mul(inv_sqrt_bias_correction2, %11)
-%13 = clamp_min(%12, eps)
-%14 = div(%2, %13)
-%15 = mul(inv_bias_correction1, %5)
-%16 = add(%12, eps)
-%17 = div(%15, %16)
-%18 = mul(%14, %14)
-%19 = mul(lr, %17)
-%20 = mul(decay, p)
-%21 = add(%19, %20)
-%22 = neg(%21)
-%23 = mean(%18)
-%24 = clamp_min(%23, 1.0)
+%13 = mul(inv_bias_correction1, %5)
+%14 = add(%12, eps)
+%15 = div(%13, %14)
+%16 = clamp_min(%12, eps)
+%17 = div(%2, %16)
+%18 = mul(%17, %17)
+%19 = mean(%18)
+%20 = mul(lr, %15)
+%21 = mul(decay, p)
+%22 = add(%20, %21)
+%23 = neg(%22)
+%24 = clamp_min(%19, 1.0)
 %25 = sqrt(%24)
-%26 = div(%22, %25)
+%26 = div(%23, %25)
 %27 = add(p, %26)
 return %27, %5, %9""",
         )
@@ -447,6 +447,7 @@ state_dtype: None
 storage: None
 cautious_decay: False
 corrected_decay: False
+cautious: False
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: bfloat16 (2, 3)
@@ -480,6 +481,7 @@ state_dtype: None
 storage: None
 cautious_decay: False
 corrected_decay: False
+cautious: False
 params: [0]
 state[0].step: float32 ()
 state[0].momentum_buffer: float32 (2, 3)""",
@@ -511,6 +513,7 @@ state_dtype: 'torch.float32'
 storage: None
 cautious_decay: False
 corrected_decay: False
+cautious: False
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float32 (2, 3)
@@ -542,6 +545,7 @@ state_dtype: None
 storage: None
 cautious_decay: False
 corrected_decay: False
+cautious: False
 params: [0]
 state[0].step: float32 ()
 state[0].exp_avg: float16 (2, 3)

@@ -32,7 +32,11 @@ from optimi_func._rule import Storage
 
 F32 = torch.float32
 # Means that bfloat16 could not follow, wide whatever the storage.
-SLOW = {"ademamix": {"exp_avg_slow", "exp_avg_sq"}, "adopt": {"exp_avg_sq"}}
+SLOW = {
+    "ademamix": {"exp_avg_slow", "exp_avg_sq"},
+    "adopt": {"exp_avg_sq"},
+    "lamb": {"exp_avg_sq"},
+}
 
 # Every rule in every storage: adamw's and the compact ones; the rest soak.
 ROWS = [

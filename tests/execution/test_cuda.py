@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE
+from cases import CLASSES, ELEMENTWISE, MEASURED
 from torch import Tensor
 from torch.autograd import DeviceType
 
@@ -187,7 +187,7 @@ def test_no_step_waits_for_the_device(
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name != "stableadamw"])
+@pytest.mark.parametrize("name", [x for x in ELEMENTWISE if x not in MEASURED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_is_one_launch(name: str, dtype: torch.dtype) -> None:
     """Whatever the number of tensors and their sizes; Ranger's two kinds of step too."""

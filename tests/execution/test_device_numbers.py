@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE
+from cases import CLASSES, ELEMENTWISE, MEASURED
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -85,7 +85,7 @@ def test_the_numbers_of_all_groups_are_one_upload(
         called.clear()
         optimizer.step()
         assert len(uploads) == 1
-    each = 2 if name == "stableadamw" else 1  # its mean, and its move
+    each = 2 if name in MEASURED else 1  # its means, and its move
     assert len(called) == each * len(ps)
     for values, *_ in called:
         assert values.storage_offset() * values.element_size() % ALIGNMENT == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, ELEMENTWISE, TOLERANCE, Case, assert_moved_alike
+from cases import CASES, ELEMENTWISE, MEASURED, TOLERANCE, Case, assert_moved_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,6 +35,10 @@ QUICK = {
     "ademamix": (torch.bfloat16,),
     "adopt": (torch.bfloat16,),
     "adamw-weight_decay=0.1-cautious_decay=True": (torch.float32,),
+    "adamw-weight_decay=0.1-cautious=True": (torch.float32, torch.bfloat16),
+    "stableadamw-weight_decay=0.1-cautious=True": (torch.bfloat16,),
+    "lamb-weight_decay=0.1-cautious_decay=True-cautious=True": (torch.float32,),
+    "lamb": (torch.bfloat16,),
 }
 # A pure step has kernels of its own, which differ from these in where they write: that
 # does not depend on the rule, only on its having a mean and on a compensation.
@@ -250,19 +254,26 @@ def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None
 
 
 def test_foreach_names_an_operation_it_does_not_know() -> None:
-    from optimi_func._rule import Direction, Rates, Rule, Scalars
+    from optimi_func._rule import (
+        Direction,
+        NoState,
+        Rates,
+        Rule,
+        Scalars,
+        no_coeffs,
+        no_init,
+    )
     from optimi_func.execution.foreach import trace
     from optimi_func.execution.kernels import KernelKey
-    from optimi_func.optimizers import sgd
 
     odd = Rule(
         "odd",
-        sgd.NoState,
-        sgd.no_init,
-        sgd.no_coeffs,
+        NoState,
+        no_init,
+        no_coeffs,
         lambda g, s, c: Direction(torch.erfinv(g), s),
     )
-    scalars = Scalars(sgd.NoState(), Rates(0.1, 0.0, 0.0, 1.0))
+    scalars = Scalars(NoState(), Rates(0.1, 0.0, 0.0, 1.0))
     dtypes, device = (torch.float32,) * 2, torch.device("cpu")
     key = KernelKey(odd, (None,) * 5, True, True, False, dtypes, device, "whole")
     with pytest.raises(NotImplementedError, match="erfinv"):
@@ -270,7 +281,7 @@ def test_foreach_names_an_operation_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {"stableadamw"}))
+@pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {*MEASURED}))
 def test_foreach_needs_no_more_than_the_parameters_again(name, dtype, tmp_path) -> None:
     """By the profiler's count of bytes; a rule with means needs whole tensors."""
     shapes = [(512, 1024)] + [(300, 300)] * 3

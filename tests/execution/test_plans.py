@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE
+from cases import CLASSES, ELEMENTWISE, MEASURED
 from many_sizes import assert_alike, fill, params, train
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def test_the_same_steps_as_one_by_one(name: str, dtype: torch.dtype, how: Any) -
         filled = [i for i, p in enumerate(ps) if p.numel()]
         assert [type(x) for x in launches(ours)] == [ListLaunch]
         assert launches(ours)[0].places == filled
-    elif how is WAYS["tensors"] and name not in ("ranger", "stableadamw"):
+    elif how is WAYS["tensors"] and name not in ("ranger", *MEASURED):
         # The large one by itself, the small ones together.
         assert [type(x) for x in launches(ours)] == [KernelLaunch, FlattenedLaunch]
     assert_alike(ps, qs, 0.0 if dtype == torch.bfloat16 else 1e-12)

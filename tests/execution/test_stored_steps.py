@@ -130,6 +130,7 @@ ALL = (
     "lion",
     "ademamix",
     "adopt",
+    "lamb",
 )
 
 

@@ -379,12 +379,12 @@ def test_a_module_with_a_pure_optimizer() -> None:
     for dtype in (torch.float32, torch.float64):
         leaves = step.init(state_dtype=dtype).optimizer.leaves
         assert leaves["first.weight"].momentum_buffer.dtype == dtype
-    split_aliasing = pytree.tree_map(torch.clone, state)
-    split_aliasing, _ = step(split_aliasing, given[2])
+    copied = pytree.tree_map(torch.clone, state)
+    copied, _ = step(copied, given[2])
     assert_close(model.state_dict(), other.state_dict())  # still as before
     loop(other, b, given[2:])
-    assert_close(split_aliasing.params["first.weight"], other.first.weight.detach())
-    assert_close(split_aliasing.buffers["norm.running_var"], other.norm.running_var)
+    assert_close(copied.params["first.weight"], other.first.weight.detach())
+    assert_close(copied.buffers["norm.running_var"], other.norm.running_var)
 
 
 def test_bfloat16_with_kahan_sums_in_float32() -> None:

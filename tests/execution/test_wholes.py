@@ -9,8 +9,8 @@ from cases import assert_moved_alike
 from torch import Tensor, nn
 
 from optimi_func import Muon, compiled, muon_init, muon_step
-from optimi_func._leaf import leaf_step, rates, whole_mean
-from optimi_func._rule import Leaf, Rule, Scalar, Scalars
+from optimi_func._leaf import leaf_step, rates, whole_means
+from optimi_func._rule import Leaf, Means, Rule, Scalar, Scalars
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import Plan
@@ -187,9 +187,9 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         for s in ((7, 5), (200, 90))
     ]
     grads = [torch.randn_like(leaf.p) for leaf in leaves]
-    scalars = Scalars(coeffs(1), rates(0.1, 0.3, "l2", None, True, False))
+    scalars = Scalars(coeffs(1), rates(0.1, 0.3, "l2", None, True, False, False))
     wanted = [
-        leaf_step(rule, leaf, g, scalars, True, whole_mean)
+        leaf_step(rule, leaf, g, scalars, True, whole_means)
         for leaf, g in zip(leaves, grads)
     ]
     roles: Any = [
@@ -221,6 +221,7 @@ def test_a_map_goes_with_no_other_cut() -> None:
     def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> Any:
         return u, s
 
-    for more in ({"after": after}, {"per_tensor": True}):
+    means = Means(1, lambda *_: [], lambda *_: torch.ones(()), reads_x=False)
+    for more in ({"after": after}, {"means": means}):
         with pytest.raises(ValueError, match="centred: whole goes with neither after nor"):
             Rule("centred", State, init, coeffs, look_ahead, whole=centred, **more)

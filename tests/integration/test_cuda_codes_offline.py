@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func._leaf import init_leaf, leaf_step, rates, whole_mean
+from optimi_func._leaf import init_leaf, leaf_step, rates, whole_means
 from optimi_func._rule import Leaf, Rule, Scalars, Storage
 from optimi_func._storage import storage_of
 from optimi_func.execution.kernels import KernelKey, Pass, fill
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[optimi_func.FunctionalOptimizer, Any, torch.dtype]] = {
 
 def scalars(case: str, t: int) -> Scalars:
     optimizer, *_ = CASES[case]
-    now = rates(LR, 0.1, optimizer.decay, LR, False, False)
+    now = rates(LR, 0.1, optimizer.decay, LR, False, False, False)
     return Scalars(optimizer.coeffs(float(t)), now, 0.3)
 
 
@@ -48,7 +48,7 @@ def leaves(case: str) -> tuple[Leaf, Tensor]:
     leaf = init_leaf(optimizer.rule, p, storage_of(storage, None, None))
     for t in range(1, T):
         g = torch.randn(N, generator=own).to(dtype)
-        leaf = leaf_step(optimizer.rule, leaf, g, scalars(case, t), True, whole_mean)
+        leaf = leaf_step(optimizer.rule, leaf, g, scalars(case, t), True, whole_means)
     return leaf, torch.randn(N, generator=own).to(dtype)
 
 
@@ -71,7 +71,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = PackedScalars(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if rule.per_tensor else ["whole"]
+    parts: list[Pass] = ["mean", "move"] if rule.means else ["whole"]
     for part in parts:
         device = offline_cuda.DEVICE
         key = KernelKey(rule, statics, True, True, False, dtypes, device, part, codes)
@@ -87,7 +87,7 @@ def stepped(made: Made, build: int) -> tuple[list[Tensor], dict[KernelKey, Any]]
     p, *rest = flat_leaf(leaf)
     tensors = [x.clone() for x in (p, g, *rest)]
     numbers = PackedScalars(scalars(made.case, T)).packed(torch.float32, p.device)
-    if made.rule.per_tensor:
+    if made.rule.means:
         numbers = torch.cat([numbers, numbers.new_zeros(1)])
     runs = {key: x.run([numbers, *tensors], build) for key, x in made.programs.items()}
     return tensors, runs
@@ -124,7 +124,7 @@ def test_it_computes_what_eager_does(made: Made) -> None:
     packed = PackedScalars(scalars(made.case, T))
     values = packed.packed(torch.float32, torch.device("cpu")).unbind()
     now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
-    want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_mean))
+    want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
     start = leaf.p
     kernels = [k for program in made.programs.values() for k in program.kernels.values()]
     # The interpreter has no matrices; the smallest blocks need none.

@@ -27,7 +27,7 @@ def problem():
     """Params, and batches of inputs, integer classes and loss weights."""
     params = {
         "w": 0.5 * torch.randn(4, 3, dtype=DOUBLE),
-        "b": torch.zeros(1, 3, dtype=DOUBLE),
+        "b": torch.full((1, 3), 0.1, dtype=DOUBLE),  # at 0 LAMB has no derivative
     }
     batches = [
         (
@@ -54,6 +54,7 @@ RULES = [
     Case("adam", {"amsgrad": True}),
     Case("adamw", {"decouple_lr": True, "max_lr": 0.1}),
     Case("adan", {"adam_wd": True}),
+    Case("adamw", {"cautious": True}),
 ]
 
 

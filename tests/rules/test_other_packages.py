@@ -44,3 +44,33 @@ def test_equals_pytorch_optimizer(cls: Any, ours: Any, theirs: Any) -> None:
             optimizer.step()
         ended.append(q.detach())
     assert_moved_alike(p, ended[1], ended[0], 1e-12)
+
+
+# Its LAMB corrects no bias: a factor that the ratio takes out again where nothing decays,
+# or that is 1 where nothing is averaged.
+LAMBS: list[dict[str, Any]] = [
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.1, "betas": (0, 0)},
+]
+
+
+@pytest.mark.parametrize("options", LAMBS, ids=str)
+def test_lamb_equals_pytorch_optimizer(options: dict[str, Any]) -> None:
+    import pytorch_optimizer
+
+    p, grads = problem()
+    grads[3] = 0.1 * grads[2]  # 0 is a direction of its own to an eps of 1e-16
+    theirs = {"weight_decouple": False, "max_grad_norm": 0.0, "adam_debias": True}
+    ended: list[torch.Tensor] = []
+    for make, more in (
+        (pytorch_optimizer.Lamb, theirs),
+        (optimi_func.LAMB, {"compile": False}),
+    ):
+        q = torch.nn.Parameter(p.clone())
+        optimizer = make([q], lr=LR, eps=1e-16, **options, **more)
+        for g, lr in zip(grads, schedule()):
+            optimizer.param_groups[0]["lr"] = lr
+            q.grad = g.clone()
+            optimizer.step()
+        ended.append(q.detach())
+    assert_moved_alike(p, ended[1], ended[0], 1e-12)

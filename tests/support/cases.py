@@ -73,13 +73,16 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "lion": optimi_func.Lion,
     "ademamix": optimi_func.AdEMAMix,
     "adopt": optimi_func.ADOPT,
+    "lamb": optimi_func.LAMB,
     "muon": optimi_func.Muon,
 }
 NAMES = list(CLASSES)
 # Those that take tensors of any shape.
 ELEMENTWISE = [name for name in NAMES if name != "muon"]
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "muon")
+NEWER = ("ademamix", "adopt", "lamb", "muon")
+# The rules that take means over a tensor.
+MEASURED = ("stableadamw", "lamb")
 # The rules whose state is no sum over a step's gradients.
 REFUSE_STATES = ("sgd", "adan", "adopt")
 
@@ -132,6 +135,11 @@ def _decays(name: str) -> list[Case]:
     # Of one kind: it is the same for all, but for the two that divide.
     some = apart if name == "adan" else apart[-1:]
     more = [Case(name, c.options | cautious, c.ref | cautious) for c in some]
+    if name in ELEMENTWISE:
+        # Together with what changes the signs, or is measured, once.
+        once = {"adam": cases[-2:], "adamw": [cases[-1], more[-1]], "lamb": [*cases, *more]}
+        some, updates = once.get(name, cases[-1:]), {"cautious": True}
+        more = more + [Case(name, c.options | updates, c.ref | updates) for c in some]
     return [*cases, *more]
 
 

@@ -46,6 +46,17 @@ class At:
     lr: float
     lam: float | Tensor  # lambda_t, the share of p that decays
     betas: tuple[float, ...] = ()
+    cautious: bool = False
+
+    def masked(self, d: Tensor, g: Tensor) -> Tensor:
+        """Cautious updates (Liang et al., arXiv 2411.16085): of d what goes with g.
+
+        phi = 1 where d * g > 0, else 0;   d * phi / max(mean(phi), 1e-3)
+        """
+        if not self.cautious:
+            return d
+        phi = (d * g > 0).double()
+        return d * phi / max(phi.mean().item(), 1e-3)
 
 
 # How the parameter moves, and its averages after.
@@ -65,6 +76,7 @@ def _path(
     max_lr: float | None,
     maximize: bool,
     cautious_decay: bool,
+    cautious: bool = False,
     direction: Move | None = None,
 ) -> list[Tensor]:
     """Where p is after each step.
@@ -93,10 +105,10 @@ def _path(
             g = g + weight_decay * p
         kept: float | Tensor = lam
         if cautious_decay:
-            u, _ = (direction or move)(p, s, g, At(i + 1, alpha, 0.0, beta))
+            u, _ = (direction or move)(p, s, g, At(i + 1, alpha, 0.0, beta, cautious))
             unlike = ((u > 0) & (p > 0)) | ((u < 0) & (p < 0))
             kept = lam * (1 - unlike.double())
-        u, s = move(p, s, g, At(i + 1, alpha, kept, beta))
+        u, s = move(p, s, g, At(i + 1, alpha, kept, beta, cautious))
         p = p + u
         path.append(p)
     return path
@@ -148,11 +160,11 @@ def sgd_move(
     The paper holds lr inside the buffer, which differs from this under a schedule.
     """
     if momentum == 0:
-        return -at.lr * g - at.lam * p, s
+        return -at.lr * at.masked(g, g) - at.lam * p, s
     start = at.t == 1 and first_is_gradient
     buf = g if start else momentum * s["buf"] + (1 - tau) * g
     d = g + momentum * buf if nesterov else buf
-    return -at.lr * d - at.lam * p, {"buf": buf}
+    return -at.lr * at.masked(d, g) - at.lam * p, {"buf": buf}
 
 
 def sgd(
@@ -169,6 +181,7 @@ def sgd(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `sgd_move`."""
     if isinstance(dampening, bool):
@@ -196,6 +209,7 @@ def sgd(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
     )
 
 
@@ -217,7 +231,8 @@ def adam_move(
     if amsgrad:
         new["v_max"] = v = torch.maximum(s["v_max"], v)
     m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
-    return -at.lr * m_hat / (v_hat.sqrt() + eps) - at.lam * p, new
+    d = m_hat / (v_hat.sqrt() + eps)
+    return -at.lr * at.masked(d, g) - at.lam * p, new
 
 
 def adam(
@@ -233,6 +248,7 @@ def adam(
     amsgrad: bool = False,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `adam_move`."""
     move = partial(adam_move, eps=eps, amsgrad=amsgrad)
@@ -248,6 +264,7 @@ def adam(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
     )
 
 
@@ -264,6 +281,7 @@ def adamw(
     amsgrad: bool = False,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2).
 
@@ -286,6 +304,7 @@ def adamw(
         amsgrad=amsgrad,
         maximize=maximize,
         cautious_decay=cautious_decay,
+        cautious=cautious,
     )
 
 
@@ -311,7 +330,7 @@ def adan_move(
     v = b2 * s["v"] + (1 - b2) * diff
     n = b3 * s["n"] + (1 - b3) * (g + b2 * diff) ** 2
     m_hat, v_hat, n_hat = m / (1 - b1**at.t), v / (1 - b2**at.t), n / (1 - b3**at.t)
-    d = (m_hat + b2 * v_hat) / (n_hat.sqrt() + eps)
+    d = at.masked((m_hat + b2 * v_hat) / (n_hat.sqrt() + eps), g)
     new = {"m": m, "v": v, "n": n, "g_prev": g}
     if proximal:
         return (p - at.lr * d) / (1 + at.lam) - p, new
@@ -331,6 +350,7 @@ def adan(
     adam_wd: bool = False,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `adan_move`."""
     proximal = decay.endswith("proximal") and not adam_wd
@@ -348,6 +368,7 @@ def adan(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
     )
 
 
@@ -365,7 +386,7 @@ def lion_move(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
     m_t = b2 * m_{t-1} + (1 - b2) * g_t
     """
     _, b2 = at.betas
-    d = torch.sign(lion_average(s, g, at))
+    d = at.masked(torch.sign(lion_average(s, g, at)), g)
     return -at.lr * d - at.lam * p, {"m": b2 * s["m"] + (1 - b2) * g}
 
 
@@ -380,6 +401,7 @@ def lion(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `lion_move`."""
     return _path(
@@ -394,6 +416,7 @@ def lion(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
     )
 
 
@@ -415,7 +438,7 @@ def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
     m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
     r = _rectification(at.t, at.betas[1])
     d = m_hat if r is None else r * m_hat / (v_hat.sqrt() + eps)
-    return -at.lr * d - at.lam * p, {"m": m, "v": v}
+    return -at.lr * at.masked(d, g) - at.lam * p, {"m": m, "v": v}
 
 
 def radam(
@@ -430,6 +453,7 @@ def radam(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `radam_move`."""
     move = partial(radam_move, eps=eps)
@@ -445,6 +469,7 @@ def radam(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
     )
 
 
@@ -487,6 +512,7 @@ def ranger(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `ranger_move`."""
     move = partial(ranger_move, eps=eps, k=k, alpha=alpha)
@@ -503,6 +529,7 @@ def ranger(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
         partial(radam_move, eps=eps),  # before it is pulled back
     )
 
@@ -519,7 +546,7 @@ def stableadamw_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) 
     m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
     rms = math.sqrt((g**2 / v_hat.clamp(min=eps**2)).mean().item())
     clip = 1.0 if rms <= 1.0 else rms  # NaN too
-    u = -at.lr * m_hat / (v_hat.sqrt() + eps) - at.lam * p
+    u = -at.lr * at.masked(m_hat / (v_hat.sqrt() + eps), g) - at.lam * p
     return u / clip, {"m": m, "v": v}
 
 
@@ -535,6 +562,7 @@ def stableadamw(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `stableadamw_move`."""
     move = partial(stableadamw_move, eps=eps)
@@ -550,6 +578,7 @@ def stableadamw(
         max_lr,
         maximize,
         cautious_decay,
+        cautious,
     )
 
 
@@ -719,7 +748,7 @@ def ademamix_move(
     m2 = b3 * s["m2"] + (1 - b3) * g
     m1_hat, v_hat = _corrected(m1, v, at.t, b1, b2)
     d = (m1_hat + alpha * m2) / (v_hat.sqrt() + eps)
-    return -at.lr * d - at.lam * p, {"m1": m1, "m2": m2, "v": v}
+    return -at.lr * at.masked(d, g) - at.lam * p, {"m1": m1, "m2": m2, "v": v}
 
 
 def ademamix(
@@ -737,6 +766,7 @@ def ademamix(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `ademamix_move`."""
     move = partial(
@@ -747,7 +777,7 @@ def ademamix(
         beta3_warmup=beta3_warmup,
     )
     start = _zeros(p, "m1", "m2", "v")
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
     return _path(move, start, p, grads, *options)
 
 
@@ -765,7 +795,8 @@ def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
         return torch.zeros_like(p), {"m": 0 * g, "v": g**2}
     limit = (at.t - 1) ** 0.25
     m = b1 * s["m"] + (1 - b1) * (g / s["v"].sqrt().clamp(min=eps)).clamp(-limit, limit)
-    return -at.lr * m - at.lam * p, {"m": m, "v": b2 * s["v"] + (1 - b2) * g**2}
+    d = at.masked(m, g)
+    return -at.lr * d - at.lam * p, {"m": m, "v": b2 * s["v"] + (1 - b2) * g**2}
 
 
 def adopt(
@@ -780,7 +811,42 @@ def adopt(
     max_lr: float | None = None,
     maximize: bool = False,
     cautious_decay: bool = False,
+    cautious: bool = False,
 ) -> list[Tensor]:
     """The path of `adopt_move`."""
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
     return _path(partial(adopt_move, eps=eps), _zeros(p, "m", "v"), p, grads, *options)
+
+
+def lamb_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
+    """LAMB (You et al., arXiv 1904.00962, Algorithm 2, with phi(z) = z).
+
+    m_t, v_t, mhat_t, vhat_t as in Adam
+    r_t = mhat_t / (sqrt(vhat_t) + eps) + lambda * p_{t-1}
+    p_t = p_{t-1} - lr * |p_{t-1}| / |r_t| * r_t          the ratio is 1 where a norm is 0
+    """
+    m, v = _averages(s, g, *at.betas)
+    m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
+    u = -at.lr * at.masked(m_hat / (v_hat.sqrt() + eps), g) - at.lam * p
+    size, length = p.norm().item(), u.norm().item()
+    ratio = 1.0 if size == 0 or length == 0 else at.lr * size / length
+    return ratio * u, {"m": m, "v": v}
+
+
+def lamb(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    betas: Pair | list[Pair] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 1e-2,
+    decay: str = "decoupled",
+    max_lr: float | None = None,
+    maximize: bool = False,
+    cautious_decay: bool = False,
+    cautious: bool = False,
+) -> list[Tensor]:
+    """The path of `lamb_move`."""
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
+    return _path(partial(lamb_move, eps=eps), _zeros(p, "m", "v"), p, grads, *options)

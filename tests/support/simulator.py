@@ -26,6 +26,7 @@ FIELDS = {
     "lion": {"exp_avg": "m"},
     "ademamix": {"exp_avg": "m1", "exp_avg_slow": "m2", "exp_avg_sq": "v"},
     "adopt": ADAM,
+    "lamb": ADAM,
 }
 MOVES: dict[str, reference.Move] = {
     "sgd": partial(reference.sgd_move, momentum=MU),
@@ -38,13 +39,14 @@ MOVES: dict[str, reference.Move] = {
     "lion": reference.lion_move,
     "ademamix": reference.ademamix_move,
     "adopt": reference.adopt_move,
+    "lamb": reference.lamb_move,
 }
 
 
 def fresh(name: str, p: Tensor) -> dict[str, Tensor]:
     """State of a parameter that has not stepped, in the dtypes that it should have."""
     made = {field: torch.zeros_like(p) for field in FIELDS[name]}
-    if name in ("ademamix", "adopt"):
+    if name in ("ademamix", "adopt", "lamb"):
         wide = torch.promote_types(p.dtype, torch.float32)
         slow = {"exp_avg_slow", "exp_avg_sq"} & {*made}
         made |= {field: made[field].to(wide) for field in slow}
@@ -76,6 +78,7 @@ def one_step(
         "adan": (0.98, 0.92, 0.99),
         "ademamix": (0.9, 0.999, 0.9999),
         "adopt": (0.9, 0.9999),
+        "lamb": (0.9, 0.999),
     }
     at = reference.At(t, lr, lam, betas.get(name, (0.9, 0.99)))
     letters = {letter: s[field] for field, letter in FIELDS[name].items()}

@@ -1,0 +1,152 @@
+"""LAMB (You et al. 2019): the rule, the pure optimizer and the class."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func._checks import check_betas, check_eps
+from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._math import moment, root, slow_moment
+from optimi_func._rule import Means, MomentStorage, Rule, Scalar, Storage
+from optimi_func.optimizers import adam
+from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers.base import BaseOptimizer, Params
+
+# The rule
+
+
+def init(p: Tensor, kept: MomentStorage) -> adam.State:
+    return adam.State(moment(p, kept), slow_moment(p))
+
+
+def measure(
+    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, shared: None, c: adam.Coeffs
+) -> list[Tensor]:
+    # Of the move lr * d + decay * decaying the norm, for whatever the two numbers are.
+    return [x * x, d * d, d * decaying, decaying * decaying]
+
+
+def settle(
+    means: list[Tensor], scale: Scalar, lr: Scalar, decay: Scalar, c: adam.Coeffs
+) -> Tensor:
+    xx, dd, db, bb = means
+    own = lr * scale
+    move = dd * (own * own) + db * (2.0 * own * decay) + bb * (decay * decay)
+    length, wanted = root(move), root(xx) * lr
+    # Where either is 0 the move stays as long as it is.
+    for x in (xx, move):
+        wanted = torch.where(x < torch.finfo(x.dtype).tiny, length, wanted)
+    return length / wanted
+
+
+lamb_rule = Rule(
+    *("lamb", adam.State, init, adam.coeffs, adam.direction),
+    accumulate=adam.accumulate,
+    means=Means(4, measure, settle, reads_x=True),
+)
+
+# The pure optimizer
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class lamb(FunctionalOptimizer):
+    """`LAMB` as a value: `init` and `step` over a tree of parameters."""
+
+    betas: tuple[Number, Number] = (0.9, 0.999)
+    weight_decay: Number = 1e-2
+    eps: Number = 1e-6
+
+    @property
+    def rule(self) -> Rule[Any, Any]:
+        return lamb_rule
+
+    @property
+    def narrow_betas(self) -> tuple[Number, ...]:
+        """Of the first moment: v is wide, whatever the storage."""
+        return self.betas[:1]
+
+    def check(self) -> None:
+        super().check()
+        check_betas(self.betas, 2)
+        check_eps(self.eps)
+
+
+lamb_init = init_function(lamb_rule, "lamb")
+lamb_step, compiled_lamb_step, compiled_lamb_step_ = step_functions(lamb, "lamb")
+
+# The class
+
+
+class LAMB(BaseOptimizer):
+    """LAMB: AdamW whose step is as long, tensor by tensor, as lr times the tensor.
+
+        r = mhat / (sqrt(vhat) + eps) + weight_decay * p
+        p <- p - lr * |p| / |r| * r              norms over each tensor; 1 where one is 0
+
+    with Adam's bias corrected m and v. Each layer moves by the same share of itself, which
+    keeps training stable at batches of tens of thousands. lr is therefore relative: 1e-3
+    changes each tensor by a thousandth of its norm, and decay turns that step, it does not
+    lengthen it.
+
+    v is float32 (float64 for float64 parameters) whatever the storage: by 0.999 a bfloat16
+    hardly moves.
+
+    The norms are those of whole tensors, whatever is sharded. Biases and the gains of norms
+    are usually left to Adam, as by the authors' code, apex and timm (which adapt no group
+    without weight decay): `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`.
+    Nothing else is clipped; timm's also clips the norm of all gradients to 1.
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        lr: Learning rate, a number or a tensor of one element: how long a step is, of a
+            tensor's norm.
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        weight_decay: Decay coefficient, added to the direction before its norm is taken,
+            so multiplied by lr * |p| / |r|; or (decouple_lr) by that over max_lr.
+        eps: Added to the root, after the bias correction.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        ValueError: A number out of its range, or options that exclude each other.
+
+    References:
+        You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
+        minutes", arXiv:1904.00962.
+
+    >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
+    >>> optimizer = LAMB([w], lr=0.1, weight_decay=0.0, compile=False)
+    >>> w.sum().backward()
+    >>> optimizer.step()  # by 0.1 * 5, in two equal parts
+    >>> w.detach()
+    tensor([2.6464, 3.6464])
+    """
+
+    factory = lamb
+
+    @group_defaults
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 1e-2,
+        eps: float = 1e-6,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+        foreach: bool | None = None,
+        triton: bool | None = None,
+        gradient_release: bool = False,
+        *,
+        compile: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype | str | None = None,
+        storage: Storage | str | None = None,
+        cautious_decay: bool = False,
+        corrected_decay: bool = False,
+        cautious: bool = False,
+    ) -> None: ...

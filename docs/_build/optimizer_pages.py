@@ -41,6 +41,8 @@ UNITS = {
     "alpha_warmup": "steps",
     "beta3_warmup": "steps",
     "warmup_steps": "steps",
+    "r": "power of the step count",
+    "weight_lr_power": "power of the largest lr",
     "k": "steps",
     "ns_steps": "iterations",
     "split": "rows",
@@ -243,7 +245,7 @@ optimizer = {cls}(model.parameters(), lr={note.lr}{more})
 def pure_program(name: str, note: Note) -> str:
     """The pure step, as tests run it."""
     more = f", {note.options}" if note.options else ""
-    evaluated = hasattr(getattr(functional, name), "eval_params")
+    evaluated = hasattr(class_of(name), "eval")
     end = "evaluated = optimizer.eval_params(params, state)\n" if evaluated else ""
     return f"""\
 import torch

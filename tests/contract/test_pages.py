@@ -95,6 +95,20 @@ def test_bytes_are_counted() -> None:
     assert found["float32"]["exp_avg"] == (str(torch.float32), 4)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_to_choose_by_has_these_bytes(name: str) -> None:
+    table = (DOCS / "choose.md").read_text()
+    row = re.search(rf"^\| \[`\w+`\]\(optimizers/{name}\.md\) .*", table, re.M)
+    assert row, f"no row of {name} in docs/choose.md"
+    shown = [cell.strip() for cell in row[0].strip("|").split("|")[-3:]]
+    found = dict(optimizer_pages.kept(name, optimizer_pages.Note.of(name)))
+    float32, _, kahan, compact, _ = (called for *_, called in optimizer_pages.STORAGES)
+    for cell, called in zip(shown, (float32, kahan, compact)):
+        total = sum(share for _, share in found[called].values())
+        # SGD's are without momentum, or with it; one digit is shown.
+        assert float(cell.split(" or ")[-1]) == pytest.approx(total, abs=0.051)
+
+
 def test_an_optimizer_without_a_note_is_told(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(optimizer_pages, "NOTES", tmp_path)
     with pytest.raises(SystemExit, match=r"lion has no note: write docs/_notes/lion\.md"):

@@ -1,10 +1,12 @@
 """Tables of benchmarks.md, from the numbers that are committed.
 
-Each is `(rows) + the line that says command, machine and date`; what a file does not know of
-itself (older ones have no command) is given here.
+A table stands in the page between `<!-- its name -->` and `<!-- / -->`, so that it can be
+read without a build, and a test tells when it is not that of the numbers. Each ends with its
+command, machine and date; what an older file does not know of itself is given here.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def table(rows: Rows, said: str) -> str:
     """Rows, the first of them the heads, and their source."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
-    return "\n".join(lines) + f"\n\n{said}\n{{ .source }}\n"
+    return "\n".join(lines) + f"\n\n*{said}*\n"
 
 
 def ratio(cell: Any) -> str:
@@ -205,7 +207,18 @@ def loss() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every table by the name that pages include it by."""
+    """Every table by its name in the page."""
     made = [steps, large, rules, first, host_cost, storage_errors, storage, plan]
     made += [population, train_step, loss]
-    return {f"benchmark_{make.__name__}": make() for make in made}
+    return {make.__name__: make() for make in made}
+
+
+def filled(page: str) -> str:
+    """The page with each of its tables as the numbers are now."""
+    made = tables()
+    return re.sub(
+        r"<!-- (\w+) -->\n.*?<!-- / -->",
+        lambda found: f"<!-- {found[1]} -->\n\n{made[found[1]]}\n<!-- / -->",
+        page,
+        flags=re.S,
+    )

@@ -1,8 +1,8 @@
 """Write the pages that are made: `make docs` does, before the site is built.
 
-docs/optimizers/ has a page an optimizer, docs/reference/ three pages of their names,
-docs/_generated/ the tables that other pages include. None of it is committed; what nothing
-makes any more is removed.
+docs/optimizers/ has a page an optimizer, docs/reference/ three pages of their names: neither
+is committed, and what nothing makes any more is removed. docs/benchmarks.md is, with its
+tables: they are brought up to date.
 """
 
 from pathlib import Path
@@ -22,19 +22,18 @@ def files() -> dict[Path, str]:
     made[Path("reference/optimizers.md")] = reference_pages.classes()
     made[Path("reference/functional.md")] = reference_pages.pure()
     made[Path("reference/compiled.md")] = reference_pages.compiled_steps()
-    for name, text in benchmark_tables.tables().items():
-        made[Path(f"_generated/{name}.md")] = text
+    page = (DOCS / "benchmarks.md").read_text()
+    made[Path("benchmarks.md")] = benchmark_tables.filled(page)
     return made
 
 
 def main() -> None:
     """Write what changed."""
     made = files()
-    for folder in ("optimizers", "_generated"):
-        (DOCS / folder).mkdir(exist_ok=True)
-        for path in (DOCS / folder).glob("*.md"):
-            if path.relative_to(DOCS) not in made:
-                path.unlink()
+    (DOCS / "optimizers").mkdir(exist_ok=True)
+    for path in (DOCS / "optimizers").glob("*.md"):
+        if path.relative_to(DOCS) not in made:
+            path.unlink()
     for path, text in made.items():
         target = DOCS / path
         if not target.exists() or target.read_text() != text:

@@ -13,7 +13,7 @@ from cases import NAMES
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Made by docs/_build: tested below, and perhaps not there.
-MADE = {"optimizers", "_generated", "_notes"}
+MADE = {"optimizers", "_notes"}
 MADE_PAGES = {f"reference/{n}.md" for n in ("compiled", "functional", "optimizers")}
 PAGES = [
     path
@@ -32,6 +32,7 @@ BLOCKS = {
 for folder in ("_build", "pictures"):
     sys.path.append(str(DOCS / folder))
 
+import benchmark_tables  # noqa: E402
 import house  # noqa: E402
 import optimizer_pages  # noqa: E402
 
@@ -119,6 +120,12 @@ def test_an_optimizer_without_a_note_is_told(tmp_path, monkeypatch) -> None:
     (tmp_path / "lion.md").write_text("lr: 1\n\n## Usual ranges\n\nany\n")
     with pytest.raises(SystemExit, match="has no When, and when not, Coming from"):
         optimizer_pages.page("lion")
+
+
+def test_tables_are_those_of_the_numbers() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    assert page == benchmark_tables.filled(page), "python docs/_build/generate.py"
+    assert set(re.findall(r"<!-- (\w+) -->", page)) == set(benchmark_tables.tables())
 
 
 def test_the_house_has_every_module() -> None:

@@ -34,6 +34,9 @@ from optimi_func.optimizers import Muon as Muon
 from optimi_func.optimizers import MuonAdamW as MuonAdamW
 from optimi_func.optimizers import RAdam as RAdam
 from optimi_func.optimizers import Ranger as Ranger
+from optimi_func.optimizers import ScheduleFreeAdamW as ScheduleFreeAdamW
+from optimi_func.optimizers import ScheduleFreeRAdam as ScheduleFreeRAdam
+from optimi_func.optimizers import ScheduleFreeSGD as ScheduleFreeSGD
 from optimi_func.optimizers import StableAdamW as StableAdamW
 from optimi_func.optimizers import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.adam import adam as adam
@@ -66,6 +69,31 @@ from optimi_func.optimizers.radam import radam_step as radam_step
 from optimi_func.optimizers.ranger import ranger as ranger
 from optimi_func.optimizers.ranger import ranger_init as ranger_init
 from optimi_func.optimizers.ranger import ranger_step as ranger_step
+from optimi_func.optimizers.schedule_free_adamw import (
+    schedule_free_adamw as schedule_free_adamw,
+)
+from optimi_func.optimizers.schedule_free_adamw import (
+    schedule_free_adamw_init as schedule_free_adamw_init,
+)
+from optimi_func.optimizers.schedule_free_adamw import (
+    schedule_free_adamw_step as schedule_free_adamw_step,
+)
+from optimi_func.optimizers.schedule_free_radam import (
+    schedule_free_radam as schedule_free_radam,
+)
+from optimi_func.optimizers.schedule_free_radam import (
+    schedule_free_radam_init as schedule_free_radam_init,
+)
+from optimi_func.optimizers.schedule_free_radam import (
+    schedule_free_radam_step as schedule_free_radam_step,
+)
+from optimi_func.optimizers.schedule_free_sgd import schedule_free_sgd as schedule_free_sgd
+from optimi_func.optimizers.schedule_free_sgd import (
+    schedule_free_sgd_init as schedule_free_sgd_init,
+)
+from optimi_func.optimizers.schedule_free_sgd import (
+    schedule_free_sgd_step as schedule_free_sgd_step,
+)
 from optimi_func.optimizers.sgd import sgd as sgd
 from optimi_func.optimizers.sgd import sgd_init as sgd_init
 from optimi_func.optimizers.sgd import sgd_step as sgd_step

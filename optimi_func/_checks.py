@@ -140,6 +140,15 @@ def check_accumulates(rule: Rule[Any, Any]) -> None:
         )
 
 
+def check_moves_state(rule: Rule[Any, Any]) -> None:
+    """Refuse a rule whose state loses what a gradient would have moved the parameter by."""
+    if rule.eval_point is not None:
+        raise ValueError(
+            f"optimizer_accumulation=True: {rule.name} averages the moves of parameters, "
+            "which the state alone cannot make: use accumulation='buffer'"
+        )
+
+
 def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
     """One warning for all groups whose fully decoupled decay looks like a decoupled."""
     high = [

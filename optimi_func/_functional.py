@@ -7,15 +7,15 @@ optimizers themselves are in `optimizers`, a file each.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._checks import check_number, decay_mistakes, warn
-from optimi_func._codes import dither_at
-from optimi_func._leaf import leaf_dtype, leaf_step, rates, whole_means
+from optimi_func._codes import dither_at, to
+from optimi_func._leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
 from optimi_func._math import scalar_dtype
 from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, Storage
 from optimi_func._storage import storage_of
@@ -104,9 +104,12 @@ class FunctionalOptimizer:
         """The betas of moments that are kept in the parameter's dtype, if not otherwise."""
         return getattr(self, "betas", ())
 
-    def coeffs(self, t: Scalar) -> Any:
-        """The rule's coefficients at step t (1-based); no number may be a schedule."""
-        return self.rule.coeffs(t, **self.numbers)
+    def advance(self, t: Scalar, running: Any) -> tuple[Any, Any]:
+        """The rule's coefficients at step t (1-based), and its running numbers after it.
+
+        No number may be a schedule, nor lr a tree.
+        """
+        return self.rule.advance(t, cast(Scalar, self.lr), running, self.numbers)
 
     def __post_init__(self) -> None:
         """Refuse what no step could use, before any step."""
@@ -236,16 +239,44 @@ class FunctionalOptimizer:
         if not torch.compiler.is_compiling():
             warn(self.likely_mistakes() + leaves.stuck_moments(self))
         step = state.step.detach()
-        scalars = self.scalars(leaves, step, step.to(scalar_dtype(step.device)) + 1.0)
+        t = step.to(scalar_dtype(step.device)) + 1.0
+        scalars, running = self.scalars(leaves, step, t)
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
                 now = _cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
                 stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means)
-        return leaves.rebuild(stepped)
+        return leaves.rebuild(stepped, running)
 
-    def scalars(self, leaves: FlatTree, step: Tensor, t: Scalar) -> list[Scalars]:
-        """The numbers of each leaf; one object where leaves share them.
+    def eval_params(self, params: PyTree, state: TreeState) -> PyTree:
+        """The parameters to evaluate the model with, between the steps.
+
+        Of most optimizers these are the parameters themselves. Like a step it writes to
+        nothing, and can be differentiated, vmapped and compiled.
+
+        Args:
+            params: Parameter tree.
+            state: Its state, after as many steps.
+        """
+        # No step is taken: parameters stand for gradients, which are not looked at.
+        leaves = FlatTree.check(self.rule, params, params, state)
+        if self.rule.eval_point is None:
+            return params
+        step = state.step.detach()
+        t = step.to(scalar_dtype(step.device)) + 1.0
+        scalars, _ = self.scalars(leaves, step, t)
+        found: list[Tensor] = []
+        for leaf, now in zip(leaves.leaves, scalars):
+            coeffs = _cast(now.coeffs, leaf_dtype(leaf, leaf.p), leaf.p.device)
+            found.append(to(leaf_eval_point(self.rule, leaf, coeffs), leaf.p.dtype))
+        return pytree.tree_unflatten(found, leaves.spec)
+
+    def scalars(
+        self, leaves: FlatTree, step: Tensor, t: Scalar
+    ) -> tuple[list[Scalars], list[Any]]:
+        """The numbers of each leaf, and its running ones after the step.
+
+        One object where leaves share them.
 
         Args:
             leaves: The checked trees.
@@ -254,19 +285,30 @@ class FunctionalOptimizer:
         """
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
-        coeffs = self.rule.coeffs(t, **own)
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, leaves)
-        shared: dict[tuple[int, int], Scalars] = {}
-        for i, j in dict.fromkeys(zip(lr_at, decay_at)):
-            lr = resolve("lr", lrs[i], step)
-            decay = resolve("weight_decay", decays[j], step)
-            top = lr if max_lr is None else max_lr
-            kind = (self.decay, top, self.maximize, self.cautious_decay, self.cautious)
-            r = rates(lr, decay, *kind)
-            shared[i, j] = Scalars(coeffs, r, dither_at(t))
-        return [shared[pair] for pair in zip(lr_at, decay_at)]
+        lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
+        coeffs: dict[Any, tuple[Any, Any]] = {}
+        shared: dict[Any, Scalars] = {}
+        keys: list[Any] = []
+        for k, (i, j, s) in enumerate(zip(lr_at, decay_at, leaves.states)):
+            before, alike = s.running, ()
+            if before and isinstance(t, Tensor):
+                alike = (k,)  # whether they equal another leaf's is not asked of a device
+            elif before:
+                before = type(before)(*[x.item() for x in before])
+                alike = (i, *before)
+            keys.append((alike, i, j))
+            if alike not in coeffs:
+                coeffs[alike] = self.rule.advance(t, lr_now[i], before, own)
+            if keys[-1] not in shared:
+                lr, decay = lr_now[i], resolve("weight_decay", decays[j], step)
+                top = lr if max_lr is None else max_lr
+                kind = (self.decay, top, self.maximize, self.cautious_decay)
+                r = rates(lr, decay, *kind, self.cautious)
+                shared[keys[-1]] = Scalars(coeffs[alike][0], r, dither_at(t))
+        return [shared[key] for key in keys], [coeffs[alike][1] for alike, *_ in keys]
 
 
 def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:

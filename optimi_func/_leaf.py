@@ -100,6 +100,21 @@ def leaf_step(
     return Leaf(p, type(state)(*fields), comp)
 
 
+def leaf_eval_point(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:
+    """Where to evaluate in place of the parameter, in the dtype of the arithmetic.
+
+    Args:
+        rule: The mathematics; it has an `eval_point`.
+        leaf: Parameter, state and compensation.
+        coeffs: Of the step to come.
+    """
+    p, state, comp = leaf
+    wide = leaf_dtype(leaf, p)
+    _, x = widen(p, comp, wide)
+    assert rule.eval_point is not None
+    return rule.eval_point(x, type(state)(*[decode(s, wide) for s in state]), coeffs)
+
+
 def _delta(
     rule: Rule[Any, Any],
     g: Tensor,

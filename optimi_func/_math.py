@@ -42,6 +42,11 @@ def sqrt(x: Scalar) -> Scalar:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
+def warmed(t: Scalar, warmup: Scalar) -> Scalar:
+    """How much of a linear warmup is over at step t."""
+    return choose(t < warmup, t / choose(warmup > 0, warmup, 1.0), 1.0)
+
+
 def log(x: Scalar) -> Scalar:
     """Natural logarithm of a scalar."""
     return x.log() if isinstance(x, Tensor) else math.log(x)
@@ -83,6 +88,11 @@ def wide_second_moment(p: Tensor, kept: MomentStorage) -> Tensor:
     """As `second_moment`, never in codes."""
     dtype = p.dtype if kept == "8bit" else kept
     return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)
+
+
+def slow_second_moment(p: Tensor, kept: MomentStorage) -> Any:
+    """As `slow_moment`, or in codes, which are rounded so that they follow on the mean."""
+    return second_moment_codes(p) if kept == "8bit" and is_eligible(p) else slow_moment(p)
 
 
 def slow_moment(p: Tensor) -> Tensor:

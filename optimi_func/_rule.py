@@ -6,7 +6,7 @@ package decides where and when that happens.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import (
     Any,
@@ -33,6 +33,10 @@ PyTree: TypeAlias = Any
 
 S = TypeVar("S")
 C = TypeVar("C")
+
+
+class NoRunning(NamedTuple):
+    """The running numbers of a rule without any."""
 
 
 class Direction(NamedTuple):
@@ -78,7 +82,8 @@ class Rule(Generic[S, C]):
         coeffs: `(t, *, <numbers>) -> Coeffs`: all the scalar work of step t (1-based),
             for `t` an int (host, double precision) or a tensor (traced, float64 where the
             device has it). The keywords are the rule's own hyperparameters. A Python bool
-            among the results is static.
+            among the results is static. Of a rule with running numbers
+            `(t, lr, running, *, <numbers>) -> (Coeffs, running)`.
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
         after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
             the parameter x (lookahead and its kin).
@@ -91,27 +96,43 @@ class Rule(Generic[S, C]):
             executors know no more of it, and gather what several processes hold.
         refuses: `p -> why`: the reason to refuse a parameter, by its shape; None where the
             rule takes it.
+        running: Numbers of a leaf that depend on the lrs of all its steps, a NamedTuple of
+            scalars whose defaults they begin with. `coeffs` advances them, and they are
+            kept where the step count is.
+        eval_point: `(x, state, coeffs) -> x`: where to evaluate, if that is not the
+            parameter x, by the coefficients of the step to come. Elementwise.
         numbers: The names of the keywords of `coeffs`.
     """
 
     name: str
     state: type[S]
     init: Callable[[Tensor, MomentStorage], S]
-    coeffs: Callable[..., C]
+    coeffs: Callable[..., Any]
     direction: Callable[[Tensor, S, C], Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
     means: Means | None = None
     whole: Callable[[Tensor, C], Tensor] | None = None
     refuses: Callable[[Tensor], str | None] | None = None
+    running: type[Any] = NoRunning
+    eval_point: Callable[[Tensor, S, C], Tensor] | None = None
     numbers: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the names of the hyperparameters off the signature of `coeffs`."""
-        _, *names = inspect.signature(self.coeffs).parameters
+        given = 3 if self.running._fields else 1
+        names = list(inspect.signature(self.coeffs).parameters)[given:]
         object.__setattr__(self, "numbers", tuple(names))
         if self.whole is not None and (self.after is not None or self.means is not None):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
+
+    def advance(
+        self, t: Scalar, lr: Scalar, running: Any, numbers: Mapping[str, Any]
+    ) -> tuple[C, Any]:
+        """The coefficients of step t, and the running numbers after it."""
+        if not self.running._fields:
+            return self.coeffs(t, **numbers), running
+        return self.coeffs(t, lr, running, **numbers)
 
 
 class NoState(NamedTuple):

@@ -19,7 +19,7 @@ from optimi_func._storage import (
     names_in,
     state_in,
 )
-from optimi_func._tree import LeafState, TreeState
+from optimi_func._tree import LeafState, TreeState, running_tensors
 
 # How the step is carried out is the running optimizer's affair, not the file's.
 POLICY = (
@@ -328,7 +328,8 @@ def as_torchs(
 
 def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
     """What of a parameter's state is the optimizer's: all else there is others'."""
-    return ("step", *field_names(rule.state._fields), "kahan_comp")
+    counted = ("step", *rule.running._fields)
+    return (*counted, *field_names(rule.state._fields), "kahan_comp")
 
 
 def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
@@ -347,12 +348,15 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
         raise ValueError(f"{name} is {saved!r}: allowed is a dict")
     names = own_names(rule)
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
-    if isinstance(entry.get("step"), int | float):
-        entry["step"] = torch.tensor(float(entry["step"]))
+    counted = ("step", *rule.running._fields)
+    for key in counted:
+        if isinstance(entry.get(key), int | float):
+            dtype = torch.float32 if key == "step" else torch.float64
+            entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
     for key, x in entry.items():
         if isinstance(x, Tensor):
             check_codes(f"{name}[{key!r}]", key, x, p)
-        shape = () if key == "step" else p.shape
+        shape = () if key in counted else p.shape
         if not isinstance(x, Tensor) or (x.shape != shape and not is_scale(key)):
             found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
             raise ValueError(
@@ -364,7 +368,7 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
                 f"{name}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are floating "
                 "dtypes and memory"
             )
-    needed = {*rule.state._fields, "step"}
+    needed = {*rule.state._fields, *counted}
     if entry and not needed <= set(map(field_of, entry)):
         raise ValueError(
             f"{name} holds {sorted(saved)}: the optimizer needs {sorted(needed)}, or "
@@ -392,7 +396,9 @@ def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> Tr
     leaves: dict[str, LeafState] = {}
     for name, entry in entries.items():
         mine = {key: entry[key].clone() for key in names_in(rule.state._fields, entry)}
-        leaves[name] = LeafState(*state_in(rule, mine))
+        running = rule.running(*[entry[key] for key in rule.running._fields])
+        running = running_tensors(running, like.device)
+        leaves[name] = LeafState(*state_in(rule, mine), running)
     count = max(steps.values(), default=0.0)
     return TreeState(torch.tensor(count, device=like.device), leaves)
 
@@ -401,7 +407,11 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
     """The entries of a tree whose parameters are a dict by name."""
     entries: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
-        entries[name] = {**entry_of(leaf.rule_state, leaf.kahan_comp), "step": state.step}
+        entries[name] = {
+            **entry_of(leaf.rule_state, leaf.kahan_comp),
+            **leaf.running._asdict(),
+            "step": state.step,
+        }
     return entries
 
 

@@ -97,10 +97,10 @@ def check_stored(
         )
     if storage.moments != "8bit":
         return []
-    if not any([rule.state._fields for rule in rules]):
+    if not any(map(keeps_codes, rules)):
         raise ValueError(
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
-            "with these options, so that it would change nothing"
+            "in 8 bits with these options, so that it would change nothing"
         )
     apart = [tuple(p.shape) for p in params if cuts_groups(p)]
     if not apart:
@@ -110,6 +110,12 @@ def check_stored(
         f"among processes in the midst of groups of {GROUP} elements: their moments are "
         "not kept in codes"
     ]
+
+
+def keeps_codes(rule: Rule[Any, Any]) -> bool:
+    """Whether any field of a rule's state can be kept in codes."""
+    fields = rule.init(torch.empty(128, 64, device="meta"), "8bit")
+    return not all(isinstance(field, Tensor) for field in fields)
 
 
 # Fields of a state, in codes or not

@@ -24,6 +24,7 @@ from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule, Storage
 from optimi_func._saved import Entry, own_names
 from optimi_func._storage import codes_of, names_in, names_of, state_in, tensors_of
+from optimi_func._tree import running_tensors
 
 
 def owned(
@@ -57,6 +58,8 @@ def owned(
     if "step" in entry:
         device = p.device if group["capturable"] else "cpu"
         made["step"] = entry["step"].detach().to(device, torch.float32, copy=True)
+        running = rule.running(*[entry[name].detach() for name in rule.running._fields])
+        made.update(running_tensors(running, torch.device(device))._asdict())
         state, comp = state_in(rule, entry)
         fresh = init_leaf(rule, torch.empty_like(p, device="meta"), storage)
         for name, field, like in zip(rule.state._fields, state, fresh.state):

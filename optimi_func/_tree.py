@@ -4,6 +4,7 @@ A parameter tree is a pytree of tensors. Its gradients and its state have the sa
 structure, and lr and weight_decay may be prefixes of it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,55 +19,66 @@ from optimi_func._checks import (
     warn,
 )
 from optimi_func._leaf import init_leaf
-from optimi_func._rule import Leaf, PyTree, Rule, Scalar, Storage
+from optimi_func._math import scalar_dtype
+from optimi_func._rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func._storage import check_stored
+
+NO_RUNNING = NoRunning()
 
 
 class LeafState:
     """The state of one parameter: the rule's fields and, where kept, `kahan_comp`.
 
     A registered pytree node. Fields read as attributes: `state.leaves["w"].exp_avg`, a
-    tensor, or codes whose `decode(dtype)` gives one.
+    tensor, or codes whose `decode(dtype)` gives one. So do the rule's running numbers, 0-d
+    tensors where the step count is.
     """
 
-    __slots__ = ("kahan_comp", "rule_state")
+    __slots__ = ("kahan_comp", "rule_state", "running")
 
-    def __init__(self, rule_state: Any, kahan_comp: Tensor | None) -> None:
+    def __init__(
+        self, rule_state: Any, kahan_comp: Tensor | None, running: Any = NO_RUNNING
+    ) -> None:
         self.rule_state = rule_state
         self.kahan_comp = kahan_comp
+        self.running = running
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in LeafState.__slots__:
             raise AttributeError(name)
-        return getattr(self.rule_state, name)
+        home = self.running if name in self.running._fields else self.rule_state
+        return getattr(home, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LeafState, (self.rule_state, self.kahan_comp)
+        return LeafState, (self.rule_state, self.kahan_comp, self.running)
 
     def __repr__(self) -> str:
-        return f"LeafState({self.rule_state!r}, kahan_comp={self.kahan_comp!r})"
+        running = f", {self.running!r}" if self.running else ""
+        return f"LeafState({self.rule_state!r}, kahan_comp={self.kahan_comp!r}{running})"
 
 
 def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], Any]:
-    tensors = list(leaf.rule_state)
+    tensors = [*leaf.rule_state, *leaf.running]
     if leaf.kahan_comp is not None:
         tensors.append(leaf.kahan_comp)
     # An absent compensation is absent: vmap, grad and jvp refuse None.
-    return tensors, (type(leaf.rule_state), leaf.kahan_comp is not None)
+    kinds = type(leaf.rule_state), type(leaf.running)
+    return tensors, (*kinds, leaf.kahan_comp is not None)
 
 
 def _flatten_leaf_with_keys(leaf: LeafState) -> tuple[list[Any], Any]:
-    tensors, (kind, compensated) = _flatten_leaf(leaf)
-    names = [*kind._fields, "kahan_comp"]
+    tensors, context = _flatten_leaf(leaf)
+    names = [*leaf.rule_state._fields, *leaf.running._fields, "kahan_comp"]
     keyed = [(pytree.GetAttrKey(n), t) for n, t in zip(names, tensors)]
-    return keyed, (kind, compensated)
+    return keyed, context
 
 
 def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
-    kind, compensated = context
+    kind, running, compensated = context
     tensors = list(tensors)
     comp = tensors.pop() if compensated else None
-    return LeafState(kind(*tensors), comp)
+    count = len(kind._fields)
+    return LeafState(kind(*tensors[:count]), comp, running(*tensors[count:]))
 
 
 pytree.register_pytree_node(
@@ -114,12 +126,14 @@ class FlatTree(NamedTuple):
         leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
         return FlatTree(paths, spec, leaves, flat_grads, state, states)
 
-    def rebuild(self, stepped: dict[int, Leaf]) -> tuple[PyTree, TreeState]:
-        """Trees again, with the leaves that moved."""
+    def rebuild(
+        self, stepped: dict[int, Leaf], running: Sequence[Any]
+    ) -> tuple[PyTree, TreeState]:
+        """Trees again, with the leaves that moved and each leaf's running numbers."""
         params = [leaf.p for leaf in self.leaves]
         states = list(self.states)
         for i, (p, rule_state, comp) in stepped.items():
-            params[i], states[i] = p, LeafState(rule_state, comp)
+            params[i], states[i] = p, LeafState(rule_state, comp, running[i])
         step = self.state.step + 1.0
         return (
             pytree.tree_unflatten(params, self.spec),
@@ -142,6 +156,16 @@ def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
             f"the optimizer needs {rule.state._fields}: make it with its own init and the "
             "same options"
         )
+    if not isinstance(s.running, rule.running):
+        raise ValueError(
+            f"state.leaves{path} has the running numbers {s.running._fields}, but the "
+            f"optimizer needs {rule.running._fields}: make it with its own init"
+        )
+    for name, x in s.running._asdict().items():
+        if not isinstance(x, Tensor) or x.dim() != 0:
+            raise ValueError(
+                f"state.leaves{path}.{name}={x!r}: allowed is a tensor of shape ()"
+            )
     fields = dict(zip(rule.state._fields, s.rule_state), kahan_comp=s.kahan_comp)
     for name, field in fields.items():
         x = field if field is None or isinstance(field, Tensor) else field.q
@@ -163,9 +187,25 @@ def init_tree(
         check_taken(rule, path, p)
     warn(check_stored([rule], storage, tensors))
     leaves = [init_leaf(rule, p, storage) for p in tensors]
-    states = [LeafState(leaf.state, leaf.comp) for leaf in leaves]
     step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    states = [
+        LeafState(leaf.state, leaf.comp, running_tensors(rule.running(), step.device))
+        for leaf in leaves
+    ]
     return TreeState(step, pytree.tree_unflatten(states, spec))
+
+
+def running_tensors(running: Any, device: torch.device) -> Any:
+    """Running numbers as 0-d tensors of their own on a device."""
+    dtype = scalar_dtype(device)
+    return type(running)(
+        *[
+            x.to(device, dtype, copy=True)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=dtype, device=device)
+            for x in running
+        ]
+    )
 
 
 def step_to_come(step: Tensor) -> Scalar:

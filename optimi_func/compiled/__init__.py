@@ -27,6 +27,24 @@ from optimi_func.optimizers.radam import compiled_radam_step as radam_step
 from optimi_func.optimizers.radam import compiled_radam_step_ as radam_step_
 from optimi_func.optimizers.ranger import compiled_ranger_step as ranger_step
 from optimi_func.optimizers.ranger import compiled_ranger_step_ as ranger_step_
+from optimi_func.optimizers.schedule_free_adamw import (
+    compiled_schedule_free_adamw_step as schedule_free_adamw_step,
+)
+from optimi_func.optimizers.schedule_free_adamw import (
+    compiled_schedule_free_adamw_step_ as schedule_free_adamw_step_,
+)
+from optimi_func.optimizers.schedule_free_radam import (
+    compiled_schedule_free_radam_step as schedule_free_radam_step,
+)
+from optimi_func.optimizers.schedule_free_radam import (
+    compiled_schedule_free_radam_step_ as schedule_free_radam_step_,
+)
+from optimi_func.optimizers.schedule_free_sgd import (
+    compiled_schedule_free_sgd_step as schedule_free_sgd_step,
+)
+from optimi_func.optimizers.schedule_free_sgd import (
+    compiled_schedule_free_sgd_step_ as schedule_free_sgd_step_,
+)
 from optimi_func.optimizers.sgd import compiled_sgd_step as sgd_step
 from optimi_func.optimizers.sgd import compiled_sgd_step_ as sgd_step_
 from optimi_func.optimizers.stableadamw import compiled_stableadamw_step as stableadamw_step
@@ -55,6 +73,12 @@ __all__ = [
     "radam_step_",
     "ranger_step",
     "ranger_step_",
+    "schedule_free_adamw_step",
+    "schedule_free_adamw_step_",
+    "schedule_free_radam_step",
+    "schedule_free_radam_step_",
+    "schedule_free_sgd_step",
+    "schedule_free_sgd_step_",
     "sgd_step",
     "sgd_step_",
     "stableadamw_step",

@@ -377,6 +377,7 @@ class ClassStep:
         for name, p in named.items():
             _check_untouched(name, p)
         # In the graph it would be too late: buffers and other groups are written by then.
+        optimizer.check_train_mode("a step")
         optimizer.check_numbers()
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))

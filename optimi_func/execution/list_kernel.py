@@ -183,6 +183,17 @@ extern "C" int64_t counts_hold(float* const* counts, const float* expected, int6
 extern "C" void counts_advance(float* const* counts, float* expected, int64_t n) {
     for (int64_t i = 0; i < n; ++i) *counts[i] = expected[i] = expected[i] + 1.0f;
 }
+
+// Likewise of running numbers, whose next values are not their own.
+extern "C" int64_t numbers_hold(double* const* numbers, const double* expected, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        if (*numbers[i] != expected[i]) return 0;
+    return 1;
+}
+
+extern "C" void numbers_set(double* const* numbers, const double* values, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) *numbers[i] = values[i];
+}
 """
 
 
@@ -267,6 +278,8 @@ class Native(NamedTuple):
     run_list: Callable[..., None]
     counts_hold: Callable[[int, int, int], int]
     counts_advance: Callable[[int, int, int], None]
+    numbers_hold: Callable[[int, int, int], int]
+    numbers_set: Callable[[int, int, int], None]
     decode: Callable[..., None]
     encode: Callable[..., None]
 
@@ -289,6 +302,7 @@ def native() -> Native | None:
         # Counting takes less time than letting other Python threads run meanwhile.
         counting: Any = ctypes.PyDLL(library._name)
         run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
+        holds, sets = counting.numbers_hold, counting.numbers_set
     except Exception:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -297,9 +311,11 @@ def native() -> Native | None:
     run.restype = None
     hold.argtypes = advance.argtypes = [pointer, pointer, number]
     hold.restype, advance.restype = number, None
+    holds.argtypes = sets.argtypes = [pointer, pointer, number]
+    holds.restype, sets.restype = number, None
     library.decode.argtypes = [number, pointer, pointer, pointer, number]
     library.encode.argtypes = [number, *[pointer] * 3, number, ctypes.c_float]
-    return Native(run, hold, advance, library.decode, library.encode)
+    return Native(run, hold, advance, holds, sets, library.decode, library.encode)
 
 
 def list_kernel_of(

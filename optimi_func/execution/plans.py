@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._distributed import any_distributed, shards_of, to_local
-from optimi_func._rule import Rule, Storage
+from optimi_func._rule import Rule, Scalar, Storage
 from optimi_func._storage import names_in
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
@@ -27,6 +27,7 @@ from optimi_func.execution.launches import (
     Update,
 )
 from optimi_func.execution.list_kernel import Native, address, loaded
+from optimi_func.execution.running import RunningNumbers
 from optimi_func.execution.scalars import Numbers, PackedScalars
 from optimi_func.execution.slots import Roles, Slot, make_slots
 from optimi_func.execution.tensors import foreach_add_
@@ -138,7 +139,9 @@ class StatePlan(Plan):
         found = [names_in(fields, entry) for entry in entries]
         self._all = all([some == found[0] for some in found])
         every = names_in(fields, dict.fromkeys(chain.from_iterable(found)))
-        self._names = ["step", *every]
+        running = list(spec.rule.running._fields)
+        self._first_field = 1 + len(running)
+        self._names = ["step", *running, *every]
         # Of one name itemgetter would give no tuple.
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
@@ -150,7 +153,9 @@ class StatePlan(Plan):
         names = [name for name in every if name != "kahan_comp"]
         slots = make_slots(names, fields, self.roles(flat), list(map(shards_of, params)))
         super().__init__(spec.rule, slots, slots)
-        self.counts = StepCounts(self.steps(flat), not spec.capturable, spec.apart)
+        self.counts = StepCounts(
+            self.steps(flat), self.running(flat), not spec.capturable, spec.apart
+        )
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
@@ -173,7 +178,7 @@ class StatePlan(Plan):
                 return None
             flat = self.flat(params, whole)
             same = self._guard.holds(self._present(flat))
-            same = same and self.counts.hold(self.steps(flat))
+            same = same and self.counts.hold(self.steps(flat), self.running(flat))
         except (KeyError, TypeError):
             return None  # a field has gone, or a whole state, or is no tensor
         return flat if same else None
@@ -182,29 +187,46 @@ class StatePlan(Plan):
         """The step counts."""
         return flat[len(self._lengths) :: len(self._names)]
 
+    def running(self, flat: list[Any]) -> list[Tensor]:
+        """The running numbers: the first of all parameters, then the next."""
+        found: list[Tensor] = []
+        for i in range(1, self._first_field):
+            found += flat[len(self._lengths) + i :: len(self._names)]
+        return found
+
     def roles(self, flat: list[Any]) -> Roles:
         """The parameters, each field of their state, and their compensations."""
         count, width = len(self._lengths), len(self._names)
-        roles = [flat[:count], *(flat[count + i :: width] for i in range(1, width))]
+        fields = range(self._first_field, width)
+        roles = [flat[:count], *(flat[count + i :: width] for i in fields)]
         if self._names[-1] != "kahan_comp":
             roles.append([None] * count)
         return roles
 
 
 class StepCounts:
-    """The step counts of a list of parameters; those that are equal share their numbers."""
+    """The step counts of a list of parameters, and the running numbers after those steps.
 
-    def __init__(self, steps: list[Tensor], on_host: bool, apart: bool) -> None:
+    Parameters in which both are equal share their numbers.
+    """
+
+    def __init__(
+        self, steps: list[Tensor], running: list[Tensor], on_host: bool, apart: bool
+    ) -> None:
         self._on_host, self._apart = on_host, apart
+        self._running = RunningNumbers(running, len(steps), on_host)
         counts: Sequence[Any] = range(len(steps))
         if on_host:
             counts = [step.item() for step in steps]
         elif not (apart or _is_capturing(steps)):
             # The host waits for the device once, here.
             counts = torch.stack(steps).tolist()
-        # Of each parameter the place of its count among those that differ.
-        places = {count: i for i, count in enumerate(dict.fromkeys(counts))}
-        self.at = [places[count] for count in counts]
+        keys: Sequence[Any] = counts
+        if running and not isinstance(counts, range):
+            keys = list(zip(counts, self._running.values(running)))
+        # Of each parameter the place of its numbers among those that differ.
+        places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        self.at = [places[key] for key in keys]
         self._firsts = [self.at.index(i) for i in range(len(places))]
         self.expected = array("f", counts) if on_host else array("f")
         self._versions = list(map(_version, steps))
@@ -213,37 +235,54 @@ class StepCounts:
         self._tables = 0, 0, 0  # what it is called with
         once = len(set(self._addresses)) == len(steps)
         self._countable = on_host and once and {s.dtype for s in steps} == {torch.float32}
+        self._countable = self._countable and self._running.plain
 
     @property
     def native(self) -> bool:
         """Whether no operation of torch's reads or writes them."""
         return self._native is not None
 
-    def hold(self, steps: list[Tensor]) -> bool:
-        """Whether nobody else has written to these counts."""
+    def hold(self, steps: list[Tensor], running: list[Tensor]) -> bool:
+        """Whether nobody else has written to these counts, or to the running numbers."""
+        if running and not (self._apart or self._running.hold(running, self._native)):
+            return False
         if self._native is not None:
             return bool(self._native.counts_hold(*self._tables))
         if self._on_host:
             return [step.item() for step in steps] == list(self.expected)
         return self._apart or list(map(_version, steps)) == self._versions
 
-    def now(self, steps: list[Tensor]) -> list[float | Tensor]:
-        """The counts that differ: numbers on the host, else tensors."""
-        if self._on_host:
-            return [self.expected[i] for i in self._firsts]
-        return [steps[i] for i in self._firsts]
+    def now(
+        self, steps: list[Tensor], running: list[Tensor]
+    ) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
+        """The counts that differ, with the running numbers: on the host, else tensors."""
+        numbers = self._running.now(running, self._firsts)
+        counts = self.expected if self._on_host else steps
+        return [(counts[i], some) for i, some in zip(self._firsts, numbers)]
 
-    def advance_all(self) -> None:
-        """Count one step more, where that is one call."""
+    def advance_all(self, after: list[Any]) -> None:
+        """Count one step more, where that is one call.
+
+        Args:
+            after: Of those that differ the running numbers after it.
+        """
         assert self._native is not None
         self._native.counts_advance(*self._tables)
+        self._running.set_all(self._native, self.at, after)
 
-    def advance(self, steps: list[Tensor], numbers: Numbers) -> None:
+    def advance(
+        self,
+        steps: list[Tensor],
+        running: list[Tensor],
+        after: list[Any],
+        numbers: Numbers,
+    ) -> None:
         """Count one step more; where there is a flag, only if it is true."""
         if self._native is not None:
-            self.advance_all()
-            torch.autograd.graph.increment_version(steps)
+            self.advance_all(after)
+            torch.autograd.graph.increment_version([*steps, *running])
             return
+        self._running.set(running, self.at, after, numbers)
         flags = [numbers.finite[i] for i in numbers.at]
         foreach_add_([step for step, flag in zip(steps, flags) if flag is None], 1.0)
         for step, flag in zip(steps, flags):
@@ -285,11 +324,17 @@ class Repeat(NamedTuple):
         same = rule is self.plan.rule and scalars.statics == self.statics
         return same and scalars.on_host
 
-    def run(self, flat: list[Tensor], grads: list[Tensor], scalars: PackedScalars) -> None:
+    def run(
+        self,
+        flat: list[Tensor],
+        grads: list[Tensor],
+        scalars: PackedScalars,
+        after: list[Any],
+    ) -> None:
         """Write every result and count the step."""
         self.launch.call(self.launch.pick(grads), scalars)
         torch.autograd.graph.increment_version(flat)
-        self.plan.counts.advance_all()
+        self.plan.counts.advance_all(after)
 
 
 class PlanCache:
@@ -353,6 +398,8 @@ class PreparedStep(NamedTuple):
     launches: list[Launch]
     inputs: StepInputs
     steps: list[Tensor]
+    running: list[Tensor]
+    after: list[Any]  # the running numbers after the step, of those that differ
     write: bool
 
     @property
@@ -365,4 +412,5 @@ class PreparedStep(NamedTuple):
         """Write every result, and if asked to, count the step."""
         self.plan.run(self.launches, self.inputs, self.write)
         if count:
-            self.plan.counts.advance(self.steps, self.inputs.numbers)
+            counts, numbers = self.plan.counts, self.inputs.numbers
+            counts.advance(self.steps, self.running, self.after, numbers)

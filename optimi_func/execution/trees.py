@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class TreeStep:
                     f"replays: state.step is on {step.device}, params{path} on "
                     f"{leaf.p.device}. Move it there before the capture"
                 )
-        scalars = optimizer.scalars(tree, step, _f.step_to_come(step))
+        scalars, self._after = optimizer.scalars(tree, step, _f.step_to_come(step))
         self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
         places = {id(s): i for i, s in enumerate(self._scalars)}
         self._at = [places[id(s)] for s in scalars]
@@ -103,10 +104,28 @@ class TreeStep:
             *(roles, to, local, numbers),
         )
         plan.run(launches, inputs, write)
+        if write and into is None and self._rule.running._fields:
+            self._advance(places, numbers)
         moved = [leaf.p for leaf in leaves]
         if write and into is None and any_distributed(moved):
             # Autograd has not seen their local parts written.
             torch.autograd.graph.increment_version(moved)
+
+    def running(self) -> list[Any]:
+        """Each leaf's running numbers after the step, new tensors."""
+        return [
+            _f.running_tensors(after, s.running[0].device) if s.running else s.running
+            for after, s in zip(self._after, self._tree.states)
+        ]
+
+    def _advance(self, places: Sequence[int], numbers: Numbers) -> None:
+        """Write the running numbers; where there is a flag, only if it is true."""
+        for i, k in zip(places, numbers.at):
+            flag = numbers.finite[k]
+            for old, new in zip(self._tree.states[i].running, self._after[i]):
+                if flag is not None:
+                    new = torch.where(flag.to(old.device), new, old)
+                old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
 
     def _roles(self, leaves: list[Leaf]) -> tuple[list[str], Roles]:
         """What the leaves have between parameter and compensation, by name; and all."""
@@ -127,8 +146,8 @@ def step(
     with kernel_context(state.step.device):
         places = [i for i, g in enumerate(tree.grads) if g is not None]
         fresh = {i: _fresh(tree.leaves[i]) for i in places}
-        _update(optimizer, tree, list(fresh.values()))
-        return tree.rebuild(fresh)
+        running = _update(optimizer, tree, list(fresh.values()))
+        return tree.rebuild(fresh, running)
 
 
 def step_(
@@ -159,11 +178,15 @@ def _checked(
 
 def _update(
     optimizer: FunctionalOptimizer, tree: FlatTree, into: list[Leaf] | None
-) -> None:
+) -> list[Any]:
+    """Update the leaves that have a gradient; of each leaf the running numbers after it."""
     places = [i for i, g in enumerate(tree.grads) if g is not None]
-    if places:
-        grads = [g for g in tree.grads if g is not None]
-        TreeStep(optimizer, tree, "kernels").update(places, grads, into=into)
+    if not places:
+        return [s.running for s in tree.states]
+    grads = [g for g in tree.grads if g is not None]
+    step = TreeStep(optimizer, tree, "kernels")
+    step.update(places, grads, into=into)
+    return step.running() if into is not None else []
 
 
 def _fresh(leaf: Leaf) -> Leaf:

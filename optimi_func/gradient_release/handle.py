@@ -298,6 +298,11 @@ class GradientRelease:
             )
         self._runner.cycle = Accumulation()
 
+    @property
+    def accumulating(self) -> bool:
+        """Whether an accumulation cycle is open."""
+        return self._runner.cycle.is_open
+
     def before_zero_grad(self) -> None:
         """Say that zero_grad() finds no gradients, where that may surprise."""
         if self._runner.cycle.is_open:

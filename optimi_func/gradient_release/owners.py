@@ -43,6 +43,10 @@ class Owner(Protocol):
         """Whether p's numbers may be read without making a device wait."""
         ...
 
+    def check_train_mode(self, what: str) -> None:
+        """Refuse a backward at parameters that are not those to train."""
+        ...
+
     def end(self, count: bool) -> None:
         """A backward has ended, and with it, if `count`, a step."""
         ...
@@ -55,6 +59,7 @@ class ClassOwner:
         self.optimizer = optimizer
         self.update = optimizer.update
         self.check_accumulates = optimizer.check_accumulates
+        self.check_train_mode = optimizer.check_train_mode
 
     def groups(self) -> object:
         """The groups, their sizes, and whether each counts its steps on the device."""
@@ -132,6 +137,9 @@ class TreeOwner:
     def on_host(self, p: Tensor) -> bool:
         """On CPU."""
         return p.device.type == "cpu"
+
+    def check_train_mode(self, what: str) -> None:
+        """A tree's parameters are always those."""
 
     def end(self, count: bool) -> None:
         """Count the tree's step."""

@@ -207,6 +207,7 @@ class Runner:
     def _check_backward(self) -> None:
         """Refuse a backward that could not be honoured, before its first update."""
         o = self.options
+        self.owner.check_train_mode("a backward")
         if _torch.in_compiled_autograd():
             raise RuntimeError(
                 "compiled autograd runs hooks inside a graph of its own: set "

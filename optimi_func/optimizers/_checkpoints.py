@@ -62,6 +62,22 @@ class Checkpoints(Optimizer):
     def rule_of(self, group: Group) -> Rule[Any, Any]:
         return self._numbers.bind(group, on_host).rule
 
+    def check_train_mode(self, what: str) -> None:
+        """Refuse what is to be done with the parameters that `eval()` has put aside.
+
+        Args:
+            what: Is to be done.
+
+        Raises:
+            RuntimeError: The optimizer is in eval mode.
+        """
+        for group in self.param_groups:
+            if not group.get("train_mode", True):
+                raise RuntimeError(
+                    f"{what} in eval mode, in which the parameters are those to evaluate: "
+                    "call the optimizer's train() first"
+                )
+
     def state_dict(self) -> dict[str, Any]:
         """The state by number of parameter, and the groups, as torch's.
 
@@ -251,6 +267,7 @@ class Checkpoints(Optimizer):
         >>> optimizer.state[model.bias]["momentum_buffer"]
         tensor([1.])
         """
+        self.check_train_mode("functional()")
         bounds: list[FunctionalOptimizer] = []
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
@@ -274,6 +291,7 @@ class Checkpoints(Optimizer):
             ValueError: Names that no parameter has, shapes or fields that do not fit;
                 nothing is loaded then.
         """
+        self.check_train_mode("load_functional()")
         made, moved = loaded_tree(state, params or {}, self.param_groups, self.rule_of)
         self._take_over(made, moved)
 

@@ -281,22 +281,28 @@ def _resolved(x: Any, number: Callable[[Any], Any]) -> Any:
 
 
 def scalars_after(
-    bound: FunctionalOptimizer, counts: list[Any], coded: bool
-) -> list[Scalars]:
-    """The numbers of the steps that follow these counts.
+    bound: FunctionalOptimizer, counts: list[tuple[Any, Any]], coded: bool
+) -> tuple[list[Scalars], list[Any]]:
+    """The numbers of the steps that follow these counts, and the running ones after them.
 
     Args:
         bound: The group's.
-        counts: Steps taken.
+        counts: Steps taken, and the running numbers after them.
         coded: Whether any state is kept in codes, which are rounded by a number too.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     top = lr if bound.max_lr is None else bound.max_lr
     kind = (bound.decay, top, bound.maximize, bound.cautious_decay, bound.cautious)
     now = rates(lr, decay, *kind)
-    steps = [(x.double() if isinstance(x, Tensor) else x) + 1.0 for x in counts]
-    dithers = map(dither_at, steps) if coded else [NEAREST] * len(steps)
-    return [Scalars(bound.coeffs(t), now, dither) for t, dither in zip(steps, dithers)]
+    numbers_of = bound.rule.running
+    found: list[Scalars] = []
+    after: list[Any] = []
+    for count, running in counts:
+        t = (count.double() if isinstance(count, Tensor) else count) + 1.0
+        coeffs, running = bound.advance(t, numbers_of(*running))
+        found.append(Scalars(coeffs, now, dither_at(t) if coded else NEAREST))
+        after.append(running)
+    return found, after
 
 
 def executor_of(group: Group) -> Executor:

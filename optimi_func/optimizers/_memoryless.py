@@ -64,8 +64,9 @@ def step_without_memory(
         for i, (p, g) in enumerate(zip(params, grads)):
             entry = made[p]
             # A count that is not there is the first step's.
-            steps = entry["step"].item() if has_memory(entry["step"]) else 0.0
-            (scalars,) = scalars_after(bound, [steps], coded=True)
+            steps = _number(entry["step"])
+            running = tuple([_number(entry[name]) for name in bound.rule.running._fields])
+            (scalars,), (after,) = scalars_after(bound, [(steps, running)], coded=True)
             microbatch = WHOLE_BATCH if microbatches is None else microbatches[i]
             scalars = microbatch_scalars(bound.rule, scalars, microbatch, write)
             leaf = Leaf(p, *state_in(bound.rule, entry))
@@ -73,3 +74,9 @@ def step_without_memory(
             write_back(flat_leaf(leaf), new)
             if count:
                 entry["step"].add_(1.0)
+                for name, x in after._asdict().items():
+                    entry[name].fill_(x)
+
+
+def _number(x: Tensor) -> float:
+    return x.item() if has_memory(x) else 0.0

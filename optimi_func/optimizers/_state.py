@@ -24,7 +24,7 @@ from optimi_func._rule import Rule
 from optimi_func._saved import Entry, Match, checked, from_tree, own_names
 from optimi_func._storage import check_codes, entry_of, field_of, has_field, is_scale
 from optimi_func._stored import has_codes, owned, restored
-from optimi_func._tree import TreeState
+from optimi_func._tree import TreeState, running_tensors
 from optimi_func.execution.plans import Spec
 from optimi_func.execution.tensors import check_writable, has_memory, is_expanded, is_plain
 from optimi_func.optimizers._groups import Group, Path, group_storage, named_params
@@ -58,7 +58,7 @@ def ensure_state(
     check_taken(rule, path, p)
     check_placed(path, p)
     check_writable(path, *to_local([p]))
-    _check_state(path, p, {k: state[k] for k in own_names(rule) if k in state})
+    _check_state(rule, path, p, {k: state[k] for k in own_names(rule) if k in state})
     names = rule.state._fields
     missing = [name for name in names if not has_field(state, name)]
     otherwise = _kept_otherwise(spec, p, state)
@@ -67,17 +67,20 @@ def ensure_state(
     # A compensation of any floating dtype is one.
     recast = comp is not None and kept is not None and not alike(comp.dtype, kept)
     device = p.device if capturable else torch.device("cpu")
-    astray = "step" in state and state["step"].device != device
+    counted = ("step", *rule.running._fields)
+    astray = [k for k in counted if k in state and state[k].device != device]
     compensated = comp is None if kept is None else comp is not None and not recast
-    if "step" not in state or missing or astray or otherwise or not compensated:
+    uncounted = [k for k in counted if k not in state]
+    if uncounted or missing or astray or otherwise or not compensated:
         state = dict(state)
-        if astray:
-            state["step"] = state["step"].to(device)
+        state.update((name, state[name].to(device)) for name in astray)
         leaf = init_leaf(rule, p, spec.storage)
         fresh = entry_of(leaf.state, leaf.comp)
         if "step" not in state or (missing and len(missing) == len(names)):
             # Also where momentum appears in mid-run: its buffer has a first step.
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        running = running_tensors(rule.running(), device)
+        state.update((k, x) for k, x in running._asdict().items() if k not in state)
         state.update({k: x for k, x in fresh.items() if field_of(k) in missing})
         for name in otherwise:
             state = restored(rule, p, state, name, getattr(leaf.state, name))
@@ -102,8 +105,11 @@ def _kept_otherwise(spec: Spec, p: Tensor, state: Entry) -> list[str]:
     return [name for name in names if (name in coded) != (name in wanted)]
 
 
-def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
+def _check_state(
+    rule: Rule[Any, Any], path: object, p: Tensor, state: dict[str, Any]
+) -> None:
     """Refuse a state that no longer fits its parameter."""
+    counted = ("step", *rule.running._fields)
     for name, x in state.items():
         if x is None:
             continue  # as if it were not there
@@ -117,7 +123,7 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
         check_codes(f"state{path}[{name!r}]", name, x, p)
         if is_scale(name):
             continue
-        if name != "step" and (x.shape != p.shape or x.device != p.device):
+        if name not in counted and (x.shape != p.shape or x.device != p.device):
             raise ValueError(
                 f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
                 f"parameter {tuple(p.shape)} on {p.device}"
@@ -127,7 +133,7 @@ def _check_state(path: object, p: Tensor, state: dict[str, Any]) -> None:
                 f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
                 "written to; clone it"
             )
-        if name != "step" and not same_placements(p, x):
+        if name not in counted and not same_placements(p, x):
             raise ValueError(
                 f"state{path}[{name!r}] is not divided among processes as its parameter "
                 "is: load it anew, after fully_shard or distribute_tensor"

@@ -132,12 +132,13 @@ class Stepper:
             if flat is None or not last.grads.holds(grads):
                 return False
             bound = self._bind(group, on_host)
-            scalars = PackedScalars(*scalars_after(bound, last.plan.counts.now([]), False))
+            found, after = scalars_after(bound, last.plan.counts.now([], []), False)
+            scalars = PackedScalars(*found)
             if not last.takes(bound.rule, scalars):
                 return False
-            ready.append((last, flat, grads, scalars))
-        for last, flat, grads, scalars in ready:
-            last.run(flat, grads, scalars)
+            ready.append((last, flat, grads, scalars, after))
+        for last, *given in ready:
+            last.run(*given)
         return True
 
     def _prepare(
@@ -177,12 +178,13 @@ class Stepper:
                 entries = [ensure_state(states, group, spec, p, made) for p in params]
                 others = sum(len(group["params"]) for group in groups)
                 plan, flat = self.plans.make(spec, params, entries, others)
-        roles, counts = plan.roles(flat), plan.steps(flat)
+        roles, counts, running = plan.roles(flat), plan.steps(flat), plan.running(flat)
         if plan.distributed or any_distributed(grads):
             if made is None:
                 return None
             grads = to_local(_aligned(group, params, grads))
-        scalars = scalars_after(bound, plan.counts.now(counts), plan.coded)
+        steps = plan.counts.now(counts, running)
+        scalars, after = scalars_after(bound, steps, plan.coded)
         numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
         executor = executor_of(group)
         launches = plan.find(executor, grads, numbers, write)
@@ -193,7 +195,7 @@ class Stepper:
                 check_grad(Path(group, p), part, g)
             launches = plan.make(executor, roles[0], grads, numbers, write)
         inputs = StepInputs(roles, roles, grads, numbers)
-        return PreparedStep(plan, launches, inputs, counts, write)
+        return PreparedStep(plan, launches, inputs, counts, running, after, write)
 
 
 # What a group asks for beside its numbers, as far as it decides on a plan.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from optimi_func._checks import check_betas, check_eps, check_number
 from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import choose, log, moment, power, root, slow_moment, sqrt
+from optimi_func._math import choose, log, moment, power, root, slow_moment, sqrt, warmed
 from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers.base import BaseOptimizer, Params
@@ -52,23 +52,18 @@ def coeffs(
     b1, b2, b3 = betas
     # The steps that halve m2's past: linear in t from those of b1 to those of b3.
     first, last = _half_life(b1), _half_life(b3)
-    half_life = first + _share(t, beta3_warmup) * (last - first)
+    half_life = first + warmed(t, beta3_warmup) * (last - first)
     none = half_life == 0
     warming = choose(none, 0.0, 0.5 ** (1.0 / choose(none, 1.0, half_life)))
     b3 = choose(t >= beta3_warmup, b3, warming)
     inverses = 1.0 / (1.0 - power(b1, t)), 1.0 / sqrt(1.0 - power(b2, t))
-    alpha = alpha * _share(t, alpha_warmup)
+    alpha = alpha * warmed(t, alpha_warmup)
     return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, b3, 1.0 - b3, *inverses, alpha, eps)
 
 
 def _half_life(beta: Scalar) -> Scalar:
     none = beta == 0
     return choose(none, 0.0, math.log(0.5) / log(choose(none, 0.5, beta)))
-
-
-def _share(t: Scalar, warmup: Scalar) -> Scalar:
-    """How much of a warmup is over."""
-    return choose(t < warmup, t / choose(warmup > 0, warmup, 1.0), 1.0)
 
 
 def accumulate(c: Coeffs) -> Coeffs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._checks import check_accumulates, check_taken
+from optimi_func._checks import check_accumulates, check_moves_state, check_taken
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
@@ -193,6 +193,7 @@ class BaseOptimizer(Checkpoints):
         return self._step_now(closure, param)
 
     def _step_now(self, closure: Closure | None, param: Tensor | None) -> Any:
+        self.check_train_mode("step()")
         if param is not None:
             if closure is not None:
                 raise ValueError("step takes a closure or a param, not both")
@@ -281,11 +282,14 @@ class BaseOptimizer(Checkpoints):
         Raises:
             ValueError, TypeError: What does not fit; before any write.
         """
+        self.check_train_mode("an update")
         works: dict[int, Work] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
             group = self.group_of(p)
             if id(group) not in works:
                 works[id(group)] = Work(group, [], [], [])
+                if not write:
+                    check_moves_state(self.rule_of(group))
             _, ps, gs, its = works[id(group)]
             ps.append(p)
             gs.append(g)

@@ -22,6 +22,7 @@ from optimi_func._tree import TreeState
 from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import counterparts_of
 from optimi_func.optimizers._describe import listed
+from optimi_func.optimizers._evaluation import Evaluated
 from optimi_func.optimizers._groups import (
     Group,
     GroupNumbers,
@@ -91,13 +92,14 @@ class Named:
         return path in self.names
 
 
-class Mixed(BaseOptimizer):
+class Mixed(Evaluated, BaseOptimizer):
     """Several rules in one optimizer: each parameter follows that which its name selects.
 
     Every group that is given becomes one for each part that selects something in it, in
     the order of the parts. It names its rule ("rule") and has the numbers of that rule
     under torch's names; what the given group says of them replaces the part's. Schedulers,
-    trainers, checkpoints, gradient release and storage see one optimizer.
+    trainers, checkpoints, gradient release and storage see one optimizer. Its `train()` and
+    `eval()` concern the parts that have them, as schedule_free_adamw.
 
     `defaults` have neither momentum nor betas, because some groups would have them and some
     not: pass cycle_momentum=False to OneCycleLR.
@@ -279,6 +281,7 @@ class Mixed(BaseOptimizer):
         Raises:
             ValueError: Parameters of a group that have taken different numbers of steps.
         """
+        self.check_train_mode("functional()")
         made: list[tuple[Select, FunctionalOptimizer]] = []
         states: list[TreeState] = []
         like = first_param(self.param_groups)
@@ -310,6 +313,7 @@ class Mixed(BaseOptimizer):
             ValueError: Names that no parameter has, shapes or fields that do not fit;
                 nothing is loaded then.
         """
+        self.check_train_mode("load_functional()")
         made: dict[Tensor, dict[str, Any]] = {}
         moved: list[tuple[Tensor, Tensor]] = []
         for i, part in enumerate(state.parts):

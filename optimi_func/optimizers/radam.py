@@ -24,14 +24,20 @@ class Coeffs(NamedTuple):
     unrectified: Scalar  # 1 before that, then 0
 
 
-def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
-    decayed = power(betas[1], t)
-    rho_inf = 2.0 / (1.0 - betas[1]) - 1.0
+def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[bool | Tensor, Scalar]:
+    """Whether rho > least, which is at least 4, and r."""
+    decayed = power(beta2, t)
+    rho_inf = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
-    enough = rho > 5.0
-    # Where rho <= 5, r is undefined and its derivative not finite: there r is that of 6.
+    enough = rho > least
+    # Where rho <= 4, r is undefined and its derivative not finite: there r is that of 6.
     x, x_inf = choose(enough, rho, 6.0), choose(enough, rho_inf, 6.0)
     r = sqrt((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x))
+    return enough, r
+
+
+def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
+    enough, r = rectification(t, betas[1], 5.0)
     inner = adam.coeffs(t, betas=betas, eps=eps)
     return Coeffs(inner, choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
 

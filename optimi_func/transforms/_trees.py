@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._checks import check_grad, check_number
 from optimi_func._functional import Number
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PyTree, Scalar
+from optimi_func._rule import PureOptimizer, PyTree, Scalar
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.execution.kernels import with_own_code_object
 
@@ -74,6 +74,21 @@ def check_state(state: Any, kind: type[S], name: str) -> S:
             "make it with this optimizer's init"
         )
     return state
+
+
+def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> PyTree:
+    """The parameters to evaluate at, by the optimizer that a transform is around.
+
+    Raises:
+        TypeError: It does not say.
+    """
+    found = getattr(optimizer, "eval_params", None)
+    if not callable(found):
+        raise TypeError(
+            f"{optimizer!r} has no eval_params(params, state): allowed are optimizers of "
+            "optimi_func, and transforms of them"
+        )
+    return found(params, state)
 
 
 def check_positive(label: str, name: str, value: Number) -> None:

@@ -16,6 +16,7 @@ from optimi_func.transforms._trees import (
     check_state,
     choose_tree,
     count_from,
+    inner_eval_params,
 )
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -75,6 +76,11 @@ class Every(Transform):
             pytree.tree_unflatten(sums, trees.spec),
             choose_tree(due, inner, state.inner),
         )
+
+    def eval_params(self, params: PyTree, state: EveryState) -> PyTree:
+        """The optimizer's: see `FunctionalOptimizer.eval_params`."""
+        inner = check_state(state, EveryState, "every_k").inner
+        return inner_eval_params(self.optimizer, params, inner)
 
 
 def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") -> Every:

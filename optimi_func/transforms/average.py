@@ -72,6 +72,18 @@ class Averaged(Transform):
             state.step + 1.0, weight, pytree.tree_unflatten(average, spec), inner
         )
 
+    def eval_params(self, params: PyTree, state: EmaState) -> PyTree:
+        """Refused: the mean is one answer, and the optimizer's another.
+
+        Raises:
+            ValueError: Always, with how to ask for either.
+        """
+        del params, state
+        raise ValueError(
+            "ema keeps a mean beside what its optimizer evaluates at: take state.average, "
+            "or the optimizer's own eval_params(params, state.inner)"
+        )
+
 
 def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Averaged:
     """Keep an exponential moving average of the parameters, `state.average`.

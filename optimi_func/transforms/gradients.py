@@ -19,6 +19,7 @@ from optimi_func.transforms._trees import (
     check_positive,
     check_state,
     count_from,
+    inner_eval_params,
     like,
     tensor_of,
 )
@@ -89,6 +90,11 @@ class Chain(Transform):
         rewritten = pytree.tree_unflatten(now, trees.spec)
         params, inner = self.optimizer.step(params, rewritten, state.inner)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
+
+    def eval_params(self, params: PyTree, state: ChainState) -> PyTree:
+        """The optimizer's: see `FunctionalOptimizer.eval_params`."""
+        inner = check_state(state, ChainState, "chain").inner
+        return inner_eval_params(self.optimizer, params, inner)
 
 
 def chain(*parts: GradientTransform | PureOptimizer) -> Chain:

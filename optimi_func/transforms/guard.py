@@ -14,6 +14,7 @@ from optimi_func.transforms._trees import (
     check_state,
     choose_tree,
     count_from,
+    inner_eval_params,
 )
 
 
@@ -73,6 +74,11 @@ class Guard(Transform):
             choose_tree(taken, moved, params),
             FiniteState(consecutive, skipped, choose_tree(taken, inner, state.inner)),
         )
+
+    def eval_params(self, params: PyTree, state: FiniteState) -> PyTree:
+        """The optimizer's: see `FunctionalOptimizer.eval_params`."""
+        inner = check_state(state, FiniteState, "apply_if_finite").inner
+        return inner_eval_params(self.optimizer, params, inner)
 
 
 def apply_if_finite(

@@ -56,6 +56,12 @@ class Injected(Transform):
         hyper = {k: _next(k, x, state.hyper[k], step) for k, x in numbers.items()}
         return params, InjectState(hyper, inner)
 
+    def eval_params(self, params: PyTree, state: InjectState) -> PyTree:
+        """The optimizer's, by the numbers in the state."""
+        state = check_state(state, InjectState, "inject")
+        _check_hyper(_numbers(self.optimizer), state.hyper)
+        return self._bind(state.hyper).eval_params(params, state.inner)
+
     def _bind(self, values: dict[str, Any]) -> FunctionalOptimizer:
         return dataclasses.replace(self.optimizer, **values)
 

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from optimi_func._codes import is_low
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
-from optimi_func._storage import storage_of
+from optimi_func._storage import keeps_codes, storage_of
 from optimi_func._tree import flatten_params, match_tree
-from optimi_func.transforms._trees import Transform, Trees, check_state
+from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
 Select: TypeAlias = str | Callable[[str, Tensor], bool]
@@ -124,12 +124,7 @@ class Partition(Transform):
         self, params: PyTree, grads: PyTree, state: PartitionState
     ) -> tuple[PyTree, PartitionState]:
         """One update of each part."""
-        state = check_state(state, PartitionState, self._name)
-        if len(state.parts) != len(self.optimizers):
-            raise ValueError(
-                f"state is of {len(state.parts)} parts, {self._name} has "
-                f"{len(self.optimizers)}: make it with this optimizer's init"
-            )
+        state = self._checked(state)
         trees = Trees.check(params, grads)
         places = match_tree("state", state.places.tree, trees.spec, params)
         new, states = list(trees.params), list(state.parts)
@@ -146,6 +141,30 @@ class Partition(Transform):
             pytree.tree_unflatten(new, trees.spec),
             PartitionState(state.places, tuple(states)),
         )
+
+    def eval_params(self, params: PyTree, state: PartitionState) -> PyTree:
+        """Each part's: see `FunctionalOptimizer.eval_params`."""
+        state = self._checked(state)
+        _, tensors, spec = flatten_params(params)
+        places = match_tree("state", state.places.tree, spec, params)
+        found = list(tensors)
+        for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts)):
+            own = inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
+            at = [j for j, part in enumerate(places) if part == i]
+            for j, p in zip(at, pytree.tree_leaves(own)):
+                found[j] = p
+        if all(a is b for a, b in zip(found, tensors)):
+            return params
+        return pytree.tree_unflatten(found, spec)
+
+    def _checked(self, state: Any) -> PartitionState:
+        state = check_state(state, PartitionState, self._name)
+        if len(state.parts) != len(self.optimizers):
+            raise ValueError(
+                f"state is of {len(state.parts)} parts, {self._name} has "
+                f"{len(self.optimizers)}: make it with this optimizer's init"
+            )
+        return state
 
     def _storages(self, storage: Storage, low: set[int]) -> list[Storage]:
         """Of each part what of a storage it has any use for, if another has more."""
@@ -233,9 +252,9 @@ def check_each(
 
 
 def _may_keep_moments(optimizer: object) -> bool:
-    """Whether an optimizer has moments, as far as it can be told without a parameter."""
+    """Whether an optimizer has moments for codes, as far as it can be told."""
     if isinstance(optimizer, FunctionalOptimizer):
-        return bool(optimizer.rule.state._fields)
+        return keeps_codes(optimizer.rule)
     if isinstance(optimizer, Partition):
         return any([_may_keep_moments(one) for one in optimizer.optimizers])
     inner = getattr(optimizer, "optimizer", None)

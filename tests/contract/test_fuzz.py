@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulator import FIELDS, fresh, one_step, options
+from simulator import FIELDS, RUNNING, fresh, one_step, options
 from torch import Tensor, nn
 
 from optimi_func import AdamW, prepare_for_gradient_release
@@ -266,7 +266,8 @@ class Program(RuleBasedStateMachine):
         assert after["step"] == t and after["step"].dtype == torch.float32
 
         wide = torch.float32
-        if torch.float64 in {p.dtype, g.dtype, *(before[f].dtype for f in fields)}:
+        tensors = [f for f in fields if f not in RUNNING]
+        if torch.float64 in {p.dtype, g.dtype, *(before[f].dtype for f in tensors)}:
             wide = torch.float64
         x = p.double() if comp is None else p.double() + comp.double()
         state = {f: before[f].double() for f in fields}

@@ -90,7 +90,9 @@ def test_state_layout(cls) -> None:
         assert state["step"].shape == ()
         assert state["step"] == 3
         rule = cls.factory(lr=0.1).rule
-        assert list(state) == ["step", *rule.state._fields, "kahan_comp"]
+        counted = {"step", *rule.running._fields}
+        assert set(state) == {*counted, *rule.state._fields, "kahan_comp"}
+        assert all(state[name].shape == () for name in counted)
 
 
 @pytest.mark.parametrize("cls", CLS)

@@ -23,7 +23,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     rule = optimizer.rule
     p = torch.ones(2, dtype=dtype)
     leaf = init_leaf(rule, p, Storage())
-    coeffs = optimizer.coeffs(t)
+    coeffs, _ = optimizer.advance(t, rule.running())
     scalars = Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0))
     numbers = PackedScalars(scalars)
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE, fitting
+from cases import CLASSES, ELEMENTWISE, NO_CODES, SCHEDULE_FREE, fitting
 from stored import (
     BF16,
     CODED,
@@ -37,6 +37,7 @@ SLOW = {
     "adopt": {"exp_avg_sq"},
     "lamb": {"exp_avg_sq"},
 }
+SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
 
 # Every rule in every storage: adamw's and the compact ones; the rest soak.
 ROWS = [
@@ -49,7 +50,8 @@ ROWS = [
     )
     for kind in KEPT
     for name, options in [
-        *[(name, {}) for name in CLASSES],
+        *[(name, {}) for name in CLASSES if name not in NO_CODES],
+        ("sgd", {}),  # with momentum
         ("adam", {"amsgrad": True}),
         ("adamw", {"maximize": True, "decouple_lr": True, "weight_decay": 1e-4}),
     ]
@@ -85,6 +87,7 @@ def test_every_rule_follows_float64(name: str, kind: str, options: dict[str, Any
                 *SLOW.get(name, set()),
                 "step",
                 "kahan_comp",
+                *optimizer.rule_of(optimizer.param_groups[0]).running._fields,
             }
             assert all(state[k].dtype == F32 for k in state if k.endswith("_scale"))
         moved = meant(p, state).double() - start.detach().double()
@@ -464,6 +467,8 @@ def test_a_rule_without_moments_has_none_in_codes() -> None:
     ps = [p.requires_grad_() for p in starts()]
     with pytest.raises(ValueError, match="keeps no moments"):
         SGD(ps, lr=0.1, storage="compact")
+    with pytest.raises(ValueError, match="schedule_free_sgd keeps no moments in 8 bits"):
+        optimi_func.ScheduleFreeSGD(ps, storage="compact")
     with pytest.raises(ValueError, match="keeps no moments"):
         optimi_func.sgd_init(ps, storage="compact")
     groups = [{"params": ps[:1]}, {"params": ps[1:], "momentum": 0.9}]

@@ -87,7 +87,7 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     optimizer = fresh(name, lr=0.1)
     p = torch.ones(4, dtype=dtype)
     leaf = init_leaf(optimizer.rule, p, Storage())
-    coeffs = optimizer.coeffs(1)
+    coeffs, _ = optimizer.advance(1, optimizer.rule.running())
     numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     rule, options = optimizer.rule, (numbers.statics, True, True, False, dtypes, p.device)

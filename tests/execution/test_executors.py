@@ -34,6 +34,8 @@ QUICK = {
     "radam": (torch.float32,),
     "ademamix": (torch.bfloat16,),
     "adopt": (torch.bfloat16,),
+    "schedule_free_adamw": (torch.bfloat16,),
+    "schedule_free_sgd": (torch.float32,),
     "adamw-weight_decay=0.1-cautious_decay=True": (torch.float32,),
     "adamw-weight_decay=0.1-cautious=True": (torch.float32, torch.bfloat16),
     "stableadamw-weight_decay=0.1-cautious=True": (torch.bfloat16,),

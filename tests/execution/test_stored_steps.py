@@ -130,6 +130,8 @@ ALL = (
     "lion",
     "ademamix",
     "adopt",
+    "schedule_free_adamw",
+    "schedule_free_radam",
     "lamb",
 )
 

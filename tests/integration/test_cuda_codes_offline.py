@@ -37,7 +37,8 @@ CASES: dict[str, tuple[optimi_func.FunctionalOptimizer, Any, torch.dtype]] = {
 def scalars(case: str, t: int) -> Scalars:
     optimizer, *_ = CASES[case]
     now = rates(LR, 0.1, optimizer.decay, LR, False, False, False)
-    return Scalars(optimizer.coeffs(float(t)), now, 0.3)
+    coeffs, _ = optimizer.advance(float(t), optimizer.rule.running())
+    return Scalars(coeffs, now, 0.3)
 
 
 def leaves(case: str) -> tuple[Leaf, Tensor]:

@@ -70,7 +70,8 @@ def scalars(case: str, t: int) -> Scalars:
     optimizer, _ = CASES[case]
     lr: Any = optimizer.lr
     now = rates(lr, 0.1, optimizer.decay, lr, False, False, optimizer.cautious)
-    return Scalars(optimizer.coeffs(float(t)), now)
+    coeffs, _ = optimizer.advance(float(t), optimizer.rule.running())
+    return Scalars(coeffs, now)
 
 
 class Made(NamedTuple):

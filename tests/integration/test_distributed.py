@@ -30,6 +30,7 @@ TWO = [
     worlds.made_state,
     worlds.forms,
     worlds.resume,
+    worlds.averages,
     worlds.from_one,
     *WHOLE,
     stored_worlds.stored_rules,

@@ -19,6 +19,7 @@ from optimi_func import (
     AdamW,
     Mixed,
     MuonAdamW,
+    ScheduleFreeAdamW,
     param_groups_weight_decay,
     prepare_for_gradient_release,
 )
@@ -202,6 +203,38 @@ def test_transformers_trainer_resumes_from_a_released_checkpoint(
         assert_lrs(optimizer, first=half)
     else:
         assert not optimizer.lrs
+
+
+def test_transformers_trainer_switches_to_evaluate_and_back(transformers, tmp_path) -> None:
+    """It calls train() and eval(); evaluated or resumed, the run stays what it was."""
+    half = STEPS // 2
+
+    def make(seed: int = 0) -> ScheduleFreeAdamW:
+        model = make_gpt2(transformers, seed)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):  # evaluation draws from its generator
+                module.p = 0.0
+        optimizer = ScheduleFreeAdamW(model.parameters(), lr=1e-2, compile=False)
+        schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return make_trainer(transformers, tmp_path, model, optimizer, schedule)
+
+    straight = make()
+    straight.train()
+    for seed, checkpoint in ((0, None), (7, str(tmp_path / f"checkpoint-{half}"))):
+        trainer = make(seed)
+        trainer.eval_dataset = tokens(4)
+        trainer.args.save_strategy = trainer.state.save_strategy = "steps"
+        trainer.args.eval_strategy = "steps"
+        trainer.args.save_steps = trainer.args.eval_steps = half
+        trainer.train(resume_from_checkpoint=checkpoint)
+        # The last thing it did was to evaluate.
+        (group,) = trainer.optimizer.param_groups
+        assert not group["train_mode"]
+        trainer.optimizer.train()
+        pairs = zip(straight.model.parameters(), trainer.model.parameters())
+        assert all(torch.equal(p, q) for p, q in pairs)
+    saved = torch.load(tmp_path / f"checkpoint-{half}/optimizer.pt", weights_only=True)
+    assert all("train_param" in state for state in saved["state"].values())
 
 
 def test_transformers_trainer_accumulates_with_the_ordinary_step(

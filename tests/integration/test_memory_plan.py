@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE
+from cases import CLASSES, ELEMENTWISE, NO_CODES
 from measured import allocated_by, trained_peak
 from planned import FEW, GPT, MANY, TOKENS, Net, autocast, by_name, entropy, squared
 from torch import nn
@@ -80,7 +80,7 @@ def test_state_is_that_of_the_rule(name: str) -> None:
     found = by_name(plan(model, CLASSES[name], "1MB"))
     assert {"float32", "bfloat16 plain", "bfloat16 compact, release"} - {*found} <= {
         # Which has no moments to be kept in codes.
-        *(["bfloat16 compact, release"] if name == "sgd" else [])
+        *(["bfloat16 compact, release"] if name in NO_CODES else [])
     }
     for recipe in found.values():
         if recipe.gradient_release:

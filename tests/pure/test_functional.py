@@ -12,6 +12,8 @@ from cases import (
     CASES,
     ELEMENTWISE,
     NAMES,
+    NO_EPS,
+    STILL,
     Case,
     assert_moved_alike,
     count_betas,
@@ -65,7 +67,7 @@ def test_trees(name: str, tree) -> None:
     assert type(params) is type(tree)
     assert pytree.tree_structure(params) == pytree.tree_structure(tree)
     for before, after in zip(pytree.tree_leaves(tree), pytree.tree_leaves(params)):
-        assert (before != after).all() or name == "adopt"  # whose first moves nothing
+        assert (before != after).all() or name in STILL
     assert state.step == 1
     _, state = step_of(name)(params, grads, state, lr=0.1)
     assert state.step == 2
@@ -134,7 +136,7 @@ def test_vmap_members_have_their_own_numbers(name: str) -> None:
     members = 3
     params = {"w": torch.randn(members, 4, 2, dtype=torch.float64)}
     state = vmap(init_of(name))(params)
-    counts = torch.tensor([1.0 if name == "adopt" else 0.0, 3.0, 7.0])
+    counts = torch.tensor([0.0, 3.0, 7.0]) + STILL.get(name, 0)
     state = state._replace(step=counts)
     grads = {"w": torch.randn(members, 4, 2, dtype=torch.float64)}
     lrs = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
@@ -172,12 +174,12 @@ def unrolled(name: str, zeros: bool):
     """Loss after three steps as a function of the numbers."""
 
     def loss(lr, betas, eps, p, state):
-        for i in range(3):
+        for i in range(3 + STILL.get(name, 0)):
             g = torch.zeros_like(p) if zeros else torch.cos((i + 1.0) * p)
-            more = {} if name == "sgd" else {"betas": betas}
-            if name == "muon":
+            more = {"betas": betas} if count_betas(name) else {}
+            if name in ("muon", "schedule_free_sgd"):
                 more = {"momentum": betas[0]}
-            if name not in ("sgd", "lion"):
+            if name not in NO_EPS:
                 more["eps"] = eps
             p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
         return (p * p).sum()
@@ -355,7 +357,7 @@ def test_odd_shapes(name: str, shape) -> None:
 
 def test_zero_eps_and_zero_gradient_stay_finite() -> None:
     for name in NAMES:
-        if name in ("sgd", "lion"):
+        if name in NO_EPS:
             continue
         p = torch.ones(1, 3)
         new, _ = step_of(name)(p, torch.zeros(1, 3), init_of(name)(p), lr=0.1, eps=0.0)

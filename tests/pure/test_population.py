@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import NAMES, assert_moved_alike, count_betas
+from cases import NAMES, SCHEDULE_FREE, assert_moved_alike, count_betas
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
@@ -31,6 +31,13 @@ def numbers_of(name: str) -> dict:
     if name == "muon":  # an eps above every norm
         momentum, eps = torch.tensor([[0.0, 0.5, 0.9], [50, 70, 90]], dtype=DOUBLE)
         return {**hyper, "momentum": momentum, "eps": eps}
+    if name in SCHEDULE_FREE:
+        powers = torch.tensor([[0.0, 0.5, 1.0], [0.0, 1.0, 2.0]], dtype=DOUBLE)
+        hyper |= {"r": powers[0], "weight_lr_power": powers[1]}
+        if name != "schedule_free_radam":
+            hyper["warmup_steps"] = torch.tensor([0.0, 5.0, 20.0], dtype=DOUBLE)
+    if name == "schedule_free_sgd":
+        return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
     betas = torch.tensor(
         [[0.0, 0.5, 0.9], [0.8, 0.9, 0.95], [0.9, 0.8, 0.95]], dtype=DOUBLE
     )

@@ -945,6 +945,9 @@ SET |= {
     "dampening": 0.7,
     "k": 7.0,
     "alpha": 0.9,
+    "r": 2.0,
+    "weight_lr_power": 1.0,
+    "warmup_steps": 40.0,
     "max_lr": 0.7,
 }
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import NAMES, Case, count_betas
+from cases import NAMES, NO_EPS, SCHEDULE_FREE, Case, count_betas
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
@@ -65,6 +65,12 @@ def hyper_of(case: Case) -> dict:
         return hyper | {"momentum": number(0.8)} if case.options else hyper
     if case.name == "muon":
         return hyper | {"momentum": number(0.8), "eps": number(1e-3)}
+    if case.name in SCHEDULE_FREE:
+        hyper |= {"r": number(0.5), "weight_lr_power": number(1.5)}
+        if case.name != "schedule_free_radam":
+            hyper["warmup_steps"] = number(3.5)
+    if case.name == "schedule_free_sgd":
+        return hyper | {"momentum": number(0.8)}
     b2 = 0.8 if case.name in ("radam", "ranger") else 0.95
     betas = (0.9, 0.8, 0.95) if count_betas(case.name) == 3 else (0.8, b2)
     hyper["betas"] = tuple(map(number, betas))
@@ -155,7 +161,7 @@ def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype)
         hyper["betas"] = (number(betas),) * count_betas(name)
     else:
         hyper["momentum"] = number(betas)
-    if name not in ("sgd", "lion"):
+    if name not in NO_EPS:
         hyper["eps"] = number(1e-6)
     factory = getattr(optimi_func, name)
     params = torch.linspace(0.5, 1.5, 4, dtype=dtype).view(2, 2)

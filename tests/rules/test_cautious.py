@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE, assert_moved_alike
+from cases import CLASSES, ELEMENTWISE, SCHEDULE_FREE, assert_moved_alike
 from torch import Tensor
 from torch.func import vmap
 
@@ -83,7 +83,13 @@ def test_groups_of_one_optimizer_differ(way: dict[str, Any]) -> None:
     assert not torch.equal(ps[0] - qs[1], torch.zeros_like(ps[0]))
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_a_rule_along_the_gradient_refuses(name: str) -> None:
+    with pytest.raises(ValueError, match="always has the gradient's sign"):
+        getattr(optimi_func, name)(lr=0.1, cautious=True)
+
+
+@pytest.mark.parametrize("name", [x for x in ELEMENTWISE if x not in SCHEDULE_FREE])
 def test_members_of_a_population_have_masks_of_their_own(name: str) -> None:
     torch.manual_seed(0)
     more = {"momentum": 0.9} if name == "sgd" else {}

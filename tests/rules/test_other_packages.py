@@ -8,6 +8,52 @@ from cases import LR, assert_moved_alike, problem, schedule
 
 import optimi_func
 
+# RAdam's silent phase, and its other.
+FREE: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {}),
+    ("AdamW", {"betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+    ("AdamW", {"r": 0.5, "weight_lr_power": 1.0}),
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.7, "weight_decay": 0.1, "r": 1.0, "weight_lr_power": 0.5}),
+    ("RAdam", {}),
+    ("RAdam", {"betas": (0.8, 0.95), "weight_decay": 0.1, "r": 0.5}),
+    ("RAdam", {"silent_sgd_phase": False, "weight_lr_power": 1.0}),
+]
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
+@pytest.mark.parametrize(("name", "options"), FREE, ids=str)
+def test_equals_schedulefree(name: str, options: Any, scheduled: bool) -> None:
+    """200 steps, evaluated in between; what is trained, and what is evaluated."""
+    import schedulefree
+
+    p, grads = problem(steps=200)
+    if name != "RAdam":
+        options = {"warmup_steps": 30, **options}
+    lrs = schedule(200) if scheduled else [LR] * 200
+    found: list[list[torch.Tensor]] = []
+    for make, more in (
+        (getattr(schedulefree, f"{name}ScheduleFree"), {"foreach": False}),
+        (getattr(optimi_func, f"ScheduleFree{name}"), {"compile": False}),
+    ):
+        q = torch.nn.Parameter(p.clone())
+        optimizer = make([q], lr=LR, **options, **more)
+        path: list[torch.Tensor] = []
+        optimizer.train()
+        for i, (g, lr) in enumerate(zip(grads, lrs)):
+            optimizer.param_groups[0]["lr"] = lr
+            q.grad = g.clone()
+            optimizer.step()
+            if i % 20 == 19:
+                path.append(q.detach().clone())
+                optimizer.eval()
+                path.append(q.detach().clone())
+                optimizer.train()
+        found.append(path)
+    for theirs, ours in zip(*found):
+        assert_moved_alike(p, ours, theirs, 1e-9)
+
+
 AdEMAMix, ADOPT = optimi_func.AdEMAMix, optimi_func.ADOPT
 PAIRS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (AdEMAMix, {"alpha": 5.0}, {"alpha": 5.0}),

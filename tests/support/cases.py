@@ -75,21 +75,35 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adopt": optimi_func.ADOPT,
     "lamb": optimi_func.LAMB,
     "muon": optimi_func.Muon,
+    "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
+    "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
+    "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
 }
 NAMES = list(CLASSES)
 # Those that take tensors of any shape.
 ELEMENTWISE = [name for name in NAMES if name != "muon"]
+# Those that average, and are evaluated elsewhere than they step; they have running numbers.
+SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "lamb", "muon")
+NEWER = ("ademamix", "adopt", "lamb", "muon", *SCHEDULE_FREE)
 # The rules that take means over a tensor.
 MEASURED = ("stableadamw", "lamb")
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = ("sgd", "adan", "adopt")
+REFUSE_STATES = ("sgd", "adan", "adopt", *SCHEDULE_FREE)
+
+
+# How many first gradients move nothing.
+STILL = {"adopt": 1, "schedule_free_radam": 4}
+# Those that by default keep nothing in codes.
+NO_CODES = ("sgd", "schedule_free_sgd")
+# Those that divide by nothing.
+NO_EPS = ("sgd", "lion", "schedule_free_sgd")
 
 
 def count_betas(name: str) -> int:
     """How many betas a rule has."""
-    return {"sgd": 0, "muon": 0, "adan": 3, "ademamix": 3}.get(name, 2)
+    none = {"sgd": 0, "muon": 0, "schedule_free_sgd": 0}
+    return {**none, "adan": 3, "ademamix": 3}.get(name, 2)
 
 
 # Where decay goes, as the factory and as the reference say it. Large enough to show.
@@ -135,7 +149,7 @@ def _decays(name: str) -> list[Case]:
     # Of one kind: it is the same for all, but for the two that divide.
     some = apart if name == "adan" else apart[-1:]
     more = [Case(name, c.options | cautious, c.ref | cautious) for c in some]
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE and name not in SCHEDULE_FREE:
         # Together with what changes the signs, or is measured, once.
         once = {"adam": cases[-2:], "adamw": [cases[-1], more[-1]], "lamb": [*cases, *more]}
         some, updates = once.get(name, cases[-1:]), {"cautious": True}
@@ -147,7 +161,7 @@ def _same(name: str, **options: Any) -> Case:
     return Case(name, options, options)
 
 
-_EPS = [n for n in NAMES if n not in ("sgd", "lion", "muon", "adopt")]
+_EPS = [n for n in NAMES if n not in (*NO_EPS, "muon", "adopt")]
 _BETAS = {n: (0.8, 0.95) for n in NAMES if count_betas(n)}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]
@@ -186,6 +200,12 @@ OPTIONS = [
     _same("ademamix", alpha=2.0),
     _same("ademamix", alpha_warmup=40),
     _same("ademamix", beta3_warmup=40),
+    *[_same(name, r=0.5) for name in SCHEDULE_FREE],
+    *[_same(name, weight_lr_power=1.0, warmup_steps=15) for name in SCHEDULE_FREE[:2]],
+    _same("schedule_free_adamw", weight_lr_power=0),
+    _same("schedule_free_radam", weight_lr_power=1.0),
+    _same("schedule_free_radam", silent_sgd_phase=False),
+    _same("schedule_free_sgd", momentum=0.7),
     _same("ranger", k=4),
     _same("ranger", alpha=0.8),
     _same("sgd", momentum=0.9),

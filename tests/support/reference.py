@@ -850,3 +850,202 @@ def lamb(
     """The path of `lamb_move`."""
     options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
     return _path(partial(lamb_move, eps=eps), _zeros(p, "m", "v"), p, grads, *options)
+
+
+def averaged(
+    y: Tensor,
+    s: State,
+    n: Tensor,
+    gamma: float,
+    at: At,
+    b1: float,
+    r: float,
+    weight_lr_power: float,
+) -> Moved:
+    """Schedule-Free (Defazio et al., arXiv 2405.15682, Algorithm 1; weights of its code).
+
+    z_t = z_{t-1} - gamma_t * n_t,   n_t at y
+    w_t = t^r * max(gamma_1, ..., gamma_t)^power,   c_t = w_t / (w_1 + ... + w_t)
+    x_t = (1 - c_t) * x_{t-1} + c_t * z_t
+    y_t = (1 - b1) * z_t + b1 * x_t
+
+    `n` is gamma_t * n_t already.
+    """
+    z = s["z"] - n
+    top = max(s["top"].item(), gamma)
+    w = at.t**r * top**weight_lr_power
+    total = s["W"].item() + w
+    c = w / total if total > 0 else 0.0
+    x = (1 - c) * s["x"] + c * z
+    numbers = {"W": s["W"] * 0 + total, "top": s["top"] * 0 + top}
+    return (1 - b1) * (z - y) + b1 * (x - y), {"z": z, "x": x, **numbers}
+
+
+def averaging_start(p: Tensor, *letters: str) -> State:
+    """Nothing has moved: z and x are the parameter."""
+    y, zero = p.detach().double(), torch.zeros((), dtype=torch.float64)
+    return {
+        **{letter: torch.zeros_like(y) for letter in letters},
+        "z": y.clone(),
+        "x": y.clone(),
+        "W": zero,
+        "top": zero,
+    }
+
+
+def _ramp(t: int, warmup_steps: int) -> float:
+    return min(1.0, t / warmup_steps) if warmup_steps else 1.0
+
+
+def schedule_free_sgd_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    momentum: float = 0.9,
+    warmup_steps: int = 0,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+) -> Moved:
+    """gamma_t = lr * min(1, t / warmup_steps),   n_t = g_t + lambda * y_t."""
+    part = _ramp(at.t, warmup_steps)
+    n = part * (at.lr * g + at.lam * p)
+    return averaged(p, s, n, part * at.lr, at, momentum, r, weight_lr_power)
+
+
+def schedule_free_adamw_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    warmup_steps: int = 0,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+) -> Moved:
+    """As SGD's, with n_t = g_t / (sqrt(vhat_t) + eps) + lambda * y_t."""
+    b1, b2 = at.betas
+    v = b2 * s["v"] + (1 - b2) * g**2
+    d = g / ((v / (1 - b2**at.t)).sqrt() + eps)
+    part = _ramp(at.t, warmup_steps)
+    n = part * (at.lr * d + at.lam * p)
+    u, new = averaged(p, s, n, part * at.lr, at, b1, r, weight_lr_power)
+    return u, {**new, "v": v}
+
+
+def schedule_free_radam_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+    silent_sgd_phase: bool = True,
+) -> Moved:
+    """As AdamW's, with gamma_t = lr * r_t, r_t of RAdam (arXiv 1908.03265).
+
+    Where rho_t <= 4 gamma_t is 0, or (silent_sgd_phase=False) lr and n_t = g_t + ...
+    """
+    b1, b2 = at.betas
+    v = b2 * s["v"] + (1 - b2) * g**2
+    rho_inf = 2 / (1 - b2) - 1
+    rho = rho_inf - 2 * at.t * b2**at.t / (1 - b2**at.t)
+    if rho > 4:
+        top = (rho - 4) * (rho - 2) * rho_inf
+        part = math.sqrt(top / ((rho_inf - 4) * (rho_inf - 2) * rho))
+        d = g / ((v / (1 - b2**at.t)).sqrt() + eps)
+    else:
+        part, d = 0.0 if silent_sgd_phase else 1.0, g
+    n = part * (at.lr * d + at.lam * p)
+    u, new = averaged(p, s, n, part * at.lr, at, b1, r, weight_lr_power)
+    return u, {**new, "v": v}
+
+
+def _downhill(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
+    """A move whose sign is that of z's, but for decay."""
+    del p, at
+    return -g, s
+
+
+def schedule_free_sgd(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    momentum: float = 0.9,
+    warmup_steps: int = 0,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+    weight_decay: float = 0.0,
+    decay: str = "decoupled",
+    max_lr: float | None = None,
+    maximize: bool = False,
+    cautious_decay: bool = False,
+) -> list[Tensor]:
+    """The path of `schedule_free_sgd_move`."""
+    move = partial(
+        schedule_free_sgd_move,
+        momentum=momentum,
+        warmup_steps=warmup_steps,
+        r=r,
+        weight_lr_power=weight_lr_power,
+    )
+    options = (lr, (), weight_decay, decay, max_lr, maximize, cautious_decay)
+    return _path(move, averaging_start(p), p, grads, *options, direction=_downhill)
+
+
+def schedule_free_adamw(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    betas: Pair | list[Pair] = (0.9, 0.999),
+    eps: float = 1e-8,
+    warmup_steps: int = 0,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+    weight_decay: float = 0.0,
+    decay: str = "decoupled",
+    max_lr: float | None = None,
+    maximize: bool = False,
+    cautious_decay: bool = False,
+) -> list[Tensor]:
+    """The path of `schedule_free_adamw_move`."""
+    move = partial(
+        schedule_free_adamw_move,
+        eps=eps,
+        warmup_steps=warmup_steps,
+        r=r,
+        weight_lr_power=weight_lr_power,
+    )
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
+    return _path(move, averaging_start(p, "v"), p, grads, *options, direction=_downhill)
+
+
+def schedule_free_radam(
+    p: Tensor,
+    grads: list[Tensor],
+    *,
+    lr: Rate,
+    betas: Pair | list[Pair] = (0.9, 0.999),
+    eps: float = 1e-8,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+    silent_sgd_phase: bool = True,
+    weight_decay: float = 0.0,
+    decay: str = "decoupled",
+    max_lr: float | None = None,
+    maximize: bool = False,
+    cautious_decay: bool = False,
+) -> list[Tensor]:
+    """The path of `schedule_free_radam_move`."""
+    move = partial(
+        schedule_free_radam_move,
+        eps=eps,
+        r=r,
+        weight_lr_power=weight_lr_power,
+        silent_sgd_phase=silent_sgd_phase,
+    )
+    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
+    return _path(move, averaging_start(p, "v"), p, grads, *options, direction=_downhill)

@@ -11,8 +11,12 @@ import reference
 import torch
 from torch import Tensor
 
-MU = 0.9
+MU = B1 = 0.9
 ADAM = {"exp_avg": "m", "exp_avg_sq": "v"}
+
+# Of the rules that average the numbers of a parameter, and all that is theirs.
+RUNNING = {"weight_sum": "W", "lr_max": "top"}
+AVERAGING = {"z": "z", **RUNNING}
 
 # The fields of each rule's state, with the letters that the references have for them.
 FIELDS = {
@@ -26,6 +30,9 @@ FIELDS = {
     "lion": {"exp_avg": "m"},
     "ademamix": {"exp_avg": "m1", "exp_avg_slow": "m2", "exp_avg_sq": "v"},
     "adopt": ADAM,
+    "schedule_free_adamw": {**AVERAGING, "exp_avg_sq": "v"},
+    "schedule_free_sgd": AVERAGING,
+    "schedule_free_radam": {**AVERAGING, "exp_avg_sq": "v"},
     "lamb": ADAM,
 }
 MOVES: dict[str, reference.Move] = {
@@ -39,6 +46,9 @@ MOVES: dict[str, reference.Move] = {
     "lion": reference.lion_move,
     "ademamix": reference.ademamix_move,
     "adopt": reference.adopt_move,
+    "schedule_free_adamw": reference.schedule_free_adamw_move,
+    "schedule_free_sgd": reference.schedule_free_sgd_move,
+    "schedule_free_radam": reference.schedule_free_radam_move,
     "lamb": reference.lamb_move,
 }
 
@@ -46,10 +56,12 @@ MOVES: dict[str, reference.Move] = {
 def fresh(name: str, p: Tensor) -> dict[str, Tensor]:
     """State of a parameter that has not stepped, in the dtypes that it should have."""
     made = {field: torch.zeros_like(p) for field in FIELDS[name]}
-    if name in ("ademamix", "adopt", "lamb"):
+    if name in ("ademamix", "adopt", "lamb") or "z" in made:
         wide = torch.promote_types(p.dtype, torch.float32)
-        slow = {"exp_avg_slow", "exp_avg_sq"} & {*made}
+        slow = {"exp_avg_slow", "exp_avg_sq", "z"} & {*made}
         made |= {field: made[field].to(wide) for field in slow}
+    numbers = {*RUNNING} & {*made}
+    made |= {field: torch.zeros((), dtype=torch.float64) for field in numbers}
     if name == "ranger":
         made["slow_param"] = p.to(torch.promote_types(p.dtype, torch.float32), copy=True)
     return made
@@ -78,10 +90,16 @@ def one_step(
         "adan": (0.98, 0.92, 0.99),
         "ademamix": (0.9, 0.999, 0.9999),
         "adopt": (0.9, 0.9999),
+        "schedule_free_adamw": (0.9, 0.999),
+        "schedule_free_radam": (0.9, 0.999),
         "lamb": (0.9, 0.999),
     }
     at = reference.At(t, lr, lam, betas.get(name, (0.9, 0.99)))
     letters = {letter: s[field] for field, letter in FIELDS[name].items()}
+    if "z" in letters:
+        # x is not stored, and there is no z before the first weight.
+        letters["z"] = letters["z"] if letters["W"] else p.clone()
+        letters["x"] = (p - (1 - B1) * letters["z"]) / B1
     u, new = MOVES[name](p, letters, g, at)
     if name == "lion":
         c = reference.lion_average(letters, g, at)

@@ -42,7 +42,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 import optimi_func
-from optimi_func import AdamW, StableAdamW, compiled, prepare_for_gradient_release
+from optimi_func import (
+    AdamW,
+    ScheduleFreeAdamW,
+    StableAdamW,
+    compiled,
+    prepare_for_gradient_release,
+)
 from optimi_func.execution import inductor
 
 EAGER = {"compile": False}
@@ -270,7 +276,9 @@ def compare_rules(mesh: Any, placements: list[Any], ways: list[bool]) -> None:
                     state, known = optimizer.state[p], other.state[q]
                     assert list(state) == list(known)
                     assert type(state["step"]) is Tensor and state["step"] == 4
-                    for field in set(state) - {"step"}:
+                    numbers = other.rule_of(other.param_groups[0]).running._fields
+                    assert all(state[field] == known[field] for field in numbers)
+                    for field in set(state) - {"step", *numbers}:
                         x = state[field]
                         assert isinstance(x, DTensor)
                         assert x.placements == p.placements, field
@@ -777,6 +785,51 @@ def resume(folder: Path) -> None:
             train(model, optimizer, range(5, 10), mine)
             ends.append(snapshot(model))
         assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def averages(folder: Path) -> None:
+    """What is evaluated of shards is that of the whole; a checkpoint holds either mode."""
+
+    def make(model: nn.Module) -> tuple[nn.Module, ScheduleFreeAdamW]:
+        return model, ScheduleFreeAdamW(model.parameters(), lr=1e-2, **EAGER)
+
+    def fresh() -> tuple[nn.Module, ScheduleFreeAdamW]:
+        return make(sharded(flat_mesh()).to(torch.bfloat16))
+
+    def shared(i: int) -> Tensor:
+        return batch(i).to(torch.bfloat16)
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(5), shared)
+    trained = snapshot(model)
+    masters = {k: full(x) for k, x in optimizer.master_state_dict(model).items()}
+    z = {k: full(optimizer.state[p]["z"]) for k, p in model.named_parameters()}
+    optimizer.eval()
+    shown = snapshot(model)
+    now = {k: full(x) for k, x in optimizer.master_state_dict(model).items()}
+    for x, (k, y) in zip(shown, masters.items()):
+        assert torch.allclose(now[k], (y - 0.1 * z[k]) / 0.9, rtol=1e-5, atol=1e-6)
+        assert torch.equal(x, now[k].to(torch.bfloat16))
+    save(model, optimizer, folder / "averages")
+    optimizer.train()
+    assert all(map(torch.equal, snapshot(model), trained))
+    assert not all(map(torch.equal, shown, trained))
+    train(model, optimizer, range(5, 8), shared)
+    # It is loaded into the tensors that are there: in eval mode there are all.
+    twin, other = fresh()
+    other.init_state()
+    other.eval()
+    load(twin, other, folder / "averages")
+    assert all(map(torch.equal, snapshot(twin), shown))
+    other.train()
+    assert all(map(torch.equal, snapshot(twin), trained))
+    train(twin, other, range(5, 8), shared)
+    assert all(map(torch.equal, snapshot(twin), snapshot(model)))
+    # In train mode there is no place for what the parameters were, which is told.
+    twin, other = fresh()
+    load(twin, other, folder / "averages")
+    with raises(RuntimeError, "no 'train_param'"):
+        other.train()
 
 
 def made_state(folder: Path) -> None:

@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 CUDA_OFFLINE := $(VENV)/.cuda-offline
+DOCS := $(VENV)/.docs
 # Resolved with Python 3.11. Others get the same versions, which have wheels for 3.12 and
 # 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
@@ -22,7 +23,7 @@ QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop
 	population storage plan muon)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak cuda-offline bench lint format clean
+.PHONY: help train test soak cuda-offline bench docs docs-serve docs-test lint format clean
 
 help:
 	@echo "make train   train a small GPT four ways and compare the optimizers (minutes)"
@@ -31,6 +32,9 @@ help:
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
 	@echo "make bench DEVICE=cuda  the step on a GPU, against torch's and a copy (minutes)"
+	@echo "make docs    build the documentation into site/, warnings as errors"
+	@echo "make docs-serve  show it while it is written"
+	@echo "make docs-test   read the built site in a browser, run the notebooks (minutes)"
 	@echo "make lint    check format, style and types"
 	@echo "make format  format and apply the safe fixes"
 	@echo "make clean   remove .venv, .venv-*, caches and outputs"
@@ -61,6 +65,10 @@ $(CUDA_OFFLINE): $(STAMP)
 		$(BIN)/python -m pip install --quiet -e '.[cuda-offline]' -c $(CONSTRAINTS)
 	@touch $@
 
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[docs]' -c $(CONSTRAINTS)
+	@touch $@
+
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
@@ -80,6 +88,18 @@ bench: $(STAMP)
 	for question in $(QUESTIONS); do \
 		$(BIN)/python benchmarks/$$question.py $(ARGS) || exit 1; done
 
+# Pages of optimizers and tables of numbers are written first; then nothing is fetched.
+docs: $(DOCS)
+	$(BIN)/python docs/_build/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+docs-serve: $(DOCS)
+	$(BIN)/python docs/_build/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --no-strict $(ARGS)
+
+docs-test: docs
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake docs/_tests docs/notebooks
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -90,5 +110,5 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* outputs site build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

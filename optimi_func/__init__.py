@@ -106,4 +106,4 @@ from optimi_func.unrolling import unroll as unroll
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

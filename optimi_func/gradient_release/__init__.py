@@ -72,8 +72,8 @@ def prepare_for_gradient_release(
                    m <- m + (1 - b1) * g_i, v <- v + (1 - b2) * g_i^2. Exact for SGD with
                    momentum. For the others the first moment is that of the whole
                    gradient, but v is a sum of squares and not the square of a sum, and
-                   Nesterov and Lion look ahead along the last part alone: README has
-                   what that costs
+                   Nesterov and Lion look ahead along the last part alone: docs/release.md
+                   has what that costs
 
     Under fully_shard (FSDP2), prepared after it, each process updates its shards as soon
     as they are reduced; norms are those of whole gradients, and what one process skips, all

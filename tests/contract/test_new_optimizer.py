@@ -1,8 +1,10 @@
 """What an optimizer takes: one that the package does not have, through all of it.
 
-Sign-SGD with momentum (Bernstein et al. 2018, arXiv:1802.04434).
+Sign-SGD with momentum (Bernstein et al. 2018, arXiv:1802.04434). The lines between markers
+are shown by docs/house.md, step by step.
 """
 
+# --8<-- [start:imports]
 import io
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,9 +23,12 @@ from optimi_func.optimizers._forms import group_defaults, init_function, step_fu
 from optimi_func.optimizers.base import BaseOptimizer, Params
 from optimi_func.transforms import inject
 
+# --8<-- [end:imports]
+
 # The rule
 
 
+# --8<-- [start:rule]
 class State(NamedTuple):
     momentum_buffer: Tensor
 
@@ -51,10 +56,12 @@ signsgd_rule = Rule(
     *("signsgd", State, init, coeffs, direction),
     accumulate=lambda c: c._replace(momentum=1.0),
 )
+# --8<-- [end:rule]
 
 # The pure optimizer
 
 
+# --8<-- [start:value]
 @dataclass(frozen=True, kw_only=True)
 class signsgd(FunctionalOptimizer):
     momentum: Number = 0.9
@@ -72,10 +79,12 @@ signsgd_init = init_function(signsgd_rule, "signsgd")
 signsgd_step, compiled_signsgd_step, compiled_signsgd_step_ = step_functions(
     signsgd, "signsgd"
 )
+# --8<-- [end:value]
 
 # The class
 
 
+# --8<-- [start:class]
 class SignSGD(BaseOptimizer):
     factory = signsgd
 
@@ -104,6 +113,9 @@ class SignSGD(BaseOptimizer):
     ) -> None: ...
 
 
+# --8<-- [end:class]
+
+
 # What it is given
 
 
@@ -120,6 +132,7 @@ def batch(i: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(i))
 
 
+# --8<-- [start:reference]
 def reference() -> list[Tensor]:
     """The paper's loop."""
     net = model()
@@ -132,6 +145,9 @@ def reference() -> list[Tensor]:
                 p.sub_(0.1 * (m.sign() + 0.1 * p))
             p.grad = None
     return [p.detach() for p in net.parameters()]
+
+
+# --8<-- [end:reference]
 
 
 def train(net: nn.Module, optimizer: SignSGD, start: int = 0, stop: int = STEPS) -> None:
@@ -199,6 +215,7 @@ def test_state_dict() -> None:
         optimizer.torch_state_dict()
 
 
+# --8<-- [start:given]
 def test_transforms_and_populations() -> None:
     p, g = torch.ones(2), torch.tensor([1.0, -1.0])
     injected = inject(signsgd(lr=0.1))
@@ -218,3 +235,6 @@ def test_errors_name_the_argument() -> None:
             door(lr=0.1, momentum=1.5)
     with pytest.raises(TypeError, match="FunctionalOptimizer"):
         compiled.step(signsgd, torch.ones(1), torch.ones(1), None)  # type: ignore
+
+
+# --8<-- [end:given]

@@ -18,6 +18,8 @@ from optimi_func import functional
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "optimi_func"
 README = (ROOT / "README.md").read_text()
+CHOOSE = (ROOT / "docs/choose.md").read_text()
+RELEASE = (ROOT / "docs/release.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -98,13 +100,33 @@ def test_readme(source: str, monkeypatch, tmp_path) -> None:
     exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_readme_names_every_optimizer_and_command() -> None:
-    for cls in CLASSES.values():
-        assert f"`{cls.__name__}`" in README
-    for command in re.findall(
-        r"^(\w+):.*\$\(STAMP\)", (ROOT / "Makefile").read_text(), re.M
-    ):
-        assert f"make {command}" in README
+def test_readme_is_short_and_names_every_optimizer() -> None:
+    assert len(README.splitlines()) <= 160
+    rows = [line for line in README.splitlines() if line.startswith("| `")]
+    for name, cls in CLASSES.items():
+        (row,) = [line for line in rows if line.startswith(f"| `{cls.__name__}`")]
+        assert f"`{name}`, " in row
+        assert f"`{cls.__name__}`" in CHOOSE
+
+
+def test_every_command_is_told() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^([\w-]+):.*\$\(\w+\)", makefile, re.M)
+    assert {"train", "test", "soak", "bench", "lint", "cuda-offline"} <= set(commands)
+    told = (ROOT / "CONTRIBUTING.md").read_text()
+    for command in commands:
+        assert f"`make {command}" in told
+    for command in ("make train", "make test"):
+        assert command in README
+
+
+LINKS = re.compile(r"\]\((?!https?://)([^)#]+)")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_into_the_repository_lead_somewhere(name: str) -> None:
+    for path in LINKS.findall((ROOT / name).read_text()):
+        assert (ROOT / path).exists(), path
 
 
 LAYERS = [
@@ -340,7 +362,7 @@ def test_the_package_depends_on_torch_alone() -> None:
             assert found <= allowed
 
 
-def test_readme_has_the_clipping_table_of_the_code() -> None:
+def test_the_guide_has_the_clipping_table_of_the_code() -> None:
     from optimi_func.gradient_release import CLIPPING
 
     rows = {
@@ -350,7 +372,8 @@ def test_readme_has_the_clipping_table_of_the_code() -> None:
         'how="lagged"`': "lagged",
     }
     for text, policy in rows.items():
-        (line,) = [x for x in README.splitlines() if x.startswith("| `clip") and text in x]
+        lines = RELEASE.splitlines()
+        (line,) = [x for x in lines if x.startswith("| `clip") and text in x]
         cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
         row = CLIPPING[policy]
         assert cells == [row[k] for k in ("none", "buffer", "states", "flag")]

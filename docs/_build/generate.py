@@ -1,0 +1,44 @@
+"""Write the pages that are made: `make docs` does, before the site is built.
+
+docs/optimizers/ has a page an optimizer, docs/reference/ three pages of their names: neither
+is committed, and what nothing makes any more is removed. docs/benchmarks.md is, with its
+tables: they are brought up to date.
+"""
+
+from pathlib import Path
+
+import benchmark_tables
+import optimizer_pages
+import reference_pages
+
+DOCS = Path(__file__).parents[1]
+
+
+def files() -> dict[Path, str]:
+    """Every generated file's path, under docs/, and text."""
+    made = {Path("optimizers/index.md"): optimizer_pages.index()}
+    for name in optimizer_pages.names():
+        made[Path(f"optimizers/{name}.md")] = optimizer_pages.page(name)
+    made[Path("reference/optimizers.md")] = reference_pages.classes()
+    made[Path("reference/functional.md")] = reference_pages.pure()
+    made[Path("reference/compiled.md")] = reference_pages.compiled_steps()
+    page = (DOCS / "benchmarks.md").read_text()
+    made[Path("benchmarks.md")] = benchmark_tables.filled(page)
+    return made
+
+
+def main() -> None:
+    """Write what changed."""
+    made = files()
+    (DOCS / "optimizers").mkdir(exist_ok=True)
+    for path in (DOCS / "optimizers").glob("*.md"):
+        if path.relative_to(DOCS) not in made:
+            path.unlink()
+    for path, text in made.items():
+        target = DOCS / path
+        if not target.exists() or target.read_text() != text:
+            target.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""A page an optimizer: what its class says, what its state takes, and a note by hand.
+
+The list is the package's (`optimi_func.functional`). A page's intuition, update, arguments
+and paper are the class docstring's, its bytes those of a state that is made here, and what
+no program knows is in _notes/<name>.md: a few `key: value` lines for the examples, then the
+sections of the page.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import torch
+
+import optimi_func
+from optimi_func import FunctionalOptimizer, Storage, functional
+
+NOTES = Path(__file__).parents[1] / "_notes"
+SECTIONS = ("When, and when not", "Usual ranges", "Coming from elsewhere")
+
+# In what a number is measured, by its name or by the optimizer's and its own.
+UNITS = {
+    "lr": "parameter, a step",
+    "sgd.lr": "parameter², of the loss",
+    "schedule_free_sgd.lr": "parameter², of the loss",
+    "muon.lr": "of each element, as AdamW's",
+    "lamb.lr": "share of a tensor's norm, a step",
+    "betas": "share, of 1; remembers 1 / (1 - b) steps",
+    "momentum": "share, of 1; remembers 1 / (1 - momentum) steps",
+    "weight_decay": "share, times lr, a step",
+    "eps": "gradient",
+    "muon.eps": "norm of a gradient",
+    "adopt.eps": "gradient",
+    "dampening": "share, of 1",
+    "alpha": "share, of 1",
+    "ademamix.alpha": "ratio of two means",
+    "alpha_warmup": "steps",
+    "beta3_warmup": "steps",
+    "warmup_steps": "steps",
+    "r": "power of the step count",
+    "weight_lr_power": "power of the largest lr",
+    "k": "steps",
+    "ns_steps": "iterations",
+    "split": "rows",
+}
+
+# dtype of the parameters, `storage`, and what it is called here.
+STORAGES: list[tuple[torch.dtype, Any, str]] = [
+    (torch.float32, None, "float32"),
+    (torch.float32, Storage(moments="8bit"), 'float32, `Storage(moments="8bit")`'),
+    (torch.bfloat16, None, "bfloat16, as it is by default (Kahan)"),
+    (torch.bfloat16, "compact", 'bfloat16, `storage="compact"`'),
+    (torch.bfloat16, "exact", 'bfloat16, `storage="exact"`'),
+]
+SIDE = 512  # of the matrix that states are made for: what is smaller takes no codes
+
+
+@dataclass(frozen=True)
+class Documented:
+    """The parts of a class docstring."""
+
+    title: str
+    summary: str
+    body: str
+    arguments: dict[str, str]
+    references: str
+
+    @classmethod
+    def of(cls, described: type) -> "Documented":
+        """Cut where the headings are that tests demand."""
+        text = inspect.getdoc(described) or ""
+        text, _, _ = text.partition("\n>>> ")
+        first, *parts = re.split(r"\n\n(Args|Raises|References):\n", text)
+        sections = dict(zip(parts[::2], parts[1::2]))
+        summary, _, body = first.partition("\n")
+        arguments, _, _ = sections["Args"].partition("\n\nArguments not named here")
+        found = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", arguments, re.M | re.S)
+        return cls(
+            described.__name__,
+            summary.partition(": ")[2],
+            body.strip("\n"),
+            {name: " ".join(words.split()) for name, words in found},
+            " ".join(sections["References"].split()),
+        )
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is written by hand of an optimizer."""
+
+    lr: str
+    options: str
+    text: dict[str, str]
+
+    @classmethod
+    def of(cls, name: str) -> "Note":
+        """Read it.
+
+        Raises:
+            SystemExit: There is none, or one without a section that pages have.
+        """
+        path = NOTES / f"{name}.md"
+        if not path.exists():
+            raise SystemExit(
+                f"{name} has no note: write docs/_notes/{name}.md, as lion.md is beside "
+                f"it: a line `lr: ...` and the sections {', '.join(SECTIONS)}"
+            )
+        head, *parts = re.split(r"^## (.*)\n", path.read_text(), flags=re.M)
+        keys = dict(line.split(": ", 1) for line in head.strip().splitlines())
+        text = {title: body.strip() for title, body in zip(parts[::2], parts[1::2])}
+        lacking = [s for s in SECTIONS if not text.get(s)]
+        if lacking or "lr" not in keys:
+            raise SystemExit(f"{path} has no {', '.join(lacking) or 'line `lr: ...`'}")
+        return cls(keys["lr"], keys.get("options", ""), text)
+
+
+def names() -> list[str]:
+    """Every optimizer of the package, by the name of its value."""
+    return [
+        name
+        for name, x in vars(functional).items()
+        if isinstance(x, type) and issubclass(x, FunctionalOptimizer)
+        if x is not FunctionalOptimizer
+    ]
+
+
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    """The class that steps as this value does."""
+    found = vars(optimi_func).values()
+    (cls,) = [x for x in found if getattr(getattr(x, "factory", 0), "__name__", 0) == name]
+    return cls
+
+
+def arxiv(text: str) -> str:
+    """Papers as links."""
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def cell(text: str) -> str:
+    """For a table."""
+    return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+
+
+def unit(name: str, number: str, default: Any) -> str:
+    """In what a hyperparameter is measured; what is no number has none."""
+    for key in (f"{name}.{number}", number):
+        if key in UNITS:
+            return UNITS[key]
+    if isinstance(default, (int, float)) and not isinstance(default, bool):
+        raise SystemExit(f"{name}: in what is {number} measured? Add it to UNITS")
+    return "choice"
+
+
+def kept(name: str, note: Note) -> Iterator[tuple[str, dict[str, tuple[str, float]]]]:
+    """What a parameter and its state take, in bytes an element, by storage."""
+    options = eval(f"dict({note.options})")
+    for dtype, storage, called in STORAGES:
+        p = torch.zeros(SIDE, SIDE, dtype=dtype, requires_grad=True)
+        try:
+            optimizer: Any = class_of(name)(
+                [p], lr=1e-3, storage=storage, compile=False, **options
+            )
+            optimizer.init_state()
+        except ValueError:
+            continue  # it keeps nothing that could be coded
+        found = {"parameter": (str(dtype), p.element_size())}
+        for field, x in optimizer.state[p].items():
+            if isinstance(x, torch.Tensor) and x.numel() > 1:
+                share = x.numel() * x.element_size() / p.numel()
+                found[field] = (str(x.dtype), share)
+        yield called, found
+
+
+def bytes_text(x: float) -> str:
+    """8, or 2.12."""
+    return f"{x:.2f}".rstrip("0").rstrip(".")
+
+
+def memory(name: str, note: Note) -> str:
+    """The table of bytes."""
+    rows = [
+        "| parameters | state | parameter + state | with gradient |",
+        "|---|---|---|---|",
+    ]
+    for called, found in kept(name, note):
+        dtype_bytes = found["parameter"][1]
+        total = sum(share for _, share in found.values())
+        fields = [
+            f"`{field}` {bytes_text(share)} ({dtype.removeprefix('torch.')})"
+            for field, (dtype, share) in found.items()
+            if field != "parameter"
+        ]
+        rows.append(
+            f"| {called} | {', '.join(fields) or 'none'} | {bytes_text(total)} "
+            f"| {bytes_text(total + dtype_bytes)} |"
+        )
+    return "\n".join(rows)
+
+
+def arguments(name: str, documented: Documented) -> str:
+    """The table of the optimizer's own arguments."""
+    cls, value = class_of(name), getattr(functional, name)
+    ours = inspect.signature(cls).parameters
+    values = inspect.signature(value).parameters
+    rows = ["| | default | measured in | |", "|---|---|---|---|"]
+    for number, words in documented.arguments.items():
+        if number == "params":
+            continue
+        default = ours[number].default
+        given = "needed" if default is inspect.Parameter.empty else f"`{default!r}`"
+        pure = values[number].default
+        if number == "lr" and given != "needed" and pure is inspect.Parameter.empty:
+            given += "; needed in the pure form"
+        rows.append(
+            f"| `{number}` | {given} | {unit(name, number, default)} | {cell(words)} |"
+        )
+    return arxiv("\n".join(rows))
+
+
+def class_program(name: str, note: Note) -> str:
+    """The class, as tests run it."""
+    cls = class_of(name).__name__
+    more = f", {note.options}" if note.options else ""
+    loop = """\
+for _ in range(3):
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    if hasattr(class_of(name), "eval"):
+        loop = f"optimizer.train()\n{loop}optimizer.eval()  # to evaluate, and to save\n"
+    return f"""\
+import torch
+from optimi_func import {cls}
+
+model = torch.nn.Linear(8, 4, bias=False)
+optimizer = {cls}(model.parameters(), lr={note.lr}{more})
+{loop}"""
+
+
+def pure_program(name: str, note: Note) -> str:
+    """The pure step, as tests run it."""
+    more = f", {note.options}" if note.options else ""
+    evaluated = hasattr(class_of(name), "eval")
+    end = "evaluated = optimizer.eval_params(params, state)\n" if evaluated else ""
+    return f"""\
+import torch
+from torch.func import grad
+from optimi_func import {name}
+
+
+def loss_fn(params):
+    return (torch.ones(16, 8) @ params["weight"]).square().mean()
+
+
+params = {{"weight": torch.randn(8, 4)}}
+optimizer = {name}(lr={note.lr}{more})
+state = optimizer.init(params)
+for _ in range(3):
+    params, state = optimizer.step(params, grad(loss_fn)(params), state)
+{end}"""
+
+
+def tab(title: str, program: str) -> str:
+    """One of several programs beside each other."""
+    return f'=== "{title}"\n\n' + indent(f"```python\n{program}```", "    ")
+
+
+def facts(name: str) -> list[str]:
+    """What decides where the optimizer can be used, read off its rule."""
+    rule = getattr(functional, name)(lr=1e-3).rule
+    found = []
+    if rule.whole is not None:
+        found.append(
+            "Its direction is a function of the whole matrix: sharded, it is gathered."
+        )
+    if rule.means is not None:
+        found.append(
+            "It takes means over each tensor, for which gradient and state are read a second "
+            "time; sharded, they are one message a step."
+        )
+    if rule.accumulate is None:
+        found.append(
+            'Gradient release with `accumulation="states"` is refused: its state is no '
+            "sum over gradients."
+        )
+    return found
+
+
+def page(name: str) -> str:
+    """The whole page."""
+    note, documented = Note.of(name), Documented.of(class_of(name))
+    summary = documented.summary[:1].upper() + documented.summary[1:]
+    blocks = re.split(r"\n{2,}", documented.body)
+    body = "\n\n".join(
+        f"```text\n{inspect.cleandoc(b)}\n```" if b.startswith("    ") else b
+        for b in blocks
+    )
+    parts = [
+        f"# {documented.title}",
+        f"<!-- Generated by docs/_build from the class and _notes/{name}.md. -->",
+        f"**{cell(summary)}**",
+        body,
+        "## When, and when not",
+        note.text["When, and when not"],
+        "## Code",
+        tab("Class", class_program(name, note)),
+        tab("Pure functions", pure_program(name, note)),
+        "## Hyperparameters",
+        arguments(name, documented),
+        note.text["Usual ranges"],
+        "Options that every optimizer has (`compile`, `storage`, `cautious_decay`, ...) are "
+        "told [once](../reference/optimizers.md#optimi_func.optimizers.BaseOptimizer).",
+        "## State",
+        f"Bytes a parameter, of tensors that were made for a {SIDE} x {SIDE} matrix when "
+        "this page was. With gradient release no gradient counts but the largest.",
+        memory(name, note),
+        "\n".join(f"- {fact}" for fact in facts(name)),
+        "## Coming from elsewhere",
+        note.text["Coming from elsewhere"],
+        "## Paper",
+        arxiv(cell(documented.references)),
+        "## Reference",
+        f"[`{documented.title}`](../reference/optimizers.md"
+        f"#optimi_func.optimizers.{documented.title}) · "
+        f"[`{name}`](../reference/functional.md#optimi_func.functional.{name})",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def index() -> str:
+    """All of them, a row each."""
+    rows = [
+        "# Optimizers",
+        "",
+        "All of them, in the order of the pure API. [Choose an optimizer](../choose.md) "
+        "says which one to take; each page has the update, its hyperparameters, code, "
+        "bytes and paper. Bytes are of the state, a parameter, beside float32 parameters "
+        "and beside bfloat16 ones as they are kept by default, with Kahan summation.",
+        "",
+        "| class | pure | what it does | float32 | bfloat16 |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names():
+        documented, note = Documented.of(class_of(name)), Note.of(name)
+        found = dict(kept(name, note))
+        state = [
+            bytes_text(sum(s for f, (_, s) in found[called].items() if f != "parameter"))
+            for called in (STORAGES[0][2], STORAGES[2][2])
+        ]
+        summary = documented.summary[:1].upper() + documented.summary[1:]
+        rows.append(
+            f"| [{documented.title}]({name}.md) | `{name}` | {cell(summary)} | {state[0]} "
+            f"| {state[1]} |"
+        )
+    note = (
+        "`MuonAdamW` and `Mixed` put [several rules into one optimizer]"
+        "(../reference/optimizers.md#optimi_func.optimizers.Mixed)."
+    )
+    return "\n".join([*rows, "", note]) + "\n"

@@ -1,0 +1,62 @@
+"""The pipeline: how a gradient becomes a change of a parameter, and where each piece is."""
+
+from draw import BLUE, FAINT, GREEN, GREY, HERE, ORANGE, Picture, heading
+
+
+def draw(folder=HERE) -> None:
+    """Five boxes in a row, and who may run them."""
+    picture = Picture(1000, 430, "One formula an optimizer, one pipeline for all")
+    heading(picture, "The blue box is all that an optimizer writes; the others are shared.")
+    boxes = [
+        (ORANGE, "decode", ["parameter, moments", "as float32, whatever", "their storage"]),
+        (BLUE, "rule", ["gradient, state", "→ direction, state", "one file an optimizer"]),
+        (
+            GREEN,
+            "delta",
+            ["u = -(lr · d + decay · p)", "decay of every kind,", "scaling, lookahead"],
+        ),
+        (GREEN, "add", ["p + u, with Kahan", "compensation: decay", "is compensated too"]),
+        (ORANGE, "encode", ["bfloat16, 8-bit codes,", "16 bits more:", "as storage= says"]),
+    ]
+    width, gap, top = 168, 28, 96
+    for i, (color, title, lines) in enumerate(boxes):
+        x = 24 + i * (width + gap)
+        picture.box(x, top, width, 118, color)
+        picture.text(x + width / 2, top + 28, title, 17, bold=True)
+        for j, line in enumerate(lines):
+            picture.text(x + width / 2, top + 54 + 20 * j, line, 13, FAINT)
+        if i:
+            picture.line((x - gap + 2, top + 59), (x - 2, top + 59), arrow=True)
+    middle = 24 + 2.5 * width + 2 * gap
+    picture.line((middle, top + 118), (middle, top + 156))
+    picture.text(
+        middle, top + 178, "the same function of one tensor, in every place:", 14, bold=True
+    )
+    places = [
+        ("pure step", "vmap, grad, jvp"),
+        ("compiled kernel", "one a dtype"),
+        ("class", "torch.optim's"),
+        ("backward", "gradient release"),
+        ("whole step", "one graph"),
+        ("shards", "FSDP2 and others"),
+    ]
+    width, gap = 146, 15.2
+    for i, (title, line) in enumerate(places):
+        x = 24 + i * (width + gap)
+        picture.box(x, top + 206, width, 64, GREY)
+        picture.text(x + width / 2, top + 233, title, 14, bold=True)
+        picture.text(x + width / 2, top + 254, line, 12.5, FAINT)
+    picture.text(
+        24,
+        410,
+        "orange: _storage, _codes · blue: optimizers/ · green: _leaf · grey: functional, "
+        "execution, compiled, gradient_release",
+        12.5,
+        FAINT,
+        anchor="start",
+    )
+    picture.save("pipeline.svg", folder)
+
+
+if __name__ == "__main__":
+    draw()

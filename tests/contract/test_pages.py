@@ -1,0 +1,156 @@
+"""The documentation's code and facts: what docs/ shows is what the package does."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from cases import NAMES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# Made by docs/_build: tested below, and perhaps not there.
+MADE = {"optimizers", "_notes"}
+MADE_PAGES = {f"reference/{n}.md" for n in ("compiled", "functional", "optimizers")}
+PAGES = [
+    path
+    for path in sorted(DOCS.rglob("*.md"))
+    if path.relative_to(DOCS).parts[0] not in MADE
+    and path.relative_to(DOCS).as_posix() not in MADE_PAGES
+]
+# A fence that is not to run says {.python .notest}, as those do that show a test's lines.
+FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.M | re.S)
+BLOCKS = {
+    f"{path.relative_to(DOCS)}-{i}": dedent(source)
+    for path in PAGES
+    for i, (_, source) in enumerate(FENCE.findall(path.read_text()))
+}
+
+for folder in ("_build", "pictures"):
+    sys.path.append(str(DOCS / folder))
+
+import benchmark_tables  # noqa: E402
+import house  # noqa: E402
+import optimizer_pages  # noqa: E402
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.filterwarnings("default")
+def test_block(name: str, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(BLOCKS[name], name, "exec"), {"__name__": "page"})
+
+
+def test_blocks_are_found() -> None:
+    for text in ("```python\n1\n```\n", "    ```python\n    1\n    ```\n"):
+        assert [dedent(source) for _, source in FENCE.findall(text)] == ["1\n"]
+    assert not FENCE.findall("```{.python .notest}\n1\n```\n")
+    assert any("adamw" in source.lower() for source in BLOCKS.values())
+
+
+def test_the_house_shows_a_test() -> None:
+    """Each step of a new optimizer is the lines of the test that runs it."""
+    page = (DOCS / "house.md").read_text()
+    test = (ROOT / "tests/contract/test_new_optimizer.py").read_text()
+    shown = re.findall(r'--8<-- "tests/contract/test_new_optimizer.py:(\w+)"', page)
+    assert shown == re.findall(r"--8<-- \[start:(\w+)\]", test) and len(shown) == 6
+
+
+def test_every_optimizer_has_a_page() -> None:
+    assert sorted(optimizer_pages.names()) == sorted(NAMES)
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for name in NAMES:
+        assert f": optimizers/{name}.md\n" in nav
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("default")
+def test_optimizer_page(name: str, monkeypatch) -> None:
+    """What it shows runs as printed, but for the compiler that it would take."""
+    page = optimizer_pages.page(name)
+    note = optimizer_pages.Note.of(name)
+    for section in note.text.values():
+        assert section in page
+    assert re.search(r"\]\(https://arxiv.org/abs/|ICML 2013", page)
+    cls = optimizer_pages.class_of(name)
+    constructor = cls.__init__
+
+    def eager(self, *args, **kwargs) -> None:
+        constructor(self, *args, **kwargs, compile=False)
+
+    monkeypatch.setattr(cls, "__init__", eager)
+    for write in (optimizer_pages.class_program, optimizer_pages.pure_program):
+        program = write(name, note)
+        assert all(line.strip() in page for line in program.splitlines())
+        exec(compile(program, name, "exec"), {"__name__": "page"})
+
+
+def test_bytes_are_counted() -> None:
+    note = optimizer_pages.Note.of("adamw")
+    found = dict(optimizer_pages.kept("adamw", note))
+    totals = {k: sum(share for _, share in v.values()) for k, v in found.items()}
+    assert list(totals.values()) == pytest.approx([12, 6.125, 8, 5.125, 12])
+    assert found["float32"]["exp_avg"] == (str(torch.float32), 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_to_choose_by_has_these_bytes(name: str) -> None:
+    table = (DOCS / "choose.md").read_text()
+    row = re.search(rf"^\| \[`\w+`\]\(optimizers/{name}\.md\) .*", table, re.M)
+    assert row, f"no row of {name} in docs/choose.md"
+    shown = [cell.strip() for cell in row[0].strip("|").split("|")[-3:]]
+    found = dict(optimizer_pages.kept(name, optimizer_pages.Note.of(name)))
+    float32, _, kahan, compact, _ = (called for *_, called in optimizer_pages.STORAGES)
+    for cell, called in zip(shown, (float32, kahan, compact)):
+        assert (cell == "-") == (called not in found), called
+        if cell == "-":
+            continue  # it keeps nothing that could be in codes
+        total = sum(share for _, share in found[called].values())
+        # SGD's are without momentum, or with it; one digit is shown.
+        assert float(cell.split(" or ")[-1]) == pytest.approx(total, abs=0.051)
+
+
+def test_an_optimizer_without_a_note_is_told(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(optimizer_pages, "NOTES", tmp_path)
+    with pytest.raises(SystemExit, match=r"lion has no note: write docs/_notes/lion\.md"):
+        optimizer_pages.page("lion")
+    (tmp_path / "lion.md").write_text("lr: 1\n\n## Usual ranges\n\nany\n")
+    with pytest.raises(SystemExit, match="has no When, and when not, Coming from"):
+        optimizer_pages.page("lion")
+
+
+def test_tables_are_those_of_the_numbers() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    assert page == benchmark_tables.filled(page), "python docs/_build/generate.py"
+    assert set(re.findall(r"<!-- (\w+) -->", page)) == set(benchmark_tables.tables())
+
+
+def test_the_house_has_every_module() -> None:
+    drawn = (DOCS / "pictures/house.svg").read_text()
+    for room, files in house.modules().items():
+        for name in [room.replace("__init__", "optimi_func"), *files]:
+            assert re.search(rf"[>\s]{name}/?[<\s]", drawn), (
+                f"{name} is missing: python docs/pictures/house.py"
+            )
+    order = [room for floor in house.floors() for room in floor]
+    for room, below in house.imports().items():
+        assert all(order.index(x) < order.index(room) for x in below), room
+
+
+PICTURES = ("pipeline", "release", "house", "memory", "loss", "steps", "population")
+
+
+def test_pictures_are_drawn(tmp_path) -> None:
+    """From the committed numbers, with text as text; in a process of their own."""
+    draw = "; ".join(f"{n}.draw(Path({str(tmp_path)!r}))" for n in PICTURES)
+    code = f"from pathlib import Path; import {', '.join(PICTURES)}; {draw}"
+    subprocess.run([sys.executable, "-c", code], cwd=DOCS / "pictures", check=True)
+    for name in PICTURES:
+        texts = [
+            re.findall(r"<text[^>]*>([^<]*)<", (folder / f"{name}.svg").read_text())
+            for folder in (DOCS / "pictures", tmp_path)
+        ]
+        assert texts[0] == texts[1] and len(texts[0]) > 10, name

@@ -8,6 +8,7 @@ numbers of a step alike.
 import sys
 import warnings
 from numbers import Real
+from types import FrameType
 from typing import Any
 
 import torch
@@ -184,6 +185,19 @@ def stuck_moments(betas: Any, dtypes: set[torch.dtype]) -> list[str]:
 
 
 def warn(texts: list[str]) -> None:
-    """Give each text as a UserWarning of the caller's caller."""
+    """Give each text as a UserWarning."""
     for text in texts:
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warn_user(text)
+
+
+def warn_user(text: str) -> None:
+    """Give a UserWarning of the line that led here, outside this package and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in ("optimi_func", "torch", "contextlib")

@@ -5,7 +5,6 @@ Where there are list kernels, one launch takes all that share dtypes and numbers
 Elsewhere large tensors are a call each, and small ones are copied into a flat tensor too.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from optimi_func._checks import warn_user
 from optimi_func._codes import GROUP
 from optimi_func._leaf import count_means
 from optimi_func._rule import Rule
@@ -123,25 +123,21 @@ def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list
         except SwitchedOffError as error:
             if device not in _said_switched_off:
                 _said_switched_off.add(device)
-                warnings.warn(
+                warn_user(
                     f"{error}: the optimizer step for {device} runs eagerly, several "
                     "times slower. Switch it on, or choose compile=False or foreach=True.",
-                    UserWarning,
-                    stacklevel=6,
                 )
         except Exception as error:
             _uncompilable.add(device)
             # torch's first line may only say that there is a second.
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = " ".join(lines[: 1 + (lines[:1] or [""])[0].endswith(":")])
-            warnings.warn(
+            warn_user(
                 f"the optimizer step could not be compiled for {device} and runs, in "
                 "this process, eagerly, several times slower "
                 f"({type(error).__name__}: {reason}). "
                 "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
                 "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
-                UserWarning,
-                stacklevel=6,
             )
     return plan_launches("eager", rule, updates, write)
 

@@ -51,7 +51,14 @@ class Guard:
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Dynamo's check of tensors against others, one call; None where it cannot be had."""
-    return _make_guards(tensors) if tensors and _guards_work() else None
+    return _make_guards(tensors) if tensors and _guards_work(_within_operation()) else None
+
+
+def _within_operation() -> bool:
+    """Whether torch looks at tensors from within an operation, as less than they are."""
+    # Private, in torch 2.11 to 2.15.
+    excluded = getattr(torch._C, "_dispatch_tls_is_dispatch_key_excluded", None)
+    return excluded is not None and excluded(torch._C.DispatchKey.Negative)
 
 
 def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -64,8 +71,12 @@ def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 @functools.cache
-def _guards_work() -> bool:
-    """Whether torch's private guards notice what they are relied on for."""
+def _guards_work(within_operation: bool) -> bool:
+    """Whether torch's private guards notice what they are relied on for.
+
+    Within an operation, as a compiled training step is one, they do not: this is found out
+    for each of the two.
+    """
 
     def notices(change: Callable[[Tensor], Tensor]) -> bool:
         check = _make_guards([torch.ones(2, 3, device="cpu"), torch.ones((), device="cpu")])

@@ -5,12 +5,12 @@ the gradient is freed before the next one is computed: no moment holds all of th
 """
 
 import sys
-import warnings
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from optimi_func._checks import warn_user
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func.gradient_release.handle import GradientRelease
 from optimi_func.gradient_release.hooks import (
@@ -159,10 +159,8 @@ def prepare_for_gradient_release(
     handle = GradientRelease(model, optimizer, params, options)
     left = sum(p.requires_grad for p in model.parameters()) - len(params)
     if left and not ignore_existing_hooks:
-        warnings.warn(
+        warn_user(
             f"{left} trainable parameters are not the optimizer's: they keep their .grad",
-            UserWarning,
-            stacklevel=2,
         )
     return handle
 
@@ -212,8 +210,6 @@ def remove_gradient_release(model: nn.Module) -> None:
     """
     handles = releases_of(model)
     if not handles:
-        warnings.warn(
-            "the model has no gradient release hooks to remove", UserWarning, stacklevel=2
-        )
+        warn_user("the model has no gradient release hooks to remove")
     for handle in handles:
         handle.remove()

@@ -1,7 +1,6 @@
 """The handle: settings, what is carried from step to step, and backwards run twice."""
 
 import random
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func._checks import warn_user
 from optimi_func._distributed import any_distributed, distribute_like
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._tree import TreeState
@@ -255,12 +255,10 @@ class GradientRelease:
                 held = held.to(p.dtype)
                 p.grad = held if p.grad is None else p.grad + held
             if cycle.partially_updated:
-                warnings.warn(
+                warn_user(
                     "gradient release removed inside a cycle of accumulation='states': "
                     f"the state of {len(cycle.partially_updated)} parameters has taken "
                     "gradients that will not move them in this step",
-                    UserWarning,
-                    stacklevel=2,
                 )
             self._runner.forget()
 
@@ -314,16 +312,14 @@ class GradientRelease:
     def _warn_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            warnings.warn(text, UserWarning, stacklevel=5)
+            warn_user(text)
 
     def _after_load(self, optimizer: Any) -> None:
         del optimizer
         if self._runner.cycle.is_open:
-            warnings.warn(
+            warn_user(
                 "load_state_dict() inside an open accumulation cycle, which goes on: "
                 "handle.load_state_dict() loads where the saved run stood in its own",
-                UserWarning,
-                stacklevel=4,
             )
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -464,12 +460,10 @@ class GradientRelease:
                 "states": "which states have taken gradients",
                 "buffer": "the sums of gradients",
             }[str(self._runner.options.accumulation)]
-            warnings.warn(
+            warn_user(
                 "state_dict() inside an open accumulation cycle (backward "
                 f"{self._runner.cycle.position} of it): {carried} and the position are "
                 "not in it. Save handle.state_dict() beside it, or call step() first",
-                UserWarning,
-                stacklevel=4,
             )
 
 

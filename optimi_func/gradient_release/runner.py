@@ -1,7 +1,6 @@
 """What becomes of a gradient from its completion to its release."""
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from optimi_func import _torch
-from optimi_func._checks import check_grad
+from optimi_func._checks import check_grad, warn_user
 from optimi_func._distributed import redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
@@ -178,11 +177,9 @@ class Runner:
             names = ", ".join(self._updated) or "none"
             done = "updated, or their sums," if self.options.accumulation else "updated"
             self._running = self._updated = None
-            warnings.warn(
+            warn_user(
                 "the backward before this one did not finish: gradients still waiting "
                 f"were dropped; parameters already {done}: {names}",
-                UserWarning,
-                stacklevel=4,
             )
         if self._measuring is not None:
             backward = self._measuring

@@ -4,7 +4,6 @@ A group is the dict that torch.optim keeps: its parameters, the numbers under to
 and the options that say how the step is carried out.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from operator import is_, itemgetter
@@ -17,6 +16,7 @@ from optimi_func._checks import (
     check_param,
     decay_mistakes,
     stuck_moments,
+    warn_user,
 )
 from optimi_func._codes import NEAREST, dither_at
 from optimi_func._functional import FunctionalOptimizer
@@ -146,11 +146,9 @@ def check_modes(group: Group) -> None:
             "step: choose one"
         )
     if group["foreach"] and group["gradient_release"]:
-        warnings.warn(
+        warn_user(
             "foreach=True updates many tensors at once, gradient_release=True one "
             "at a time: foreach is disabled",
-            UserWarning,
-            stacklevel=4,
         )
         group["foreach"] = False
 

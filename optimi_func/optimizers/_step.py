@@ -5,7 +5,6 @@ reads groups and gradients, checks what the plan relies on, and runs its launche
 """
 
 import gc
-import warnings
 from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
 from operator import itemgetter
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func._checks import check_grad
+from optimi_func._checks import check_grad, warn_user
 from optimi_func._distributed import any_distributed, redistribute_like, to_local
 from optimi_func._rule import Microbatch
 from optimi_func._saved import Entry
@@ -231,12 +230,10 @@ def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]])
                 f"its replays could not read: move it to {params[0].device}"
             )
     if not isinstance(group["lr"], Tensor):
-        warnings.warn(
+        warn_user(
             f"a CUDA graph is being captured with lr={group['lr']}, which all its replays "
             "will take: for a schedule make lr a tensor on the parameters' device and "
             "write to it",
-            UserWarning,
-            stacklevel=6,
         )
 
 

@@ -6,7 +6,6 @@ where kept, `kahan_comp`.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._checks import check_accumulates, check_moves_state, check_taken
+from optimi_func._checks import check_accumulates, check_moves_state, check_taken, warn_user
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
@@ -157,7 +156,7 @@ class BaseOptimizer(Checkpoints):
         """Warn, once for all groups from one on, of what is allowed but hardly meant."""
         bounds = [self._numbers.bind(group, on_host) for group in self.param_groups]
         for text in likely_mistakes(self.param_groups, bounds, first):
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warn_user(text)
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
@@ -388,11 +387,9 @@ def _warn_where_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
         groups = optimizer.param_groups
         if any(p.grad is not None for group in groups for p in group["params"]):
             said.append(True)
-            warnings.warn(
+            warn_user(
                 "gradient_release=True, but no model was prepared: this is the ordinary "
                 "step. Call prepare_for_gradient_release(model, optimizer)",
-                UserWarning,
-                stacklevel=4,
             )
 
     return optimizer.register_step_post_hook(after_step)

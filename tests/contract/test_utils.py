@@ -89,3 +89,31 @@ def test_low_precision_bad_arguments() -> None:
         to_low_precision(Model(), fp32_buffers=[torch.ones(1)])
     with pytest.raises(TypeError, match="dtype='bfloat16'"):
         to_low_precision(Model(), "bfloat16")
+
+
+def test_warnings_are_of_the_line_that_led_to_them() -> None:
+    """However deep within the package, and behind torch's own wrappers, they arise."""
+    w = torch.ones(2, requires_grad=True)
+    fused = {"foreach": True, "gradient_release": True}
+
+    def make() -> AdamW:
+        return AdamW([w], lr=0.1, eps=1e-2, **fused)
+
+    def add(optimizer: AdamW) -> None:
+        optimizer.add_param_group({"params": [w.detach().requires_grad_()], **fused})
+
+    def step(optimizer: AdamW) -> None:
+        w.grad = torch.ones(2)
+        optimizer.step()
+
+    with pytest.warns(UserWarning) as made:
+        optimizer = make()
+    with pytest.warns(UserWarning, match="foreach is disabled") as added:
+        add(optimizer)
+    with pytest.warns(UserWarning, match="no model was prepared") as stepped:
+        step(optimizer)
+    for caught, function in ((made, make), (added, add), (stepped, step)):
+        first, last = function.__code__.co_firstlineno, function.__code__.co_firstlineno + 3
+        for warning in caught:
+            assert warning.filename == __file__
+            assert first <= warning.lineno <= last

@@ -334,6 +334,21 @@ def test_torchs_guards_are_there_and_what_else_they_look_at_does_not_matter() ->
             assert guard.holds(xs)
 
 
+def test_guards_tried_within_an_operation_say_nothing_of_the_outside() -> None:
+    """Where negative views cannot be seen; a compiled training step may be the first."""
+    from optimi_func.execution import guards
+
+    xs = [torch.ones(8)]
+    negative = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+    guards._guards_work.cache_clear()
+    try:
+        with torch._C._ExcludeDispatchKeyGuard(negative):
+            assert tensor_guards(xs) is None
+        assert tensor_guards(xs) is not None
+    finally:
+        guards._guards_work.cache_clear()
+
+
 def test_guards_that_notice_nothing_are_not_used(monkeypatch) -> None:
     """As in a torch whose guards, which are private, mean something else."""
     monkeypatch.setattr(guards, "_make_guards", lambda tensors: lambda *xs: True)

@@ -108,9 +108,9 @@ def test_warnings_are_of_the_line_that_led_to_them() -> None:
 
     with pytest.warns(UserWarning) as made:
         optimizer = make()
-    with pytest.warns(UserWarning, match="foreach is disabled") as added:
+    with pytest.warns(UserWarning) as added:
         add(optimizer)
-    with pytest.warns(UserWarning, match="no model was prepared") as stepped:
+    with pytest.warns(UserWarning) as stepped:
         step(optimizer)
     for caught, function in ((made, make), (added, add), (stepped, step)):
         first, last = function.__code__.co_firstlineno, function.__code__.co_firstlineno + 3

@@ -261,6 +261,32 @@ def test_a_state_without_the_parameters_to_go_on_from_is_told() -> None:
     assert same(before, bits(model))
 
 
+@pytest.mark.parametrize("before", [torch.ones(1), 1.0], ids=["a shape", "no tensor"])
+def test_what_parameters_were_has_their_shape(before: Any) -> None:
+    """A tensor of one element would be broadcast."""
+    _, optimizer = begun()
+    optimizer.eval()
+    saved = optimizer.state_dict()
+    saved["state"][0]["train_param"] = before
+    with pytest.raises(
+        ValueError, match=r"\[0\]\['train_param'\] is .* of shape \(128, 16\)"
+    ):
+        optimizer.load_state_dict(saved)
+    optimizer.train()
+
+
+def test_state_made_in_eval_mode_is_as_if_made_before() -> None:
+    model, optimizer = begun(steps=0)
+    fresh = bits(model)
+    optimizer.eval()
+    optimizer.init_state()
+    assert all("train_param" in state for state in optimizer.state.values())
+    optimizer.train()
+    assert same(bits(model), fresh)
+    train(model, optimizer, 2)
+    assert same(bits(model), bits(begun(steps=2)[0]))
+
+
 def test_a_state_that_does_not_fit_changes_no_mode() -> None:
     model, optimizer = begun()
     optimizer.eval()

@@ -275,6 +275,23 @@ def test_what_parameters_were_has_their_shape(before: Any) -> None:
     optimizer.train()
 
 
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize(("old", "new"), [("exact", None), (None, "exact")], ids=str)
+def test_eval_mode_loads_into_another_storage(old: Any, new: Any, decoded: bool) -> None:
+    """What is kept beside the trained parameter is not what the average lacks."""
+    model, optimizer = begun(dtype=BF16, storage=old)
+    found: list[dict[str, Tensor]] = []
+    for mode in (optimizer.train, optimizer.eval):
+        mode()
+        twin, other = begun(steps=0, dtype=BF16, storage=new)
+        twin.load_state_dict(model.state_dict())
+        saved = optimizer.decoded_state_dict() if decoded else optimizer.state_dict()
+        other.load_state_dict(saved)
+        other.train()
+        found.append(other.master_state_dict(twin))
+    assert same(list(found[0].values()), list(found[1].values()))
+
+
 def test_state_made_in_eval_mode_is_as_if_made_before() -> None:
     model, optimizer = begun(steps=0)
     fresh = bits(model)

@@ -131,8 +131,13 @@ def check_state_dtype(dtype: Any) -> None:
         )
 
 
-def check_accumulates(rule: Rule[Any, Any]) -> None:
-    """Refuse a rule whose state cannot take a step's gradient in parts."""
+def check_accumulates(rule: Rule[Any, Any], cautious: bool) -> None:
+    """Refuse a rule whose state cannot take a step's gradient in parts, and masks of it."""
+    if cautious:
+        raise ValueError(
+            "accumulation='states' with cautious=True: it never holds the whole gradient, "
+            "whose signs say what moves: use accumulation='buffer'"
+        )
     if rule.accumulate is None:
         raise ValueError(
             "accumulation='states' adds gradients into the state, and "

@@ -30,9 +30,15 @@ POLICY = (
 _OURS_ALONE = (
     *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
     *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
+    *("cautious_decay", "corrected_decay", "cautious"),
 )
+# Of these, the kinds of decay.
+_OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
 # What optimi's states hold beside their moments.
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
+
+# What the parameter was, in the state of a class that is in eval mode.
+TRAIN_PARAM = "train_param"
 
 # What torch.compile, activation checkpointing and FullyShardedDataParallel put into names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -297,7 +303,9 @@ def as_torchs(
         made = {k: v for k, v in group.items() if k not in _OURS_ALONE}
         if made["max_lr"] is None:
             del made["max_lr"]  # some schedules have one of the same name
-        kinds = [k for k in ("decouple_lr", "decouple_wd") if k in keywords and group[k]]
+        if group["cautious"]:
+            raise ValueError(f"torch.optim.{cls.__name__} cannot go on with cautious=True")
+        kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]
         if "decoupled_weight_decay" in takes:
             made["decoupled_weight_decay"] = "decouple_wd" in kinds
             kinds = [k for k in kinds if k != "decouple_wd"]
@@ -367,6 +375,15 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
             raise ValueError(
                 f"{name}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are floating "
                 "dtypes and memory"
+            )
+    before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
+    if before is not None:
+        is_like_p = isinstance(before, Tensor) and before.shape == p.shape
+        if not is_like_p or before.is_meta or not before.is_floating_point():
+            found = tuple(before.shape) if isinstance(before, Tensor) else repr(before)
+            raise ValueError(
+                f"{name}[{TRAIN_PARAM!r}] is {found}, allowed is a floating tensor of "
+                f"shape {tuple(p.shape)}"
             )
     needed = {*rule.state._fields, *counted}
     if entry and not needed <= set(map(field_of, entry)):

@@ -22,7 +22,7 @@ from optimi_func._codes import (
 from optimi_func._distributed import distribute_like, from_local, to_local, whole
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule, Storage
-from optimi_func._saved import Entry, own_names
+from optimi_func._saved import TRAIN_PARAM, Entry, own_names
 from optimi_func._storage import codes_of, names_in, names_of, state_in, tensors_of
 from optimi_func._tree import running_tensors
 
@@ -66,7 +66,8 @@ def owned(
             kept = _kept(p, field, like, keep_dtypes)
             made.update(zip(names_of(name, kept), tensors_of(kept)))
         if comp is not None and fresh.comp is not None:
-            made["kahan_comp"] = _kept_beside(p, comp, fresh.comp.dtype, keep_dtypes)
+            mine = _compensated(rule, p, entry)
+            made["kahan_comp"] = _kept_beside(mine, comp, fresh.comp.dtype, keep_dtypes)
     for name, x in entry.items():
         if name not in own_names(rule):
             made[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
@@ -126,6 +127,12 @@ def restored(rule: Rule[Any, Any], p: Tensor, entry: Entry, name: str, like: Any
     return {**rest, **dict(zip(names_of(name, kept), tensors_of(kept)))}
 
 
+def _compensated(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Tensor:
+    """What an entry's compensation belongs to: in eval mode not what the parameter is."""
+    before = entry.get(TRAIN_PARAM) if rule.eval_point is not None else None
+    return p if before is None else _laid_out(p, before, p.dtype)
+
+
 def _kept_beside(p: Tensor, rest: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:
     """What was kept beside p, in a dtype, in memory of its own."""
     mine = _laid_out(p, rest, rest.dtype)
@@ -159,7 +166,7 @@ def decoded(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Entry:
     names = names_in(rule.state._fields, entry)
     for key, x in entry.items():
         if key == "kahan_comp" and not x.is_floating_point():
-            found[key] = recast_remainder(p, x, torch.float32)
+            found[key] = recast_remainder(_compensated(rule, p, entry), x, torch.float32)
         elif key in names and key.endswith("_q"):
             q, scale = to_local([x, entry[key.removesuffix("_q") + "_scale"]])
             plain = codes_of(q, scale).decode(torch.float32)

@@ -123,8 +123,8 @@ class TreeOwner:
             self._now.update(places, grads, microbatches, write)
 
     def check_accumulates(self) -> None:
-        """Refuse a rule without a sum over gradients."""
-        check_accumulates(self.optimizer.rule)
+        """Refuse a rule without a sum over gradients, and what needs the whole of it."""
+        check_accumulates(self.optimizer.rule, self.optimizer.cautious)
 
     def groups(self) -> object:
         """None: a tree has no groups."""

@@ -14,13 +14,11 @@ from optimi_func._codes import to
 from optimi_func._distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func._leaf import leaf_eval_point
 from optimi_func._rule import Leaf
-from optimi_func._saved import LoadReport
+from optimi_func._saved import TRAIN_PARAM, LoadReport
 from optimi_func._storage import state_in
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._checkpoints import Checkpoints
 from optimi_func.optimizers._groups import Group, Path, on_host
-
-TRAIN_PARAM = "train_param"
 
 
 class Evaluated(Checkpoints):
@@ -85,13 +83,31 @@ class Evaluated(Checkpoints):
 
     def _restore(self, params: list[Tensor]) -> None:
         for p in params:
-            _write(p, *to_local([self.state[p].pop(TRAIN_PARAM)]))
+            _write(p, *to_local([self.state[p][TRAIN_PARAM]]))
+            del self.state[p][TRAIN_PARAM]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, in the mode that the others are in: see `BaseOptimizer`."""
         mode = all(group["train_mode"] for group in self._evaluated())
         super().add_param_group(param_group)
         self._set_mode(mode)
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Make the state of every trainable parameter that has none: see `BaseOptimizer`.
+
+        In eval mode it holds, as after `eval()`, what the parameter is in train mode.
+        """
+        found = [
+            p
+            for group in self._evaluated()
+            for p in group["params"]
+            if not (group["train_mode"] or "step" in self.state.get(p, {}))
+        ]
+        super().init_state()
+        for p in found:
+            if "step" in self.state.get(p, {}):
+                self.state[p][TRAIN_PARAM] = p.detach().clone()
 
     def _evaluated(self) -> list[Group]:
         """The groups whose parameters are not where to evaluate."""

@@ -308,10 +308,10 @@ class BaseOptimizer(Checkpoints):
         """Refuse rules whose state cannot take a step's gradient in parts.
 
         Raises:
-            ValueError: One that cannot, of any group.
+            ValueError: One that cannot, of any group, or cautious=True.
         """
         for group in self.param_groups:
-            check_accumulates(self.rule_of(group))
+            check_accumulates(self.rule_of(group), group["cautious"])
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
         """The group that holds a parameter now.

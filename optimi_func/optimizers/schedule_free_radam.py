@@ -121,8 +121,8 @@ class ScheduleFreeRAdam(Evaluated, BaseOptimizer):
         r_t^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         lr_t = lr * r_t  once rho > 4, before: 0
 
-    with the rest of `ScheduleFreeAdamW`, which takes lr_t * g for a first step before
-    rho > 4 with silent_sgd_phase=False.
+    and the rest as in `ScheduleFreeAdamW`. With silent_sgd_phase=False the steps before
+    rho > 4 are z <- z - lr * (g + weight_decay * y).
 
     Call `train()` and `eval()` where the model's are called: from `eval()` to `train()` the
     parameters are x, and no step can be taken. lr needs neither schedule nor warmup, and

@@ -261,6 +261,49 @@ def test_a_state_without_the_parameters_to_go_on_from_is_told() -> None:
     assert same(before, bits(model))
 
 
+@pytest.mark.parametrize("before", [torch.ones(1), 1.0], ids=["a shape", "no tensor"])
+def test_what_parameters_were_has_their_shape(before: Any) -> None:
+    """A tensor of one element would be broadcast."""
+    _, optimizer = begun()
+    optimizer.eval()
+    saved = optimizer.state_dict()
+    saved["state"][0]["train_param"] = before
+    with pytest.raises(
+        ValueError, match=r"\[0\]\['train_param'\] is .* of shape \(128, 16\)"
+    ):
+        optimizer.load_state_dict(saved)
+    optimizer.train()
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize(("old", "new"), [("exact", None), (None, "exact")], ids=str)
+def test_eval_mode_loads_into_another_storage(old: Any, new: Any, decoded: bool) -> None:
+    """What is kept beside the trained parameter is not what the average lacks."""
+    model, optimizer = begun(dtype=BF16, storage=old)
+    found: list[dict[str, Tensor]] = []
+    for mode in (optimizer.train, optimizer.eval):
+        mode()
+        twin, other = begun(steps=0, dtype=BF16, storage=new)
+        twin.load_state_dict(model.state_dict())
+        saved = optimizer.decoded_state_dict() if decoded else optimizer.state_dict()
+        other.load_state_dict(saved)
+        other.train()
+        found.append(other.master_state_dict(twin))
+    assert same(list(found[0].values()), list(found[1].values()))
+
+
+def test_state_made_in_eval_mode_is_as_if_made_before() -> None:
+    model, optimizer = begun(steps=0)
+    fresh = bits(model)
+    optimizer.eval()
+    optimizer.init_state()
+    assert all("train_param" in state for state in optimizer.state.values())
+    optimizer.train()
+    assert same(bits(model), fresh)
+    train(model, optimizer, 2)
+    assert same(bits(model), bits(begun(steps=2)[0]))
+
+
 def test_a_state_that_does_not_fit_changes_no_mode() -> None:
     model, optimizer = begun()
     optimizer.eval()

@@ -223,6 +223,9 @@ def test_torchs_decoupled_adam_and_our_moving_average() -> None:
         ("lion", {}, "has no Lion"),
         ("adamw", {"decouple_lr": True, "weight_decay": 1e-4}, "decouple_lr=True and"),
         ("sgd", {"decouple_wd": True, "weight_decay": 0.1}, "decouple_wd=True and"),
+        ("adamw", {"cautious": True}, "AdamW cannot go on with cautious=True"),
+        ("adamw", {"cautious_decay": True}, "cautious_decay=True and weight_decay=0.01"),
+        ("adamw", {"corrected_decay": True}, "corrected_decay=True and weight_decay=0.01"),
     ],
 )
 def test_what_torch_cannot_go_on_with(cls: str, options: dict[str, Any], text: str) -> None:

@@ -19,14 +19,17 @@ from optimi_func._rule import Scalar
 class Running(NamedTuple):
     weight_sum: Scalar = 0.0  # W: of all z so far
     lr_max: Scalar = 0.0  # the largest lr, after its warmup
+    beta1: Scalar = (
+        0.0  # b1 of the last step, by which y is what it is; 0 before there was a weight
+    )
 
 
 class Averaging(NamedTuple):
     warmed: Scalar  # of lr what this step takes
     begins: Scalar  # 1 until there is a weight, as nothing has moved: z is y; then 0
-    weight: Scalar  # c
+    weight: Scalar  # of z - y what y moves by: c, where b1 is as it was
     inner: Scalar  # 1 - b1 * (1 - c): of u what y moves by
-    beyond: Scalar  # (1 - b1) / b1
+    beyond: Scalar  # (1 - b1) / b1, of the last step
 
 
 def averaging(
@@ -50,8 +53,12 @@ def averaging(
     c = choose(some, w / choose(some, total, 1.0), 0.0)
     begins = choose(running.weight_sum == 0, 1.0, 0.0)
     inner = 1.0 - beta1 * (1.0 - c)
-    found = Averaging(warmed, begins, c, inner, 1.0 / beta1 - 1.0)
-    return found, Running(total, top)
+    # x has to be told from y by the b1 that y was made by.
+    before = choose(running.beta1 == 0, beta1, running.beta1)
+    beyond = 1.0 / before - 1.0
+    weight = choose(before == beta1, c, inner - (1.0 - inner) * beyond)
+    found = Averaging(warmed, begins, weight, inner, beyond)
+    return found, Running(total, top, choose(some, beta1, running.beta1))
 
 
 def z_of(x: Tensor, z: Tensor, c: Averaging) -> Tensor:

@@ -568,3 +568,31 @@ def test_numbers_that_there_are_not(options: dict[str, Any], text: str) -> None:
         ScheduleFreeAdamW([nn.Parameter(torch.ones(2))], **options)
     with pytest.raises(ValueError, match=r"Invalid momentum: momentum=0.0"):
         ScheduleFreeSGD([nn.Parameter(torch.ones(2))], momentum=0.0)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_schedule_that_cycles_momentum_leaves_the_average_exact(capturable: bool) -> None:
+    """OneCycleLR does so unless told otherwise."""
+    torch.manual_seed(0)
+    w = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    z = x = w.detach().clone()
+    optimizer = optimi_func.ScheduleFreeSGD(
+        [w], lr=0.1, compile=False, capturable=capturable
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+    seen, total, top = set(), 0.0, 0.0
+    for _ in range(30):
+        group = optimizer.param_groups[0]
+        lr, b = float(group["lr"]), float(group["momentum"])
+        seen.add(b)
+        w.grad = torch.cos(3 * w.detach())
+        top = max(top, lr)
+        total += top**2
+        z = z - lr * w.grad
+        x = x + top**2 / total * (z - x)
+        optimizer.step()
+        assert torch.allclose(w, (1 - b) * z + b * x, rtol=0, atol=1e-12)
+        schedule.step()
+    optimizer.eval()
+    assert torch.allclose(w, x, rtol=0, atol=1e-12)
+    assert len(seen) > 10

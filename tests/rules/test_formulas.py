@@ -112,7 +112,13 @@ def test_equals_torch(theirs, ours: str, options) -> None:
     assert_moved_alike(p, pair[1], pair[0], 1e-12)
 
 
-@pytest.mark.parametrize("name", ["adam", "lion", "adan", "stableadamw", "ranger"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("adam", "lion", "adan", "stableadamw", "ranger", "lamb"),
+        "schedule_free_adamw",
+    ],
+)
 def test_betas_may_change_as_torch_has_them(name: str) -> None:
     import reference
 

@@ -877,7 +877,8 @@ def averaged(
     total = s["W"].item() + w
     c = w / total if total > 0 else 0.0
     x = (1 - c) * s["x"] + c * z
-    numbers = {"W": s["W"] * 0 + total, "top": s["top"] * 0 + top}
+    zero = 0 * s["W"]
+    numbers = {"W": zero + total, "top": zero + top, "b1": zero + b1 * (total > 0)}
     return (1 - b1) * (z - y) + b1 * (x - y), {"z": z, "x": x, **numbers}
 
 
@@ -890,6 +891,7 @@ def averaging_start(p: Tensor, *letters: str) -> State:
         "x": y.clone(),
         "W": zero,
         "top": zero,
+        "b1": zero,
     }
 
 

@@ -15,7 +15,7 @@ MU = B1 = 0.9
 ADAM = {"exp_avg": "m", "exp_avg_sq": "v"}
 
 # Of the rules that average the numbers of a parameter, and all that is theirs.
-RUNNING = {"weight_sum": "W", "lr_max": "top"}
+RUNNING = {"weight_sum": "W", "lr_max": "top", "beta1": "b1"}
 AVERAGING = {"z": "z", **RUNNING}
 
 # The fields of each rule's state, with the letters that the references have for them.

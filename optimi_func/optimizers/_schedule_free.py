@@ -55,7 +55,8 @@ def averaging(
     inner = 1.0 - beta1 * (1.0 - c)
     # x has to be told from y by the b1 that y was made by.
     before = choose(running.beta1 == 0, beta1, running.beta1)
-    beyond = 1.0 / before - 1.0
+    # A tensor may be 0, though no number may: x is lost then, but no derivative.
+    beyond = 1.0 / choose(before == 0, 1.0, before) - 1.0
     weight = choose(before == beta1, c, inner - (1.0 - inner) * beyond)
     found = Averaging(warmed, begins, weight, inner, beyond)
     return found, Running(total, top, choose(some, beta1, running.beta1))

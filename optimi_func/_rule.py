@@ -151,8 +151,8 @@ def no_coeffs(t: Scalar) -> NoState:
     return NoState()
 
 
-def along_gradient(g: Tensor, s: NoState, c: NoState) -> Direction:
-    """Its direction."""
+def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
+    """Its direction, which leaves any state as it is."""
     del c
     return Direction(g, s)
 

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._checks import check_accumulates, check_moves_state, check_taken, warn_user
+from optimi_func._checks import (
+    check_accumulates,
+    check_moves_state,
+    check_taken,
+    warn,
+    warn_user,
+)
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch
 from optimi_func._torch import uncompiled
@@ -155,8 +161,7 @@ class BaseOptimizer(Checkpoints):
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn, once for all groups from one on, of what is allowed but hardly meant."""
         bounds = [self._numbers.bind(group, on_host) for group in self.param_groups]
-        for text in likely_mistakes(self.param_groups, bounds, first):
-            warn_user(text)
+        warn(likely_mistakes(self.param_groups, bounds, first))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None

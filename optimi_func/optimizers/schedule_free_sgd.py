@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import slow_moment, warmed
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func._rule import MomentStorage, Rule, Scalar, Storage, along_gradient
 from optimi_func.optimizers._evaluation import Evaluated
 from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
 from optimi_func.optimizers._schedule_free import (
@@ -54,17 +54,12 @@ def coeffs(
     return Coeffs(average), running
 
 
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    del c
-    return Direction(g, s)
-
-
 schedule_free_sgd_rule = Rule(
     "schedule_free_sgd",
     State,
     init,
     coeffs,
-    direction,
+    along_gradient,
     after=after,
     running=Running,
     eval_point=eval_point,

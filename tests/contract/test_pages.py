@@ -1,4 +1,4 @@
-"""The documentation's code and facts: what docs/ shows is what the package does."""
+"""Code and facts of README and docs/: what they show is what the package does."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 # Made by docs/_build: tested below, and perhaps not there.
 MADE = {"optimizers", "_notes"}
 MADE_PAGES = {f"reference/{n}.md" for n in ("compiled", "functional", "optimizers")}
-PAGES = [
+PAGES = [ROOT / "README.md"] + [
     path
     for path in sorted(DOCS.rglob("*.md"))
     if path.relative_to(DOCS).parts[0] not in MADE
@@ -24,7 +24,7 @@ PAGES = [
 # A fence that is not to run says {.python .notest}, as those do that show a test's lines.
 FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.M | re.S)
 BLOCKS = {
-    f"{path.relative_to(DOCS)}-{i}": dedent(source)
+    f"{path.relative_to(ROOT)}-{i}": dedent(source)
     for path in PAGES
     for i, (_, source) in enumerate(FENCE.findall(path.read_text()))
 }
@@ -48,7 +48,8 @@ def test_blocks_are_found() -> None:
     for text in ("```python\n1\n```\n", "    ```python\n    1\n    ```\n"):
         assert [dedent(source) for _, source in FENCE.findall(text)] == ["1\n"]
     assert not FENCE.findall("```{.python .notest}\n1\n```\n")
-    assert any("adamw" in source.lower() for source in BLOCKS.values())
+    for page in ("README.md-0", "docs/start.md-0"):
+        assert "adamw" in BLOCKS[page].lower()
 
 
 def test_the_house_shows_a_test() -> None:

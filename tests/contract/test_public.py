@@ -20,7 +20,6 @@ PACKAGE = ROOT / "optimi_func"
 README = (ROOT / "README.md").read_text()
 CHOOSE = (ROOT / "docs/choose.md").read_text()
 RELEASE = (ROOT / "docs/release.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_public_names() -> None:
@@ -91,13 +90,6 @@ def test_import_leaves_the_compiler_and_dtensor_alone() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-@pytest.mark.parametrize("source", BLOCKS, ids=range(len(BLOCKS)))
-@pytest.mark.filterwarnings("default")
-def test_readme(source: str, monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
 
 
 def test_readme_is_short_and_names_every_optimizer() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._checks import check_number, decay_mistakes, warn
+from optimi_func._checks import check_betas, check_eps, check_number, decay_mistakes, warn
 from optimi_func._codes import dither_at, to
 from optimi_func._leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
 from optimi_func._math import scalar_dtype
@@ -62,6 +62,14 @@ class FunctionalOptimizer:
     # What its class is in other libraries, as `_saved.Counterparts`.
     counterparts: ClassVar[Any] = None
 
+    _rule: ClassVar[Rule[Any, Any]]
+
+    def __init_subclass__(cls, rule: Rule[Any, Any] | None = None) -> None:
+        """Note the mathematics, where no option chooses it."""
+        super().__init_subclass__()
+        if rule is not None:
+            cls._rule = rule
+
     lr: Number
     weight_decay: Number = 0.0
     decouple_lr: bool = False
@@ -74,12 +82,12 @@ class FunctionalOptimizer:
     @property
     def rule(self) -> Rule[Any, Any]:
         """The mathematics."""
-        raise NotImplementedError
+        return self._rule
 
     @property
     def decay(self) -> DecayKind:
         """What weight decay is added to, and what multiplies it."""
-        return self._decay_kind("decoupled")
+        return self._decay_kind("decoupled" if getattr(self, "decouple_wd", True) else "l2")
 
     @property
     def needs_max_lr(self) -> bool:
@@ -166,6 +174,11 @@ class FunctionalOptimizer:
             )
         if self.needs_max_lr:
             self._check_max_lr()
+        own: Any = self
+        if hasattr(self, "betas"):
+            check_betas(own.betas, len(type(own).betas))
+        if hasattr(self, "eps"):
+            check_eps(own.eps)
 
     def _check_max_lr(self) -> None:
         # lr / max_lr must mean something at every step to come.

@@ -123,19 +123,19 @@ def keeps_codes(rule: Rule[Any, Any]) -> bool:
 
 def decode(field: Tensor | Codes, dtype: torch.dtype) -> Tensor:
     """A field in the dtype of the arithmetic; the same object if it is in it."""
-    return to(field, dtype) if isinstance(field, Tensor) else field.decode(dtype)
+    return field.decode(dtype) if isinstance(field, Codes) else to(field, dtype)
 
 
 def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
     """X as a field is kept."""
-    if isinstance(like, Tensor):
-        return to(x, like.dtype)
-    return like.encode(refuse_derivatives(x, x), dither)
+    if isinstance(like, Codes):
+        return like.encode(refuse_derivatives(x, x), dither)
+    return to(x, like.dtype)
 
 
 def tensors_of(field: Any) -> tuple[Tensor, ...]:
     """The tensors that a field is kept in."""
-    return (field,) if isinstance(field, Tensor) else tuple(field)
+    return tuple(field) if isinstance(field, Codes) else (field,)
 
 
 def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:

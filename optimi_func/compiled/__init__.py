@@ -5,85 +5,41 @@ These run under no_grad and return detached tensors; to differentiate a step, co
 own function over the pure one in `optimi_func`. States come from the `*_init` there.
 """
 
-from optimi_func.compiled.train_step import train_step
-from optimi_func.execution.trees import step, step_
-from optimi_func.optimizers.adam import compiled_adam_step as adam_step
-from optimi_func.optimizers.adam import compiled_adam_step_ as adam_step_
-from optimi_func.optimizers.adam import compiled_adamw_step as adamw_step
-from optimi_func.optimizers.adam import compiled_adamw_step_ as adamw_step_
-from optimi_func.optimizers.adan import compiled_adan_step as adan_step
-from optimi_func.optimizers.adan import compiled_adan_step_ as adan_step_
-from optimi_func.optimizers.ademamix import compiled_ademamix_step as ademamix_step
-from optimi_func.optimizers.ademamix import compiled_ademamix_step_ as ademamix_step_
-from optimi_func.optimizers.adopt import compiled_adopt_step as adopt_step
-from optimi_func.optimizers.adopt import compiled_adopt_step_ as adopt_step_
-from optimi_func.optimizers.lamb import compiled_lamb_step as lamb_step
-from optimi_func.optimizers.lamb import compiled_lamb_step_ as lamb_step_
-from optimi_func.optimizers.lion import compiled_lion_step as lion_step
-from optimi_func.optimizers.lion import compiled_lion_step_ as lion_step_
-from optimi_func.optimizers.muon import compiled_muon_step as muon_step
-from optimi_func.optimizers.muon import compiled_muon_step_ as muon_step_
-from optimi_func.optimizers.radam import compiled_radam_step as radam_step
-from optimi_func.optimizers.radam import compiled_radam_step_ as radam_step_
-from optimi_func.optimizers.ranger import compiled_ranger_step as ranger_step
-from optimi_func.optimizers.ranger import compiled_ranger_step_ as ranger_step_
-from optimi_func.optimizers.schedule_free_adamw import (
-    compiled_schedule_free_adamw_step as schedule_free_adamw_step,
-)
-from optimi_func.optimizers.schedule_free_adamw import (
-    compiled_schedule_free_adamw_step_ as schedule_free_adamw_step_,
-)
-from optimi_func.optimizers.schedule_free_radam import (
-    compiled_schedule_free_radam_step as schedule_free_radam_step,
-)
-from optimi_func.optimizers.schedule_free_radam import (
-    compiled_schedule_free_radam_step_ as schedule_free_radam_step_,
-)
-from optimi_func.optimizers.schedule_free_sgd import (
-    compiled_schedule_free_sgd_step as schedule_free_sgd_step,
-)
-from optimi_func.optimizers.schedule_free_sgd import (
-    compiled_schedule_free_sgd_step_ as schedule_free_sgd_step_,
-)
-from optimi_func.optimizers.sgd import compiled_sgd_step as sgd_step
-from optimi_func.optimizers.sgd import compiled_sgd_step_ as sgd_step_
-from optimi_func.optimizers.stableadamw import compiled_stableadamw_step as stableadamw_step
-from optimi_func.optimizers.stableadamw import (
-    compiled_stableadamw_step_ as stableadamw_step_,
-)
+from optimi_func.compiled.train_step import train_step as train_step
+from optimi_func.execution.trees import step as step
+from optimi_func.execution.trees import step_ as step_
+from optimi_func.optimizers._forms import compiled_functions
+from optimi_func.optimizers.adam import adam, adamw
+from optimi_func.optimizers.adan import adan
+from optimi_func.optimizers.ademamix import ademamix
+from optimi_func.optimizers.adopt import adopt
+from optimi_func.optimizers.lamb import lamb
+from optimi_func.optimizers.lion import lion
+from optimi_func.optimizers.muon import muon
+from optimi_func.optimizers.radam import radam
+from optimi_func.optimizers.ranger import ranger
+from optimi_func.optimizers.schedule_free_adamw import schedule_free_adamw
+from optimi_func.optimizers.schedule_free_radam import schedule_free_radam
+from optimi_func.optimizers.schedule_free_sgd import schedule_free_sgd
+from optimi_func.optimizers.sgd import sgd
+from optimi_func.optimizers.stableadamw import stableadamw
 
-__all__ = [
-    "adam_step",
-    "adam_step_",
-    "adamw_step",
-    "adamw_step_",
-    "adan_step",
-    "adan_step_",
-    "ademamix_step",
-    "ademamix_step_",
-    "adopt_step",
-    "adopt_step_",
-    "lamb_step",
-    "lamb_step_",
-    "lion_step",
-    "lion_step_",
-    "muon_step",
-    "muon_step_",
-    "radam_step",
-    "radam_step_",
-    "ranger_step",
-    "ranger_step_",
-    "schedule_free_adamw_step",
-    "schedule_free_adamw_step_",
-    "schedule_free_radam_step",
-    "schedule_free_radam_step_",
-    "schedule_free_sgd_step",
-    "schedule_free_sgd_step_",
-    "sgd_step",
-    "sgd_step_",
-    "stableadamw_step",
-    "stableadamw_step_",
-    "step",
-    "step_",
-    "train_step",
-]
+adam_step, adam_step_ = compiled_functions(adam)
+adamw_step, adamw_step_ = compiled_functions(adamw)
+adan_step, adan_step_ = compiled_functions(adan)
+ademamix_step, ademamix_step_ = compiled_functions(ademamix)
+adopt_step, adopt_step_ = compiled_functions(adopt)
+lamb_step, lamb_step_ = compiled_functions(lamb)
+lion_step, lion_step_ = compiled_functions(lion)
+muon_step, muon_step_ = compiled_functions(muon)
+radam_step, radam_step_ = compiled_functions(radam)
+ranger_step, ranger_step_ = compiled_functions(ranger)
+schedule_free_adamw_step, schedule_free_adamw_step_ = compiled_functions(
+    schedule_free_adamw
+)
+schedule_free_radam_step, schedule_free_radam_step_ = compiled_functions(
+    schedule_free_radam
+)
+schedule_free_sgd_step, schedule_free_sgd_step_ = compiled_functions(schedule_free_sgd)
+sgd_step, sgd_step_ = compiled_functions(sgd)
+stableadamw_step, stableadamw_step_ = compiled_functions(stableadamw)

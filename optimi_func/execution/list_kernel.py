@@ -172,27 +172,22 @@ extern "C" void run_list(
     work();
 }
 
-// Whether each step count, a float32, still is what it was.
-extern "C" int64_t counts_hold(float* const* counts, const float* expected, int64_t n) {
-    for (int64_t i = 0; i < n; ++i)
-        if (*counts[i] != expected[i]) return 0;
+// Step counts, `floats` of them in float32, and behind them running numbers in float64.
+extern "C" int64_t counts_hold(
+    void* const* counts, const double* expected, int64_t floats, int64_t n) {
+    for (int64_t i = 0; i < floats; ++i)
+        if (*static_cast<float*>(counts[i]) != expected[i]) return 0;
+    for (int64_t i = floats; i < n; ++i)
+        if (*static_cast<double*>(counts[i]) != expected[i]) return 0;
     return 1;
 }
 
-// Count one step more.
-extern "C" void counts_advance(float* const* counts, float* expected, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) *counts[i] = expected[i] = expected[i] + 1.0f;
-}
-
-// Likewise of running numbers, whose next values are not their own.
-extern "C" int64_t numbers_hold(double* const* numbers, const double* expected, int64_t n) {
-    for (int64_t i = 0; i < n; ++i)
-        if (*numbers[i] != expected[i]) return 0;
-    return 1;
-}
-
-extern "C" void numbers_set(double* const* numbers, const double* values, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) *numbers[i] = values[i];
+// Count one step more; the running numbers become what is expected of them.
+extern "C" void counts_advance(
+    void* const* counts, double* expected, int64_t floats, int64_t n) {
+    for (int64_t i = 0; i < floats; ++i)
+        expected[i] = *static_cast<float*>(counts[i]) += 1.0f;
+    for (int64_t i = floats; i < n; ++i) *static_cast<double*>(counts[i]) = expected[i];
 }
 """
 
@@ -276,10 +271,8 @@ class Native(NamedTuple):
     """The compiled functions; addresses are integers."""
 
     run_list: Callable[..., None]
-    counts_hold: Callable[[int, int, int], int]
-    counts_advance: Callable[[int, int, int], None]
-    numbers_hold: Callable[[int, int, int], int]
-    numbers_set: Callable[[int, int, int], None]
+    counts_hold: Callable[[int, int, int, int], int]
+    counts_advance: Callable[[int, int, int, int], None]
     decode: Callable[..., None]
     encode: Callable[..., None]
 
@@ -302,20 +295,17 @@ def native() -> Native | None:
         # Counting takes less time than letting other Python threads run meanwhile.
         counting: Any = ctypes.PyDLL(library._name)
         run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
-        holds, sets = counting.numbers_hold, counting.numbers_set
     except Exception:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     run.argtypes = [pointer, number, pointer, pointer, pointer, number, number]
     run.argtypes += [ctypes.c_float, number]
     run.restype = None
-    hold.argtypes = advance.argtypes = [pointer, pointer, number]
+    hold.argtypes = advance.argtypes = [pointer, pointer, number, number]
     hold.restype, advance.restype = number, None
-    holds.argtypes = sets.argtypes = [pointer, pointer, number]
-    holds.restype, sets.restype = number, None
     library.decode.argtypes = [number, pointer, pointer, pointer, number]
     library.encode.argtypes = [number, *[pointer] * 3, number, ctypes.c_float]
-    return Native(run, hold, advance, holds, sets, library.decode, library.encode)
+    return Native(run, hold, advance, library.decode, library.encode)
 
 
 def list_kernel_of(

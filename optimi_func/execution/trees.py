@@ -103,7 +103,7 @@ class TreeStep:
         inputs = StepInputs(
             *(roles, to, local, numbers),
         )
-        plan.run(launches, inputs, write)
+        plan.run(launches.launches, inputs, write)
         if write and into is None and self._rule.running._fields:
             self._advance(places, numbers)
         moved = [leaf.p for leaf in leaves]

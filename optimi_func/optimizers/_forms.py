@@ -3,10 +3,9 @@
 Made here, typed, so that the file of an optimizer says only what is its own.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias
 
 import torch
 
@@ -15,11 +14,8 @@ from optimi_func._rule import PyTree, Rule, Storage
 from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
 from optimi_func.execution.trees import step, step_
-from optimi_func.optimizers._groups import check_torchs_own
-from optimi_func.optimizers.base import BaseOptimizer, Params
 
 P = ParamSpec("P")
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
 TreeStep: TypeAlias = Callable[
     Concatenate[PyTree, PyTree, TreeState, P], tuple[PyTree, TreeState]
 ]
@@ -61,20 +57,17 @@ def init_function(rule: Rule[Any, Any], name: str) -> TreeInit:
     return init
 
 
-def step_functions(
-    factory: Callable[P, FunctionalOptimizer], name: str
-) -> tuple[TreeStep[P], TreeStep[P], TreeStep[P]]:
-    """`name_step`, `compiled_name_step` and `compiled_name_step_`, in place.
+def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
+    """`name_step`: the step of what a factory makes, with its keywords."""
+    return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 
-    Args:
-        factory: Makes the value; its keywords are the functions' too.
-        name: Of the optimizer.
-    """
-    return (
-        _step_function(factory, _pure_step, f"{name}_step"),
-        _step_function(factory, step, f"compiled_{name}_step"),
-        _step_function(factory, step_, f"compiled_{name}_step_"),
-    )
+
+def compiled_functions(
+    factory: Callable[P, FunctionalOptimizer],
+) -> tuple[TreeStep[P], TreeStep[P]]:
+    """`name_step` and, in place, `name_step_`, through compiled kernels."""
+    name = f"compiled_{factory.__name__}_step"
+    return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
 
 
 def _pure_step(
@@ -109,19 +102,3 @@ def _step_function(
     step.__module__ = factory.__module__
     step.__doc__ = f"{run.__doc__}\n\n    {factory.__doc__}"
     return step
-
-
-def group_defaults(init: Constructor) -> Constructor:
-    """A constructor without a body: each argument is the groups' default of its name."""
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def construct(self: BaseOptimizer, params: Params, *args: Any, **kwargs: Any) -> None:
-        # Torch's, which its users pass as what they are there by default.
-        check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
-        given = signature.bind(self, params, *args, **kwargs)
-        given.apply_defaults()
-        _, _, *defaults = given.arguments.items()
-        BaseOptimizer.__init__(self, params, dict(defaults))
-
-    return cast(Constructor, construct)

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._checks import check_grad, warn_user
 from optimi_func._distributed import any_distributed, redistribute_like, to_local
 from optimi_func._rule import Microbatch
 from optimi_func._saved import Entry
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers, PackedScalars, upload_together
+from optimi_func.execution.scalars import Numbers, upload_together
 from optimi_func.execution.tensors import has_memory, is_capturing
 from optimi_func.optimizers._groups import (
     Group,
@@ -31,7 +29,6 @@ from optimi_func.optimizers._groups import (
     first_param,
     group_storage,
     on_device,
-    on_host,
     scalars_after,
     unwaited,
 )
@@ -86,16 +83,10 @@ class Stepper:
         for work in works:
             if is_capturing(work.params[0].device):
                 _check_capture(states, work, self._tensors(work.group))
-        whole = write and count
-        if whole and self._repeat(states, works):
-            return
         steps = [self._prepare(groups, states, work, write, None) for work in works]
-        known = [step for step in steps if step is not None]
-        if len(known) == len(works) and all([step.on_host for step in known]):
-            for step, (group, params, _, microbatches) in zip(known, works):
+        if all([step is not None and step.on_host for step in steps]):
+            for step in cast(list[PreparedStep], steps):
                 step.run(count)
-                if whole and microbatches is None:
-                    self.plans.remember(_asked(group), params, step)
             return
         if not all(has_memory(p) for work in works for p in work.params):
             for work in works:
@@ -109,36 +100,12 @@ class Stepper:
                 for step, work in zip(steps, works)
             ]
             insert_made(states, made)
-            upload_together(
-                [x for step in found if step for x in step.inputs.numbers.scalars]
-            )
+            upload_together([x for step in found if step for x in step.numbers.scalars])
             for step, work in zip(cast(list[PreparedStep], found), works):
                 step.run(count)
                 if write and step.plan.distributed:
                     # Autograd has not seen their local parts written.
                     torch.autograd.graph.increment_version(work.params)
-
-    def _repeat(self, states: State, works: list[Work]) -> bool:
-        """Run the last step again with new numbers; False, with nothing written, if not."""
-        if any_torch_dispatch_mode_on_stack():
-            return False  # what watches single operations is to see them
-        ready: list[Any] = []
-        for group, params, grads, microbatches in works:
-            last = self.plans.repeat(params)
-            if microbatches is not None or last is None or last.asked != _asked(group):
-                return False
-            flat = last.plan.current(params, list(map(states.get, params)))
-            if flat is None or not last.grads.holds(grads):
-                return False
-            bound = self._bind(group, on_host)
-            found, after = scalars_after(bound, last.plan.counts.now([], []), False)
-            scalars = PackedScalars(*found)
-            if not last.takes(bound.rule, scalars):
-                return False
-            ready.append((last, flat, grads, scalars, after))
-        for last, *given in ready:
-            last.run(*given)
-        return True
 
     def _prepare(
         self,
@@ -166,23 +133,24 @@ class Stepper:
             return None
         bound = self._bind(group, on_device if capturable else unwaited(params))
         apart = capturable and len(set(map(id, flags))) > 1
-        spec = Spec(bound.rule, group_storage(group), capturable, apart)
-        plan, flat = self.plans.find(spec, params), None
+        key = (*_asked(group), capturable, apart, *map(id, params))
+        plan, flat = self.plans.find(key, bound.rule), None
         if plan is not None:
             flat = plan.current(params, list(map(states.get, params)))
         if plan is None or flat is None:
             if made is None:
                 return None
             with _uncollected():
+                spec = Spec(bound.rule, group_storage(group), capturable, apart)
                 entries = [ensure_state(states, group, spec, p, made) for p in params]
                 others = sum(len(group["params"]) for group in groups)
-                plan, flat = self.plans.make(spec, params, entries, others)
-        roles, counts, running = plan.roles(flat), plan.steps(flat), plan.running(flat)
+                plan, flat = self.plans.make(key, spec, params, entries, others)
         if plan.distributed or any_distributed(grads):
             if made is None:
                 return None
             grads = to_local(_aligned(group, params, grads))
-        steps = plan.counts.now(counts, running)
+        on_host = not capturable
+        steps = plan.counts.now([] if on_host else plan.counted(flat))
         scalars, after = scalars_after(bound, steps, plan.coded)
         numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
         executor = executor_of(group)
@@ -190,15 +158,15 @@ class Stepper:
         if launches is None:
             if made is None:
                 return None
+            roles = plan.roles(flat)
             for p, part, g in zip(params, roles[0], grads):
                 check_grad(Path(group, p), part, g)
             launches = plan.make(executor, roles[0], grads, numbers, write)
-        inputs = StepInputs(roles, roles, grads, numbers)
-        return PreparedStep(plan, launches, inputs, counts, running, after, write)
+        return PreparedStep(plan, launches, flat, grads, numbers, after, write)
 
 
 # What a group asks for beside its numbers, as far as it decides on a plan.
-_asked = itemgetter("storage", "kahan_sum", "capturable", "foreach", "compile", "triton")
+_asked = itemgetter("storage", "kahan_sum", "state_dtype")
 
 
 def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]]) -> None:

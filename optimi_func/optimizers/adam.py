@@ -1,12 +1,11 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad: rules, pure optimizers and classes."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import (
     moment,
@@ -17,7 +16,6 @@ from optimi_func._math import (
     wide_second_moment,
 )
 from optimi_func._rule import (
-    DecayKind,
     Direction,
     MomentStorage,
     PyTree,
@@ -28,8 +26,19 @@ from optimi_func._rule import (
 from optimi_func._saved import Counterparts
 from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
-from optimi_func.optimizers._forms import group_defaults, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = [
+    "Adam",
+    "adam",
+    "adam_init",
+    "adam_step",
+    "AdamW",
+    "adamw",
+    "adamw_init",
+    "adamw_step",
+]
 
 # The rule
 
@@ -116,15 +125,6 @@ class adam(FunctionalOptimizer):
     def rule(self) -> Rule[Any, Any]:
         return amsgrad_rule if self.amsgrad else adam_rule
 
-    @property
-    def decay(self) -> DecayKind:
-        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
-
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class adamw(FunctionalOptimizer):
@@ -140,11 +140,6 @@ class adamw(FunctionalOptimizer):
     @property
     def rule(self) -> Rule[Any, Any]:
         return amsgrad_rule if self.amsgrad else adam_rule
-
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
 
 
 def adam_init(
@@ -168,8 +163,8 @@ def adam_init(
 
 
 adamw_init = adam_init
-adam_step, compiled_adam_step, compiled_adam_step_ = step_functions(adam, "adam")
-adamw_step, compiled_adamw_step, compiled_adamw_step_ = step_functions(adamw, "adamw")
+adam_step = step_function(adam)
+adamw_step = step_function(adamw)
 
 # The classes
 
@@ -210,32 +205,13 @@ class Adam(BaseOptimizer):
 
     factory = adam
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        amsgrad: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    eps: float = 1e-6
+    decouple_wd: bool = False
+    _: KW_ONLY
+    amsgrad: bool = False
 
 
 class AdamW(BaseOptimizer):
@@ -272,28 +248,9 @@ class AdamW(BaseOptimizer):
 
     factory = adamw
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        amsgrad: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 1e-2
+    eps: float = 1e-6
+    _: KW_ONLY
+    amsgrad: bool = False

@@ -1,18 +1,19 @@
 """Adan (Xie et al. 2022): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment, power, root, second_moment, sqrt, wide_moment
-from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["Adan", "adan", "adan_init", "adan_step"]
 
 # The rule
 
@@ -72,7 +73,7 @@ adan_rule = Rule("adan", State, init, coeffs, direction)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class adan(FunctionalOptimizer):
+class adan(FunctionalOptimizer, rule=adan_rule):
     """`Adan` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(optimi_negated=("prev_grad",))
@@ -83,23 +84,14 @@ class adan(FunctionalOptimizer):
     adam_wd: bool = False
 
     @property
-    def rule(self) -> Rule[Any, Any]:
-        return adan_rule
-
-    @property
     def decay(self) -> DecayKind:
         if self.adam_wd:
             return super().decay
         return self._decay_kind("proximal")
 
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 3)
-        check_eps(self.eps)
-
 
 adan_init = init_function(adan_rule, "adan")
-adan_step, compiled_adan_step, compiled_adan_step_ = step_functions(adan, "adan")
+adan_step = step_function(adan)
 
 # The class
 
@@ -141,28 +133,10 @@ class Adan(BaseOptimizer):
 
     factory = adan
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
-        weight_decay: float = 2e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        adam_wd: bool = False,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor
+    betas: tuple[float, float, float] = (0.98, 0.92, 0.99)
+    weight_decay: float = 2e-2
+    eps: float = 1e-6
+    decouple_lr: bool = False
+    max_lr: float | None = None
+    adam_wd: bool = False

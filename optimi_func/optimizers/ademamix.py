@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps, check_number
+from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, log, moment, power, root, slow_moment, sqrt, warmed
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["AdEMAMix", "ademamix", "ademamix_init", "ademamix_step"]
 
 # The rule
 
@@ -86,7 +88,7 @@ ademamix_rule = Rule("ademamix", State, init, coeffs, direction, accumulate=accu
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ademamix(FunctionalOptimizer):
+class ademamix(FunctionalOptimizer, rule=ademamix_rule):
     """`AdEMAMix` as a value: `init` and `step` over a tree of parameters."""
 
     betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999)
@@ -95,14 +97,8 @@ class ademamix(FunctionalOptimizer):
     alpha_warmup: Number = 0
     beta3_warmup: Number = 0
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return ademamix_rule
-
     def check(self) -> None:
         super().check()
-        check_betas(self.betas, 3)
-        check_eps(self.eps)
         check_number("share of the slow mean", "alpha", self.alpha)
         check_number("warmup of alpha", "alpha_warmup", self.alpha_warmup)
         check_number("warmup of beta3", "beta3_warmup", self.beta3_warmup)
@@ -113,9 +109,7 @@ class ademamix(FunctionalOptimizer):
 
 
 ademamix_init = init_function(ademamix_rule, "ademamix")
-ademamix_step, compiled_ademamix_step, compiled_ademamix_step_ = step_functions(
-    ademamix, "ademamix"
-)
+ademamix_step = step_function(ademamix)
 
 # The class
 
@@ -162,30 +156,10 @@ class AdEMAMix(BaseOptimizer):
 
     factory = ademamix
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        alpha: float = 8.0,
-        alpha_warmup: float = 0,
-        beta3_warmup: float = 0,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float, float] = (0.9, 0.999, 0.9999)
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    alpha: float = 8.0
+    alpha_warmup: float = 0
+    beta3_warmup: float = 0

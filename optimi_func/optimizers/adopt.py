@@ -1,17 +1,18 @@
 """ADOPT (Taniguchi et al. 2024): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment, root, slow_moment
-from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 
 # The rule
 
@@ -67,25 +68,15 @@ adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class adopt(FunctionalOptimizer):
+class adopt(FunctionalOptimizer, rule=adopt_rule):
     """`ADOPT` as a value: `init` and `step` over a tree of parameters."""
 
     betas: tuple[Number, Number] = (0.9, 0.9999)
     eps: Number = 1e-6
     decouple_wd: bool = False
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return adopt_rule
-
-    @property
-    def decay(self) -> DecayKind:
-        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
-
     def check(self) -> None:
         super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
 
     @property
     def narrow_betas(self) -> tuple[Number, ...]:
@@ -93,7 +84,7 @@ class adopt(FunctionalOptimizer):
 
 
 adopt_init = init_function(adopt_rule, "adopt")
-adopt_step, compiled_adopt_step, compiled_adopt_step_ = step_functions(adopt, "adopt")
+adopt_step = step_function(adopt)
 
 # The class
 
@@ -138,28 +129,8 @@ class ADOPT(BaseOptimizer):
 
     factory = adopt
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.9999),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.9999)
+    weight_decay: float = 0.0
+    eps: float = 1e-6
+    decouple_wd: bool = False

@@ -7,7 +7,8 @@ where kept, `kahan_comp`.
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeAlias, cast
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar, TypeAlias, cast, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from optimi_func._checks import (
     warn_user,
 )
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import WHOLE_BATCH, Microbatch
+from optimi_func._rule import WHOLE_BATCH, Microbatch, Storage
 from optimi_func._torch import uncompiled
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import Spec
@@ -31,6 +32,8 @@ from optimi_func.optimizers._groups import (
     Path,
     check_group,
     check_modes,
+    check_torchs_own,
+    constructor_signature,
     group_storage,
     likely_mistakes,
     on_host,
@@ -46,7 +49,12 @@ Params: TypeAlias = (
 Closure: TypeAlias = Callable[[], Any]
 
 
-class BaseOptimizer(Checkpoints):
+@dataclass_transform()
+class _Fields:
+    """A constructor's arguments are the fields of its class, then those of its base."""
+
+
+class BaseOptimizer(_Fields, Checkpoints):
     """What all classes share: `step` over groups, state, loading, argument checks.
 
     A subclass is the constructor of its groups' defaults, and names the value whose step
@@ -91,15 +99,44 @@ class BaseOptimizer(Checkpoints):
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
 
+    params: Params
+    lr: float | Tensor
+    _: KW_ONLY
+    decouple_lr: bool = False
+    max_lr: float | None = None
+    kahan_sum: bool | None = None
+    foreach: bool | None = None
+    triton: bool | None = None
+    gradient_release: bool = False
+    compile: bool | None = None
+    maximize: bool = False
+    capturable: bool = False
+    state_dtype: torch.dtype | str | None = None
+    storage: Storage | str | None = None
+    cautious_decay: bool = False
+    corrected_decay: bool = False
+    cautious: bool = False
+
     def __init_subclass__(cls) -> None:
-        """Read the keywords off the factory's signature."""
+        """Read the keywords off the factory's signature, and make the constructor."""
         super().__init_subclass__()
-        if not hasattr(cls, "factory"):
+        if "factory" not in cls.__dict__:
             return
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
         assert cls.keywords[0] == "lr"
+        cls.__signature__ = signature = constructor_signature(cls, BaseOptimizer)
 
-    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        def construct(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:
+            # Torch's, which its users pass as what they are there by default.
+            check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            (_, params), *defaults = given.arguments.items()
+            BaseOptimizer._construct(self, params, dict(defaults))
+
+        cls.__init__ = construct
+
+    def _construct(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
@@ -111,7 +148,7 @@ class BaseOptimizer(Checkpoints):
             moments := getattr(defaults["storage"], "moments", None), torch.dtype
         ):
             defaults["storage"] = defaults["storage"]._replace(moments=str(moments))
-        super().__init__(cast(Any, params), defaults)
+        torch.optim.Optimizer.__init__(self, cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(0)
         if self.defaults["gradient_release"]:

@@ -1,18 +1,18 @@
 """LAMB (You et al. 2019): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import moment, root, slow_moment
-from optimi_func._rule import Means, MomentStorage, Rule, Scalar, Storage
+from optimi_func._rule import Means, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
 # The rule
 
@@ -51,7 +51,7 @@ lamb_rule = Rule(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class lamb(FunctionalOptimizer):
+class lamb(FunctionalOptimizer, rule=lamb_rule):
     """`LAMB` as a value: `init` and `step` over a tree of parameters."""
 
     betas: tuple[Number, Number] = (0.9, 0.999)
@@ -59,22 +59,13 @@ class lamb(FunctionalOptimizer):
     eps: Number = 1e-6
 
     @property
-    def rule(self) -> Rule[Any, Any]:
-        return lamb_rule
-
-    @property
     def narrow_betas(self) -> tuple[Number, ...]:
         """Of the first moment: v is wide, whatever the storage."""
         return self.betas[:1]
 
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
-
 
 lamb_init = init_function(lamb_rule, "lamb")
-lamb_step, compiled_lamb_step, compiled_lamb_step_ = step_functions(lamb, "lamb")
+lamb_step = step_function(lamb)
 
 # The class
 
@@ -126,27 +117,7 @@ class LAMB(BaseOptimizer):
 
     factory = lamb
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 1e-2
+    eps: float = 1e-6

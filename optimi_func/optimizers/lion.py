@@ -1,17 +1,18 @@
 """Lion (Chen et al. 2023): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._checks import check_betas
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["Lion", "lion", "lion_init", "lion_step"]
 
 # The rule
 
@@ -58,22 +59,14 @@ lion_rule = Rule("lion", State, init, coeffs, direction, accumulate=accumulate)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class lion(FunctionalOptimizer):
+class lion(FunctionalOptimizer, rule=lion_rule):
     """`Lion` as a value: `init` and `step` over a tree of parameters."""
 
     betas: tuple[Number, Number] = (0.9, 0.99)
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return lion_rule
-
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 2)
-
 
 lion_init = init_function(lion_rule, "lion")
-lion_step, compiled_lion_step, compiled_lion_step_ = step_functions(lion, "lion")
+lion_step = step_function(lion)
 
 # The class
 
@@ -112,26 +105,6 @@ class Lion(BaseOptimizer):
 
     factory = lion
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0

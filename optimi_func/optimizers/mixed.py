@@ -159,7 +159,7 @@ class Mixed(Evaluated, BaseOptimizer):
             "storage": storage,
         }
         self._placed: list[tuple[str, int]] = []
-        super().__init__(params, defaults)
+        self._construct(params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
         check_each("Mixed", selects, rest is not None, names, places)
         del self._placed

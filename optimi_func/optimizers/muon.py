@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_eps, check_number
+from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import is_differentiated, moment
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
 
 Triple: TypeAlias = tuple[float, float, float]
 # Which rows of a matrix are matrices of their own: so many parts, or parts of so many.
@@ -50,6 +50,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
     "rms_to_rms": lambda m, n: math.sqrt(m / n),
 }
+
+__all__ = ["Muon", "muon", "muon_init", "muon_step"]
 
 # The rule
 
@@ -287,7 +289,6 @@ class muon(FunctionalOptimizer):
     def check(self) -> None:
         super().check()
         check_number("momentum", "momentum", self.momentum, below=1.0)
-        check_eps(self.eps)
         if self.adjust_lr_fn not in SCALES:
             raise ValueError(
                 f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
@@ -297,7 +298,7 @@ class muon(FunctionalOptimizer):
 
 
 muon_init = init_function(muon(lr=0.0).rule, "muon")
-muon_step, compiled_muon_step, compiled_muon_step_ = step_functions(muon, "muon")
+muon_step = step_function(muon)
 
 # The class
 
@@ -356,33 +357,14 @@ class Muon(BaseOptimizer):
 
     factory = muon
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Any = TABLES["standard"][0],
-        eps: float = 1e-7,
-        ns_steps: int | None = None,
-        adjust_lr_fn: str = "match_rms_adamw",
-        *,
-        ns_dtype: torch.dtype | str | None = None,
-        split: int | tuple[int, ...] | None = None,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: Any = TABLES["standard"][0]
+    eps: float = 1e-7
+    ns_steps: int | None = None
+    adjust_lr_fn: str = "match_rms_adamw"
+    _: KW_ONLY
+    ns_dtype: torch.dtype | str | None = None
+    split: int | tuple[int, ...] | None = None

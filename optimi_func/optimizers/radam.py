@@ -1,19 +1,20 @@
 """RAdam (Liu et al. 2020): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, power, root, sqrt
-from optimi_func._rule import DecayKind, Direction, Rule, Scalar, Storage
+from optimi_func._rule import Direction, Rule, Scalar
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers import adam
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
 # The rule
 
@@ -60,7 +61,7 @@ radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class radam(FunctionalOptimizer):
+class radam(FunctionalOptimizer, rule=radam_rule):
     """`RAdam` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(in_torch=torch.optim.RAdam)
@@ -69,22 +70,9 @@ class radam(FunctionalOptimizer):
     eps: Number = 1e-6
     decouple_wd: bool = False
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return radam_rule
-
-    @property
-    def decay(self) -> DecayKind:
-        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
-
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
-
 
 radam_init = init_function(radam_rule, "radam")
-radam_step, compiled_radam_step, compiled_radam_step_ = step_functions(radam, "radam")
+radam_step = step_function(radam)
 
 # The class
 
@@ -125,28 +113,8 @@ class RAdam(BaseOptimizer):
 
     factory = radam
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    eps: float = 1e-6
+    decouple_wd: bool = False

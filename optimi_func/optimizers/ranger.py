@@ -1,19 +1,21 @@
 """Ranger (Wright 2019): RAdam with lookahead: rule, pure optimizer and class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps, check_number
+from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, scalar_dtype
-from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers import adam, radam
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 
 # The rule
 
@@ -66,7 +68,7 @@ ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ranger(FunctionalOptimizer):
+class ranger(FunctionalOptimizer, rule=ranger_rule):
     """`Ranger` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
@@ -77,24 +79,14 @@ class ranger(FunctionalOptimizer):
     alpha: Number = 0.5
     decouple_wd: bool = True
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return ranger_rule
-
-    @property
-    def decay(self) -> DecayKind:
-        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
-
     def check(self) -> None:
         super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
         check_number("lookahead period", "k", self.k, least=1.0)
         check_number("lookahead alpha", "alpha", self.alpha, most=1.0)
 
 
 ranger_init = init_function(ranger_rule, "ranger")
-ranger_step, compiled_ranger_step, compiled_ranger_step_ = step_functions(ranger, "ranger")
+ranger_step = step_function(ranger)
 
 # The class
 
@@ -134,30 +126,10 @@ class Ranger(BaseOptimizer):
 
     factory = ranger
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        k: int = 6,
-        alpha: float = 0.5,
-        decouple_wd: bool = True,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    eps: float = 1e-6
+    k: int = 6
+    alpha: float = 0.5
+    decouple_wd: bool = True

@@ -1,17 +1,17 @@
 """Schedule-Free AdamW (Defazio et al. 2024): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._checks import check_eps, check_number
+from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import power, root, slow_moment, slow_second_moment, sqrt, warmed
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, Storage
+from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._evaluation import Evaluated
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers._schedule_free import (
     Averaging,
     Running,
@@ -21,7 +21,14 @@ from optimi_func.optimizers._schedule_free import (
     check_schedule_free_betas,
     eval_point,
 )
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = [
+    "ScheduleFreeAdamW",
+    "schedule_free_adamw",
+    "schedule_free_adamw_init",
+    "schedule_free_adamw_step",
+]
 
 # The rule
 
@@ -81,7 +88,7 @@ schedule_free_adamw_rule = Rule(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class schedule_free_adamw(FunctionalOptimizer):
+class schedule_free_adamw(FunctionalOptimizer, rule=schedule_free_adamw_rule):
     """`ScheduleFreeAdamW` as a value: `init`, `step` and `eval_params` over a tree."""
 
     betas: tuple[Number, Number] = (0.9, 0.999)
@@ -91,27 +98,18 @@ class schedule_free_adamw(FunctionalOptimizer):
     weight_lr_power: Number = 2.0
 
     @property
-    def rule(self) -> Rule[Any, Any]:
-        return schedule_free_adamw_rule
-
-    @property
     def narrow_betas(self) -> tuple[Number, ...]:
         return ()
 
     def check(self) -> None:
         super().check()
         check_schedule_free_betas(self.betas)
-        check_eps(self.eps)
         check_number("warmup", "warmup_steps", self.warmup_steps)
         check_averaging(self.r, self.weight_lr_power, self.cautious)
 
 
 schedule_free_adamw_init = init_function(schedule_free_adamw_rule, "schedule_free_adamw")
-(
-    schedule_free_adamw_step,
-    compiled_schedule_free_adamw_step,
-    compiled_schedule_free_adamw_step_,
-) = step_functions(schedule_free_adamw, "schedule_free_adamw")
+schedule_free_adamw_step = step_function(schedule_free_adamw)
 
 # The class
 
@@ -167,30 +165,10 @@ class ScheduleFreeAdamW(Evaluated, BaseOptimizer):
 
     factory = schedule_free_adamw
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 2.5e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        warmup_steps: int = 0,
-        r: float = 0.0,
-        weight_lr_power: float = 2.0,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 2.5e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    r: float = 0.0
+    weight_lr_power: float = 2.0

@@ -1,17 +1,17 @@
 """Schedule-Free SGD (Defazio et al. 2024): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import slow_moment, warmed
-from optimi_func._rule import MomentStorage, Rule, Scalar, Storage, along_gradient
+from optimi_func._rule import MomentStorage, Rule, Scalar, along_gradient
 from optimi_func.optimizers._evaluation import Evaluated
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
+from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers._schedule_free import (
     Averaging,
     Running,
@@ -21,7 +21,14 @@ from optimi_func.optimizers._schedule_free import (
     check_positive_beta,
     eval_point,
 )
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = [
+    "ScheduleFreeSGD",
+    "schedule_free_sgd",
+    "schedule_free_sgd_init",
+    "schedule_free_sgd_step",
+]
 
 # The rule
 
@@ -69,17 +76,13 @@ schedule_free_sgd_rule = Rule(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class schedule_free_sgd(FunctionalOptimizer):
+class schedule_free_sgd(FunctionalOptimizer, rule=schedule_free_sgd_rule):
     """`ScheduleFreeSGD` as a value: `init`, `step` and `eval_params` over a tree."""
 
     momentum: Number = 0.9
     warmup_steps: Number = 0
     r: Number = 0.0
     weight_lr_power: Number = 2.0
-
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return schedule_free_sgd_rule
 
     def check(self) -> None:
         super().check()
@@ -89,11 +92,7 @@ class schedule_free_sgd(FunctionalOptimizer):
 
 
 schedule_free_sgd_init = init_function(schedule_free_sgd_rule, "schedule_free_sgd")
-(
-    schedule_free_sgd_step,
-    compiled_schedule_free_sgd_step,
-    compiled_schedule_free_sgd_step_,
-) = step_functions(schedule_free_sgd, "schedule_free_sgd")
+schedule_free_sgd_step = step_function(schedule_free_sgd)
 
 # The class
 
@@ -145,29 +144,9 @@ class ScheduleFreeSGD(Evaluated, BaseOptimizer):
 
     factory = schedule_free_sgd
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1.0,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        r: float = 0.0,
-        weight_lr_power: float = 2.0,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1.0
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    r: float = 0.0
+    weight_lr_power: float = 2.0

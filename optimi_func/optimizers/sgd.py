@@ -1,6 +1,6 @@
 """SGD, with momentum and Nesterov: the rules, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import choose, moment
 from optimi_func._rule import (
-    DecayKind,
     Direction,
     MomentStorage,
     NoState,
@@ -25,8 +24,10 @@ from optimi_func._rule import (
 from optimi_func._saved import Counterparts
 from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
-from optimi_func.optimizers._forms import group_defaults, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
 
 # The rules
 
@@ -107,10 +108,6 @@ class sgd(FunctionalOptimizer):
             return sgd_rule
         return nesterov_rule if self.nesterov else momentum_rule
 
-    @property
-    def decay(self) -> DecayKind:
-        return self._decay_kind("decoupled" if self.decouple_wd else "l2")
-
     def check(self) -> None:
         super().check()
         check_number("momentum", "momentum", self.momentum, below=1.0)
@@ -147,7 +144,7 @@ def sgd_init(
     )
 
 
-sgd_step, compiled_sgd_step, compiled_sgd_step_ = step_functions(sgd, "sgd")
+sgd_step = step_function(sgd)
 
 # The class
 
@@ -190,30 +187,13 @@ class SGD(BaseOptimizer):
 
     factory = sgd
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        dampening: bool | float = False,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        torch_init: bool = False,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        nesterov: bool = False,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    dampening: bool | float = False
+    decouple_wd: bool = False
+    decouple_lr: bool = False
+    max_lr: float | None = None
+    torch_init: bool = False
+    _: KW_ONLY
+    nesterov: bool = False

@@ -1,18 +1,18 @@
 """StableAdamW (Wortsman et al. 2023): the rule, the pure optimizer and the class."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
+import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._checks import check_betas, check_eps
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import root
-from optimi_func._rule import Direction, Means, Rule, Scalar, Storage
+from optimi_func._rule import Direction, Means, Rule, Scalar
 from optimi_func.optimizers import adam
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers.base import BaseOptimizer
+
+__all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
 # The rule
 
@@ -49,27 +49,16 @@ stableadamw_rule = Rule(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class stableadamw(FunctionalOptimizer):
+class stableadamw(FunctionalOptimizer, rule=stableadamw_rule):
     """`StableAdamW` as a value: `init` and `step` over a tree of parameters."""
 
     betas: tuple[Number, Number] = (0.9, 0.99)
     weight_decay: Number = 1e-2
     eps: Number = 1e-6
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return stableadamw_rule
-
-    def check(self) -> None:
-        super().check()
-        check_betas(self.betas, 2)
-        check_eps(self.eps)
-
 
 stableadamw_init = init_function(stableadamw_rule, "stableadamw")
-stableadamw_step, compiled_stableadamw_step, compiled_stableadamw_step_ = step_functions(
-    stableadamw, "stableadamw"
-)
+stableadamw_step = step_function(stableadamw)
 
 # The class
 
@@ -110,27 +99,7 @@ class StableAdamW(BaseOptimizer):
 
     factory = stableadamw
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: float | Tensor
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 1e-2
+    eps: float = 1e-6

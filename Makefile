@@ -16,6 +16,8 @@ DOCS := $(VENV)/.docs
 # 3.13 too; what these may need beside them is not pinned, as are TORCH's own requirements.
 CONSTRAINTS := $(if $(TORCH),$(VENV).txt,constraints.txt)
 
+CPP := $(wildcard optimi_func/execution/cpp/*.cpp)
+
 DEVICE ?=
 # Of a GPU one question is asked, in minutes, and nowhere else.
 QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop \
@@ -103,11 +105,13 @@ docs-test: docs
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf .venv .venv-* outputs site build dist *.egg-info .cache .pytest_cache .ruff_cache .hypothesis

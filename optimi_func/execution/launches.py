@@ -12,8 +12,9 @@ from optimi_func._distributed import ShardSpec, all_reduce_sum
 from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step, whole_means
 from optimi_func._rule import Leaf, Rule, Scalar
 from optimi_func._storage import state_of
+from optimi_func.execution.cpp import PIECE, address
 from optimi_func.execution.inductor import Flat
-from optimi_func.execution.list_kernel import PIECE, ListKernel, address
+from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import (
     ALIGNMENT,
     Numbers,

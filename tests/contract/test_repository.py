@@ -31,7 +31,7 @@ def test_every_file_has_the_same_version() -> None:
 def test_pre_commit_has_the_versions_of_make_lint() -> None:
     asked = pins((ROOT / ".pre-commit-config.yaml").read_text())
     pinned = pins((ROOT / "constraints.txt").read_text())
-    assert set(asked) == {"ruff", "basedpyright"}
+    assert set(asked) == {"ruff", "basedpyright", "clang-format"}
     for name, versions in asked.items():
         assert versions == pinned[name]
 

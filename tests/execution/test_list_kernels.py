@@ -1,5 +1,8 @@
 """One call for a list of leaves: the same bits whatever the threads and the neighbours."""
 
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimi_func import AdamW, StableAdamW, compiled, stableadamw
-from optimi_func.execution import executors, guards, kernels, list_kernel
+from optimi_func.execution import cpp, executors, guards, kernels, list_kernel
+from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.guards import Guard, tensor_guards
-from optimi_func.execution.list_kernel import PIECE, ListKernel
+from optimi_func.execution.list_kernel import ListKernel
 
 # Around vectors, and around the pieces that threads take; a large one first.
 SIZES = [3 * PIECE + 5, 1, 3, 16, 17, 64, 1000, PIECE - 1, PIECE, PIECE + 1]
@@ -257,6 +261,22 @@ def test_one_parameter_turned_around_in_its_memory() -> None:
 
 
 # What a sweep is made of
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])  # torch 2.11's and 2.13's
+@pytest.mark.parametrize("name", ["list", "codecs"])
+def test_the_source_is_cpp_without_warnings(name: str, standard: str) -> None:
+    file = Path(cpp.__file__).with_suffix("") / f"{name}.cpp"
+    strict = ["-Wall", "-Wextra", "-Werror", "-fopenmp", f"-std={standard}"]
+    subprocess.run(["g++", *strict, *cpp.FLAGS, "-fsyntax-only", file], check=True)
+
+
+def test_the_cache_sees_all_source() -> None:
+    """Its key is a hash of the text that is compiled, and of no file included by that."""
+    text = cpp.source()
+    assert '#include "' not in text
+    assert "CODECS[] = {" in text and "void run_list(" in text
 
 
 def test_what_does_not_give_the_same_is_not_used(monkeypatch) -> None:

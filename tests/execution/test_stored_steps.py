@@ -24,8 +24,8 @@ import optimi_func
 from optimi_func import AdamW, adamw, compiled
 from optimi_func._codes import NEAREST, moment_codes, narrow, second_moment_codes, widen
 from optimi_func._rule import WHOLE_BATCH, Storage
+from optimi_func.execution.cpp import native
 from optimi_func.execution.launches import ListLaunch
-from optimi_func.execution.list_kernel import native
 
 F32 = torch.float32
 COMPILED = {"compile": True}

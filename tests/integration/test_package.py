@@ -14,6 +14,7 @@ import torch
 import optimi_func
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "optimi_func"
 NOT_COPIED = (".*", "site", "outputs", "build", "dist", "*.egg-info", "__pycache__")
 
 PROGRAM = """
@@ -72,9 +73,10 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def modules() -> set[str]:
-    package = ROOT / "optimi_func"
-    return {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
+def sources() -> set[str]:
+    """All files of the package, as paths from the root."""
+    paths = [p for end in ("py", "cpp", "typed") for p in PACKAGE.rglob(f"*.{end}")]
+    return {str(path.relative_to(ROOT)) for path in paths}
 
 
 @pytest.mark.soak
@@ -83,7 +85,7 @@ def test_the_sdist_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
         paths = {m.name.partition("/")[2] for m in file.getmembers() if m.isfile()}
     assert f"-{optimi_func.__version__}.tar.gz" in built[0].name
     files = {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml"}
-    files |= modules() | {"optimi_func/py.typed"}
+    files |= sources()
     assert files <= paths
     made = {"PKG-INFO", "MANIFEST.in", "setup.cfg"}
     rest = {path for path in paths - files - made if ".egg-info/" not in path}
@@ -97,7 +99,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
         (metadata,) = [path for path in paths if path.endswith(".dist-info/METADATA")]
         text = file.read(metadata).decode()
     inside = {path for path in paths if ".dist-info/" not in path}
-    assert inside == modules() | {"optimi_func/py.typed"}
+    assert inside == sources()
     assert any(path.endswith("licenses/LICENSE") for path in paths)
     assert f"\nVersion: {optimi_func.__version__}\n" in text
     needed = [x for x in text.splitlines() if x.startswith("Requires-Dist")]

@@ -1,0 +1,148 @@
+// The loop of list kernels: it cuts rows of tensors into pieces, which threads take one
+// after the other. PIECE, MOST, SLOTS and SLOT come from cpp.py.
+
+// Inductor turns the compiler's own vectorization off, and the codecs need it. This has to
+// precede all headers, because their functions are not inlined otherwise.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("tree-loop-vectorize")
+#endif
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "codecs.cpp"
+
+// Elements of a piece, if no means are taken: at least, of a kernel that decodes (what is
+// decoded stays in the L1 cache), and at most. GRAIN elements are worth a thread.
+constexpr int64_t SHORTEST = 1 << 12, DECODED = 1 << 10, LONGEST = 1 << 20;
+constexpr int64_t GRAIN = 1 << 15;
+
+// A kernel takes pointers and, last, the number of elements that they point to.
+typedef void (*Apply)(void* kernel, void** pointers, int64_t length);
+
+template <size_t... I>
+static void spread(void* kernel, void** p, int64_t length, std::index_sequence<I...>) {
+    typedef void (*Kernel)(decltype((void)I, (void*)nullptr)..., int64_t);
+    reinterpret_cast<Kernel>(kernel)(p[I]..., length);
+}
+template <size_t N>
+static void apply(void* kernel, void** pointers, int64_t length) {
+    spread(kernel, pointers, length, std::make_index_sequence<N>());
+}
+template <size_t... N>
+static Apply chosen(size_t count, std::index_sequence<N...>) {
+    static const Apply all[] = {apply<N>...};
+    return all[count];
+}
+
+// codecs.Argument: the columns of the table that hold an argument of the caller.
+struct Argument {
+    int64_t codec, first, second, written;
+};
+
+struct Kernel {
+    void* code;
+    int64_t count;          // of the machine code's arguments
+    const int64_t* roles;   // of each: index of our argument, -1 scalars, -2 - i slot i
+    const int64_t* widths;  // of each: bytes of an element
+    const Argument* ours;   // null if every argument is one column
+    int64_t given;          // length of `ours`
+};
+
+// Args:
+//     table: Columns of `rows` pointers.
+//     scalars: The kernel's first argument.
+//     per_row, per_piece: Bytes from the scalars of one row or piece to the next.
+//     dither: Rounds second moments in 8 bits.
+extern "C" void run_list(const Kernel* kernel, int64_t rows, const int64_t* lengths,
+    const int64_t* table, char* scalars, int64_t per_row, int64_t per_piece, float dither,
+    int64_t threads) {
+    const int64_t count = kernel->count;
+    const int64_t* roles = kernel->roles;
+    const Argument* ours = kernel->ours;
+    const int64_t given = ours ? kernel->given : 0;
+    const Apply call = chosen(count, std::make_index_sequence<MOST>());
+    int64_t total = 0;
+    for (int64_t i = 0; i < rows; ++i) total += lengths[i];
+    // Fewer elements are done before another thread has woken up.
+    if (threads > total / GRAIN) threads = total / GRAIN + 1;
+    // Long pieces read memory faster, as long as every thread gets its share. Means are
+    // sums over pieces, so the length of these must not depend on the threads.
+    int64_t size = per_piece ? PIECE : ours ? DECODED : SHORTEST;
+    const bool fixed = per_piece != 0 || ours;
+    while (!fixed && size < LONGEST && size * threads * 16 < total) size *= 2;
+    std::atomic<int64_t> next{0};
+    auto work = [&]() {
+        void* pointers[MOST];
+        alignas(SLOT) char scratch[SLOTS][SLOT];
+        int64_t row = 0, before = 0;
+        static thread_local std::vector<float> decoded;
+        if (given) decoded.resize(given * size);
+        for (;;) {
+            const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
+            while (row < rows && piece >= before + (lengths[row] + size - 1) / size) {
+                before += (lengths[row] + size - 1) / size;
+                ++row;
+            }
+            if (row == rows) return;
+            const int64_t start = (piece - before) * size;
+            const int64_t left = lengths[row] - start;
+            const int64_t length = left < size ? left : size;
+            auto part = [&](int64_t column, int64_t bytes, int64_t group) {
+                return reinterpret_cast<char*>(table[column * rows + row]) +
+                       start / group * bytes;
+            };
+            for (int64_t i = 0; i < given; ++i) {
+                const Codec& codec = CODECS[ours[i].codec];
+                if (codec.decode)
+                    codec.decode(part(ours[i].first, codec.first, 1),
+                        part(ours[i].second, codec.second, codec.group),
+                        decoded.data() + i * size, length);
+            }
+            for (int64_t i = 0; i < count; ++i) {
+                if (roles[i] >= 0 && given && ours[roles[i]].codec) {
+                    pointers[i] = decoded.data() + roles[i] * size;
+                } else if (roles[i] >= 0 && given) {
+                    pointers[i] = part(ours[roles[i]].first, kernel->widths[i], 1);
+                } else if (roles[i] >= 0) {
+                    pointers[i] = part(roles[i], kernel->widths[i], 1);
+                } else if (roles[i] == -1) {
+                    pointers[i] = scalars + row * per_row + piece * per_piece;
+                } else {
+                    pointers[i] = scratch[-2 - roles[i]];
+                }
+            }
+            call(kernel->code, pointers, length);
+            for (int64_t i = 0; i < given; ++i) {
+                const Codec& codec = CODECS[ours[i].codec];
+                if (codec.encode && ours[i].written)
+                    codec.encode(decoded.data() + i * size,
+                        part(ours[i].first, codec.first, 1),
+                        part(ours[i].second, codec.second, codec.group), length, dither);
+            }
+        }
+    };
+#pragma omp parallel num_threads(threads)
+    work();
+}
+
+// Return 1 if the 0-d tensors, `floats` float32 step counts and then float64 scalars of
+// the state, are as expected.
+extern "C" int64_t counts_hold(
+    void* const* counts, const double* expected, int64_t floats, int64_t n) {
+    for (int64_t i = 0; i < floats; ++i)
+        if (*static_cast<float*>(counts[i]) != expected[i]) return 0;
+    for (int64_t i = floats; i < n; ++i)
+        if (*static_cast<double*>(counts[i]) != expected[i]) return 0;
+    return 1;
+}
+
+// Add 1 to the step counts and write what is expected of the others.
+extern "C" void counts_advance(
+    void* const* counts, double* expected, int64_t floats, int64_t n) {
+    for (int64_t i = 0; i < floats; ++i)
+        expected[i] = *static_cast<float*>(counts[i]) += 1.0f;
+    for (int64_t i = floats; i < n; ++i) *static_cast<double*>(counts[i]) = expected[i];
+}

@@ -15,14 +15,9 @@ PIECE = 1 << 16
 # The most pointers that a kernel takes, the most temporary tensors in it, and the most
 # bytes in one of these.
 MOST, SLOTS, SLOT = 32, 8, 64
-FLAGS = (
-    # GCC makes no vectors of square roots that may have to set errno.
-    "-fno-math-errno",
-    f"-DPIECE={PIECE}",
-    f"-DMOST={MOST}",
-    f"-DSLOTS={SLOTS}",
-    f"-DSLOT={SLOT}",
-)
+# GCC makes no vectors of square roots that may have to set errno.
+FLAGS = ("-fno-math-errno", f"-DPIECE={PIECE}", f"-DMOST={MOST}")
+FLAGS += (f"-DSLOTS={SLOTS}", f"-DSLOT={SLOT}")
 
 
 class Native(NamedTuple):
@@ -59,14 +54,12 @@ def native() -> Native | None:
         run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
     except Exception:
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    run.argtypes = [pointer, number, pointer, pointer, pointer, number, number]
-    run.argtypes += [ctypes.c_float, number]
-    run.restype = None
-    hold.argtypes = advance.argtypes = [pointer, pointer, number, number]
-    hold.restype, advance.restype = number, None
-    library.decode.argtypes = [number, pointer, pointer, pointer, number]
-    library.encode.argtypes = [number, *[pointer] * 3, number, ctypes.c_float]
+    at, count, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    run.argtypes = [at, count, at, at, at, count, count, real, count]
+    hold.argtypes = advance.argtypes = [at, at, count, count]
+    library.decode.argtypes = [count, at, at, at, count]
+    library.encode.argtypes = [count, at, at, at, count, real]
+    run.restype, hold.restype, advance.restype = None, count, None
     return Native(run, hold, advance, library.decode, library.encode)
 
 

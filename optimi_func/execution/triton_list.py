@@ -1,15 +1,15 @@
 """List kernels on CUDA: one launch for many tensors, around the body of Inductor's kernel.
 
-A launch for each tensor costs the host some microseconds, and a small tensor fills a small
-part of a GPU. Here the blocks of one launch are those of all tensors: each looks up in a
-table of which tensor it is, and where that lies. Blocks that are whole and aligned are
-read and written without a mask, by vectors.
+A launch costs the host some microseconds, and a small tensor fills a small part of a GPU.
+Here one launch has the blocks of all tensors. Each block looks up in a table which tensor
+it is for, and the addresses of that. Whole blocks that are aligned are read and written by
+vectors, without a mask.
 
-What it needs of Inductor is private: its Triton kernel within the code that it generated,
-the lines at the head of that kernel's body, and a module written to its cache (all as of
-torch 2.13 with triton 3.9; see `list_source` and `_parts`). Where these are not as
-expected, and wherever the result is not bit for bit that of the generated code,
-`triton_list_kernel_of` says None, and a kernel is launched for each tensor.
+This reads private parts of Inductor: its Triton kernel in the code that it generated, the
+first lines of that kernel's body, and the module in Inductor's cache. All are as of torch
+2.13 with triton 3.9 (see `list_source` and `_parts`). If they are not as expected, or the
+results differ in a bit, `triton_list_kernel_of` returns None and a kernel is launched for
+each tensor.
 """
 
 import inspect
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from optimi_func.execution.tensors import foreach_add_, is_capturing
 
-# Elements of a block, the warps that share them, and the elements of what is left at the
-# end of a tensor that they take at a time: one a thread, which needs few registers.
+# Elements of a block, its warps, and the elements of a tensor's rest that these take at a
+# time. One element per thread needs few registers.
 BLOCK, WARPS, REST = 1024, 4, 128
-# What has been captured in graphs, none of which says when it is gone: kept for good.
+# Tensors that CUDA graphs read. They are kept forever, because no graph says when it ends.
 _captured: list[tuple[Tensor, ...]] = []
 
-# Inductor's kernel of one dimension, whose body may know only where its elements lie.
+# Inductor's kernel of one dimension. Its body may use no other indices than these.
 _KERNEL = re.compile(
     r"@triton\.jit\n"
     r"def \w+\((?P<pointers>[\w, ]+), xnumel, XBLOCK ?: tl\.constexpr\):\n"
@@ -46,19 +46,19 @@ _SOURCE = """
 def one_block({names}, xindex, xmask, XBLOCK: tl.constexpr):
 {body}
 
-# table: columns of `count` numbers, the lengths of the tensors, the first block of each,
-# and their addresses; those of the gradients, which may change, are in a column apart.
-# rows: of each block its tensor. per_row: from the numbers of one tensor to the next's.
+# table: columns of `count` integers: lengths of the tensors, their first blocks, and their
+# addresses. `gradients` is the column of the gradients' addresses, which may change.
+# rows: the tensor of each block. per_row: from the scalars of one tensor to the next's.
 @triton.jit(do_not_specialize=["count", "per_row"])
 def all_blocks(
-    numbers, gradients, table, rows, count, per_row,
+    scalars, gradients, table, rows, count, per_row,
     XBLOCK: tl.constexpr, REST: tl.constexpr,
 ):
     block = tl.program_id(0)
     row = tl.load(rows + block)
     length = tl.load(table + row)
     start = (block - tl.load(table + count + row)) * XBLOCK
-    numbers += row * per_row
+    scalars += row * per_row
 {addresses}
     left = tl.minimum(length - start, XBLOCK)
     if (left == XBLOCK) & ((({together}) & 15) == 0):
@@ -73,24 +73,24 @@ def all_blocks(
 class Pointer(NamedTuple):
     """A pointer that Inductor's kernel takes."""
 
-    role: int  # which of our arguments: the numbers, p, g, and the rest
+    role: int  # index of our argument: scalars, p, g, and the rest
     dtype: torch.dtype
 
 
 class Parts(NamedTuple):
-    """What is taken from Inductor's kernel."""
+    """The parts of Inductor's kernel that a list kernel is made of."""
 
-    text: str  # its module
-    pointers: list[Pointer]  # that it takes, in its order
-    options: dict[str, Any]  # what Triton is to compile with
+    text: str  # source of its module
+    pointers: list[Pointer]  # its arguments, in its order
+    options: dict[str, Any]  # that Triton compiles with
 
 
 def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
-    """The module of a list kernel; None where the kernel of one tensor is not as expected.
+    """Return the source of a list kernel, or None if Inductor's is not as expected.
 
     Args:
-        text: The module of that, as Inductor wrote it.
-        pointers: What that takes, in its order.
+        text: Source of the module with Inductor's kernel.
+        pointers: The arguments of that kernel, in its order.
     """
     found = _KERNEL.search(text)
     if found is None or found["pointers"].count(",") + 1 != len(pointers):
@@ -98,11 +98,11 @@ def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
     widths = {x.role: x.dtype.itemsize for x in pointers if x.role > 0}
     addresses: list[str] = []
     for role, width in widths.items():
-        # Before p's are two others, and behind it the gradients' are left out.
+        # Columns 0 and 1 are not addresses, and the gradients, role 2, have none.
         column = f"table + {2 if role == 1 else role} * count"
         column = "gradients" if role == 2 else column
         addresses.append(f"    a{role} = tl.load({column} + row) + start * {width}")
-    plain = ["numbers"] * len(pointers)
+    plain = ["scalars"] * len(pointers)
     aligned = list(plain)
     for i, (role, dtype) in enumerate(pointers):
         if role > 0:
@@ -121,14 +121,14 @@ def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
 
 
 class DeviceTable:
-    """Where the tensors of a launch lie, and which blocks are whose, on their device.
+    """Addresses and blocks of a launch's tensors, in tensors on their device.
 
-    Uploaded once, but for the addresses of the gradients: these as often as they change.
+    These are uploaded once, and the gradients' addresses each time that they change.
 
     Args:
-        device: Where all of them lie.
-        lengths: The elements of each.
-        addresses: Of all but the gradients, in columns.
+        device: Device of all tensors.
+        lengths: Elements of each row of tensors.
+        addresses: Columns of all tensors but the gradients.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class DeviceTable:
         self._gradients: tuple[array[int], Tensor] | None = None
 
     def arguments(self, gradients: "array[int]") -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients' addresses, all others, and the tensor of each block."""
+        """Return the gradients' addresses, the table, and the row of each block."""
         if is_capturing(self._device):
             return self._captured(gradients)
         if _stream(self._device) != self._stream:
-            # Memory belongs to the stream that it was asked for on.
+            # torch may reuse memory of another stream while this one still reads it.
             self._upload()
         if self._gradients is None or self._gradients[0] != gradients:
             self._gradients = gradients, _uploaded(gradients, self._device)
@@ -164,7 +164,8 @@ class DeviceTable:
         if self._gradients is not None and self._gradients[0] == gradients:
             given = self._gradients[1]
         else:
-            # A graph would copy from memory that is gone by its replay: by value.
+            # A graph would copy from host memory that may be freed before its replay, so
+            # the addresses become constants of kernels.
             given = torch.zeros(self.count, dtype=torch.int64, device=self._device)
             foreach_add_(list(given.unbind()), list(gradients))
         own = (self._table, self._rows)
@@ -180,17 +181,17 @@ def _uploaded(values: "array[int]", device: torch.device) -> Tensor:
     dtype = {"i": torch.int32, "q": torch.int64}[values.typecode]
     host = torch.frombuffer(values, dtype=dtype)
     if device.type == "cuda":
-        host = host.pin_memory()  # else the host would wait for a long copy
+        host = host.pin_memory()  # the host would wait for the end of the copy otherwise
     return host.to(device, non_blocking=True)
 
 
 class TritonListKernel:
-    """A kernel over rows of tensors: of each row the tensors are of one length.
+    """A kernel for rows of tensors. All tensors of a row have one length.
 
     Args:
-        single: The kernel of one row, which Inductor wrote.
+        single: Inductor's kernel for one row.
         function: The Triton function around its body.
-        options: What Triton compiles it with.
+        options: That Triton compiles the function with.
     """
 
     def __init__(
@@ -198,25 +199,25 @@ class TritonListKernel:
     ) -> None:
         self.single, self._function, self._options = single, function, options
 
-    def __call__(self, numbers: Tensor, *tensors: Tensor) -> None:
-        """One row."""
-        self.single(numbers, *tensors)
+    def __call__(self, scalars: Tensor, *tensors: Tensor) -> None:
+        """Run the kernel on one row."""
+        self.single(scalars, *tensors)
 
-    def run(self, numbers: Tensor, table: DeviceTable, gradients: "array[int]") -> None:
-        """All rows, in one launch on the current stream.
+    def run(self, scalars: Tensor, table: DeviceTable, gradients: "array[int]") -> None:
+        """Run the kernel on all rows, in one launch on the current stream.
 
         Args:
-            numbers: A row of them for each of the tensors'.
-            table: Of the tensors.
-            gradients: Their addresses.
+            scalars: The kernel's first argument, one row for each row of tensors.
+            table: All tensors but the gradients.
+            gradients: Addresses of the gradients.
         """
         arguments = table.arguments(gradients)
-        with torch.cuda.device(numbers.device):
+        with torch.cuda.device(scalars.device):
             self._function[(table.blocks,)](
-                numbers,
+                scalars,
                 *arguments,
                 table.count,
-                numbers.stride(0),
+                scalars.stride(0),
                 XBLOCK=BLOCK,
                 REST=REST,
                 **self._options,
@@ -229,13 +230,13 @@ def triton_list_kernel_of(
     order: list[int],
     example: Sequence[Tensor],
 ) -> TritonListKernel | None:
-    """The list kernel of what Inductor generated, where it gives the same.
+    """Make a list kernel of Inductor's code. Returns None unless both give the same bits.
 
     Args:
-        single: What calls the generated code for one row.
-        generated: That code; takes a list of arguments.
+        single: Calls the generated code for one row.
+        generated: That code. Takes a list of arguments.
         order: For each of them the index of ours, or -1 for the length.
-        example: Our arguments: the numbers, then tensors of one length. Not written to.
+        example: Our arguments: the scalars, then tensors of one length. Not written to.
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -251,7 +252,7 @@ def triton_list_kernel_of(
 
 
 def _parts(generated: Any, order: list[int], example: list[Tensor]) -> Parts | None:
-    """What there is of the one Triton kernel that is launched."""
+    """Return the parts of the Triton kernel that `generated` launches, if it is one."""
     scope = _scope(generated)
     kernels = {name: x for name, x in scope.items() if hasattr(x, "triton_meta")}
     if len(kernels) != 1:
@@ -272,22 +273,22 @@ def _parts(generated: Any, order: list[int], example: list[Tensor]) -> Parts | N
         if not isinstance(x, Tensor) or x.data_ptr() not in places:
             return None
         pointers.append(Pointer(places[x.data_ptr()], x.dtype))
-    # Triton contracts products into sums if told to; by default it may or may not.
+    # Both kernels have to fuse products into sums, or neither, to give the same bits.
     fused = bool(kernel.triton_meta.get("enable_fp_fusion", True))
     options = {"num_warps": WARPS, "num_stages": 1, "enable_fp_fusion": fused}
     return Parts(Path(kernel.filename).read_text(), pointers, options)
 
 
 def _scope(generated: Any) -> dict[str, Any]:
-    """The globals of generated code, also within what copies misaligned arguments."""
+    """Return the globals of generated code, or of the code in a wrapper that aligns it."""
     function = getattr(generated, "__func__", generated)
     model = inspect.getclosurevars(function).nonlocals.get("model")
     return function.__globals__ if model is None else _scope(model)
 
 
 def _agrees(kernel: TritonListKernel, example: Sequence[Tensor]) -> bool:
-    """Whether one launch gives what one for each row gives, bit for bit."""
-    # Lengths, and by how many elements a row's memory begins off its alignment.
+    """Return True if one launch gives what one for each row gives, bit for bit."""
+    # (length, elements between an aligned address and the row's first element)
     trials = [(1, 0), (1003, 0), (3 * BLOCK, 0), (2 * BLOCK + 5, 0), (2 * BLOCK + 5, 1)]
     own = torch.Generator().manual_seed(0)
 
@@ -295,15 +296,15 @@ def _agrees(kernel: TritonListKernel, example: Sequence[Tensor]) -> bool:
         on_host = torch.rand(shape, generator=own, device="cpu")
         return (on_host / 2 + 0.25).to(x.device, x.dtype)
 
-    numbers = made(example[0], len(trials), 128)[:, : len(example[0])]
+    scalars = made(example[0], len(trials), 128)[:, : len(example[0])]
     rows = [(off, [made(x, n + off) for x in example[1:]]) for n, off in trials]
     both = [[[x.clone()[off:] for x in row] for off, row in rows] for _ in range(2)]
-    for own_numbers, row in zip(numbers, both[0]):
-        kernel(own_numbers, *row)
+    for own_scalars, row in zip(scalars, both[0]):
+        kernel(own_scalars, *row)
     columns = [array("q", map(Tensor.data_ptr, column)) for column in zip(*both[1])]
     p, gradients, *rest = columns
     lengths = array("q", [n for n, _ in trials])
-    table = DeviceTable(numbers.device, lengths, sum(rest, p))
-    kernel.run(numbers, table, gradients)
+    table = DeviceTable(scalars.device, lengths, sum(rest, p))
+    kernel.run(scalars, table, gradients)
     pairs = [pair for a, b in zip(*both) for pair in zip(a, b)]
     return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Kernels that decode and encode by themselves, as on CUDA: here Inductor's for a CPU."""
+"""Kernels that decode and encode in Inductor's code, as on CUDA, compiled for CPU here."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ def no_list_kernels(monkeypatch) -> None:
 
 
 def squares(codes: torch.Tensor) -> torch.Tensor:
-    """What codes stand for, in their scales."""
+    """Return the moments that codes stand for, in units of their scales."""
     return codes.float() * codes.float().abs()
 
 
 def trained(cls, storage, dtype: torch.dtype, steps: int, **options):
     own = torch.Generator().manual_seed(0)
     params = [torch.randn(s, generator=own).to(dtype).requires_grad_() for s in SHAPES]
-    # The memory of one is in another order.
+    # One is transposed in memory.
     params.append(torch.randn(128, 96, generator=own).to(dtype).t().requires_grad_())
     optimizer = cls(params, lr=1e-2, storage=storage, **options)
     for _ in range(steps):
@@ -66,7 +66,7 @@ def test_a_kernel_of_codes_is_the_eager_step(cls, storage, dtype) -> None:
 
 
 def test_only_whole_rows_are_for_a_kernel(monkeypatch) -> None:
-    """Of others the end has no row: they are stepped operation by operation."""
+    """Tensors with an incomplete last group are stepped eagerly."""
     eager: list[int] = []
     plan = executors._plan_eager
     monkeypatch.setattr(

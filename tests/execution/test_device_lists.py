@@ -1,7 +1,7 @@
-"""One launch for all tensors of a GPU: what is planned, uploaded and kept.
+"""One launch for all tensors of a GPU: its plan, its uploads and its memory.
 
-A device that computes nothing ("meta") and kernels that do nothing show what would be
-launched on one that does; what the kernels compute is in test_cuda_offline.py.
+The "meta" device and kernels that do nothing show what a GPU would launch. The results
+of these kernels are tested in test_cuda_offline.py.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 class Launches:
-    """What would have been launched: lists by their tensors, others by themselves."""
+    """Arguments of the launches that a GPU would get, of list kernels and of others."""
 
     def __init__(self) -> None:
         self.lists: list[tuple[Tensor, DeviceTable, tuple[Tensor, ...]]] = []
@@ -53,7 +53,7 @@ class Launches:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches()
     monkeypatch.setattr(executors, "kernel", made.kernel)
-    # There all memory begins at 0, so that any two tensors would be tied.
+    # All addresses are 0 on meta, so any two tensors would count as tied.
     monkeypatch.setattr(executors, "split_aliasing", lambda updates: [updates])
     monkeypatch.setattr(_step, "has_memory", lambda _: True)  # as a device's would
     for module in (_step, base):
@@ -63,7 +63,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What tables upload."""
+    """Record the uploads of tables."""
     found: list[Any] = []
     run = triton_list._uploaded
     monkeypatch.setattr(
@@ -172,7 +172,7 @@ def test_a_graph_keeps_what_it_reads(
 def test_a_capture_plans_calls_of_one_tensor(
     launched: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table cannot be uploaded there."""
+    """A captured upload would read host memory that may be freed before the replay."""
     optimizer = CLASSES["adamw"](params(*SIZES[1:]), lr=0.1, compile=True)
     monkeypatch.setattr(executors, "is_capturing", lambda _: True)
     optimizer.step()
@@ -218,7 +218,7 @@ def test_without_the_list_kernel_small_tensors_are_copied(
 ) -> None:
     monkeypatch.setattr(executors, "kernel", lambda *x: launched.kernel(*x).single)
     CLASSES["adamw"](params(*SIZES), lr=0.1, compile=True).step()
-    # Two large ones, and one of all others.
+    # Two large tensors, and all others flattened into one.
     assert len(launched.single) == 3 and not launched.lists
 
 

@@ -1,4 +1,4 @@
-"""One call for a list of leaves: the same bits whatever the threads and the neighbours."""
+"""List kernels: results depend on neither the number of threads nor other tensors."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.guards import Guard, tensor_guards
 from optimi_func.execution.list_kernel import ListKernel
 
-# Around vectors, and around the pieces that threads take; a large one first.
+# Lengths near those of vectors and pieces. A large one comes first.
 SIZES = [3 * PIECE + 5, 1, 3, 16, 17, 64, 1000, PIECE - 1, PIECE, PIECE + 1]
 EAGER = {"compile": False}
 
@@ -31,7 +31,7 @@ def params(dtype: torch.dtype, sizes: list[int] = SIZES) -> list[Tensor]:
 
 
 def fill(ps: list[Tensor], t: int) -> None:
-    """Gradients that grow: means of what is below 1 change nothing."""
+    """Set gradients that grow, because means below 1 would change nothing."""
     for p in ps:
         generator = torch.Generator().manual_seed(1000 * t + p.numel())
         p.grad = 3**t * torch.randn(p.shape, generator=generator).to(p.dtype)
@@ -53,7 +53,7 @@ def threads():
 
 @pytest.fixture
 def launched(monkeypatch) -> list[int]:
-    """The number of rows of each call of the loop."""
+    """Record the number of rows of each call."""
     calls: list[int] = []
     run = ListKernel.run
 
@@ -91,7 +91,7 @@ def test_pieces_give_what_the_pipeline_gives(name: str) -> None:
 
 
 def test_means_of_a_long_tensor_are_of_pieces_too(threads) -> None:
-    """Others' pieces are longer where there are many of them."""
+    """Pieces without means are longer if there are many of them."""
     threads(1)
     ps, qs = (params(torch.float64, [20 * PIECE + 7]) for _ in range(2))
     ours = train(StableAdamW(ps, lr=0.05), ps)
@@ -116,7 +116,7 @@ def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> 
 @pytest.mark.parametrize("number", [float, torch.tensor], ids=["float", "tensor"])
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch) -> None:
-    """Where gradients do not depend on them these take their place."""
+    """If l2 is 0, the gradients' addresses replace those of the parameters."""
     tables: list[list[int]] = []
     run = ListKernel.run
 
@@ -149,7 +149,7 @@ def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")
 def test_a_float16_gradient_beside_a_bfloat16_parameter_is_not_taken_for_it() -> None:
-    """Of one width, but bits that are a number in one can be none in the other."""
+    """Both have 2 bytes, but the bits of a finite number in one may be a NaN in the other."""
     p, g = torch.ones(100, dtype=torch.bfloat16), torch.full((100,), 60000.0).half()
     optimizer = stableadamw(lr=0.1)
     ends = []
@@ -172,7 +172,7 @@ def test_later_steps_plan_nothing(monkeypatch) -> None:
     )
     train(optimizer, ps)
     assert planned == []
-    # A gradient of another kind is looked at, once.
+    # A gradient with other strides is planned once.
     for _ in range(2):
         fill(ps, 0)
         ps[5].grad = torch.stack([ps[5].grad, ps[5].grad], -1)[..., 0]
@@ -201,7 +201,7 @@ def test_a_dispatch_mode_sees_operations(launched) -> None:
 
 
 def test_one_gradient_for_two_parameters() -> None:
-    """Guards know no list with the same tensor twice; facts do."""
+    """Dynamo's guards refuse a list with one tensor twice, so facts are compared."""
     ends = []
     for options in ({}, EAGER):
         ps = params(torch.float64, [64, 64])
@@ -217,7 +217,7 @@ def test_one_gradient_for_two_parameters() -> None:
 
 @pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
 def test_parameters_on_one_memory_take_turns(cls, launched) -> None:
-    """Views of one weight, as where layers are tied: two threads would race for it."""
+    """Two threads would race for views of one weight, as of tied layers."""
     ends = []
     for options in ({}, EAGER):
         whole = torch.ones(4 * PIECE, dtype=torch.float64)
@@ -246,7 +246,7 @@ def test_the_users_default_device_is_not_ours(cls) -> None:
 
 
 def test_one_parameter_turned_around_in_its_memory() -> None:
-    """Alone it is no cohort: what is known of it is compared by itself."""
+    """A list of one parameter has a guard too."""
     ends = []
     for options in ({}, EAGER):
         p = torch.arange(16.0, dtype=torch.float64).view(4, 4).requires_grad_()
@@ -260,7 +260,7 @@ def test_one_parameter_turned_around_in_its_memory() -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
-# What a sweep is made of
+# The compiled loop
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
@@ -273,7 +273,7 @@ def test_the_source_is_cpp_without_warnings(name: str, standard: str) -> None:
 
 
 def test_the_cache_sees_all_source() -> None:
-    """Its key is a hash of the text that is compiled, and of no file included by that."""
+    """Inductor's cache hashes the text that it compiles, but no file that this includes."""
     text = cpp.source()
     assert '#include "' not in text
     assert "CODECS[] = {" in text and "void run_list(" in text
@@ -308,7 +308,7 @@ def test_compiling_leaves_the_users_random_numbers_alone(monkeypatch) -> None:
     assert torch.equal(after, torch.rand(3))
 
 
-# What is compared at every step
+# Guards
 
 CHANGES: dict[str, Any] = {
     "shape": lambda x: x.view(2, 4),
@@ -325,7 +325,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("guarded", [True, False])
 def test_guards_notice(change: Any, guarded: bool, monkeypatch) -> None:
-    """Dynamo's guards in one call, and without them every fact by itself."""
+    """Both ways to compare: Dynamo's guards in one call, and fact by fact."""
     if not guarded:
         monkeypatch.setattr(guards, "tensor_guards", lambda tensors: None)
     xs = [torch.ones(8), torch.ones(3, 5).t(), torch.ones(()), torch.ones(0)]
@@ -355,7 +355,7 @@ def test_torchs_guards_are_there_and_what_else_they_look_at_does_not_matter() ->
 
 
 def test_guards_tried_within_an_operation_say_nothing_of_the_outside() -> None:
-    """Where negative views cannot be seen; a compiled training step may be the first."""
+    """Negative views are invisible there. A compiled training step may be the first use."""
     from optimi_func.execution import guards
 
     xs = [torch.ones(8)]
@@ -370,7 +370,7 @@ def test_guards_tried_within_an_operation_say_nothing_of_the_outside() -> None:
 
 
 def test_guards_that_notice_nothing_are_not_used(monkeypatch) -> None:
-    """As in a torch whose guards, which are private, mean something else."""
+    """Guards are private, so another torch may give them another meaning."""
     monkeypatch.setattr(guards, "_make_guards", lambda tensors: lambda *xs: True)
     guards._guards_work.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""Codecs by themselves, and `exact`: bfloat16 parameters that are float32's."""
+"""The codecs of moments and compensations, and steps of `exact` against float32."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def test_exact_is_float32_bit_for_bit(case: Case) -> None:
     generator = torch.Generator().manual_seed(1)
     for i in range(steps):
         g = torch.randn(low.shape, generator=generator) * 0.98**i
-        # Half of them wider than the parameter: they are taken as they are.
+        # Half of the gradients are float32, and stay so.
         g = g if i % 2 else g.to(BF16)
         low, state = optimizer.step(low, g, state)
         wide, known = optimizer.step(wide, g.float(), known)
@@ -66,7 +66,7 @@ def test_exact_is_float32_bit_for_bit(case: Case) -> None:
 
 
 def joined(low: Tensor, state: Any) -> Tensor:
-    """By integers alone: the bits of both, one after the other."""
+    """Join the bits of parameter and compensation by integer arithmetic alone."""
     high = low.view(torch.int16).numpy().astype("int32") << 16
     both = high + state.leaves.kahan_comp.numpy().astype("int32")
     return torch.from_numpy(both).view(torch.float32)
@@ -88,7 +88,7 @@ def test_exact_keeps_what_is_not_finite(name: str) -> None:
 
 
 def test_every_float32_is_split_and_joined() -> None:
-    """All high halves, beside the low ones where rounding turns."""
+    """All high halves, each with the low halves at which rounding changes."""
     high = torch.arange(1 << 16, dtype=torch.int64)
     lows = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD]
     bits = (high[:, None] << 16 | torch.tensor(lows)).reshape(-1)
@@ -99,9 +99,9 @@ def test_every_float32_is_split_and_joined() -> None:
     back = widen(p, rest, torch.float32)[1]
     nan = x.isnan()
     assert nan.sum() > 1000 and p[nan].isnan().all() and back[nan].isnan().all()
-    # -0 and what is not normal too.
+    # This includes -0 and subnormal numbers.
     assert torch.equal(back.view(torch.int32)[~nan], bits[~nan])
-    # The nearest; of two that are as near, any.
+    # The high half is the nearest bfloat16, unless two are equally near.
     fits = ~nan & (rest != -(1 << 15))
     assert torch.equal(p[fits], x[fits].to(BF16))
 
@@ -119,7 +119,7 @@ def coded(x: Tensor, second: bool, dither: float = NEAREST) -> Moment8 | SecondM
 
 @st.composite
 def magnitudes(draw: Any) -> Tensor:
-    """Groups whose elements differ by many powers of ten."""
+    """Draw groups whose elements differ by many powers of ten."""
     seed, size = draw(st.integers(0, 1 << 30)), draw(st.sampled_from(LENGTHS))
     scale = 10.0 ** draw(st.integers(-12, 10))
     spread = draw(st.sampled_from([0.0, 1.0, 4.0]))
@@ -146,7 +146,7 @@ def test_what_comes_out_of_codes_goes_into_the_same(second: bool, x: Tensor) -> 
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(x=magnitudes())
 def test_codes_are_the_nearest(second: bool, x: Tensor) -> None:
-    """Evenly spaced in the square root of |m|, and in the fourth root of v."""
+    """Codes are evenly spaced in the square root of |m| and the fourth root of v."""
     x = x.square() if second else x
     y = coded(x, second).decode(torch.float32)
     levels, power = (255, 0.25) if second else (127, 0.5)
@@ -160,7 +160,7 @@ def test_codes_are_the_nearest(second: bool, x: Tensor) -> None:
     x_most = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
     x_most = x_most.abs().amax(1, keepdim=True)
     wanted = spaced(x)
-    # But in a group of zeros, and in what fills up the last one.
+    # Except in a group of zeros and in the padding of the last group.
     floor = torch.nn.functional.pad(torch.ones_like(x), (0, -x.numel() % GROUP))
     floor = floor.view(-1, GROUP) * (x_most > 0)
     wanted = torch.maximum(wanted, floor) if second else wanted
@@ -177,7 +177,7 @@ def test_means_of_squares_are_never_0_beside_others() -> None:
 
 
 def test_the_dither_of_many_steps_is_even() -> None:
-    """A value between two codes is, over steps, each of them as often as it is near."""
+    """Over many steps a value between two codes is their average."""
     optimizer = optimi_func.adamw(lr=0.1)
     codes = second_moment_codes(torch.zeros(64))
     x = torch.full((64,), (100.25 / 255) ** 4)
@@ -188,7 +188,7 @@ def test_the_dither_of_many_steps_is_even() -> None:
 
 
 def dithers(optimizer: Any, t: int) -> float:
-    """What the codes of a step are rounded by."""
+    """Return the dither of a step."""
     from optimi_func._codes import dither_at
 
     assert Scalars._fields[-1] == "dither"
@@ -206,7 +206,7 @@ def test_what_is_not_finite_takes_its_group_and_no_other(bad: float, second: boo
     spoilt[64:128] = spoilt[8192:] = True
     assert torch.equal(y.isnan(), spoilt)
     assert torch.equal(y[~spoilt], clean[~spoilt])
-    # Nor does it come back by itself.
+    # Encoding again changes nothing.
     assert torch.equal(coded(y, second).decode(torch.float32).isnan(), spoilt)
 
 
@@ -217,7 +217,7 @@ def test_a_scale_that_has_no_inverse(second: bool) -> None:
     y = coded(x, second)
     assert y.decode(torch.float32).isfinite().all()
     if second:
-        # Of v it is the root, which has one.
+        # The scale of v is a root, which has an inverse.
         assert torch.allclose(y.decode(torch.float32), x, rtol=1e-2, atol=1e-44)
     else:
         assert (y.q[:64] == 0).all() and (y.q[64:] == 127).all()
@@ -254,7 +254,7 @@ def test_groups_are_what_lies_side_by_side(order: str, second: bool) -> None:
 
 
 def test_who_is_kept_in_codes() -> None:
-    """By shape and strides; the scale has the shape that a cut of dimension 0 cuts too."""
+    """Shape and strides decide. Sharding dimension 0 shards scales too."""
     shapes = {
         (8192,): (128,),
         (8191,): None,
@@ -298,11 +298,10 @@ def test_a_compensation_in_8_bits_holds_8_bits(dtype: Any, seed: int, power: int
     assert torch.equal(p, x.to(dtype)) and rest.dtype == torch.int8
     y = widen(p, rest, torch.float32)[1]
     info = torch.finfo(dtype)
-    # 127 units are half a bit of p, and half a unit is the most that is lost, beside what
-    # float32 rounds.
+    # 127 units are half a bit of p. At most half a unit is lost, and what float32 rounds.
     unit = p.float().abs().clamp_min(info.tiny) * info.eps / 2 / 127
     assert ((y - x).abs() <= 0.52 * unit).all()
-    # What lies between two of p's is either's.
+    # A value halfway between two values of p may round to either.
     again = widen(*narrow(y, p, rest), torch.float32)[1]
     assert ((again - y).abs() <= 0.52 * unit).all()
     assert (again == y).float().mean() > 0.9

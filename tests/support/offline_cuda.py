@@ -287,7 +287,7 @@ class ListKernel:
         self.path = path
         constants = {"XBLOCK": triton_list.BLOCK, "REST": triton_list.REST}
         signature = {
-            **{"numbers": "*fp32", "gradients": "*i64", "table": "*i64", "rows": "*i32"},
+            **{"scalars": "*fp32", "gradients": "*i64", "table": "*i64", "rows": "*i32"},
             **{"count": "i32", "per_row": "i32"},
             **dict.fromkeys(constants, "constexpr"),
         }

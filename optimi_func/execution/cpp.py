@@ -15,9 +15,9 @@ PIECE = 1 << 16
 # The most pointers that a kernel takes, the most temporary tensors in it, and the most
 # bytes in one of these.
 MOST, SLOTS, SLOT = 32, 8, 64
+_SHARED = {"PIECE": PIECE, "MOST": MOST, "SLOTS": SLOTS, "SLOT": SLOT}
 # GCC makes no vectors of square roots that may have to set errno.
-FLAGS = ("-fno-math-errno", f"-DPIECE={PIECE}", f"-DMOST={MOST}")
-FLAGS += (f"-DSLOTS={SLOTS}", f"-DSLOT={SLOT}")
+FLAGS = ("-fno-math-errno", *[f"-D{name}={value}" for name, value in _SHARED.items()])
 
 
 class Native(NamedTuple):

@@ -149,7 +149,7 @@ def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")
 def test_a_float16_gradient_beside_a_bfloat16_parameter_is_not_taken_for_it() -> None:
-    """Both have 2 bytes, but the bits of a finite number in one may be a NaN in the other."""
+    """Both have 2 bytes, but the bits of a finite float16 may be a NaN in bfloat16."""
     p, g = torch.ones(100, dtype=torch.bfloat16), torch.full((100,), 60000.0).half()
     optimizer = stableadamw(lr=0.1)
     ends = []

@@ -25,11 +25,13 @@ QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop
 	population storage plan muon)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak cuda-offline bench docs docs-serve docs-test lint format clean
+.PHONY: help train test test-full test-all soak cuda-offline bench docs docs-serve docs-test lint format clean
 
 help:
 	@echo "make train   train a small GPT four ways and compare the optimizers (minutes)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
+	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
+	@echo "make test-all   both, as before a merge"
 	@echo "make soak    run the tests that take minutes"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
@@ -76,8 +78,15 @@ train: $(STAMP)
 
 # Two at a time, a file by one of them: what it compiles, it compiles once. In order: the
 # files with the fewest tests would come last, and take the longest.
-test: $(STAMP) $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+test: $(STAMP)
+	$(PYTEST) $(ARGS)
+
+test-full: $(STAMP) $(FRAMEWORKS)
+	$(PYTEST) -m "full and not soak" $(ARGS)
+
+test-all: test test-full
 
 soak: $(STAMP) $(CUDA_OFFLINE)
 	$(BIN)/python -m pytest -m soak $(ARGS)

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Threads of several processes share a few cores here: one that waits by spinning takes
@@ -13,7 +14,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import forked
 import pytest
+import tiers
 import torch
+from kernel_table import guarded
 
 from optimi_func.execution import inductor
 
@@ -24,11 +27,12 @@ torch.set_num_threads(2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """GCC links with gold where there is one.
+    """Note which rows to build, and let GCC link with gold where there is one.
 
     The usual linker reads all symbols of libtorch for each kernel, for half as long as the
     kernel takes to compile. Processes that tests start find it, too.
     """
+    tiers.selected = config.option.markexpr
     gold = shutil.which("ld.gold")
     if gold and "COMPILER_PATH" not in os.environ:
         folder = tempfile.TemporaryDirectory()
@@ -37,9 +41,28 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["COMPILER_PATH"] = folder.name
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each file to one worker, and all tests of the kernel table to one.
+
+    What a worker compiles or sets up for a file, it does once.
+    """
+    for item in items:
+        table = item.get_closest_marker("kernels") and not tiers.is_later(item)
+        item.add_marker(pytest.mark.xdist_group("kernels" if table else item.path.stem))
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _compiles_what_is_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    if tiers.is_later(request.node):
+        yield
+        return
+    with guarded(request.node.get_closest_marker("kernels") is not None):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

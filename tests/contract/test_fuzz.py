@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from simulator import FIELDS, RUNNING, fresh, one_step, options
+from tiers import row
 from torch import Tensor, nn
 
 from optimi_func import AdamW, prepare_for_gradient_release
@@ -512,7 +513,14 @@ def run(program: type[Program], examples: int, seeded: bool) -> None:
     run_state_machine_as_test(program, settings=chosen)
 
 
-@pytest.mark.parametrize(("program", "examples"), [(Program, 40), (CompiledProgram, 10)])
+@pytest.mark.parametrize(
+    ("program", "examples"),
+    [
+        row(Program, 15, id="Program-15"),
+        row(Program, 40, id="Program-40", tier="full"),
+        row(CompiledProgram, 10, id="CompiledProgram-10", tier="full"),
+    ],
+)
 def test_random_programs(program: type[Program], examples: int) -> None:
     run(program, examples, seeded=True)
 

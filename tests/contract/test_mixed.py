@@ -396,6 +396,7 @@ def test_to_a_pure_optimizer_and_back() -> None:
     assert pytree.tree_structure(fresh) == pytree.tree_structure(state)
 
 
+@pytest.mark.full
 def test_the_compiled_whole_step() -> None:
     from optimi_func.compiled import train_step
 

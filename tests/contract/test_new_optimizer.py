@@ -163,7 +163,13 @@ def assert_reference(params: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"compile": False}, {"compile": True}, {"foreach": True}], ids=str
+    "how",
+    [
+        {"compile": False},
+        pytest.param({"compile": True}, marks=pytest.mark.full),
+        {"foreach": True},
+    ],
+    ids=str,
 )
 def test_class(how: dict[str, bool]) -> None:
     net = model()

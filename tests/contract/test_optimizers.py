@@ -574,6 +574,7 @@ def in_a_process(program: str, folder: Path, **setting: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -605,6 +606,7 @@ assert len(kernels._kernels) == 1
 """
 
 
+@pytest.mark.full
 def test_torchs_warnings_are_no_missing_compiler(tmp_path) -> None:
     in_a_process(ALL_ERRORS, tmp_path)
 
@@ -661,6 +663,7 @@ def test_what_is_remembered_of_a_parameter_is_checked(edit) -> None:
     assert_moved_alike(start, ends[1], ends[0], 1e-12)
 
 
+@pytest.mark.full
 def test_state_of_another_dtype_at_the_same_address() -> None:
     n = 1 << 14
     ps = params((n,), (n,))
@@ -697,6 +700,7 @@ def test_state_taken_away_is_freed() -> None:
     assert gone() is None
 
 
+@pytest.mark.full
 def test_accumulating_does_not_touch_the_parameters_version() -> None:
     ps = params((128, 128), (3,))
     optimizer = AdamW(ps, lr=0.1, gradient_release=True, compile=True)

@@ -115,6 +115,7 @@ def test_modes_change_no_bit_of_a_run(cls: Any, dtype: torch.dtype, storage: Any
     assert same(bits(model), bits(twin))
 
 
+@pytest.mark.kernels
 def test_no_step_is_taken_in_eval_mode() -> None:
     model, optimizer = begun(release=True)
     optimizer.eval()
@@ -461,6 +462,7 @@ def mean_square(y: Tensor, x: Any = None) -> Tensor:
     return y.square().mean()
 
 
+@pytest.mark.full
 def test_every_way_to_step_advances_the_numbers() -> None:
     """Compiled, as one graph, by release, of a class and of a tree: as the eager class."""
     numbers = {"lr": 0.05, "warmup_steps": 4}

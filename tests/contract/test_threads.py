@@ -12,6 +12,7 @@ from optimi_func import AdamW
 HOW = [{"compile": True}, {"compile": False}, {"foreach": True}]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_threads_that_step_and_save_one_optimizer(how: dict[str, Any]) -> None:
     switching = sys.getswitchinterval()

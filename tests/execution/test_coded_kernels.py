@@ -34,6 +34,7 @@ def trained(cls, storage, dtype: torch.dtype, steps: int, **options):
     return params, optimizer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cls", "storage", "dtype"),
     [
@@ -65,6 +66,7 @@ def test_a_kernel_of_codes_is_the_eager_step(cls, storage, dtype) -> None:
     assert any("codes" in name for name in names) or storage == "exact"
 
 
+@pytest.mark.full
 def test_only_whole_rows_are_for_a_kernel(monkeypatch) -> None:
     """Tensors with an incomplete last group are stepped eagerly."""
     eager: list[int] = []
@@ -82,6 +84,7 @@ def test_only_whole_rows_are_for_a_kernel(monkeypatch) -> None:
     assert {p.numel() for p in codes} == {128 * 128, 300 * 64, 8192 + 3, 96 * 128}
 
 
+@pytest.mark.full
 def test_a_skipped_step_changes_no_bit() -> None:
     params, optimizer = trained(AdamW, "compact", BF16, 1, compile=True)
     before = [(p.detach().clone(), dict(optimizer.state[p])) for p in params]

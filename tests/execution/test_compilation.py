@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from forked import run_script
+from tiers import few, row
 from torch._inductor.utils import run_and_get_code
 
 import optimi_func
@@ -33,7 +34,8 @@ def fresh(name: str, **options):
     return type(name, (type(optimizer),), own)(**options)
 
 
-@pytest.mark.parametrize("name", ["adamw", "stableadamw", "cautious"])
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", few(["adamw", "stableadamw", "cautious"], ["adamw"]))
 def test_one_graph_for_all_shapes_and_schedules(name: str, graphs) -> None:
     """Thirty steps, twenty shapes, the smallest first, and everything changing."""
     import dataclasses
@@ -54,6 +56,7 @@ def test_one_graph_for_all_shapes_and_schedules(name: str, graphs) -> None:
     assert graphs() == (1 if name == "adamw" else 2)  # means are one of their own
 
 
+@pytest.mark.kernels
 def test_one_graph_for_any_number_of_tensors_and_any_ambient_state(graphs) -> None:
     optimizer = fresh("sgd", lr=0.1, momentum=0.9)
     for count in (1, 3, 50):
@@ -70,6 +73,7 @@ def test_one_graph_for_any_number_of_tensors_and_any_ambient_state(graphs) -> No
     assert graphs() == 1
 
 
+@pytest.mark.kernels
 def test_rangers_lookahead_costs_a_second_graph_and_no_more(graphs) -> None:
     optimizer = fresh("ranger", lr=0.1, k=3)
     p = torch.ones(9000)
@@ -97,8 +101,16 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     return code
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("parallel", [0, 1])
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("dtype", "parallel"),
+    [
+        row(torch.float32, 0, id="float32-0"),
+        row(torch.float32, 1, id="float32-1", tier="full"),
+        row(torch.bfloat16, 0, id="bfloat16-0", tier="full"),
+        row(torch.bfloat16, 1, id="bfloat16-1", tier="full"),
+    ],
+)
 def test_a_step_is_one_kernel_without_allocations(
     dtype: torch.dtype, parallel: int, monkeypatch
 ) -> None:
@@ -112,12 +124,14 @@ def test_a_step_is_one_kernel_without_allocations(
     assert "extern_kernels." not in code
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("stableadamw", torch.float32),
-        ("stableadamw", torch.bfloat16),
-        ("lamb", torch.float32),  # four means in one loop
+        row("stableadamw", torch.float32, id="stableadamw-float32"),
+        row("stableadamw", torch.bfloat16, id="stableadamw-bfloat16", tier="full"),
+        # Four means in one loop.
+        row("lamb", torch.float32, id="lamb-float32", tier="full"),
     ],
 )
 def test_a_reduction_is_a_kernel_before_and_no_scratch(
@@ -138,6 +152,7 @@ def test_settings_that_keep_a_mean_out_of_memory_are_there() -> None:
     assert len(inductor._one_pass()) == 3
 
 
+@pytest.mark.kernels
 def test_autograd_sees_the_step() -> None:
     """A saved tensor that the compiled step changed must not be used in silence."""
     for shape in ((3,), (9000,)):
@@ -150,6 +165,7 @@ def test_autograd_sees_the_step() -> None:
             loss.backward()
 
 
+@pytest.mark.kernels
 def test_state_changes_are_seen_too() -> None:
     w = torch.nn.Parameter(torch.ones(9000))
     optimizer = optimi_func.SGD([w], lr=0.1, momentum=0.9, compile=True)
@@ -161,6 +177,7 @@ def test_state_changes_are_seen_too() -> None:
     assert buffer._version > before
 
 
+@pytest.mark.kernels
 def test_pure_compiled_step_is_pure() -> None:
     params = {"big": torch.ones(9000), "small": torch.ones(3), "one": torch.ones(())}
     grads = {k: torch.ones_like(v) for k, v in params.items()}
@@ -175,6 +192,7 @@ def test_pure_compiled_step_is_pure() -> None:
     assert not any(x.requires_grad for x in outputs)
 
 
+@pytest.mark.kernels
 def test_in_place_step_returns_what_it_was_given() -> None:
     params = {"a": torch.ones(3), "b": torch.ones(3)}
     grads = {"a": torch.ones(3), "b": None}
@@ -199,6 +217,7 @@ def test_names_match_the_pure_api() -> None:
             assert inspect.signature(step) == inspect.signature(getattr(optimi_func, name))
 
 
+@pytest.mark.kernels
 def test_nothing_is_written_when_the_compiler_fails(monkeypatch) -> None:
     optimizer = fresh("adamw", lr=0.1)
     monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
@@ -214,6 +233,7 @@ def test_nothing_is_written_when_the_compiler_fails(monkeypatch) -> None:
     assert state.step == 0
 
 
+@pytest.mark.kernels
 def test_threads_share_kernels() -> None:
     def work(out: list) -> None:
         w = torch.nn.Parameter(torch.ones(9000))
@@ -279,6 +299,7 @@ def as_it_is() -> tuple[torch.Tensor, str]:
     return stepped()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", PARTS)
 def test_without_inductors_private_parts_the_same_is_done(part, as_it_is, monkeypatch):
     """The fallbacks of compiled/, and that they are not what runs here."""
@@ -294,6 +315,7 @@ def test_without_inductors_private_parts_the_same_is_done(part, as_it_is, monkey
     assert not kernels.has_list_kernels(torch.device("cpu"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lists", [True, False])
 def test_only_kernels_of_one_tensor_know_a_number_of_threads(
     lists, graphs, monkeypatch
@@ -313,6 +335,7 @@ def test_only_kernels_of_one_tensor_know_a_number_of_threads(
     assert graphs() == (1 if lists else 3)
 
 
+@pytest.mark.full
 def test_ambient_state_costs_no_graph(graphs) -> None:
     optimizer = fresh("lion", lr=0.1)
     params = [torch.ones(9000), torch.ones(3)]
@@ -341,6 +364,7 @@ def test_a_negated_view_is_negated() -> None:
         assert (p == 1).all()
 
 
+@pytest.mark.kernels
 def test_a_bucket_of_one_is_a_copy() -> None:
     """Also of a weight that is contiguous and whose strides say otherwise."""
     p = {"b": torch.ones(3)}
@@ -444,6 +468,7 @@ print(counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
+@pytest.mark.full
 def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
     script = tmp_path / "step.py"
     script.write_text(STEP)

@@ -129,6 +129,7 @@ def test_a_mean_of_a_class_lies_in_a_row_of_its_own(called: Any) -> None:
     assert len(offsets) == 3
 
 
+@pytest.mark.full
 def test_kernels_of_one_tensor_measure_for_others_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,6 +1,7 @@
 """One definition, every executor: the same movement from each.
 
-`make test` compiles the rows marked below (a kernel costs seconds); `make soak` all.
+`make test` compiles the rows of `QUICK` (a kernel costs seconds), `make test-full` those of
+`FULL`, `make soak` all.
 """
 
 import json
@@ -14,6 +15,7 @@ import torch
 from cases import CASES, ELEMENTWISE, MEASURED, TOLERANCE, Case, assert_moved_alike
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import built, row
 from torch import Tensor
 
 from optimi_func import compiled
@@ -25,12 +27,16 @@ pytestmark = pytest.mark.filterwarnings(
 # In place, as the classes step.
 QUICK = {
     "adamw": (torch.float32, torch.bfloat16, torch.float64),
-    "stableadamw": (torch.float32, torch.bfloat16),
+    "stableadamw": (torch.float32,),
     "ranger": (torch.float32,),
-    "sgd-momentum=0.9": (torch.float32, torch.float16),
+    "sgd-momentum=0.9": (torch.float32,),
+    "lion": (torch.bfloat16,),
+}
+FULL = {
+    "stableadamw": (torch.bfloat16,),
+    "sgd-momentum=0.9": (torch.float16,),
     "adam-amsgrad=True": (torch.float32,),
     "adan": (torch.float32,),
-    "lion": (torch.bfloat16,),
     "radam": (torch.float32,),
     "ademamix": (torch.bfloat16,),
     "adopt": (torch.bfloat16,),
@@ -44,24 +50,28 @@ QUICK = {
 }
 # A pure step has kernels of its own, which differ from these in where they write: that
 # does not depend on the rule, only on its having a mean and on a compensation.
-QUICK_PURE = {"adamw": (torch.float32, torch.bfloat16), "stableadamw": (torch.float32,)}
+QUICK_PURE = {"adamw": (torch.float32,)}
+FULL_PURE = {"adamw": (torch.bfloat16,), "stableadamw": (torch.float32,)}
 
 
 # Without what only some shapes have.
 FITTING = [case for case in CASES if "split" not in case.options]
 
 
-def rows(quick: dict[str, tuple[torch.dtype, ...]]) -> list[Any]:
-    return [
-        pytest.param(
-            case,
-            dtype,
-            id=f"{case.id}-{str(dtype)[6:]}",
-            marks=() if dtype in quick.get(case.id, ()) else pytest.mark.soak,
-        )
-        for case in FITTING
-        for dtype in TOLERANCE
-    ]
+Some = dict[str, tuple[torch.dtype, ...]]
+
+
+def rows(quick: Some, full: Some) -> list[Any]:
+    found = []
+    for case in FITTING:
+        for dtype in TOLERANCE:
+            tier = "soak"
+            if dtype in quick.get(case.id, ()):
+                tier = "kernels"
+            elif dtype in full.get(case.id, ()):
+                tier = "full"
+            found.append(row(case, dtype, id=f"{case.id}-{str(dtype)[6:]}", tier=tier))
+    return built(found)
 
 
 SHAPES = [(), (1,), (0, 3), (7,), (3, 5), (2, 3, 4, 5), (130, 70)]
@@ -215,20 +225,33 @@ def check(case: Case, problem: Problem, dtype: torch.dtype, runs: dict[str, Run]
             raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.parametrize(("case", "dtype"), rows(QUICK))
+@pytest.mark.parametrize(("case", "dtype"), rows(QUICK, FULL))
 def test_every_executor_moves_alike(case: Case, dtype: torch.dtype) -> None:
     check(case, MIXED, dtype, EAGER | IN_PLACE)
 
 
-@pytest.mark.parametrize(("case", "dtype"), rows(QUICK_PURE))
+@pytest.mark.parametrize(("case", "dtype"), rows(QUICK_PURE, FULL_PURE))
 def test_the_pure_compiled_step_moves_alike(case: Case, dtype: torch.dtype) -> None:
     check(case, MIXED, dtype, PURE)
 
 
-@pytest.mark.parametrize("case", FITTING, ids=lambda c: c.id)
-def test_every_eager_executor_moves_alike(case: Case) -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        check(case, MIXED, dtype, EAGER)
+def eager_rows() -> list[Any]:
+    """Every case in float64; of options, bfloat16 does not depend."""
+    return built(
+        [
+            row(case, dtype, id=f"{case.id}-{str(dtype)[6:]}", tier=tier)
+            for case in FITTING
+            for dtype, tier in (
+                (torch.float64, ""),
+                (torch.bfloat16, "full" if case.options else ""),
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize(("case", "dtype"), eager_rows())
+def test_every_eager_executor_moves_alike(case: Case, dtype: torch.dtype) -> None:
+    check(case, MIXED, dtype, EAGER)
 
 
 @settings(
@@ -238,11 +261,15 @@ def test_every_eager_executor_moves_alike(case: Case) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(problem=problems)
-@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "name", [row("adamw", id="adamw"), row("stableadamw", id="stableadamw", tier="full")]
+)
 def test_any_layout_any_schedule(name: str, problem: Problem) -> None:
     check(Case(name), problem, torch.float32, ALL)
 
 
+@pytest.mark.kernels
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CLASSES, ELEMENTWISE
+from tiers import few, row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,8 +66,16 @@ def launched(monkeypatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("cls", "dtype"),
+    [
+        row(AdamW, torch.float32, id="AdamW-float32"),
+        row(AdamW, torch.bfloat16, id="AdamW-bfloat16"),
+        row(StableAdamW, torch.float32, id="StableAdamW-float32"),
+        row(StableAdamW, torch.bfloat16, id="StableAdamW-bfloat16", tier="full"),
+    ],
+)
 def test_neither_threads_nor_neighbours_change_a_bit(cls, dtype, threads) -> None:
     ends = []
     for count in (1, 2, 3):
@@ -81,7 +90,8 @@ def test_neither_threads_nor_neighbours_change_a_bit(cls, dtype, threads) -> Non
         assert all(map(torch.equal, ends[0], end))
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", few(ELEMENTWISE, ["adamw"]))
 def test_pieces_give_what_the_pipeline_gives(name: str) -> None:
     ps, qs = params(torch.float64), params(torch.float64)
     ours = train(CLASSES[name](ps, lr=0.05, weight_decay=0.1), ps)
@@ -90,6 +100,7 @@ def test_pieces_give_what_the_pipeline_gives(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 def test_means_of_a_long_tensor_are_of_pieces_too(threads) -> None:
     """Pieces without means are longer if there are many of them."""
     threads(1)
@@ -113,6 +124,7 @@ def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> 
     assert launched == [len(SIZES), len(SIZES), 1, 1, 1, 1] * 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [float, torch.tensor], ids=["float", "tensor"])
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch) -> None:
@@ -147,6 +159,7 @@ def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch
     assert torch.equal(q, plain)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")
 def test_a_float16_gradient_beside_a_bfloat16_parameter_is_not_taken_for_it() -> None:
     """Both have 2 bytes, but the bits of a finite float16 may be a NaN in bfloat16."""
@@ -215,7 +228,8 @@ def test_one_gradient_for_two_parameters() -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
+@pytest.mark.kernels
+@pytest.mark.parametrize("cls", few([AdamW, StableAdamW], ["AdamW"], lambda c: c.__name__))
 def test_parameters_on_one_memory_take_turns(cls, launched) -> None:
     """Two threads would race for views of one weight, as of tied layers."""
     ends = []
@@ -230,7 +244,8 @@ def test_parameters_on_one_memory_take_turns(cls, launched) -> None:
         assert launched[-3:] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("cls", [AdamW, StableAdamW], ids=lambda c: c.__name__)
+@pytest.mark.kernels
+@pytest.mark.parametrize("cls", few([AdamW, StableAdamW], ["AdamW"], lambda c: c.__name__))
 def test_the_users_default_device_is_not_ours(cls) -> None:
     ends = []
     for options in ({"compile": True}, EAGER):
@@ -245,6 +260,7 @@ def test_the_users_default_device_is_not_ours(cls) -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.kernels
 def test_one_parameter_turned_around_in_its_memory() -> None:
     """A list of one parameter has a guard too."""
     ends = []
@@ -279,6 +295,7 @@ def test_the_cache_sees_all_source() -> None:
     assert "CODECS[] = {" in text and "void run_list(" in text
 
 
+@pytest.mark.kernels
 def test_what_does_not_give_the_same_is_not_used(monkeypatch) -> None:
     found = list_kernel._machine_code
 
@@ -297,6 +314,7 @@ def test_what_does_not_give_the_same_is_not_used(monkeypatch) -> None:
     torch.testing.assert_close(ps[0], qs[0])
 
 
+@pytest.mark.kernels
 def test_compiling_leaves_the_users_random_numbers_alone(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_kernels", {})
     (p,) = params(torch.float32, [9000])

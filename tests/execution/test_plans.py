@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import CLASSES, ELEMENTWISE, MEASURED
 from many_sizes import assert_alike, fill, params, train
+from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
@@ -36,7 +37,11 @@ WAYS: dict[str, Any] = {
 EAGER = {"compile": False}
 
 
-@pytest.fixture(params=WAYS)
+# Kernels of one tensor are others than those of lists.
+TIERS = {"lists": "kernels", "tensors": "full", "foreach": ""}
+
+
+@pytest.fixture(params=[row(way, id=way, tier=TIERS[way]) for way in WAYS])
 def how(request, monkeypatch) -> dict[str, Any]:
     """Options of an optimizer that steps in one of the ways."""
     if request.param == "tensors":
@@ -55,9 +60,9 @@ def launches(optimizer: Any) -> list[Launch]:
 
 
 # A kernel costs seconds: lists and single tensors have those whose means or second kernel
-# make a step of another form, and one without state; the rest soak. test_list_kernels.py
-# has every rule's kernel for lists in float64.
-QUICK = {
+# make a step of another form, and one without state, in the full run; the rest soak.
+# test_list_kernels.py has every rule's kernel for lists in float64.
+FULL = {
     "lists": {
         torch.float64: ["adamw", "stableadamw", "ranger", "sgd"],
         torch.bfloat16: ["adamw", "stableadamw"],
@@ -68,18 +73,24 @@ QUICK = {
     },
     "foreach": {torch.float64: [*ELEMENTWISE], torch.bfloat16: [*ELEMENTWISE]},
 }
-ROWS = [
-    pytest.param(
-        way,
-        name,
-        dtype,
-        id=f"{way}-{name}-{dtype}",
-        marks=() if name in QUICK[way][dtype] else pytest.mark.soak,
-    )
-    for way in WAYS
-    for name in ELEMENTWISE
-    for dtype in (torch.float64, torch.bfloat16)
-]
+
+
+def tier_of(way: str, name: str, dtype: torch.dtype) -> str:
+    if name not in FULL[way][dtype]:
+        return "soak"
+    if way == "lists" and name == "adamw":
+        return "kernels"
+    return "" if way == "foreach" else "full"
+
+
+ROWS = built(
+    [
+        row(way, name, dtype, id=f"{way}-{name}-{dtype}", tier=tier_of(way, name, dtype))
+        for way in WAYS
+        for name in ELEMENTWISE
+        for dtype in (torch.float64, torch.bfloat16)
+    ]
+)
 
 
 @pytest.mark.parametrize(("how", "name", "dtype"), ROWS, indirect=["how"])
@@ -183,16 +194,21 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 # These take another kernel after the edit: seconds, for what is noticed as with lists.
 COMPILING = ("state's dtype", "p is float32", "amsgrad")
-EDITED = [
-    pytest.param(
-        way,
-        edit,
-        id=f"{way}-{name}",
-        marks=pytest.mark.soak if way == "tensors" and name in COMPILING else (),
-    )
-    for way in WAYS
-    for name, edit in EDITS.items()
-]
+
+
+def edited_tier(way: str, name: str) -> str:
+    if way == "foreach" or name not in COMPILING:
+        return TIERS[way]
+    return "soak" if way == "tensors" else "full"
+
+
+EDITED = built(
+    [
+        row(way, edit, id=f"{way}-{name}", tier=edited_tier(way, name))
+        for way in WAYS
+        for name, edit in EDITS.items()
+    ]
+)
 
 
 @pytest.mark.parametrize("index", [1, 6, 8], ids=["3x4", "4x4", "100x100"])
@@ -275,6 +291,7 @@ def test_a_parameter_that_is_there_twice_steps_twice() -> None:
     assert_alike(*ends)
 
 
+@pytest.mark.full
 def test_a_wider_gradient_and_a_mixture_of_them(how) -> None:
     ends = []
     for way in (how, EAGER):
@@ -291,6 +308,7 @@ def test_a_wider_gradient_and_a_mixture_of_them(how) -> None:
     assert_alike(*ends, 0.0)
 
 
+@pytest.mark.full
 def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
     ends = []
     for way in (how, EAGER):
@@ -306,6 +324,7 @@ def test_steps_that_may_be_skipped_take_turns_with_others(how) -> None:
     assert_alike(*ends)
 
 
+@pytest.mark.full
 def test_a_step_that_some_parameters_skip_parts_their_counts(how) -> None:
     ends = []
     for way in (how, EAGER):
@@ -346,6 +365,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 def test_steps_that_are_repeated_take_new_numbers_and_choices(choice, monkeypatch) -> None:
     """Two groups; only the second one's choice changes, and back again."""
@@ -435,6 +455,7 @@ def test_a_backward_that_saved_a_small_parameter_or_its_state_raises(how) -> Non
             y.backward()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["lists", "tensors"], indirect=True)
 def test_versions_count_what_is_written_and_nothing_else(how) -> None:
     ps = params()
@@ -453,7 +474,11 @@ def test_versions_count_what_is_written_and_nothing_else(how) -> None:
                 assert (q > p, n > m, h > g) == (write, True, False)
 
 
-@pytest.mark.parametrize("how", ["lists", "tensors"], indirect=True)
+@pytest.mark.parametrize(
+    "how",
+    [row(way, id=way, tier=TIERS[way]) for way in ("lists", "tensors")],
+    indirect=True,
+)
 def test_steps_allocate_nothing_that_lasts_and_launch_once(how, monkeypatch) -> None:
     shapes = [(16,)] * 200 + [(8, 8)] * 50
     ps = [torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -484,6 +509,7 @@ def test_steps_allocate_nothing_that_lasts_and_launch_once(how, monkeypatch) -> 
     assert len(made) < 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cls", [AdamW, StableAdamW, SGD], ids=lambda c: c.__name__)
 def test_counts_on_the_device_are_never_read(cls: Any, how: Any, monkeypatch) -> None:
     ends = []

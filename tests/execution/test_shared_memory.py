@@ -76,6 +76,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_step_what_their_parent_sees(method: str, tmp_path: Path) -> None:
     file = tmp_path / "program.py"

@@ -136,6 +136,7 @@ ALL = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,6 +168,7 @@ def test_exact_is_float32_bit_for_bit(name: str) -> None:
         assert all(torch.equal(state[field], x) for field, x in known.items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "kind"), [row(name, kind) for name in ALL for kind in KEPT]
 )
@@ -196,6 +198,7 @@ def test_kernels_do_what_single_operations_do(name: str, kind: str) -> None:
         assert (moved - expected).norm() <= limit * expected.norm()
 
 
+@pytest.mark.kernels
 def test_one_graph_whatever_the_shapes(graphs: Any) -> None:
     """And for all storages that a kernel finds decoded alike."""
     ps, optimizer = made("adamw", "compact", BF16, **COMPILED)
@@ -216,6 +219,7 @@ def test_one_graph_whatever_the_shapes(graphs: Any) -> None:
     assert graphs() == before
 
 
+@pytest.mark.kernels
 def test_a_step_makes_no_tensor_as_long_as_a_parameter() -> None:
     ps = [torch.ones(1024, 512, dtype=BF16, requires_grad=True) for _ in range(3)]
     optimizer = AdamW(ps, lr=0.1, storage="compact", compile=True)
@@ -229,6 +233,7 @@ def test_a_step_makes_no_tensor_as_long_as_a_parameter() -> None:
     assert not any(torch.equal(p, q) for p, q in zip(ps, before))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("way", [COMPILED, {"foreach": True, "compile": None}, {}])
 @pytest.mark.parametrize("capturable", [False, True])
 def test_a_skipped_step_changes_no_code(way: dict[str, Any], capturable: bool) -> None:
@@ -273,6 +278,7 @@ def test_parts_of_a_step_move_the_state_alone() -> None:
         assert (a - b).norm() < 2e-3 * (b - start.float()).norm()
 
 
+@pytest.mark.kernels
 def test_tied_and_strided_gradients_and_threads() -> None:
     """What the list kernel is handed is memory; how many threads does not matter."""
     ends = []
@@ -296,6 +302,7 @@ def tree(dtype: torch.dtype = BF16) -> dict[str, Tensor]:
     return dict(zip("abcdef", starts(dtype)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", ["compact", Storage("exact", "8bit")], ids=str)
 def test_compiled_steps_of_trees(storage: Any) -> None:
     pure = adamw(lr=0.01)

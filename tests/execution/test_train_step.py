@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import row
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -106,6 +107,7 @@ def not_generated(monkeypatch) -> None:
     monkeypatch.setattr(whole, "torch_compile", torch_compile)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make",
     [
@@ -146,6 +148,7 @@ def test_a_class_stays_in_step(make, graphs) -> None:
     assert ours.norm.num_batches_tracked == 6
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("not_generated")
 def test_one_graph_whatever_the_numbers_are(graphs) -> None:
     model = double(nn.Linear(6, 3))
@@ -167,7 +170,8 @@ def test_one_graph_whatever_the_numbers_are(graphs) -> None:
 GROUPS: list[Any] = [[0.02, 0.1], [0.05, 0.0]]
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.kernels
+@pytest.mark.parametrize("parts", [row(1, id="1", tier="full"), 4])
 def test_groups_clipping_and_accumulation(parts, request) -> None:
     if parts > 1:
         request.getfixturevalue("not_generated")
@@ -203,7 +207,7 @@ def test_the_mean_of_the_parts_is_the_whole_batch() -> None:
     starts = [copy.deepcopy(model) for _ in range(2)]
     (batch,) = batches(1)
     for start, parts in zip(starts, (1, 4)):
-        optimizer = optimi_func.SGD(start.parameters(), lr=1.0)
+        optimizer = optimi_func.SGD(start.parameters(), lr=1.0, compile=False)
         train_step(start, mean_loss, optimizer, accumulate=parts)(batch)
     assert_close(starts[0].state_dict(), starts[1].state_dict())
 
@@ -223,6 +227,7 @@ class Noisy(nn.Module):
         return self.last(self.dropout(self.norm(x)))
 
 
+@pytest.mark.full
 def test_dropout_is_the_eager_runs(request) -> None:
     model = double(Noisy())
     other = copy.deepcopy(model)
@@ -313,6 +318,7 @@ FUNCTIONAL = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FUNCTIONAL)
 @pytest.mark.filterwarnings("ignore:eps=")
 def test_pytrees(name, graphs, tmp_path, request) -> None:
@@ -363,6 +369,7 @@ def test_pytrees(name, graphs, tmp_path, request) -> None:
     assert graphs() == before
 
 
+@pytest.mark.full
 def test_a_module_with_a_pure_optimizer() -> None:
     """The state that init gives is the module's own, by name; a copy is its own."""
     model = double(Net())
@@ -387,6 +394,7 @@ def test_a_module_with_a_pure_optimizer() -> None:
     assert_close(copied.buffers["norm.running_var"], other.norm.running_var)
 
 
+@pytest.mark.full
 def test_bfloat16_with_kahan_sums_in_float32() -> None:
     model = nn.Linear(64, 32).to(torch.bfloat16)
     other = copy.deepcopy(model)
@@ -426,6 +434,7 @@ class Switched(nn.Module):
         return x * self.a * (self.b if self.both else 1.0)
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("not_generated")
 def test_what_is_unused_is_found_out_anew() -> None:
     model = Switched()
@@ -440,6 +449,7 @@ def test_what_is_unused_is_found_out_anew() -> None:
     assert optimizer.state[model.a]["step"] == 2
 
 
+@pytest.mark.full
 def test_updates_follow_their_gradients(tmp_path) -> None:
     """The peak above parameters and state: far less than all gradients."""
     torch.manual_seed(0)
@@ -464,6 +474,7 @@ def test_updates_follow_their_gradients(tmp_path) -> None:
     assert max(allocated) - allocated[0] < 0.6 * gradients
 
 
+@pytest.mark.full
 def test_gradients_read_parameters_before_they_move() -> None:
     """Each product's gradients are the other factors, of which some move earlier."""
     sizes = [20000, 20000, 20000, 4, 4, 1]
@@ -617,6 +628,7 @@ def test_a_groups_number_is_refused_before_any_write(name: str, bad: Any) -> Non
     assert not optimizer.state
 
 
+@pytest.mark.usefixtures("not_generated")
 def test_states_are_refused_before_any_write() -> None:
     optimizer = optimi_func.adamw(lr=LR)
     step = train_step(function, plain_loss, optimizer)
@@ -661,6 +673,7 @@ def lookup_loss(output: Any, batch: Any) -> Any:
     return F.cross_entropy(output[0], batch[1]), output[1:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_error_of_the_data_leaves_the_state_as_it_was(traced: bool) -> None:
     """Of the traced one in its last part, where buffers have changed before."""
@@ -683,6 +696,7 @@ def test_an_error_of_the_data_leaves_the_state_as_it_was(traced: bool) -> None:
     assert (shift == before.params["shift"]).all()
 
 
+@pytest.mark.full
 def test_a_transforms_gradients_are_clipped() -> None:
     """Traced, they are scaled in the graph."""
     weight, x = torch.ones(2, dtype=torch.float64), torch.tensor([[3.0, 0], [3.0, 8.0]])
@@ -701,6 +715,7 @@ def test_a_transforms_gradients_are_clipped() -> None:
     assert_close(state.params, weight - torch.tensor([0.6, 0.8]).double(), 1e-6)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_a_parameter() -> None:
     step = train_step(lambda p, b, x: p, lambda out, x: out, optimi_func.sgd(lr=0.5))
     state, outcome = step(step.init(torch.tensor(2.0)), torch.ones(1))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_moved_alike
+from tiers import few
 from torch import Tensor, nn
 
 from optimi_func import Muon, compiled, muon_init, muon_step
@@ -58,7 +59,9 @@ def ended(way: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", ["foreach", "compiled", "capturable"])
+@pytest.mark.parametrize(
+    "way", few(["foreach", "compiled", "capturable"], ["foreach", "capturable"])
+)
 def test_every_way_is_the_eager_one(way: str, dtype: torch.dtype) -> None:
     wanted, found = ended("eager", dtype), ended(way, dtype)
     for got, want in zip(found, wanted, strict=True):
@@ -67,6 +70,7 @@ def test_every_way_is_the_eager_one(way: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, want)  # whatever the order of a gradient's memory
 
 
+@pytest.mark.kernels
 def test_options_of_the_map_share_their_kernels(graphs: Any) -> None:
     """Two are compiled, of the direction and of the move."""
     ended("compiled")
@@ -77,6 +81,7 @@ def test_options_of_the_map_share_their_kernels(graphs: Any) -> None:
     assert graphs() == made
 
 
+@pytest.mark.full
 def test_the_compiled_pure_step() -> None:
     tree = {str(i): p.detach() for i, p in enumerate(params())}
     grads = {n: torch.ones_like(x) for n, x in tree.items()}
@@ -174,7 +179,9 @@ rule: Rule[Any, Any] = Rule(
 
 
 @pytest.mark.parametrize("comp", [False, True], ids=["plain", "kahan"])
-@pytest.mark.parametrize("executor", ["eager", "foreach", "kernels"])
+@pytest.mark.parametrize(
+    "executor", few(["eager", "foreach", "kernels"], ["eager", "foreach"])
+)
 def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
     dtype = torch.bfloat16 if comp else torch.float32
     torch.manual_seed(0)

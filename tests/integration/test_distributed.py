@@ -13,6 +13,8 @@ WHOLE = [
     whole_worlds.whole_models,
     whole_worlds.whole_ranges,
 ]
+# One of each kind, for `make test`.
+QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]
 TWO = [
     worlds.rules,
     worlds.kernels,
@@ -88,11 +90,23 @@ def four_again(folder: Path) -> dict[str, str]:
     return worlds.start(FOUR_AGAIN, 4, folder / "four again")
 
 
+@pytest.fixture(scope="module")
+def quick(folder: Path) -> dict[str, str]:
+    return worlds.start(QUICK, 2, folder / "quick")
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in QUICK])
+def test_two_processes_in_short(name: str, quick: dict[str, str]) -> None:
+    assert not quick[name], quick[name]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", [check.__name__ for check in TWO])
 def test_two_processes(name: str, two: dict[str, str]) -> None:
     assert not two[name], two[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [check.__name__ for check in FOUR])
 def test_four_processes(name: str, four: dict[str, str]) -> None:
     assert not four[name], four[name]
@@ -104,12 +118,14 @@ def test_four_processes_again(name: str, four_again: dict[str, str]) -> None:
     assert not four_again[name], four_again[name]
 
 
+@pytest.mark.full
 def test_from_four_to_two(folder: Path, four: dict[str, str]) -> None:
     checks = [worlds.from_four, stored_worlds.stored_from_four]
     endings = worlds.start(checks, 2, folder / "again").values()
     assert not any(endings), "\n".join(endings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_to_one(size: int, folder: Path, four: dict[str, str]) -> None:
     worlds.loads_from(folder / f"from {size}", worlds.plain, worlds.batch)

@@ -28,6 +28,7 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_memory_timeline(tmp_path: Path) -> None:
     picture, numbers = tmp_path / "timeline.png", tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--out", str(picture), "--json", str(numbers)]
@@ -58,6 +59,7 @@ def test_memory_timeline(tmp_path: Path) -> None:
         assert runs[name]["gradients"] < 0.3 * runs[name]["parameters"]
 
 
+@pytest.mark.full
 def test_plan_llama(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     out = run("examples/plan_llama.py", "--quick", "--models", "8B", "--out", str(picture))
@@ -68,6 +70,7 @@ def test_plan_llama(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_plan_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--json", str(numbers)]
@@ -83,6 +86,7 @@ def test_plan_benchmark(tmp_path: Path) -> None:
     assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_muon_gpt(tmp_path: Path) -> None:
     picture, numbers = tmp_path / "muon.png", tmp_path / "muon.json"
     options = ["--quick", "--no-compile", "--seeds", "2", "--evaluations", "1"]
@@ -96,6 +100,7 @@ def test_muon_gpt(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_mixed_optimizers(tmp_path: Path) -> None:
     picture = tmp_path / "mixed.png"
     options = ["--quick", "--out", str(picture)]
@@ -221,6 +226,7 @@ def test_a_gpu_is_not_asked_where_there_is_none() -> None:
     assert "needs a CUDA device" in done.stderr and not done.stdout
 
 
+@pytest.mark.full
 def test_lr_sweep(tmp_path: Path) -> None:
     pictures = [tmp_path / "sweep.png", tmp_path / "pbt.png"]
     options = ["--quick", "--no-compile", "--pbt", "--out", str(pictures[0])]
@@ -232,6 +238,7 @@ def test_lr_sweep(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_hypergradient_examples(tmp_path: Path) -> None:
     examples = {
         "learned_lr": [],
@@ -261,6 +268,7 @@ def test_population_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", [[], ["--muon"]], ids=["adamw", "muon"])
+@pytest.mark.full
 def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
     """Two processes save; one goes on, with gradient release, and ends as the two did."""
     losses: list[str] = []
@@ -277,6 +285,7 @@ def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
     assert abs(float(losses[0]) - float(losses[1])) <= 2e-6
 
 
+@pytest.mark.full
 def test_resume(tmp_path: Path) -> None:
     """What becomes of it when it is killed is in test_killed.py."""
     checkpoint = tmp_path / "run.pt"
@@ -287,12 +296,14 @@ def test_resume(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
+@pytest.mark.full
 def test_safetensors_state(tmp_path: Path) -> None:
     out = run("examples/safetensors_state.py", f"--out={tmp_path}")
     assert re.search(r"2\.weight\.kahan_comp +bfloat16 +\[1, 32\]", out)
     assert out.endswith("the same weights as 20 steps: True\n")
 
 
+@pytest.mark.full
 def test_transformers_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -305,6 +316,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
 
 
+@pytest.mark.full
 def test_lightning_fit(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = run("examples/trainers/lightning_fit.py", f"--out={tmp_path}", strict=False)
@@ -312,6 +324,7 @@ def test_lightning_fit(tmp_path: Path) -> None:
     assert found == ["automatic", "manual", "resumed"]
 
 
+@pytest.mark.full
 def test_accelerate_loop(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     out = run("examples/trainers/accelerate_loop.py", f"--out={tmp_path}", strict=False)
@@ -319,6 +332,7 @@ def test_accelerate_loop(tmp_path: Path) -> None:
     assert float(apart) < 1e-5
 
 
+@pytest.mark.full
 def test_grad_scaler() -> None:
     out = run("examples/trainers/grad_scaler.py")
     rows = re.findall(r"^(\S.*\S) +(\d+) of 200 steps taken, loss (\S+)$", out, re.M)
@@ -329,18 +343,21 @@ def test_grad_scaler() -> None:
     assert loss["float16, scaled"] < 2 * loss["float32"] < loss["float16"] / 10
 
 
+@pytest.mark.full
 def test_averaged_model() -> None:
     out = run("examples/trainers/averaged_model.py")
     last, swa, ema = map(float, re.findall(r"loss without the noise (\S+)", out))
     assert max(swa, ema) < last / 2
 
 
+@pytest.mark.full
 def test_optimizer_in_backward(tmp_path: Path) -> None:
     out = run("examples/trainers/optimizer_in_backward.py", f"--out={tmp_path / 'run.pt'}")
     assert "gradients freed: True" in out
     assert "within a cycle: the same weights: True" in out
 
 
+@pytest.mark.full
 def test_finetune(tmp_path: Path) -> None:
     picture = tmp_path / "finetune.png"
     out = run("examples/finetune.py", "--quick", f"--out={picture}")

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:::{module}")
     for module in ("transformers", "lightning", "torch.utils._pytree")
-]
+] + [pytest.mark.full]
 
 
 class Recorded(AdamW):

@@ -55,6 +55,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kills", "epochs"), [(5, 20), pytest.param(50, 100, marks=pytest.mark.soak)]
 )

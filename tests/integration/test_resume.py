@@ -17,6 +17,7 @@ from cases import (
 )
 from forked import run_script
 from resumed import FORMATS, MODES, STEPS, Job, Run, Sizes
+from tiers import built, row
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +70,25 @@ def forms(job: Job) -> list[str]:
     return [FORMATS[(DTYPES.index(job.dtype) + list(MODES).index(job.before)) % 3]]
 
 
+def is_short(job: Job) -> bool:
+    """Every rule in every format once, and every mode and change of it by two rules."""
+    ways = [job.before, job.after]
+    if "compiled" in ways or "release compiled" in ways or not is_quick(job):
+        return False
+    if ways == ["eager", "eager"] and job.case in RULES:
+        return job.dtype == torch.bfloat16
+    return job.case.id in ("adamw", "schedule_free_adamw")
+
+
+def tier_of(job: Job) -> str:
+    if is_short(job):
+        return ""
+    return "full" if is_quick(job) else "soak"
+
+
 def rows(jobs: list[Job]) -> list[Any]:
     jobs = list({job.id: job for job in jobs if can_run(job)}.values())
-    marks = [() if is_quick(job) else pytest.mark.soak for job in jobs]
-    return [pytest.param(job, id=job.id, marks=mark) for job, mark in zip(jobs, marks)]
+    return built([row(job, id=job.id, tier=tier_of(job)) for job in jobs])
 
 
 SAME = [Job(case, d, mode, mode) for case in RULES for d in DTYPES for mode in MODES]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import NAMES, SCHEDULE_FREE, assert_moved_alike, count_betas
+from cases import NAMES, SCHEDULE_FREE, SOME, TOLERANCE, assert_moved_alike, count_betas
+from tiers import few
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
@@ -88,6 +89,9 @@ def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> Non
     alone = [at(i, (members.params, members.state)) for i in range(3)]
     numbers = [at(i, members.hyper) for i in range(3)]
     start = members
+    # A batch of matrices is multiplied in another order than one matrix, on some CPUs.
+    products = name == "muon" and dtype == torch.bfloat16
+    tolerance = TOLERANCE[dtype] if products else 1e-12
     for _ in range(6):
         x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)
         members, losses = train(factory, members, x, y)
@@ -105,7 +109,7 @@ def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> Non
             pytree.tree_leaves(at(i, (members.params, members.state))),
             pytree.tree_leaves((p, state)),
         ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-13)
     compensated = [
         hasattr(s, "kahan_comp") and s.kahan_comp is not None
         for s in members.state.leaves.values()
@@ -139,7 +143,7 @@ def test_every_number_changes_the_answer(name: str) -> None:
             assert moved.tolist() == (leaf != 0).tolist(), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, SOME))
 def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
     """With compensation, which float32 does without."""
     dtype = torch.bfloat16
@@ -165,6 +169,7 @@ def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.full
 def test_inductor_keeps_the_compensation(graphs) -> None:
     """Against the same members in float64, where nothing is lost."""
     members = population.init(

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from cases import NAMES, NO_EPS, SCHEDULE_FREE, Case, count_betas
+from cases import NAMES, NO_EPS, SCHEDULE_FREE, SOME, Case, count_betas
+from tiers import few, row
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
@@ -96,7 +97,7 @@ def directional(fn, at, along, h: float = 1e-6) -> float:
     return ((ends[0] - ends[1]) / (2 * h)).item()
 
 
-@pytest.mark.parametrize("case", RULES, ids=lambda c: c.id)
+@pytest.mark.parametrize("case", few(RULES, (*SOME, "muon", "adam"), lambda c: c.id))
 @pytest.mark.filterwarnings("ignore:weight_decay=", "ignore:eps=")
 def test_hypergradients(case: Case) -> None:
     """To all numbers, the first params, and loss weights; reverse, forward, differences.
@@ -133,7 +134,7 @@ def test_hypergradients(case: Case) -> None:
     assert case.name == "lion" or (reverse[2].abs().amax(1) > 1e-7).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, SOME))
 def test_second_derivatives(name: str) -> None:
     """Of the run's end to lr, by grad of grad and hessian, against differences."""
     case = Case(name)
@@ -152,8 +153,15 @@ def test_second_derivatives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("betas", [0.0, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+@pytest.mark.parametrize(
+    ("betas", "dtype"),
+    [
+        row(0.0, torch.float32, id="0.0-float32"),
+        row(0.9, torch.float32, id="0.9-float32", tier="full"),
+        row(0.0, DOUBLE, id="0.0-float64", tier="full"),
+        row(0.9, DOUBLE, id="0.9-float64", tier="full"),
+    ],
+)
 def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype) -> None:
     """All of v is 0, or some; to first and second order, in both modes."""
     hyper = {"lr": number(0.1), "weight_decay": number(0.1)}
@@ -252,7 +260,7 @@ def derivatives():
     return derivatives
 
 
-@pytest.mark.parametrize("every", CHECKPOINTS)
+@pytest.mark.parametrize("every", few(CHECKPOINTS, ["4"]))
 def test_recomputed_runs_have_the_same_derivatives(every: int, derivatives) -> None:
     """Under each of grad, backward, jvp, vmap, grad of grad and their nests."""
     for ours, theirs in zip(

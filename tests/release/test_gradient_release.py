@@ -224,6 +224,7 @@ def test_what_a_loop_gets_wrong_is_said_once() -> None:
         prepare_for_gradient_release(model, optimizer)
 
 
+@pytest.mark.full
 def test_a_compiled_training_step_runs_the_hooks_as_they_are() -> None:
     pair = []
     for release in (False, True):

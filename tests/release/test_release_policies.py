@@ -834,6 +834,7 @@ def test_skipping_changes_nothing_where_all_is_finite(name, where) -> None:
     assert_same(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "stableadamw"])
 def test_a_kernel_skips_on_the_device(name: str, graphs) -> None:
     model, optimizer = make(CLASSES[name], torch.bfloat16, capturable=True, compile=True)
@@ -1049,6 +1050,7 @@ def test_a_functional_optimizer_is_the_pure_step(options, dtype) -> None:
         assert torch.allclose(mine.exp_avg, pure.exp_avg, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_functional_state_can_be_replaced_and_a_cycle_ended() -> None:
     optimizer = optimi_func.sgd(lr=0.1, momentum=0.9)
     model = Net()
@@ -1085,6 +1087,7 @@ def test_a_functional_optimizer_joins_and_skips() -> None:
 # Graphs
 
 
+@pytest.mark.full
 def test_policies_make_no_graph_of_their_own(graphs) -> None:
     model, optimizer = make(compile=True)
     with pytest.warns(UserWarning, match="no model was prepared"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import NAMES
+from tiers import row
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -118,7 +119,13 @@ def assert_same_movement(optimizer: Any, dtype: torch.dtype, vmap: bool = False)
         assert ((got - want).abs() <= 0.02 * want.abs()).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        row(torch.bfloat16, id="torch.bfloat16"),
+        row(torch.float16, id="torch.float16", tier="full"),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_add_up_whatever_is_contracted(name: str, dtype: torch.dtype) -> None:
     # Moments in float32: bfloat16 ones of betas this large are a matter of their own.

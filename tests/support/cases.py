@@ -80,6 +80,9 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
 }
 NAMES = list(CLASSES)
+# Four that differ in form: two moments, means, two kernels, running scalars. What takes a
+# second a rule and depends on the form alone, `make test` asks of these.
+SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
 # Those that take tensors of any shape.
 ELEMENTWISE = [name for name in NAMES if name != "muon"]
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.

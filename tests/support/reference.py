@@ -26,8 +26,9 @@ Weight decay kinds, all computed from the parameter before the step:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,56 +60,90 @@ class At:
         return d * phi / max(phi.mean().item(), 1e-3)
 
 
+@dataclass(frozen=True)
+class Common:
+    """The options that every optimizer has."""
+
+    lr: Rate = math.nan
+    betas: tuple[float, ...] | list[tuple[float, ...]] = ()
+    weight_decay: float = 0.0
+    decay: str = "decoupled"
+    max_lr: float | None = None
+    maximize: bool = False
+    cautious_decay: bool = False
+    cautious: bool = False
+
+
 # How the parameter moves, and its averages after.
 Moved = tuple[Tensor, State]
-Move = Callable[[Tensor, State, Tensor, At], Moved]
+Move = Callable[..., Moved]
+Path = Callable[..., list[Tensor]]
 
 
-def _path(
+def _path_of(
     move: Move,
-    s: State,
-    p: Tensor,
-    grads: list[Tensor],
-    lr: Rate,
-    betas: tuple[float, ...] | list[Pair] | list[Triple],
-    weight_decay: float,
-    decay: str,
-    max_lr: float | None,
-    maximize: bool,
-    cautious_decay: bool,
-    cautious: bool = False,
+    *letters: str,
+    start: Callable[[Tensor], State] | None = None,
     direction: Move | None = None,
-) -> list[Tensor]:
-    """Where p is after each step.
+    **defaults: Any,
+) -> Path:
+    """Return the function of `p`, `grads` and options that gives p after each step.
 
-    Cautious decay (arXiv 2510.12402): lambda is 0 where -d and -p point to different sides;
-    `direction` is the move that shows d, if `move` does not.
+    Options that are in `Common` are taken here, the others by `move`.
+
+    Args:
+        move: One step of the paper.
+        letters: Averages that start at 0.
+        start: The averages before the first step, in place of `letters`.
+        direction: The move that shows the sign of the direction, if `move` does not.
+        defaults: The defaults of `Common` for this optimizer.
+    """
+    usual = Common(**defaults)
+    names = {field.name for field in fields(Common)}
+
+    def path(p: Tensor, grads: list[Tensor], **options: Any) -> list[Tensor]:
+        common = {name: options.pop(name) for name in names & options.keys()}
+        own = partial(move, **options)
+        shown = own if direction is None else partial(direction, **options)
+        s = _zeros(p, *letters) if start is None else start(p)
+        return _run(own, shown, s, p, grads, replace(usual, **common))
+
+    return path
+
+
+def _run(
+    move: Move, direction: Move, s: State, p: Tensor, grads: list[Tensor], common: Common
+) -> list[Tensor]:
+    """Return p after each step.
+
+    Cautious decay (arXiv 2510.12402): lambda is 0 where -d and -p point to different sides.
     """
     p, path = p.detach().double(), []
+    weight_decay, max_lr = common.weight_decay, common.max_lr
     for i, grad in enumerate(grads):
-        alpha = lr[i] if isinstance(lr, list) else lr
-        beta = betas[i] if isinstance(betas, list) else betas
-        if decay == "l2":
+        alpha = common.lr[i] if isinstance(common.lr, list) else common.lr
+        beta = common.betas[i] if isinstance(common.betas, list) else common.betas
+        if common.decay == "l2":
             lam = 0.0
-        elif decay == "decoupled":
+        elif common.decay == "decoupled":
             lam = alpha * weight_decay
-        elif decay == "fully" and max_lr is not None:
+        elif common.decay == "fully" and max_lr is not None:
             lam = alpha / max_lr * weight_decay
-        elif decay == "fully" and not isinstance(lr, list):
+        elif common.decay == "fully" and not isinstance(common.lr, list):
             lam = weight_decay
-        elif decay == "corrected" and max_lr is not None:
+        elif common.decay == "corrected" and max_lr is not None:
             lam = alpha**2 / max_lr * weight_decay
         else:
-            raise ValueError(f"decay {decay!r} is unknown, or misses its max_lr")
-        g = -grad.detach().double() if maximize else grad.detach().double()
-        if decay == "l2":
+            raise ValueError(f"decay {common.decay!r} is unknown, or misses its max_lr")
+        g = -grad.detach().double() if common.maximize else grad.detach().double()
+        if common.decay == "l2":
             g = g + weight_decay * p
         kept: float | Tensor = lam
-        if cautious_decay:
-            u, _ = (direction or move)(p, s, g, At(i + 1, alpha, 0.0, beta, cautious))
+        if common.cautious_decay:
+            u, _ = direction(p, s, g, At(i + 1, alpha, 0.0, beta, common.cautious))
             unlike = ((u > 0) & (p > 0)) | ((u < 0) & (p < 0))
             kept = lam * (1 - unlike.double())
-        u, s = move(p, s, g, At(i + 1, alpha, kept, beta, cautious))
+        u, s = move(p, s, g, At(i + 1, alpha, kept, beta, common.cautious))
         p = p + u
         path.append(p)
     return path
@@ -144,9 +179,9 @@ def sgd_move(
     g: Tensor,
     at: At,
     momentum: float = 0.0,
-    tau: float = 0.0,
-    first_is_gradient: bool = False,
+    dampening: bool | float = False,
     nesterov: bool = False,
+    torch_init: bool = False,
 ) -> Moved:
     """SGD with momentum, and SGDW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 1).
 
@@ -161,56 +196,15 @@ def sgd_move(
     """
     if momentum == 0:
         return -at.lr * at.masked(g, g) - at.lam * p, s
-    start = at.t == 1 and first_is_gradient
+    tau = momentum * dampening if isinstance(dampening, bool) else dampening
+    given = not isinstance(dampening, bool) or (dampening and torch_init)
+    start = at.t == 1 and given
     buf = g if start else momentum * s["buf"] + (1 - tau) * g
     d = g + momentum * buf if nesterov else buf
     return -at.lr * at.masked(d, g) - at.lam * p, {"buf": buf}
 
 
-def sgd(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    momentum: float = 0.0,
-    dampening: bool | float = False,
-    nesterov: bool = False,
-    torch_init: bool = False,
-    weight_decay: float = 0.0,
-    decay: str = "l2",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `sgd_move`."""
-    if isinstance(dampening, bool):
-        tau = momentum if dampening else 0.0
-        first_is_gradient = dampening and torch_init
-    else:
-        tau = dampening
-        first_is_gradient = True
-    move = partial(
-        sgd_move,
-        momentum=momentum,
-        tau=tau,
-        first_is_gradient=first_is_gradient,
-        nesterov=nesterov,
-    )
-    return _path(
-        move,
-        _zeros(p, "buf"),
-        p,
-        grads,
-        lr,
-        (),
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-    )
+sgd = _path_of(sgd_move, "buf", decay="l2")
 
 
 def adam_move(
@@ -235,77 +229,15 @@ def adam_move(
     return -at.lr * at.masked(d, g) - at.lam * p, new
 
 
-def adam(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.99),
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    decay: str = "l2",
-    max_lr: float | None = None,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `adam_move`."""
-    move = partial(adam_move, eps=eps, amsgrad=amsgrad)
-    return _path(
-        move,
-        _zeros(p, "m", "v", "v_max"),
-        p,
-        grads,
-        lr,
-        betas,
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-    )
+adam = _path_of(adam_move, "m", "v", "v_max", betas=(0.9, 0.99), decay="l2")
 
 
-def adamw(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.99),
-    eps: float = 1e-6,
-    weight_decay: float = 1e-2,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2).
-
-    m_t, v_t, mhat_t, vhat_t as in Adam, from the gradient without weight decay
-    p_t = p_{t-1} - eta_t * (alpha * mhat_t / (sqrt(vhat_t) + eps) + wd * p_{t-1})
-
-    with alpha the base learning rate and eta_t the schedule's multiplier. The paper is
-    thus decay="fully" (lr = eta_t * alpha, max_lr = alpha). Libraries mean "decoupled"
-    by AdamW: the decay term is lr * wd * p_{t-1}.
-    """
-    return adam(
-        p,
-        grads,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decay=decay,
-        max_lr=max_lr,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        cautious_decay=cautious_decay,
-        cautious=cautious,
-    )
+# AdamW (Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2): Adam, and decay from p alone.
+# p_t = p_{t-1} - eta_t * (alpha * mhat_t / (sqrt(vhat_t) + eps) + wd * p_{t-1})
+# with alpha the base learning rate and eta_t the schedule's multiplier. The paper is thus
+# decay="fully" (lr = eta_t * alpha, max_lr = alpha). Libraries mean "decoupled" by AdamW:
+# the decay term is lr * wd * p_{t-1}.
+adamw = _path_of(adam_move, "m", "v", "v_max", betas=(0.9, 0.99), weight_decay=1e-2)
 
 
 def adan_move(
@@ -337,39 +269,23 @@ def adan_move(
     return -at.lr * d - at.lam * p, new
 
 
+_adan = _path_of(
+    adan_move, "m", "v", "n", "g_prev", betas=(0.98, 0.92, 0.99), weight_decay=2e-2
+)
+
+
 def adan(
     p: Tensor,
     grads: list[Tensor],
     *,
-    lr: Rate,
-    betas: Triple | list[Triple] = (0.98, 0.92, 0.99),
-    eps: float = 1e-6,
-    weight_decay: float = 2e-2,
     decay: str = "proximal",
-    max_lr: float | None = None,
     adam_wd: bool = False,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
+    **options: Any,
 ) -> list[Tensor]:
     """The path of `adan_move`."""
     proximal = decay.endswith("proximal") and not adam_wd
     decay = "decoupled" if decay == "proximal" else decay.removesuffix("_proximal")
-    move = partial(adan_move, eps=eps, proximal=proximal)
-    return _path(
-        move,
-        _zeros(p, "m", "v", "n", "g_prev"),
-        p,
-        grads,
-        lr,
-        betas,
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-    )
+    return _adan(p, grads, decay=decay, proximal=proximal, **options)
 
 
 def lion_average(s: State, g: Tensor, at: At) -> Tensor:
@@ -390,34 +306,7 @@ def lion_move(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
     return -at.lr * d - at.lam * p, {"m": b2 * s["m"] + (1 - b2) * g}
 
 
-def lion(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.99),
-    weight_decay: float = 0.0,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `lion_move`."""
-    return _path(
-        lion_move,
-        _zeros(p, "m"),
-        p,
-        grads,
-        lr,
-        betas,
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-    )
+lion = _path_of(lion_move, "m", betas=(0.9, 0.99))
 
 
 def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -441,36 +330,7 @@ def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
     return -at.lr * at.masked(d, g) - at.lam * p, {"m": m, "v": v}
 
 
-def radam(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.99),
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    decay: str = "l2",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `radam_move`."""
-    move = partial(radam_move, eps=eps)
-    return _path(
-        move,
-        _zeros(p, "m", "v"),
-        p,
-        grads,
-        lr,
-        betas,
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-    )
+radam = _path_of(radam_move, "m", "v", betas=(0.9, 0.99), decay="l2")
 
 
 def ranger_move(
@@ -498,40 +358,18 @@ def ranger_move(
     return u, {**new, "slow": slow}
 
 
-def ranger(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.99),
-    eps: float = 1e-6,
-    k: int = 6,
-    alpha: float = 0.5,
-    weight_decay: float = 0.0,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `ranger_move`."""
-    move = partial(ranger_move, eps=eps, k=k, alpha=alpha)
-    start = {**_zeros(p, "m", "v"), "slow": p.detach().double()}
-    return _path(
-        move,
-        start,
-        p,
-        grads,
-        lr,
-        betas,
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-        partial(radam_move, eps=eps),  # before it is pulled back
-    )
+def _ranger_start(p: Tensor) -> State:
+    return {**_zeros(p, "m", "v"), "slow": p.detach().double()}
+
+
+def _before_pull(p: Tensor, s: State, g: Tensor, at: At, **own: Any) -> Moved:
+    """RAdam's move: the direction, before Ranger pulls p back."""
+    return radam_move(p, s, g, at, **{k: x for k, x in own.items() if k == "eps"})
+
+
+ranger = _path_of(
+    ranger_move, start=_ranger_start, direction=_before_pull, betas=(0.9, 0.99)
+)
 
 
 def stableadamw_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -550,36 +388,7 @@ def stableadamw_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) 
     return u / clip, {"m": m, "v": v}
 
 
-def stableadamw(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.99),
-    eps: float = 1e-6,
-    weight_decay: float = 1e-2,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `stableadamw_move`."""
-    move = partial(stableadamw_move, eps=eps)
-    return _path(
-        move,
-        _zeros(p, "m", "v"),
-        p,
-        grads,
-        lr,
-        betas,
-        weight_decay,
-        decay,
-        max_lr,
-        maximize,
-        cautious_decay,
-        cautious,
-    )
+stableadamw = _path_of(stableadamw_move, "m", "v", betas=(0.9, 0.99), weight_decay=1e-2)
 
 
 STANDARD = (3.4445, -4.7750, 2.0315)
@@ -615,12 +424,12 @@ def muon_move(
     s: State,
     g: Tensor,
     at: At,
-    momentum: float,
-    nesterov: bool,
-    table: tuple[Triple, ...],
-    eps: float,
-    scale: Callable[[int, int], float],
-    split: tuple[int, ...] | None,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    table: tuple[Triple, ...] = (STANDARD,) * 5,
+    eps: float = 1e-7,
+    scale: Callable[[int, int], float] = rms_scale,
+    split: tuple[int, ...] | None = None,
 ) -> Moved:
     """Muon (Jordan et al. 2024; Liu et al., arXiv 2502.16982), as torch.optim has it.
 
@@ -639,35 +448,7 @@ def muon_move(
     return -at.lr * move - at.lam * p, {"b": b}
 
 
-def muon(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    table: tuple[Triple, ...] = (STANDARD,) * 5,
-    eps: float = 1e-7,
-    scale: Callable[[int, int], float] = rms_scale,
-    split: tuple[int, ...] | None = None,
-    weight_decay: float = 0.1,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-) -> list[Tensor]:
-    """The path of `muon_move`."""
-    move = partial(
-        muon_move,
-        momentum=momentum,
-        nesterov=nesterov,
-        table=table,
-        eps=eps,
-        scale=scale,
-        split=split,
-    )
-    options = (lr, (), weight_decay, decay, max_lr, maximize, cautious_decay)
-    return _path(move, _zeros(p, "b"), p, grads, *options)
+muon = _path_of(muon_move, "b", weight_decay=0.1)
 
 
 def adam_accumulation(
@@ -751,34 +532,7 @@ def ademamix_move(
     return -at.lr * at.masked(d, g) - at.lam * p, {"m1": m1, "m2": m2, "v": v}
 
 
-def ademamix(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Triple | list[Triple] = (0.9, 0.999, 0.9999),
-    eps: float = 1e-8,
-    alpha: float = 8.0,
-    alpha_warmup: float = 0,
-    beta3_warmup: float = 0,
-    weight_decay: float = 0.0,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `ademamix_move`."""
-    move = partial(
-        ademamix_move,
-        eps=eps,
-        alpha=alpha,
-        alpha_warmup=alpha_warmup,
-        beta3_warmup=beta3_warmup,
-    )
-    start = _zeros(p, "m1", "m2", "v")
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
-    return _path(move, start, p, grads, *options)
+ademamix = _path_of(ademamix_move, "m1", "m2", "v", betas=(0.9, 0.999, 0.9999))
 
 
 def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -799,23 +553,7 @@ def adopt_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
     return -at.lr * d - at.lam * p, {"m": m, "v": b2 * s["v"] + (1 - b2) * g**2}
 
 
-def adopt(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.9999),
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    decay: str = "l2",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `adopt_move`."""
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
-    return _path(partial(adopt_move, eps=eps), _zeros(p, "m", "v"), p, grads, *options)
+adopt = _path_of(adopt_move, "m", "v", betas=(0.9, 0.9999), decay="l2")
 
 
 def lamb_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
@@ -833,23 +571,7 @@ def lamb_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Move
     return ratio * u, {"m": m, "v": v}
 
 
-def lamb(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.999),
-    eps: float = 1e-6,
-    weight_decay: float = 1e-2,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-    cautious: bool = False,
-) -> list[Tensor]:
-    """The path of `lamb_move`."""
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay, cautious)
-    return _path(partial(lamb_move, eps=eps), _zeros(p, "m", "v"), p, grads, *options)
+lamb = _path_of(lamb_move, "m", "v", betas=(0.9, 0.999), weight_decay=1e-2)
 
 
 def averaged(
@@ -964,90 +686,32 @@ def schedule_free_radam_move(
     return u, {**new, "v": v}
 
 
-def _downhill(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
+def _averaging_start_with_v(p: Tensor) -> State:
+    return averaging_start(p, "v")
+
+
+def _downhill(p: Tensor, s: State, g: Tensor, at: At, **own: Any) -> Moved:
     """A move whose sign is that of z's, but for decay."""
-    del p, at
+    del p, at, own
     return -g, s
 
 
-def schedule_free_sgd(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    momentum: float = 0.9,
-    warmup_steps: int = 0,
-    r: float = 0.0,
-    weight_lr_power: float = 2.0,
-    weight_decay: float = 0.0,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-) -> list[Tensor]:
-    """The path of `schedule_free_sgd_move`."""
-    move = partial(
-        schedule_free_sgd_move,
-        momentum=momentum,
-        warmup_steps=warmup_steps,
-        r=r,
-        weight_lr_power=weight_lr_power,
-    )
-    options = (lr, (), weight_decay, decay, max_lr, maximize, cautious_decay)
-    return _path(move, averaging_start(p), p, grads, *options, direction=_downhill)
+schedule_free_sgd = _path_of(
+    schedule_free_sgd_move, start=averaging_start, direction=_downhill
+)
 
 
-def schedule_free_adamw(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.999),
-    eps: float = 1e-8,
-    warmup_steps: int = 0,
-    r: float = 0.0,
-    weight_lr_power: float = 2.0,
-    weight_decay: float = 0.0,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-) -> list[Tensor]:
-    """The path of `schedule_free_adamw_move`."""
-    move = partial(
-        schedule_free_adamw_move,
-        eps=eps,
-        warmup_steps=warmup_steps,
-        r=r,
-        weight_lr_power=weight_lr_power,
-    )
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
-    return _path(move, averaging_start(p, "v"), p, grads, *options, direction=_downhill)
+schedule_free_adamw = _path_of(
+    schedule_free_adamw_move,
+    start=_averaging_start_with_v,
+    direction=_downhill,
+    betas=(0.9, 0.999),
+)
 
 
-def schedule_free_radam(
-    p: Tensor,
-    grads: list[Tensor],
-    *,
-    lr: Rate,
-    betas: Pair | list[Pair] = (0.9, 0.999),
-    eps: float = 1e-8,
-    r: float = 0.0,
-    weight_lr_power: float = 2.0,
-    silent_sgd_phase: bool = True,
-    weight_decay: float = 0.0,
-    decay: str = "decoupled",
-    max_lr: float | None = None,
-    maximize: bool = False,
-    cautious_decay: bool = False,
-) -> list[Tensor]:
-    """The path of `schedule_free_radam_move`."""
-    move = partial(
-        schedule_free_radam_move,
-        eps=eps,
-        r=r,
-        weight_lr_power=weight_lr_power,
-        silent_sgd_phase=silent_sgd_phase,
-    )
-    options = (lr, betas, weight_decay, decay, max_lr, maximize, cautious_decay)
-    return _path(move, averaging_start(p, "v"), p, grads, *options, direction=_downhill)
+schedule_free_radam = _path_of(
+    schedule_free_radam_move,
+    start=_averaging_start_with_v,
+    direction=_downhill,
+    betas=(0.9, 0.999),
+)

@@ -1,0 +1,40 @@
+"""Which of the three targets run a test: `make test`, `make test-full` or `make soak`.
+
+A test or a row without a mark is in `make test`. `full` are those that take seconds: a
+kernel of their own, processes, wide tables. `soak` are those that take minutes.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+LATER = ("full", "soak")
+# The expression given to -m; set by conftest.py before any test file is imported.
+selected = ""
+
+
+def is_later(item: Any) -> bool:
+    """Return whether a test is left out of `make test`."""
+    return any(item.get_closest_marker(name) for name in LATER)
+
+
+def row(*values: Any, id: str, tier: str = "") -> Any:
+    """Return a row of a table, for the tier that is named; "" is `make test`."""
+    return pytest.param(*values, id=id, marks=getattr(pytest.mark, tier) if tier else ())
+
+
+def few(values: Iterable[Any], chosen: Collection[str], name: Any = str) -> list[Any]:
+    """Return a table of which `make test` runs the rows that are chosen by name."""
+    return built(
+        [row(x, id=name(x), tier="" if name(x) in chosen else "full") for x in values]
+    )
+
+
+def built(rows: list[Any]) -> list[Any]:
+    """Return the rows that can be selected; thousands of others need not be collected."""
+    left_out = {name for name in LATER if re.search(rf"\bnot {name}\b", selected)}
+    if not selected:
+        return rows
+    return [r for r in rows if left_out.isdisjoint(mark.name for mark in r.marks)]

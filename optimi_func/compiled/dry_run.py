@@ -1,8 +1,8 @@
-"""A forward and backward on tensors without memory, to see what a step will meet.
+"""A forward and backward on fake tensors, before a training step is compiled.
 
-Tells what no graph says afterwards: which parameters the loss does not reach (a graph has
-zeros for their gradients, where a step must leave them alone), which buffers are written,
-and whether the loss is one. Nothing is computed and no random number drawn.
+It finds which parameters the loss depends on, which buffers are written, and whether the
+loss can start a backward. The graph cannot tell: it has zeros as gradients of parameters
+without use, which a step must not update. No random number is drawn.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimi_func import _torch
 from optimi_func._bound import check_loss
 
 # (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
@@ -22,26 +23,26 @@ Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tenso
 
 
 class DryRun(NamedTuple):
-    """What a dry run found."""
+    """The results of a dry run; all but `aux` are indices."""
 
-    used_params: tuple[int, ...]  # the parameters that the loss reaches
-    mutated_buffers: tuple[int, ...]  # the buffers that the forward changes
-    aliased_aux: tuple[int, ...]  # the leaves of aux that are parameters, or parts of them
-    aux: pytree.TreeSpec | None  # of what loss_fn returned beside the loss
+    used_params: tuple[int, ...]  # parameters that the loss depends on
+    mutated_buffers: tuple[int, ...]  # buffers that the forward writes
+    aliased_aux: tuple[int, ...]  # leaves of aux that share memory with a parameter
+    aux: pytree.TreeSpec | None  # of loss_fn's aux
 
 
 def dry_run(
     program: Program, params: list[Tensor], buffers: list[Tensor], batch: Any
 ) -> DryRun:
-    """Run a program on shapes alone.
+    """Run a program on fake tensors.
 
     Raises:
-        TypeError: A loss that is not a floating tensor, or something beside it that is
-            not a tensor.
-        ValueError: A loss that is not a scalar, or depends on no parameter.
-        Exception: Whatever the program raised.
+        TypeError: The loss is no floating tensor, or a leaf of aux no tensor.
+        ValueError: The loss is no scalar, or depends on no parameter.
+        Exception: The program raised.
     """
-    mode, convert = _fake_mode()
+    mode = _torch.fake_mode()
+    convert = mode.from_tensor
     with mode, torch.enable_grad():
         leaves = [convert(p.detach()).requires_grad_() for p in params]
         given = [convert(b.detach()) for b in buffers]
@@ -55,9 +56,7 @@ def dry_run(
     items, spec = ([], None) if aux is None else pytree.tree_flatten(aux)
     for x in items:
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"loss_fn returned {x!r} beside the loss: allowed are trees of tensors"
-            )
+            raise TypeError(f"loss_fn returned {x!r} as aux: allowed are trees of tensors")
     mutated_buffers = [
         i
         for i, (old, new) in enumerate(zip(given, after))
@@ -70,7 +69,7 @@ def dry_run(
 
 
 class _Writes(TorchDispatchMode):
-    """Records the memory of every tensor that an operation writes to."""
+    """A dispatch mode that records the storages that operations write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +78,9 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation as it stands."""
+        """Run an operation unchanged and record its writes."""
         kwargs = kwargs or {}
-        # These write to the running statistics, and their schemas do not say so.
+        # They write to the running statistics, but their schemas do not declare it.
         silent = "batch_norm" in func.name()
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -92,28 +91,16 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def saw(self, x: Tensor) -> bool:
-        """Whether x was written to, directly or through a view."""
+        """Return True if x was written to, directly or through a view."""
         own = x.untyped_storage()._cdata
         return any(storage._cdata == own for storage in self._storages)
 
 
-def _fake_mode() -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Torch's own way to compute shapes: the mode, and what converts a tensor for it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode, mode.from_tensor
-
-
 def check_unscaled(loss_fn: Callable[..., Any]) -> None:
-    """Refuse a loss_fn that has a GradScaler: nobody would unscale its gradients.
+    """Raise if loss_fn refers to an enabled GradScaler, because gradients stay scaled.
 
-    Looked for among what the function names: globals, variables of the functions around
-    it, and for a method its object's attributes. A scaler behind anything else is not
-    found.
-
-    Raises:
-        ValueError: There is one, enabled.
+    Globals, closure variables, and attributes of a method's object are searched. A scaler
+    that is reached through another object is not found.
     """
     try:
         used = inspect.getclosurevars(loss_fn)
@@ -127,7 +114,7 @@ def check_unscaled(loss_fn: Callable[..., Any]) -> None:
     for name, x in found.items():
         if isinstance(x, GradScaler) and x.is_enabled():
             raise ValueError(
-                f"loss_fn has a GradScaler, {name}, which skips steps and moves its scale "
-                "on the host, as no graph can: return the loss unscaled, and train in "
-                "bfloat16, which needs no scaler"
+                f"loss_fn has a GradScaler, {name}, which skips steps and sets its scale "
+                "on the host, so no graph can contain it: return the loss unscaled, and "
+                "train in bfloat16, which needs no scaler"
             )

@@ -1,28 +1,23 @@
-"""The whole training step: forward, backward, clipping and update compiled together."""
+"""A training step compiled as one graph: forward, backward, clipping and update."""
 
+import inspect
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from optimi_func import _torch
 from optimi_func._checks import warn
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import (
-    WHOLE_BATCH,
-    Microbatch,
-    PureOptimizer,
-    PyTree,
-    Storage,
-    check_pure,
-)
+from optimi_func._rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func._tree import FlatTree, TreeState
-from optimi_func.compiled.train_arguments import check_arguments, check_single
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
-    Inputs,
+    Outcome,
     Program,
     StepGraph,
     TracedUpdate,
@@ -35,19 +30,11 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class TrainState(NamedTuple):
-    """Everything that changes from step to step: a pytree of tensors, to save and load."""
+    """The parameters, buffers and optimizer state of a training run, as one pytree."""
 
     params: PyTree
     buffers: PyTree
-    optimizer: Any  # the optimizer's own state
-
-
-class Outcome(NamedTuple):
-    """What a training step returns beside the new state."""
-
-    loss: Tensor  # 0-d; the mean over the parts of the batch
-    aux: PyTree  # what loss_fn returned beside it, or None; stacked over the parts
-    norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
+    optimizer: Any  # the state of the optimizer
 
 
 @overload
@@ -83,61 +70,63 @@ def train_step(
     clip_global_norm: float | None = None,
     donate: bool = True,
 ) -> "ClassStep | PureStep":
-    """A training step as one graph, in which a gradient lives until its update.
+    """Compile a training step into one graph, in which a gradient lives until its update.
 
-    For the batch in `accumulate` equal parts x_1..x_k, with L = loss_fn:
+    The batch is split into `accumulate` equal parts x_1..x_k. With L = loss_fn:
 
         g <- mean_i grad L(model(x_i)),   norm <- |g| over all parameters
         g <- g * min(1, clip_global_norm / (norm + 1e-6))
         params, state <- optimizer(params, g, state)
 
     The compiler puts each update where its gradient is complete and the parameter has
-    been read for the last time: gradient release, without hooks. With clipping all
-    gradients are held until their norm is known, and with accumulate > 1 their sum is
-    (float32; float64 for float64). A call of the result compiles where a batch has a new
-    shape or the model a new mode, and never because a number of the optimizer is new.
+    been read for the last time. This is gradient release without hooks. With clipping, all
+    gradients are held until their norm is known. With accumulate > 1 their sum is held, in
+    float32 (float64 for float64). A call of the step compiles if the batch has a new shape
+    or the model a new mode, but never because a hyperparameter has changed.
 
-    With a class (`optimi_func.AdamW(model.parameters(), ...)`) it is called as
-    `outcome = step(batch)` and stands for zero_grad, backward, clip_grad_norm_ and
-    optimizer.step(). The model's parameters and buffers, `optimizer.state` and step counts
-    are where those would have left them; schedulers, state_dict and add_param_group work
-    as ever, and such steps may alternate with ordinary ones.
+    With a class (`optimi_func.AdamW(model.parameters(), ...)`) the step is called as
+    `outcome = step(batch)`. It replaces zero_grad, backward, clip_grad_norm_ and
+    optimizer.step(). It leaves the model's parameters and buffers, `optimizer.state` and
+    the step counts where those would have left them. Schedulers, state_dict and
+    add_param_group work as usual, and ordinary steps may alternate with these.
 
-    With `optimi_func.adamw(lr=...)`, its siblings, or a transform of them, it is called as
-    `state, outcome = step(state, batch)`, on from `step.init()`. The state is a pytree of
-    tensors: save it, load it, go on. A loaded one is not the module's own any more, which
-    is then left as it is. The step of a transform is traced into the graph leaf by leaf,
-    which compiles longer.
+    With `optimi_func.adamw(lr=...)`, another pure optimizer or a transform of one, the step
+    is called as `state, outcome = step(state, batch)`, beginning with `step.init()`. The
+    state is a pytree of tensors that can be saved and loaded. A loaded state does not share
+    memory with the module, so the module no longer changes. The step of a transform is
+    traced into the graph leaf by leaf, which takes longer to compile.
 
-    Dropout draws new masks at every step, those that an eager run draws from the same
-    seed: the generator is the default one and moves on.
+    Dropout draws a new mask at every step from the default generator, the same masks as an
+    eager run with the same seed.
 
     Args:
         model_or_fn: A module, called with a batch (a tuple's or list's first element; a
-            dict as keywords; a tuple as several arguments), or, with a functional
-            optimizer, a function `(params, buffers, batch) -> output`, which may write to
-            buffers. Without graph breaks, and without activation checkpointing, which
+            dict as keywords; a tuple as several arguments), or, with a pure optimizer, a
+            function `(params, buffers, batch) -> output`, which may write to buffers. It
+            must have no graph breaks and no activation checkpointing, which
             torch.func.grad cannot trace. A module's frozen parameters are constants.
-        loss_fn: `(output, batch) -> loss`, a 0-d tensor not scaled by any GradScaler, or
-            `(loss, aux)` with aux a tree of tensors. With accumulate > 1 called on each
-            part, and meant as a mean over its examples: the whole batch's gradient is the
-            mean of the parts'.
-        optimizer: A class of `optimi_func` that owns the module's parameters, or a
-            functional optimizer.
-        accumulate: Equal parts of the batch, along the first dimension of its tensors,
-            that go through the model one after the other. More than 1 takes two graphs.
+        loss_fn: `(output, batch) -> loss`, a 0-d tensor that no GradScaler has scaled, or
+            `(loss, aux)` with aux a tree of tensors. With accumulate > 1 it is called on
+            each part, and must be a mean over examples: the gradient of the whole batch is
+            the mean of the gradients of the parts.
+        optimizer: A class of `optimi_func` that owns the module's parameters, or a pure
+            optimizer.
+        accumulate: Number of equal parts of the batch, along the first dimension of its
+            tensors, that go through the model one after the other. More than 1 takes two
+            graphs.
         clip_global_norm: Largest norm of all gradients together, as in
-            torch.nn.utils.clip_grad_norm_; None for no limit, inf to measure alone.
+            torch.nn.utils.clip_grad_norm_. None does not limit or measure it, inf only
+            measures it.
         donate: Overwrite the parameters, buffers and optimizer state passed in, and
-            return them. False copies them first, at the cost of their memory: nothing
-            passed in changes. A class takes True alone.
+            return them. False copies them first, at the cost of their memory, so that
+            nothing passed in changes. A class takes True alone.
 
     Returns:
         The step, to be called with a batch, or with a state and a batch.
 
     Raises:
-        ValueError, TypeError: An argument that cannot be honoured, naming it, here or at
-            the call; before anything is written.
+        ValueError, TypeError: An argument is not supported. It is named, here or at the
+            call, before anything is written.
 
     >>> from optimi_func import adamw
     >>> model = torch.nn.Linear(2, 1)
@@ -151,10 +140,8 @@ def train_step(
     >>> bool(second.loss < first.loss)
     True
     """
-    check_arguments(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
-    if isinstance(model_or_fn, torch.nn.Module):
-        check_single(model_or_fn)
     settings = _Settings(model_or_fn, loss_fn, accumulate, clip_global_norm, donate)
+    _check(settings)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ClassStep(settings, optimizer)
     pure = check_pure("train_step", optimizer, "optimi_func's classes, ")
@@ -171,9 +158,53 @@ class _Settings(NamedTuple):
     def module(self) -> torch.nn.Module | None:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
+    def graph(self, update: TracedUpdate | None) -> StepGraph:
+        return StepGraph(self.accumulate, self.clip_global_norm, update)
+
+
+def _check(settings: _Settings) -> None:
+    """Raise if a setting is not supported."""
+    model, loss_fn, accumulate, clip, donate = settings
+    if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+        raise TypeError(
+            "model_or_fn was returned by torch.compile, and this step compiles the model "
+            "itself: pass the module that you gave to torch.compile (it has the same "
+            "parameters)"
+        )
+    for name, x in (("model_or_fn", model), ("loss_fn", loss_fn)):
+        if not callable(x):
+            raise TypeError(f"{name}={x!r}: allowed are callables")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError:
+        allowed = "a function of two arguments, loss_fn(output, batch)"
+        raise TypeError(f"loss_fn={loss_fn!r}: allowed is {allowed}") from None
+    except ValueError:
+        pass  # a builtin without a signature
+    refused = f"accumulate={accumulate!r}: allowed are integers, at least 1"
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(refused)
+    if accumulate < 1:
+        raise ValueError(refused)
+    refused = f"clip_global_norm={clip!r}: allowed are positive numbers and None"
+    if isinstance(clip, bool) or not isinstance(clip, Real | None):
+        raise TypeError(refused)
+    if clip is not None and not float(clip) > 0.0:
+        raise ValueError(refused)
+    if not isinstance(donate, bool):
+        raise TypeError(f"donate={donate!r}: allowed are True and False")
+    module = settings.module()
+    modules = () if module is None else module.modules()
+    # Only the wrapper can be recognised. The module inside of it is trained alone.
+    if any(isinstance(m, DistributedDataParallel) for m in modules):
+        raise ValueError(
+            "model_or_fn is wrapped in DistributedDataParallel, and this step does not "
+            "reduce its gradients: train it in an ordinary loop"
+        )
+
 
 class PureStep:
-    """`state, outcome = step(state, batch)`: made by `train_step`."""
+    """`state, outcome = step(state, batch)`: made by `train_step` for a pure optimizer."""
 
     def __init__(self, settings: _Settings, optimizer: PureOptimizer) -> None:
         self._settings = settings
@@ -189,30 +220,28 @@ class PureStep:
         state_dtype: torch.dtype | None = None,
         storage: Storage | str | None = None,
     ) -> TrainState:
-        """A state to begin with: these tensors, and the optimizer's fresh state.
+        """Return the first state: parameters, buffers and fresh optimizer state.
 
         Args:
-            params: Parameter tree; for a module None: its own parameters that require
-                a gradient, by name, and its own buffers.
-            buffers: Tree of what the function writes to; None has none.
-            kahan_sum: As the optimizer's own init takes it.
-            state_dtype: Likewise.
-            storage: Likewise.
+            params: Parameter tree. None for a module, whose parameters that require a
+                gradient and whose buffers are taken, by name.
+            buffers: Tree of the tensors that the function writes to; None has none.
+            kahan_sum: Passed to the optimizer's own init.
+            state_dtype: Passed to the optimizer's own init.
+            storage: Passed to the optimizer's own init.
 
         Raises:
-            ValueError, TypeError: Trees for a module, or none for a function.
+            ValueError, TypeError: Trees for a module, or no params for a function.
         """
         module = self._settings.module()
         if module is None:
             if params is None:
-                raise TypeError(
-                    "params=None: a function has no parameters of its own, pass its tree"
-                )
+                raise TypeError("params=None: a function needs a parameter tree")
             buffers = {} if buffers is None else buffers
         else:
             if params is not None or buffers is not None:
                 raise TypeError(
-                    "params, buffers: a module brings its own; for others, "
+                    "params, buffers: a module brings its own; to use others, call "
                     "`init()._replace(params=..., buffers=...)`"
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
@@ -223,11 +252,11 @@ class PureStep:
         return TrainState(params, buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
-        """One step.
+        """Take one step.
 
         Args:
-            state: From `init` or the step before; overwritten, where donate=True.
-            batch: What the model and loss_fn are called with.
+            state: From `init` or the step before; overwritten if donate=True.
+            batch: Passed to the model and to loss_fn.
 
         Returns:
             The state after the step, and its loss, aux and norm.
@@ -236,41 +265,46 @@ class PureStep:
             raise TypeError(
                 f"state={type(state).__name__}: allowed is a TrainState; make one with init"
             )
-        self._check(state)
+        self._check_names(state)
+        self._check_tensors(state)
         with no_grad_context():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
             return state, self._step(state, batch)
 
-    def _check(self, state: TrainState) -> None:
+    def _check_names(self, state: TrainState) -> None:
+        """Raise if the state of a module has other names than the module."""
         module = self._settings.module()
-        if module is not None:
-            ours = dict(module.named_parameters())
-            for name_of, tree in (("params", state.params), ("buffers", state.buffers)):
-                if not isinstance(tree, dict):
-                    raise TypeError(
-                        f"{name_of}={type(tree).__name__}: allowed is a dict by name, as "
-                        "model_or_fn is a module"
-                    )
-            for name in state.params:
-                if name not in ours:
-                    raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
-            names = [name for name, _ in module.named_buffers()]
-            if set(state.buffers) != set(names):
-                raise ValueError(
-                    f"buffers has the names {sorted(state.buffers)}, and model_or_fn "
-                    f"{sorted(names)}"
+        if module is None:
+            return
+        for name, tree in (("params", state.params), ("buffers", state.buffers)):
+            if not isinstance(tree, dict):
+                raise TypeError(
+                    f"{name}={type(tree).__name__}: allowed is a dict by name, because "
+                    "model_or_fn is a module"
                 )
+        ours = dict(module.named_parameters())
+        for name in state.params:
+            if name not in ours:
+                raise ValueError(f"params[{name!r}] is no parameter of model_or_fn")
+        names = sorted(name for name, _ in module.named_buffers())
+        if sorted(state.buffers) != names:
+            raise ValueError(
+                f"buffers has the names {sorted(state.buffers)}, and model_or_fn {names}"
+            )
+
+    def _check_tensors(self, state: TrainState) -> None:
+        """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
         tensors = pytree.tree_leaves(state)
-        places: dict[Any, int] = {}
         for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{_path(state, i)}={x!r}: allowed are trees of tensors")
         if not self._settings.donate:
             return
-        # Buffers may share memory: the graph writes to them as the model itself would.
+        # Buffers may share memory, because the graph writes to them as the model would.
         first = len(pytree.tree_leaves(state.params))
         buffers = range(first, first + len(pytree.tree_leaves(state.buffers)))
+        places: dict[Any, int] = {}
         for i, x in enumerate(tensors):
             if i in buffers or not x.numel():
                 continue
@@ -294,42 +328,40 @@ class PureStep:
         flat, spec = pytree.tree_flatten(state.optimizer)
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
-        inputs = Inputs(params, buffers, flat, _opaque_true(params), batch)
         if spec not in self._step_graphs:
-            self._step_graphs[spec] = _step_graph(
-                settings, _traced(optimizer, params_spec, spec)
-            )
-        whole = self._step_graphs[spec]
+            traced = _traced_update(optimizer, params_spec, spec)
+            self._step_graphs[spec] = settings.graph(traced)
+        graph = self._step_graphs[spec]
         if not isinstance(optimizer, FunctionalOptimizer):
-            return _tell(whole, program, inputs)
+            return graph.step(program, params, buffers, flat, batch)
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
-        # Gradients are made in the graph, like their parameters: those stand for them.
+        # The graph makes gradients like their parameters, so these are checked instead.
         leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
         warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels")
 
         def update(
-            places: Sequence[int], grads: list[Tensor], scale: Tensor | None
+            places: Sequence[int], grads: list[Tensor], microbatch: Microbatch
         ) -> None:
-            steps.update(places, grads, [_microbatch(scale)] * len(grads))
+            steps.update(places, grads, [microbatch] * len(grads))
 
         with running(update, params):
-            outcome = _tell(whole, program, inputs._replace(state=[]))
+            outcome = graph.step(program, params, buffers, [], batch)
         tree_state.step.add_(1.0)
         return outcome
 
 
 def _path(state: TrainState, index: int) -> str:
-    """A leaf's name in errors; computed only for an error, as it is slow."""
+    """Return the name of a leaf, for an error message."""
     keyed, _ = pytree.tree_flatten_with_path(state)
     return "state" + pytree.keystr(keyed[index][0])
 
 
-def _traced(
+def _traced_update(
     optimizer: PureOptimizer, params_spec: pytree.TreeSpec, state_spec: pytree.TreeSpec
 ) -> TracedUpdate | None:
-    """The step of a transformed optimizer on flat lists; None where kernels do it."""
+    """Return a transform's step on flat lists, or None if kernels take the step."""
     if isinstance(optimizer, FunctionalOptimizer):
         return None
 
@@ -346,65 +378,51 @@ def _traced(
     return update
 
 
-def _microbatch(scale: Tensor | None) -> Microbatch:
-    """A whole batch, scaled; by a number on the host, if it is there."""
-    if scale is None:
-        return WHOLE_BATCH
-    on_host = scale.device.type == "cpu"
-    return WHOLE_BATCH._replace(grad_scale=scale.item() if on_host else scale)
-
-
 class ClassStep:
     """`outcome = step(batch)`: made by `train_step` for a class."""
 
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._step_graph = _step_graph(settings, None)
+        self._step_graph = settings.graph(None)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
-        """One step: what zero_grad, backward, clip_grad_norm_ and step() do.
+        """Take one step, in place of zero_grad, backward, clip_grad_norm_ and step().
 
         Args:
-            batch: What the model and loss_fn are called with.
+            batch: Passed to the model and to loss_fn.
 
         Returns:
-            Its loss, aux and norm.
+            The loss, aux and norm of the step.
         """
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()
         for name, p in named.items():
             _check_untouched(name, p)
-        # In the graph it would be too late: buffers and other groups are written by then.
+        # Errors inside the graph come too late, after buffers or other groups are written.
         optimizer.check_train_mode("a step")
         optimizer.check_numbers()
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
+        program = Program(module, self._settings.loss_fn, spec, buffers_spec)
 
         def update(
-            places: Sequence[int], grads: list[Tensor], grad_scale: Tensor | None
+            places: Sequence[int], grads: list[Tensor], microbatch: Microbatch
         ) -> None:
-            microbatches = [_microbatch(grad_scale)] * len(grads)
-            some = [params[i] for i in places]
+            some, microbatches = [params[i] for i in places], [microbatch] * len(grads)
             optimizer.update(some, grads, microbatches, write=True, count=True)
 
-        program = Program(module, self._settings.loss_fn, spec, buffers_spec)
-        detached = [p.detach() for p in params]
-        inputs = Inputs(detached, buffers, [], _opaque_true(detached), batch)
         with no_grad_context(), running(update, params):
-            outcome = _tell(self._step_graph, program, inputs)
-        # There are no gradients, so this moves nothing; it runs step hooks and tells
-        # schedulers that a step was made.
+            detached = [p.detach() for p in params]
+            outcome = self._step_graph.step(program, detached, buffers, [], batch)
+        # No parameter has a gradient, so this updates none. It runs the step hooks, and
+        # schedulers count the step.
         optimizer.step()
         return outcome
 
     def _params(self) -> dict[str, Tensor]:
-        """What the step trains, by name.
-
-        Raises:
-            ValueError, TypeError: An optimizer that it could not stand for.
-        """
+        """Return the parameters to train by name, or raise if the step cannot do it."""
         settings, optimizer = self._settings, self._optimizer
         module = settings.module()
         if not hasattr(optimizer, "releases"):
@@ -414,87 +432,64 @@ class ClassStep:
             )
         if module is None:
             raise TypeError(
-                f"model_or_fn={settings.model!r}: allowed with a class is a module, whose "
-                "parameters the optimizer has"
+                f"model_or_fn={settings.model!r}: allowed with a class is a module that "
+                "has the optimizer's parameters"
             )
         if not settings.donate:
             raise ValueError(
-                "donate=False keeps what is passed in, but a class stays in step with its "
-                "model: pass optimi_func.adamw(lr=...) or its kin, or donate=True"
+                "donate=False: a class updates its model in place. Pass "
+                "optimi_func.adamw(lr=...) or another pure optimizer, or donate=True"
             )
-        if optimizer.releases:
-            raise ValueError(
-                "optimizer has gradient release attached, whose hooks this step would not "
-                "call: remove_gradient_release first"
-            )
-        if getattr(optimizer, "_optimizer_step_pre_hooks", None):
-            raise ValueError(
-                "optimizer has step pre-hooks, which would find no gradients: remove them"
-            )
-        for group in optimizer.param_groups:
-            if group["foreach"] or group["compile"] is False:
-                mode = "foreach=True" if group["foreach"] else "compile=False"
+        groups = optimizer.param_groups
+        pre_hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        for refused, text in (
+            (optimizer.releases, "gradient release: call remove_gradient_release first"),
+            (pre_hooks, "step pre-hooks, which would find no gradients: remove them"),
+            (any(g["foreach"] for g in groups), "foreach=True: make it without"),
+            (any(g["compile"] is False for g in groups), "compile=False: make it without"),
+        ):
+            if refused:
+                raise ValueError(f"optimizer has {text}")
+        trainable = _trainable(module)
+        held = [p for group in groups for p in group["params"]]
+        ids = set(map(id, held))
+        for name, p in trainable.items():
+            if id(p) not in ids:
                 raise ValueError(
-                    f"optimizer has {mode}, and this step is compiled: make it without"
+                    f"optimizer has not the parameter {name!r} of model_or_fn: add it, or "
+                    "freeze it with requires_grad_(False)"
                 )
-        return _owned(module, optimizer)
-
-
-def _owned(module: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The module's parameters that require a gradient, all of them the optimizer's."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = set(map(id, held))
-    trainable = _trainable(module)
-    for name, p in trainable.items():
-        if id(p) not in ids:
-            raise ValueError(
-                f"optimizer has not the parameter {name!r} of model_or_fn: add it, or "
-                "freeze it with requires_grad_(False)"
-            )
-    ours = set(map(id, module.parameters()))
-    for p in held:
-        if id(p) not in ours:
-            raise ValueError(
-                f"optimizer has a parameter of shape {tuple(p.shape)} that is not one of "
-                "model_or_fn's"
-            )
-    return trainable
+        ours = set(map(id, module.parameters()))
+        for p in held:
+            if id(p) not in ours:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {tuple(p.shape)} that is not one "
+                    "of model_or_fn's"
+                )
+        return trainable
 
 
 def _trainable(module: torch.nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    found.update((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    named: list[tuple[str, Tensor]] = list(module.named_parameters())
+    found = {name: p for name, p in named if p.requires_grad}
     if not found:
         raise ValueError("model_or_fn has no parameter that requires a gradient")
     return found
 
 
 def _check_untouched(name: str, p: Tensor) -> None:
-    """Refuse what an ordinary backward would do and this one would not."""
+    """Raise if an ordinary backward would do more with p than this step."""
     if p.grad is not None:
         raise ValueError(
-            f"the parameter {name!r} has a gradient already, which this step would not "
-            "add to: call optimizer.zero_grad() first"
+            f"the parameter {name!r} has a gradient already, and this step does not add to "
+            "it: call optimizer.zero_grad() first"
         )
     if _torch.accumulate_hooks(p) or p._backward_hooks:
         raise ValueError(
-            f"the parameter {name!r} has gradient hooks, which this step would not call: "
+            f"the parameter {name!r} has gradient hooks, and this step does not run them: "
             "remove them"
         )
     if not is_plain(p):
         raise TypeError(
             f"the parameter {name!r} is a {type(p).__name__}: allowed are plain tensors"
         )
-
-
-def _step_graph(settings: _Settings, update: TracedUpdate | None) -> StepGraph:
-    return StepGraph(settings.accumulate, settings.clip_global_norm, update)
-
-
-def _opaque_true(params: list[Tensor]) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=params[0].device)
-
-
-def _tell(whole: StepGraph, program: Program, inputs: Inputs) -> Outcome:
-    outputs, aux = whole.step(program, inputs)
-    return Outcome(outputs.loss, aux, outputs.norm)

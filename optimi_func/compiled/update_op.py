@@ -1,17 +1,17 @@
-"""The update of some parameters as one operation that a graph can hold.
+"""The custom operation `optimi_func::update_`, which updates parameters within a graph.
 
-Inductor would write every leaf's update anew into a graph that holds the pipeline itself:
-as many kernels to compile as there are shapes. It takes this operation as it is, puts it
-where its gradients are ready and its parameters have been read for the last time, and
-what runs behind it are the kernels of every other executor, compiled once.
+If a graph contained the update itself, Inductor would compile a kernel for each shape. It
+does not look into a custom operation. It places it where the gradients are ready and the
+parameters have been read for the last time. The operation runs the kernels of ordinary
+steps, which are compiled once.
 
-Only gradients and parameters pass through the graph. The optimizer's state is nothing that
-a forward could read: it stays with whoever runs the graph.
+The graph holds gradients and parameters, but not the optimizer's state, because a forward
+cannot read it.
 """
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import (
     any_torch_dispatch_mode_on_stack,
 )
 
-# (indices of parameters, their gradients, a factor on these or None) -> None, in place
-Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Tensor | None], None]
+from optimi_func._rule import WHOLE_BATCH, Microbatch
+
+# (indices of parameters, their gradients, the gradients' microbatch) -> None, in place
+Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Microbatch], None]
 
 
 def update_(
@@ -33,35 +35,33 @@ def update_(
     grads: list[Tensor],
     params: list[Tensor],
 ) -> None:
-    """Have the update of `running` update these parameters, here in the graph.
+    """Update parameters at this point of the graph, by the update that `running` sets.
 
     Args:
-        after: What has to be computed first: an error there finds nothing written.
-        places: Where the parameters stand among those of the step.
-        grad_scale: What the gradients are scaled by, 0-d; None for 1.
-        grads: A gradient for each.
-        params: The parameters; written.
+        after: Computed first, so that an error in it leaves everything unwritten.
+        places: Indices of the parameters in the step.
+        grad_scale: A 0-d factor on the gradients, or None.
+        grads: One for each parameter.
+        params: Written.
     """
     torch.ops.optimi_func.update_(after, places, grad_scale, grads, params)
 
 
 @functools.cache
 def read_before_written() -> None:
-    """Have Inductor compute what reads a parameter before the update that writes to it.
+    """Make Inductor compute expressions that read a parameter before `update_` writes it.
 
-    Inductor computes an elementwise expression where it is used. For an operation of one's
-    own that writes to its arguments it does so too late: it computes what has still to
-    read them once the operation is in its list (`torch._inductor.ir.MutationOutput`), and
-    so after the write. The gradient of one factor of a product would be the new value of
-    the other.
+    Inductor computes an elementwise expression where it is used. If a custom operation
+    writes to its arguments, Inductor computes pending expressions that read them only after
+    the operation is in its list (`torch._inductor.ir.MutationOutput`), so after the write.
+    The gradient of one factor of a product would be the new value of the other.
 
-    Inductor's cache on disk does not know how an operation is lowered: who changes this
-    function gives the operation another name, or old graphs go on to be found.
+    A change of this function needs another name of the operation, because Inductor's cache
+    on disk does not depend on the lowering and would return old graphs.
 
-    This sets Inductor's lowering of this one operation, which nobody else has; all others
-    stay as they are. Torch 2.11 to 2.15; no upstream issue is known. A torch without these
-    names fails in test_private_torch_is_there, one that computes too late again in
-    test_gradients_read_parameters_before_they_move.
+    This sets the lowering of this one operation alone. Torch 2.11 to 2.15; no upstream
+    issue is known. test_private_torch_is_there fails if a name is missing, and
+    test_gradients_read_parameters_before_they_move if expressions are computed too late.
     """
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
@@ -71,7 +71,7 @@ def read_before_written() -> None:
     layout = lowering.tag_to_layout_constraint(
         get_layout_constraint_tag(update, with_default=True)
     )
-    # The lowering that Inductor gives every operation that it has no code for.
+    # Inductor's own lowering of custom operations.
     lowering.make_fallback(update, layout_constraint=layout)
     call = lowering.lowerings[update]
 
@@ -85,7 +85,7 @@ def read_before_written() -> None:
 
 @contextmanager
 def running(update: Update, params: list[Tensor]) -> Generator[None]:
-    """Within, `update_` in a graph that this thread runs calls `update`."""
+    """Set the update that `update_` calls in the graphs of this thread."""
     token = _running.set((update, params))
     try:
         yield
@@ -105,27 +105,29 @@ def _update(
 ) -> None:
     del after
     update, owned = _running.get()
-    # Where the graph reads a parameter's old value after this, the compiler passes a copy,
-    # which it copies into the parameter at the end: until then the parameter keeps its old
-    # value, and the copy gets the new one.
+    # If the graph reads the old value of a parameter later, the compiler passes a copy, and
+    # copies it into the parameter at the end. The copy then gets the new value here.
     copies = [
         (owned[i], owned[i].clone(), p)
         for i, p in zip(places, params)
         if p.data_ptr() != owned[i].data_ptr()
     ]
-    if any_torch_dispatch_mode_on_stack():
-        # The first call of a graph is watched by a dispatch mode of the compiler's own.
-        with _disable_current_modes():
-            update(places, list(grads), grad_scale)
-    else:
-        update(places, list(grads), grad_scale)
+    # The compiler runs the first call of a graph under a dispatch mode.
+    watched = any_torch_dispatch_mode_on_stack()
+    with _disable_current_modes() if watched else nullcontext():
+        microbatch = WHOLE_BATCH
+        if grad_scale is not None:
+            on_host = grad_scale.device.type == "cpu"
+            scale = grad_scale.item() if on_host else grad_scale
+            microbatch = WHOLE_BATCH._replace(grad_scale=scale)
+        update(places, list(grads), microbatch)
     for own, old, p in copies:
         p.copy_(own)
         own.copy_(old)
 
 
 def _trace(*arguments: Any) -> None:
-    """The operation on shapes alone: it returns nothing."""
+    """Return nothing for fake tensors, as the operation does."""
 
 
 _library = torch.library.Library("optimi_func", "FRAGMENT")

@@ -1,7 +1,7 @@
-"""Forward, backward, clipping and update as one graph, on flat lists of tensors.
+"""The graphs of a training step, on flat lists of tensors.
 
-No number of the optimizer's is in a graph. Inductor looks for the order of the least
-memory, in which the update of a parameter follows its gradient and frees it.
+Hyperparameters are not in a graph. Inductor orders a graph for the least memory, so the
+update of a parameter follows its gradient and frees it.
 """
 
 from collections.abc import Callable, Generator
@@ -24,27 +24,35 @@ from optimi_func.execution.inductor import probe_vectors, torch_compile, unprobe
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.execution.tensors import chunks
 
-# Parameters are updated in about this many calls a step. Each call takes the host some
-# time; with fewer calls more gradients are held until the others of their call are ready.
+# Parameters are updated in about this many calls a step. More calls cost host time. Fewer
+# hold more memory, because a gradient waits until all gradients of its call are ready.
 UPDATES = 8
 
 
 class Inputs(NamedTuple):
-    """What a graph is called with; it writes to all but the batch."""
+    """The arguments of a graph; it writes to all tensors except those of the batch."""
 
     params: list[Tensor]
     buffers: list[Tensor]
-    state: list[Tensor]  # for an update that is traced; others hold their own
-    opaque_true: Tensor  # 0-d, true: what no compiler knows
+    state: list[Tensor]  # of a traced update, else empty
+    opaque_true: Tensor  # 0-d, True, which the compiler cannot know
     batch: PyTree
 
 
 class Outputs(NamedTuple):
-    """What a graph returns."""
+    """The results of a graph."""
 
     loss: Tensor
-    aux: list[Tensor]  # the leaves of what loss_fn returned beside the loss
+    aux: list[Tensor]  # the leaves of loss_fn's aux
     norm: Tensor | None
+
+
+class Outcome(NamedTuple):
+    """The results of a training step without the new state."""
+
+    loss: Tensor  # 0-d; the mean over the parts of the batch
+    aux: PyTree  # the aux that loss_fn returned, or None; stacked over the parts
+    norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
 
 
 # (params, gradients or None, flat state) -> (new params, new flat state)
@@ -65,14 +73,14 @@ class Program:
     def __call__(
         self, params: list[Tensor], buffers: list[Tensor], batch: PyTree
     ) -> tuple[Any, PyTree, list[Tensor]]:
-        """The loss, what loss_fn returned beside it, and the buffers afterwards."""
+        """Return the loss, the aux of loss_fn or None, and the buffers afterwards."""
         p = pytree.tree_unflatten(params, self.params)
         b = pytree.tree_unflatten(buffers, self.buffers)
         if isinstance(self.model, torch.nn.Module):
             tensors = {**p, **b}
             args, kwargs = arguments(batch)
             output = functional_call(self.model, tensors, args, kwargs)
-            # A buffer may be replaced as well: functional_call puts the new one here.
+            # A forward may replace a buffer; functional_call puts the new one here.
             b = {name: tensors[name] for name in b}
         else:
             output = self.model(p, b, batch)
@@ -82,7 +90,7 @@ class Program:
 
 
 def arguments(batch: PyTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a module is called with."""
+    """Return the arguments and keywords that a module is called with."""
     if isinstance(batch, tuple | list):
         batch = batch[0]
     if isinstance(batch, dict):
@@ -91,7 +99,7 @@ def arguments(batch: PyTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class DryRunChanged(Exception):
-    """Traced anew, the model uses other parameters or buffers than in the dry run."""
+    """A new trace of a model uses other parameters or buffers than the dry run."""
 
 
 class StepGraph:
@@ -105,23 +113,28 @@ class StepGraph:
         self.update = update
         self._found: dict[Any, DryRun] = {}
         self._graphs: dict[Any, Callable[..., Outputs]] = {}
-        # The arguments of the running call, for a dry run if its graph is traced anew.
+        # The arguments of the running call, for a dry run if its graph is traced again.
         self._now: tuple[Program, Inputs] | None = None
         self._changed: DryRun | None = None
 
-    def step(self, program: Program, inputs: Inputs) -> tuple[Outputs, PyTree]:
-        """Run a step; what is not compiled is, before anything is written.
-
-        Returns:
-            What the graph returned, and the tree of what loss_fn returned beside the loss.
+    def step(
+        self,
+        program: Program,
+        params: list[Tensor],
+        buffers: list[Tensor],
+        state: list[Tensor],
+        batch: PyTree,
+    ) -> Outcome:
+        """Take a step. A new graph is compiled before anything is written.
 
         Raises:
-            ValueError: A batch that accumulate does not divide.
-            ValueError, TypeError: A loss that is none.
-            Exception: Whatever the compiler raised.
+            ValueError, TypeError: `accumulate` does not divide the batch, or the loss
+                cannot start a backward.
+            Exception: The compiler or the model raised.
         """
-        parts = split(inputs.batch, self.accumulate)
-        inputs = inputs._replace(batch=parts[0])
+        parts = split(batch, self.accumulate)
+        opaque_true = torch.ones((), dtype=torch.bool, device=params[0].device)
+        inputs = Inputs(params, buffers, state, opaque_true, parts[0])
         kind = _kind(program, parts[0])
         if kind not in self._found:
             self._found[kind] = _dry_run(program, inputs)
@@ -134,13 +147,11 @@ class StepGraph:
             dry = self._found[kind] = self._changed
             outputs = self._run_parts(program, dry, inputs, parts)
         except Exception:
-            # The user may correct the model, and with it which parameters it uses.
+            # The user may correct the model, which may then use other parameters.
             del self._found[kind]
             raise
-        aux = None
-        if dry.aux is not None:
-            aux = pytree.tree_unflatten(outputs.aux, dry.aux)
-        return outputs, aux
+        aux = None if dry.aux is None else pytree.tree_unflatten(outputs.aux, dry.aux)
+        return Outcome(outputs.loss, aux, outputs.norm)
 
     def _run_parts(
         self, program: Program, dry: DryRun, inputs: Inputs, parts: list[PyTree]
@@ -150,14 +161,13 @@ class StepGraph:
         used_params, mutated_buffers, *_ = dry
         params = [inputs.params[i] for i in used_params]
         sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
-        # Not into the buffers themselves: the graph of the last part may fail to compile.
+        # The buffers are written last, because the last part's graph may fail to compile.
         buffers = [x.clone() for x in inputs.buffers]
         given = inputs._replace(buffers=buffers)
         found: list[Outputs] = []
         for i, batch in enumerate(parts):
-            last = i + 1 == len(parts)
             given = given._replace(batch=batch)
-            found.append(self._run(program, dry, given, sums, last))
+            found.append(self._run(program, dry, given, sums, i + 1 == len(parts)))
         for j in mutated_buffers:
             inputs.buffers[j].copy_(buffers[j])
         aux = [torch.stack(xs) for xs in zip(*[x.aux for x in found])]
@@ -178,8 +188,8 @@ class StepGraph:
         try:
             if graph is None:
                 body = with_own_code_object(self._body(program, dry, last), "train_step")
-                # fallback_random: dropout draws the same numbers as eagerly, for which
-                # shapes have to be fixed.
+                # With fallback_random dropout draws the masks of an eager run. It needs
+                # static shapes.
                 options = {"dynamic": False, "options": {"fallback_random": True}}
                 read_before_written()
                 graph = torch_compile(body, options)
@@ -188,7 +198,7 @@ class StepGraph:
                 return outputs
             return graph(inputs, sums)
         except Exception:
-            # The compiler wraps what was raised while it traced.
+            # The compiler wraps an exception that was raised while it traced.
             if self._changed is None:
                 raise
             raise DryRunChanged from None
@@ -202,8 +212,8 @@ class StepGraph:
 
         @torch.compiler.assume_constant_result
         def confirm() -> bool:
-            # Called while Dynamo traces. A second trace means that something about the
-            # model has changed, and perhaps which parameters the loss depends on.
+            # Dynamo calls this while it traces. It traces again if the model has changed,
+            # and the loss may then depend on other parameters.
             if traced and self._now is not None:
                 found = _dry_run(*self._now)
                 if found != dry:
@@ -230,8 +240,8 @@ class StepGraph:
 
             moving = [params[i] for i in used_params]
             grads, (loss, (aux, after)) = grad_and_value(compute, has_aux=True)(moving)
-            # Every write depends on the loss: if the forward fails on its data, such as an
-            # index out of range, nothing has been written.
+            # Every write depends on the loss, so that nothing is written if the forward
+            # fails on its data (an index out of range).
             opaque_true = opaque_true | loss.isnan()
             loss = _chosen(loss, opaque_true)
             for i in aliased_aux:
@@ -250,14 +260,16 @@ class StepGraph:
             else:
                 if grad_scale is not None:
                     grads = [g * grad_scale for g in grads]
-                new = self.update(params, _placed(grads, used_params, len(params)), state)
+                given = dict(zip(used_params, grads))
+                full = [given.get(i) for i in range(len(params))]
+                new = self.update(params, full, state)
                 _write([*params, *state], [*new[0], *new[1]], opaque_true)
             return Outputs(loss, aux, norm)
 
         return body
 
     def _grad_scale(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """What the gradients, or their sums, are scaled by; and the norm of their mean."""
+        """Return the factor on gradients or their sums, and the norm of their mean."""
         share = 1.0 / self.accumulate
         if self.clip is None:
             if self.accumulate == 1:
@@ -267,58 +279,37 @@ class StepGraph:
         return clip_factor(self.clip, norm) * share, norm
 
 
-class _Place(NamedTuple):
-    """A parameter's index, and its number of elements."""
-
-    at: int
-    numel: int
-
-
 def _update(
     grads: dict[int, Tensor], params: list[Tensor], grad_scale: Tensor | None, loss: Tensor
 ) -> None:
-    """Large neighbours together, as their gradients come one after the other.
+    """Update large neighbours together, because their gradients follow one another.
 
-    All small ones together: they share a launch, and their gradients can wait.
+    All small parameters are updated together: they share a launch, and their gradients take
+    little memory while they wait.
     """
-    places = [_Place(i, params[i].numel()) for i in grads]
-    small = [place for place in places if place.numel < SMALL]
-    large = [place for place in places if place.numel >= SMALL]
-    most = sum(place.numel for place in places) // UPDATES
-    for chunk in [
-        *(chunks(large, most, lambda place: place.numel) if large else ()),
-        *([small] if small else ()),
-    ]:
-        its = [place.at for place in chunk]
+    small = [i for i in grads if params[i].numel() < SMALL]
+    large = [i for i in grads if params[i].numel() >= SMALL]
+    most = sum(params[i].numel() for i in grads) // UPDATES
+    calls = list(chunks(large, most, lambda i: params[i].numel())) if large else []
+    for its in [*calls, small] if small else calls:
         update_(loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its])
 
 
-def _placed(
-    grads: list[Tensor], places: tuple[int, ...], count: int
-) -> list[Tensor | None]:
-    found = dict(zip(places, grads))
-    return [found.get(i) for i in range(count)]
-
-
 def _write(olds: list[Tensor], news: list[Tensor], opaque_true: Tensor) -> None:
-    """Copy the tensors that an optimizer's step returned into those it was given."""
-    # All are read before any is written: a state may hold the parameter before the step.
+    """Copy the tensors that an optimizer's step returned into its arguments."""
+    # All are read before one is written: a new state may be an old parameter.
     news = [_chosen(new, opaque_true) for new in news]
     for old, new in zip(olds, news):
         old.copy_(new)
 
 
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
-    """A copy of x that Inductor keeps: it drops clones, and would read x after a write."""
+    """Copy x before it is written. Inductor drops a clone and reads x after the write."""
     return torch.where(opaque_true.to(x.device), x, x.new_zeros(()))
 
 
 def split(batch: PyTree, parts: int) -> list[PyTree]:
-    """Equal parts of a batch, along the first dimension of its tensors.
-
-    Raises:
-        ValueError: A tensor that has no such parts.
-    """
+    """Split a batch into equal parts along the first dimension of its tensors, or raise."""
     leaves, spec = pytree.tree_flatten(batch)
     pieces: list[list[Any]] = []
     for x in leaves:
@@ -327,8 +318,8 @@ def split(batch: PyTree, parts: int) -> list[PyTree]:
             continue
         if x.shape[0] % parts:
             raise ValueError(
-                f"accumulate={parts} does not divide a batch of {x.shape[0]} (a tensor "
-                f"of shape {tuple(x.shape)}): allowed are equal parts"
+                f"accumulate={parts} does not divide a batch of {x.shape[0]} (a tensor of "
+                f"shape {tuple(x.shape)})"
             )
         pieces.append(list(x.chunk(parts)))
     return [pytree.tree_unflatten(part, spec) for part in zip(*pieces)]
@@ -351,22 +342,21 @@ def _kind(program: Program, batch: PyTree) -> tuple[Any, ...]:
 def _first(
     graph: Callable[..., Outputs], inputs: Inputs, sums: list[Tensor] | None
 ) -> Outputs:
-    """The call that compiles."""
+    """Call a graph for the first time, which compiles it."""
     try:
         with unprobed_vectors():
             return graph(inputs, sums)
     except RuntimeError as error:
         if "CppCompileError" not in str(error):
             raise
-        # Nothing has run yet. Perhaps the compiler knows fewer instructions than the
-        # processor: find out.
+        # Nothing has run yet. The compiler may lack vector instructions of the processor.
         probe_vectors()
         return graph(inputs, sums)
 
 
 @contextmanager
 def no_grad_context() -> Generator[None]:
-    """torch.no_grad outside of any inference_mode; autocast stays as the caller has it."""
+    """Enter torch.no_grad and leave inference_mode; autocast is left as it is."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -24,13 +24,23 @@ from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, t
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.owners import Owner
 
-# Waiting gradients begin at multiples of so many bytes: aligned for every dtype.
+# Gradients in the staging buffer begin at multiples of it, aligned for every dtype.
 ALIGNMENT = 16
 
 NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
     "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
 )
+
+
+def aligned(size: int) -> int:
+    """Round bytes up to a multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def staging_size(size: int, needed: int, least: int) -> int:
+    """Return the size of the staging buffer, grown if it has less than `needed` bytes."""
+    return size if needed <= size else max(least, 2 * size, needed)
 
 
 class Runner:
@@ -251,7 +261,7 @@ class Runner:
         waiting = backward.waiting.get(p.device, 0)
         if p.device.type == "cpu" and is_plain(g):
             g = self._stage(backward, g, waiting)
-        waiting += -(-g.nbytes // ALIGNMENT) * ALIGNMENT
+        waiting += aligned(g.nbytes)
         pending = backward.pending.setdefault(p.device, [])
         pending.append((p, g, streams.current_stream(p.device)))
         backward.waiting[p.device] = waiting
@@ -271,10 +281,10 @@ class Runner:
                 backward.staging_buffer,
             )
         room = backward.staging_buffer.numel()
-        if offset + g.nbytes > room:
-            # What waits already stays in the old one.
-            least = min(self.options.pending_bytes, self._small_bytes)
-            size = max(least, 2 * room, offset + g.nbytes)
+        least = min(self.options.pending_bytes, self._small_bytes)
+        size = staging_size(room, offset + g.nbytes, least)
+        if size > room:
+            # Gradients that wait already stay in the old buffer.
             backward.staging_buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         place = backward.staging_buffer[offset : offset + g.nbytes].view(g.dtype)
         if is_dense(g):

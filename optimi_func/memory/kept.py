@@ -1,57 +1,93 @@
-"""What an optimizer keeps of each parameter, and what its updates need beside that.
+"""The bytes of parameters, of an optimizer's state, and of its updates' temporaries.
 
-Nothing is written down here about any rule or storage: an optimizer is made on tensors
-without memory, and what it then has is counted.
+No rule or storage is known here. An optimizer is made on meta parameters, and its tensors
+are counted.
 """
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimi_func._codes import GROUP
-from optimi_func._distributed import any_distributed, to_local
+from optimi_func._distributed import any_distributed, is_distributed, to_local
 from optimi_func._rule import WHOLE_BATCH, Storage
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import has_list_kernels
-from optimi_func.memory.sizes import held, rounded
-from optimi_func.memory.trace import Counter
+from optimi_func.memory.trace import Counter, most_alive
 from optimi_func.optimizers import BaseOptimizer
 
-# A class of this package, or what makes one of its optimizers in the same way.
+# A class of this package, or a function that makes one of its optimizers in the same way.
 Factory = Callable[..., Any]
 Options = Mapping[str, Any]
 
+_UNITS = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
+# CUDA's caching allocator rounds blocks up to a multiple of it.
+_CUDA_BLOCK = 512
+
+
+def parse_size(name: str, size: Any) -> int:
+    """Convert "24GB" (10^9), "16GiB" (2^30) or a number of bytes to bytes, or raise."""
+    allowed = 'allowed are sizes such as "24GB" and "16GiB", and numbers of bytes'
+    if isinstance(size, bool) or not isinstance(size, str | Real):
+        raise TypeError(f"{name}={size!r}: {allowed}")
+    number = 0.0
+    if not isinstance(size, str):
+        number = float(size)
+    elif found := _SIZE.fullmatch(size):
+        number = float(found[1]) * _UNITS.get(found[2].upper(), 0)
+    if not 1 <= number < float("inf"):
+        raise ValueError(f"{name}={size!r}: {allowed}")
+    return int(number)
+
+
+def held(x: Tensor, ranks: int = 1) -> int:
+    """Return the bytes of a tensor in one process, for a DTensor those of its local part.
+
+    If `ranks` > 1, fully_shard will divide its rows. The first process has the most.
+    """
+    (part,) = to_local([x])
+    if ranks == 1 or is_distributed(x) or not part.dim() or not part.numel():
+        return part.nbytes
+    rows = part.shape[0]
+    return part.nbytes // rows * -(-rows // ranks)
+
+
+def rounded(size: int, device: str) -> int:
+    """Round bytes up to the block that the device's allocator takes."""
+    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if device == "cuda" else size
+
 
 class Kept(NamedTuple):
-    """Of one dtype and storage."""
+    """Bytes of an optimizer for one dtype and storage."""
 
-    state: int  # bytes, of all parameters
-    scratch: dict[str, int]  # of a parameter's update, where there is any
-
-
-def planned_options(optimizer: Factory, options: Options) -> Options:
-    """The options, with a learning rate where there has to be one; bytes depend on none."""
-    try:
-        lr = inspect.signature(optimizer).parameters.get("lr")
-    except (TypeError, ValueError):  # no Python function
-        return options
-    needed = lr is not None and lr.default is inspect.Parameter.empty
-    return {"lr": 1e-3, **options} if needed else options
+    state: int  # of all parameters
+    scratch: dict[str, int]  # temporaries of a parameter's update, by its name
 
 
 def made_of(
     optimizer: Factory, params: dict[str, nn.Parameter], options: Options
 ) -> BaseOptimizer:
-    """The optimizer of these parameters; its warnings come when it is applied.
+    """Make an optimizer of this package, or raise TypeError if it is of another one.
 
-    Raises:
-        TypeError: One of another library.
-        Exception: Whatever its constructor raises.
+    If the constructor requires lr it gets one, because bytes do not depend on it. Warnings
+    are left to `apply`.
     """
+    try:
+        lr = inspect.signature(optimizer).parameters.get("lr")
+    except (TypeError, ValueError):  # no Python function
+        lr = None
+    if lr is not None and lr.default is inspect.Parameter.empty:
+        options = {"lr": 1e-3, **options}
     made: Any = None
     ours = not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer)
     if ours:
@@ -68,14 +104,13 @@ def made_of(
 
 
 def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Parameters of the same shapes in a dtype, without memory."""
-    with torch.no_grad():
-        return {
-            name: nn.Parameter(
-                torch.empty_like(p, device="meta", dtype=dtype), p.requires_grad
-            )
-            for name, p in params.items()
-        }
+    """Return meta parameters of the same shapes, in another dtype."""
+    return {
+        name: nn.Parameter(
+            torch.empty_like(p.detach(), device="meta", dtype=dtype), p.requires_grad
+        )
+        for name, p in params.items()
+    }
 
 
 def kept(
@@ -86,45 +121,48 @@ def kept(
     device: str,
     ranks: int,
 ) -> Kept:
-    """What an optimizer keeps of a model's parameters.
-
-    Args:
-        optimizer: Makes it.
-        params: By name, on meta, in the dtype that the model is cast to.
-        storage: How they and their state are kept.
-        options: Of the constructor beside that.
-        device: "cpu" or "cuda": where it will run.
-        ranks: Processes that divide the parameters.
+    """Make the optimizer of meta parameters, and count its state and temporaries.
 
     Raises:
-        Exception: What the optimizer refuses about these parameters or this storage.
+        Exception: The optimizer refuses these parameters or this storage.
     """
-    options = {**planned_options(optimizer, options), "storage": storage}
+    options = {**options, "storage": storage}
     made = made_of(optimizer, params, options)
     made.init_state()
     state = 0
     eager: list[str] = []
     for name, p in params.items():
-        named = made.state.get(p, {})
-        entry = [x for x in named.values() if isinstance(x, Tensor)]
-        # Counts stay on the host.
-        here = [x for x in entry if x.is_meta or device == "cpu"]
-        state += sum(rounded(held(x, ranks), device) for x in here)
+        entry = made.state.get(p, {})
+        tensors = [x for x in entry.values() if isinstance(x, Tensor)]
+        # Step counts stay on the host.
+        there = [x for x in tensors if x.is_meta or device == "cpu"]
+        state += sum(rounded(held(x, ranks), device) for x in there)
         group = made.group_of(p)
-        # A map of whole tensors has temporaries in every step.
+        # A rule with a map of whole tensors needs temporaries in a compiled step too.
         compiled = group["compile"] is not False and made.rule_of(group).whole is None
-        if p.requires_grad and not (compiled and _has_kernel(p, named, device)):
+        if p.requires_grad and not (compiled and _has_kernel(p, entry, device)):
             eager.append(name)
     if eager and any_distributed(list(params.values())):
-        params = {name: _part(p) for name, p in params.items()}
+        parts = to_local([p.detach() for p in params.values()])
+        params = {
+            name: nn.Parameter(part, p.requires_grad)
+            for (name, p), part in zip(params.items(), parts)
+        }
         made = made_of(optimizer, params, options)
         made.init_state()
-    scratch = _temporaries(made, {name: params[name] for name in eager}, device)
-    return Kept(state, {name: -(-size // ranks) for name, size in scratch.items()})
+    scratch: dict[str, int] = {}
+    found: dict[Any, int] = {}
+    for name in eager:
+        p = params[name]
+        kind = (p.shape, p.stride(), id(made.group_of(p)))
+        if kind not in found:
+            found[kind] = _temporaries(made, p, device)
+        scratch[name] = -(-found[kind] // ranks)
+    return Kept(state, scratch)
 
 
 def _has_kernel(p: Tensor, entry: Mapping[str, Any], device: str) -> bool:
-    """Whether the compiled step of a parameter is a kernel, and takes nothing beside it."""
+    """Return True if the compiled step of p needs no temporaries."""
     kinds = {x.dtype for x in entry.values() if isinstance(x, Tensor)}
     coded = any(not kind.is_floating_point for kind in kinds)
     if not coded or has_list_kernels(torch.device(device)):
@@ -133,37 +171,14 @@ def _has_kernel(p: Tensor, entry: Mapping[str, Any], device: str) -> bool:
     return p.numel() >= SMALL and not (in_groups and p.numel() % GROUP)
 
 
-def _part(p: nn.Parameter) -> nn.Parameter:
-    (part,) = to_local([p.detach()])
-    return nn.Parameter(part, p.requires_grad)
-
-
-def _temporaries(
-    made: BaseOptimizer, params: dict[str, nn.Parameter], device: str
-) -> dict[str, int]:
-    """Bytes that updates take which run operation by operation, by parameter."""
-    groups = {id(group): i for i, group in enumerate(made.param_groups)}
-    found: dict[Any, int] = {}
-    by_name: dict[str, int] = {}
-    for name, p in params.items():
-        kind = (p.shape, p.stride(), groups[id(made.group_of(p))])
-        if kind not in found:
-            found[kind] = _temporary(made, p, device)
-        by_name[name] = found[kind]
-    return by_name
-
-
-def _temporary(made: BaseOptimizer, p: Tensor, device: str) -> int:
-    """The most that the update of one parameter has at once beside what it is given."""
+def _temporaries(made: BaseOptimizer, p: Tensor, device: str) -> int:
+    """Run the eager update of one parameter, and return the most bytes that it adds."""
     g = torch.empty_like(p, requires_grad=False)
     counter = Counter()
     for x in [p, g, *made.state[p].values()]:
         if isinstance(x, Tensor):
-            counter.know(x)
+            counter.number(x)
     with counter:
         made.update([p], [g], [WHOLE_BATCH], write=True, count=True)
-    most = now = 0
-    for e in counter.finish():
-        now += {"taken": 1, "freed": -1}.get(e.kind, 0) * rounded(e.bytes, device)
-        most = max(most, now)
-    return most
+    events = counter.finish()
+    return most_alive(e._replace(bytes=rounded(e.bytes, device)) for e in events)

@@ -1,15 +1,14 @@
-"""The picture of a plan: the only file here that needs matplotlib."""
+"""The picture of a plan. Only this module imports matplotlib."""
 
 from typing import Any
 
-from optimi_func.memory.recipes import PARTS, MemoryPlan
-from optimi_func.memory.sizes import unit_of
+from optimi_func.memory.recipes import PARTS, MemoryPlan, unit_of
 
-_COLORS = dict(zip(PARTS, ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")))
+_COLORS = ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")
 
 
 def save(path: Any, plan: MemoryPlan) -> None:
-    """Write the picture of a plan to a file.
+    """Draw a plan into a file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -22,37 +21,29 @@ def save(path: Any, plan: MemoryPlan) -> None:
         ) from error
     size = (10, 1.8 + 0.28 * len(plan.recipes))
     figure: Any = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    bars(axes, plan)
+    draw(figure.subplots(), plan)
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def bars(axes: Any, plan: MemoryPlan) -> None:
-    """Of each recipe its bytes by part; the budget as a line, the best one's peak bold."""
-    name, unit = unit_of(max(r.peak for r in plan.recipes))
+def draw(axes: Any, plan: MemoryPlan) -> None:
+    """Draw a bar of parts for each recipe, pale if it does not fit, and the budget."""
+    name, unit = unit_of(plan.recipes)
     places = list(range(len(plan.recipes)))
     ends = [0.0] * len(places)
-    for part in PARTS:
+    for part, color in zip(PARTS, _COLORS):
         sizes = [(getattr(r, part) or 0) / unit for r in plan.recipes]
-        alphas = [1.0 if r.fits else 0.35 for r in plan.recipes]
-        found = axes.barh(places, sizes, left=ends, color=_COLORS[part], label=part)
-        for bar, alpha in zip(found, alphas):
-            bar.set_alpha(alpha)
+        bars = axes.barh(places, sizes, left=ends, color=color, label=part)
+        for bar, r in zip(bars, plan.recipes):
+            bar.set_alpha(1.0 if r.fits else 0.35)
         ends = [a + b for a, b in zip(ends, sizes)]
-    for place, recipe, end in zip(places, plan.recipes, ends):
-        axes.annotate(
-            f"{'~' if recipe.estimated else ''}{recipe.peak / unit:.2f}",
-            (end, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            fontweight="bold" if recipe is plan.best else None,
-        )
+    for place, r, end in zip(places, plan.recipes, ends):
+        text = f" {'~' if r.estimated else ''}{r.peak / unit:.2f}"
+        bold = "bold" if r is plan.best else None
+        axes.text(end, place, text, va="center", fontsize=7, fontweight=bold)
     budget = plan.budget / unit
     axes.axvline(budget, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set_yticks(places, [recipe.name for recipe in plan.recipes], fontsize=8)
+    axes.set_yticks(places, [r.name for r in plan.recipes], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max([budget, *ends]))
     axes.set_xlabel(f"{name} at the peak; pale: does not fit in {budget:g} {name}")

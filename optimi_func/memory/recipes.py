@@ -1,6 +1,6 @@
-"""Recipes: how a model can be trained, the most faithful first, and what each one needs."""
+"""Recipes for training a model, in order of fidelity, with their bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -9,11 +9,10 @@ from torch import nn
 
 from optimi_func._rule import Storage
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
-from optimi_func.memory.kept import Factory
-from optimi_func.memory.sizes import parse_size, unit_of
+from optimi_func.memory.kept import Factory, parse_size
 from optimi_func.optimizers import BaseOptimizer
 
-# How parameters and moments are kept, by what is lost for good in a step, least first.
+# Storages of parameters and moments; those that lose least in a step come first.
 WAYS: list[tuple[str, torch.dtype, Storage | str | None]] = [
     ("float32", torch.float32, None),
     ("bfloat16 exact", torch.bfloat16, "exact"),
@@ -24,35 +23,40 @@ WAYS: list[tuple[str, torch.dtype, Storage | str | None]] = [
     ("bfloat16 compact", torch.bfloat16, "compact"),
     ("bfloat16 plain", torch.bfloat16, Storage("plain")),
 ]
+# Options of a constructor that a recipe decides.
+DECIDED = ("storage", "gradient_release", "kahan_sum", "state_dtype")
+PARTS = ("parameters", "gradients", "state", "activations", "scratch")
 
 
 class Applied(NamedTuple):
-    """What a recipe made of a model."""
+    """The optimizer and the release that a recipe made for a model."""
 
     optimizer: BaseOptimizer
-    release: GradientRelease | None  # the handle, where gradients are released
+    release: GradientRelease | None  # the handle, if the recipe releases gradients
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train a model, and the bytes where it needs most.
+    """A way to train a model, and its bytes at the worst moment of a step.
 
     Attributes:
-        name: How parameters and moments are kept, and what becomes of gradients.
-        dtype: What the model is cast to.
-        storage: The optimizer's.
-        gradient_release: Whether parameters are updated in backward.
+        name: Dtype and storage, and the treatment of gradients.
+        dtype: The dtype that the model is cast to.
+        storage: Passed to the optimizer.
+        gradient_release: True if parameters are updated in backward.
         accumulation_steps: Backwards that make a step.
-        buffer_dtype: Of the sum of gradients that a release then keeps; else None.
+        buffer_dtype: Dtype in which a release accumulates gradients, or None.
         parameters: Bytes of parameters and buffers.
-        gradients: Bytes of gradients, of their sums, and of what waits to be updated.
+        gradients: Bytes of gradients, their sums, and gradients that wait for an update.
         state: Bytes of the optimizer's state.
-        activations: Bytes of whatever else forward and backward hold then, the batch
-            too. None where no loss_fn and batch were given.
-        scratch: Bytes of an update's temporaries, and of what fully_shard gathers.
-        phase: Where that is: "forward", "backward" or "step".
-        fits: Whether the peak is within the budget.
-        estimated: What of these is no count: attention on CUDA, what is gathered.
+        activations: Bytes of everything else in forward and backward, with the batch.
+            None if no loss_fn and batch were given.
+        scratch: Bytes of an update's temporaries, and of parameters that fully_shard
+            gathers.
+        phase: The worst moment is in "forward", "backward" or "step".
+        fits: True if the peak is within the budget.
+        estimated: Names of parts that are estimates: "activations" for attention on CUDA,
+            "scratch" for what fully_shard gathers.
     """
 
     name: str
@@ -74,69 +78,65 @@ class Recipe:
 
     @property
     def peak(self) -> int:
-        """Bytes of all together."""
-        beside = self.gradients + (self.activations or 0) + self.scratch
-        return self.parameters + self.state + beside
+        """Bytes of all parts together."""
+        return sum(getattr(self, part) or 0 for part in PARTS)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The constructor's keywords that this recipe is made of."""
+        """The keywords that the optimizer's constructor is called with."""
         chosen: dict[str, Any] = {} if self.storage is None else {"storage": self.storage}
         if self.gradient_release:
             chosen["gradient_release"] = True
         return {**self.options, **chosen}
 
     def apply(self, model: nn.Module, **options: Any) -> Applied:
-        """Cast a model, make its optimizer, and prepare the release if there is one.
+        """Cast a model, make its optimizer, and prepare gradient release if it is used.
 
         Args:
             model: Cast in place.
-            options: Of the optimizer's constructor, beside those that were planned with,
-                or in their place: lr, for one.
+            options: More options of the optimizer's constructor, such as lr. They replace
+                those that the plan was made with.
 
         Returns:
             The optimizer, and the release's handle or None.
 
         Raises:
-            ValueError: A model on meta, or an option that the recipe decides.
+            ValueError: The model is on meta, or the recipe decides an option.
         """
-        decided = {"storage", "gradient_release", "kahan_sum", "state_dtype"} & {*options}
+        decided = sorted({*DECIDED} & {*options})
         if decided:
             raise ValueError(
-                f"options={sorted(decided)}: this recipe decides them: {self.keywords}"
+                f"options={decided}: this recipe decides them: {self.keywords}"
             )
         if any(p.is_meta for p in model.parameters()):
             raise ValueError(
-                "the model is on meta, where an optimizer would step nothing: give it "
-                'memory first, model.to_empty(device="cuda") and its weights, or apply '
-                "the recipe to a model that is loaded"
+                "the model is on meta, where an optimizer has nothing to update: call "
+                'model.to_empty(device="cuda") and load its weights first'
             )
         model.to(self.dtype)
         named = list(model.named_parameters())
         optimizer = self.optimizer(named, **{**self.keywords, **options})
         if not self.gradient_release:
             return Applied(optimizer, None)
-        if self.accumulation_steps == 1:
-            return Applied(optimizer, prepare_for_gradient_release(model, optimizer))
-        handle = prepare_for_gradient_release(
-            model,
-            optimizer,
-            accumulation="buffer",
-            accumulation_steps=self.accumulation_steps,
-            buffer_dtype=self.buffer_dtype,
-        )
-        return Applied(optimizer, handle)
+        sums: dict[str, Any] = {}
+        if self.accumulation_steps > 1:
+            sums = {"accumulation": "buffer", "accumulation_steps": self.accumulation_steps}
+            sums["buffer_dtype"] = self.buffer_dtype
+        return Applied(optimizer, prepare_for_gradient_release(model, optimizer, **sums))
 
 
-PARTS = ("parameters", "gradients", "state", "activations", "scratch")
+def unit_of(recipes: Sequence[Recipe]) -> tuple[str, int]:
+    """Return the unit that suits the largest peak, and its bytes."""
+    most = max(recipe.peak for recipe in recipes)
+    return ("GB", 10**9) if most >= 10**8 else ("MB", 10**6)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What `plan` found; `str()` of it is the table.
+    """Recipes for a model and a budget; `str()` of it is a table.
 
     Attributes:
-        title: What was planned.
+        title: The model, the optimizer and the device.
         budget: Bytes.
         recipes: The most faithful first.
     """
@@ -147,12 +147,12 @@ class MemoryPlan:
 
     @property
     def best(self) -> Recipe | None:
-        """The most faithful that fits; None where none does."""
+        """The most faithful recipe that fits; None if none does."""
         return next((recipe for recipe in self.recipes if recipe.fits), None)
 
     def __str__(self) -> str:
-        """The table, and what the best recipe is."""
-        name, unit = unit_of(max(recipe.peak for recipe in self.recipes))
+        """Return the table and the name of the best recipe."""
+        name, unit = unit_of(self.recipes)
         rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits"]]
         for r in self.recipes:
             sizes = [getattr(r, part) for part in PARTS]
@@ -173,21 +173,21 @@ class MemoryPlan:
         notes = [f"best: {'none fits' if best is None else best.name}"]
         if any(r.activations is None for r in self.recipes):
             notes.append(
-                "activations are not counted: give loss_fn and batch, and leave room for "
-                "them until then"
+                "activations are not counted: give loss_fn and batch, or leave room for "
+                "them"
             )
         estimated = {part for r in self.recipes for part in r.estimated}
         if "activations" in estimated:
             notes.append("~ attention on CUDA is an estimate, from the CPU's fused kernel")
         if "scratch" in estimated:
             notes.append(
-                "~ what fully_shard gathers is an estimate: two blocks and what is in "
-                "none, with their gradients"
+                "~ what fully_shard gathers is an estimate: two blocks and the parameters "
+                "in no block, with their gradients"
             )
         return notes
 
     def within(self, budget: str | float) -> "MemoryPlan":
-        """The same recipes for another budget; nothing is counted again."""
+        """Return the plan for another budget, without counting again."""
         limit = parse_size("budget", budget)
         recipes = [replace(recipe, fits=recipe.peak <= limit) for recipe in self.recipes]
         return MemoryPlan(self.title, limit, tuple(recipes))
@@ -196,15 +196,12 @@ class MemoryPlan:
         """Draw each recipe's bytes by part, and the budget.
 
         Args:
-            path: The file to write, whose name's end says which kind; or matplotlib's axes
-                to draw into.
+            path: A file to write, in the format of its suffix, or matplotlib axes to draw
+                into.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from optimi_func.memory.picture import bars, save
+        from optimi_func.memory import picture
 
-        if hasattr(path, "barh"):
-            bars(path, self)
-        else:
-            save(path, self)
+        (picture.draw if hasattr(path, "barh") else picture.save)(path, self)

@@ -1,14 +1,14 @@
-"""A forward and backward on tensors without memory: which blocks are alive, and when.
+"""The memory events of a forward and backward that run on fake tensors.
 
-The model's operations run on fake CPU tensors, and each one's results are looked at where
-torch dispatches it: memory is taken when a storage is seen for the first time, and freed
-when nothing holds it any more. So whatever the program does counts: what autograd saves,
-what a checkpoint drops and computes again, the temporaries of backward.
+A dispatch mode sees the results of every operation. A block of memory is taken when its
+storage is seen for the first time, and freed with the last reference to it. This counts
+what autograd saves, what a checkpoint drops and recomputes, and temporaries of backward.
 """
 
 import copy
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,73 +25,76 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class Event(NamedTuple):
-    """Something that changes what is alive."""
+    """A change of the blocks that are alive."""
 
-    # "done": the gradient of a parameter is complete, and lies in this block.
+    # "done": the gradient of parameter `param` is complete, in this block.
     kind: Literal["taken", "freed", "backward", "done"]
     block: int = -1
     bytes: int = 0
-    param: int = -1  # of those that are trained
+    param: int = -1  # index among the parameters that require a gradient
 
 
 class Trace(NamedTuple):
-    """What a forward and backward take and free, beside parameters and buffers."""
+    """The events of a forward and backward, without parameters and buffers."""
 
     events: list[Event]
-    attention: bool  # whether a fused attention is among the operations
+    attention: bool  # True if F.scaled_dot_product_attention was called
+
+
+def most_alive(events: Iterable[Event]) -> int:
+    """Return the most bytes that are taken and not yet freed at one time."""
+    signs = {"taken": 1, "freed": -1}
+    changes = (signs.get(e.kind, 0) * e.bytes for e in events)
+    return max(itertools.accumulate(changes, initial=0))
 
 
 class Counter(TorchDispatchMode):
-    """Notes which blocks of memory operations take, and when these are freed."""
+    """A dispatch mode that records when operations take blocks, and when they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.in_backward = False
-        self._numbers: dict[int, int] = {}
-        self._alive: dict[int, Any] = {}
-        self._count = 0
+        # By id of a storage that is alive: its block, and a weak reference to it.
+        self._blocks: dict[int, tuple[int, Any]] = {}
+        self._next = itertools.count()
         self._sum: tuple[Event, int, int] | None = None
 
-    def know(self, x: Tensor) -> None:
-        """What is there from the beginning, and not counted."""
-        self._number(x)
-
     def see(self, x: Tensor) -> None:
-        """Count a tensor's memory as taken, unless it is known."""
-        block = self._number(x)
+        """Count the memory of x as taken, unless it has a number."""
+        block = self.number(x)
         if block is not None:
             self.events.append(Event("taken", block, x.untyped_storage().nbytes()))
 
     def done(self, param: int, p: Tensor) -> None:
-        """A parameter's gradient is complete; it is let go."""
+        """Record that the gradient of a parameter is complete, and drop it."""
         assert p.grad is not None
         self._settle()
-        block = self._numbers[id(p.grad.untyped_storage())]
+        block, _ = self._blocks[id(p.grad.untyped_storage())]
         self.events.append(Event("done", block, p.grad.nbytes, param))
         p.grad = None
 
     def begin_backward(self) -> None:
-        """What follows is the backward."""
+        """Record that the backward begins."""
         self.in_backward = True
         self.events.append(Event("backward"))
 
     def finish(self) -> list[Event]:
-        """What happened so far; what is freed from here on is not of it."""
+        """Return the events until now."""
         self._settle()
         return list(self.events)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation as it stands."""
+        """Run an operation unchanged and see its results."""
         if func is torch.ops.prim.device.default:
-            # Asked at every turn: a fake tensor knows it without another dispatch.
+            # Asked very often; a fake tensor answers without another dispatch.
             return args[0].device
         self._settle()
         out = func(*args, **(kwargs or {}))
         adds = self.in_backward and func is torch.ops.aten.add.Tensor
-        # Into what is a view it never writes, as there is a base to share the memory with.
+        # Autograd never adds into a view in place.
         if adds and not torch.is_grad_enabled() and not args[0]._is_view():
             self._see_sum(out, args)
         else:
@@ -101,58 +104,52 @@ class Counter(TorchDispatchMode):
         return out
 
     def _see_sum(self, out: Tensor, args: Any) -> None:
-        """A sum of two gradients, which autograd writes into the first if it has it alone.
+        """Remember a sum of two gradients until the next operation.
 
-        It never does while a mode looks on: a new one is made then, and the first is freed
-        at once. That is found out when the next operation comes.
+        Autograd adds into the first gradient in place if nothing else refers to it, but not
+        under a dispatch mode. The first one is then freed before the next operation.
         """
         first, size = args[0].untyped_storage(), out.untyped_storage().nbytes()
-        block = self._number(out)
+        block = self.number(out)
         if block is not None:
-            term = self._numbers[id(first)] if first.nbytes() == size else -1
+            term = self._blocks[id(first)][0] if first.nbytes() == size else -1
             self._sum = Event("taken", block, size), len(self.events), term
 
     def _settle(self) -> None:
-        """Put the last sum where its memory would have been taken."""
+        """Insert the last sum, after its first term was freed if that has happened."""
         if self._sum is None:
             return
         (taken, at, term), self._sum = self._sum, None
-        after = self.events[at:]
-        freed = any(e.kind == "freed" and e.block == term for e in after)
+        freed = any(e.kind == "freed" and e.block == term for e in self.events[at:])
         self.events.insert(len(self.events) if freed else at, taken)
 
-    def _number(self, x: Tensor) -> int | None:
-        """The number of a block that is new."""
+    def number(self, x: Tensor) -> int | None:
+        """Number the storage of x without counting it; None if it has a number."""
         if x.layout != torch.strided:
             raise NotImplementedError(
-                f"a tensor of layout {x.layout}, whose memory has parts"
+                f"a tensor has layout {x.layout}: only strided tensors can be planned"
             )
         storage = x.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        if key in self._numbers:
+        if key in self._blocks:
             return None
-        block = self._count
-        self._count += 1
+        block = next(self._next)
 
         def freed(_: Any) -> None:
-            del self._numbers[key], self._alive[block]
+            del self._blocks[key]
             if self._sum is not None and self._sum[0].block == block:
                 self._settle()
             self.events.append(Event("freed", block, size))
 
-        self._numbers[key], self._alive[block] = block, weakref.ref(storage, freed)
+        self._blocks[key] = block, weakref.ref(storage, freed)
         return block
 
 
 class _Calls(TorchFunctionMode):
-    """Looks at what the program calls, for what no operation shows.
+    """A function mode that notices attention, and autocast for CUDA.
 
-    Attention is counted as CUDA's kernels keep it, which draw their dropout again: on CPU
-    dropout would keep the weights of every pair of positions.
-
-    Attributes:
-        attention: Whether there is any.
-        autocast: Whether autocast was on for CUDA, where all tensors are the CPU's.
+    For CUDA, attention runs without dropout. Its kernels recompute the dropout mask, while
+    the CPU's fallback would save the weights of all pairs of positions.
     """
 
     def __init__(self, for_cuda: bool) -> None:
@@ -176,33 +173,31 @@ class _Calls(TorchFunctionMode):
 def trace(
     model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.dtype, for_cuda: bool
 ) -> Trace:
-    """Run a forward and backward of the model in a dtype, and see what they take.
+    """Run forward and backward of a fake copy of the model, and record their events.
 
-    Args:
-        model: A copy without memory is run; nothing is computed, nothing of it changes.
-        loss_fn: `(model, batch) -> loss`.
-        batch: Any tree of tensors. Its floating tensors of the model's dtype take the
-            other one too, as they would have to.
-        dtype: What floating parameters and buffers are cast to.
-        for_cuda: Whether attention is to be counted as on CUDA.
+    Floating parameters and buffers are cast to `dtype`, and so are the batch's tensors that
+    have the dtype of the model.
 
     Raises:
-        TypeError, ValueError: A loss that no backward starts from.
-        RuntimeError: A model that cannot be copied, or not run without memory.
+        TypeError, ValueError: The loss cannot start a backward.
+        RuntimeError: The model cannot be copied, or cannot run on fake tensors.
     """
     mode, counter = _torch.fake_mode(), Counter()
     calls = _Calls(for_cuda)
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     inside: list[str] = []
+
+    def given(x: Tensor) -> Tensor:
+        fake = _empty_like(x, dtype if x.dtype == own else x.dtype)
+        return fake.requires_grad_(x.requires_grad)
+
     with mode:
-        fake = _without_memory(model, dtype)
+        fake = _fake_copy(model, dtype)
         for name, module in fake.named_modules():
             _note_when_inside(module, name, inside)
-        batch = pytree.tree_map_only(
-            Tensor, lambda x: _given(x, dtype if x.dtype == own else x.dtype), batch
-        )
+        batch = pytree.tree_map_only(Tensor, given, batch)
         for x in [*fake.parameters(), *fake.buffers()]:
-            counter.know(x)
+            counter.number(x)
         for x in pytree.tree_leaves(batch):
             if isinstance(x, Tensor):
                 counter.see(x)
@@ -216,31 +211,24 @@ def trace(
         return Trace(counter.finish(), calls.attention)
 
 
-def _without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model's structure around tensors without memory, in a dtype."""
+def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Copy a model with fake tensors in place of its own, within a FakeTensorMode."""
+    buffers = {id(x) for x in model.buffers()}
     memo: dict[int, Any] = {}
     for module in model.modules():
-        # Beside parameters and buffers also what is a mere attribute.
-        tensors = [*module.parameters(False), *module.buffers(False)]
-        tensors += [x for x in vars(module).values() if isinstance(x, Tensor)]
-        for x in tensors:
-            if nn.parameter.is_lazy(x):
-                raise ValueError(
-                    f"{type(module).__name__} has parameters without a shape: run a "
-                    "forward first"
-                )
-            if id(x) not in memo:
-                cast = isinstance(x, nn.Parameter) or any(x is b for b in module.buffers())
-                kept = dtype if cast and x.is_floating_point() else x.dtype
-                empty = _empty_like(x, kept)
-                is_param = isinstance(x, nn.Parameter)
-                memo[id(x)] = nn.Parameter(empty, x.requires_grad) if is_param else empty
+        # Plain attributes are replaced too, because real and fake tensors do not mix.
+        plain = [x for x in vars(module).values() if isinstance(x, Tensor)]
+        for x in [*module.parameters(False), *module.buffers(False), *plain]:
+            is_param = isinstance(x, nn.Parameter)
+            cast = x.is_floating_point() and (is_param or id(x) in buffers)
+            fake = _empty_like(x, dtype if cast else x.dtype)
+            memo[id(x)] = nn.Parameter(fake, x.requires_grad) if is_param else fake
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise RuntimeError(
-            f"the model, a {type(model).__name__}, cannot be copied to be run without "
-            f"memory ({type(error).__name__}: {error}): plan it before it is wrapped, or "
+            f"the model, a {type(model).__name__}, cannot be copied to be run on fake "
+            f"tensors ({type(error).__name__}: {error}): plan it before it is wrapped, or "
             "without loss_fn and batch"
         ) from error
 
@@ -250,12 +238,8 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, strides, dtype=dtype, device="cpu")
 
 
-def _given(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return _empty_like(x, dtype).requires_grad_(x.requires_grad)
-
-
 def _note_when_inside(module: nn.Module, name: str, inside: list[str]) -> None:
-    """Keep a list of the modules whose forward runs; after an error it is where it was."""
+    """Keep the module in `inside` while its forward runs; after an error it stays there."""
     title = f"{name or 'the model itself'} ({type(module).__name__})"
     module.register_forward_pre_hook(lambda *_: inside.append(title))
     module.register_forward_hook(
@@ -264,23 +248,23 @@ def _note_when_inside(module: nn.Module, name: str, inside: list[str]) -> None:
 
 
 def _called(inside: list[str], function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns; its error with the module it came from."""
+    """Call a function, and name the module that ran if it raises."""
     try:
         return function(*args)
     except Exception as error:
-        place = inside[-1] if inside else "none, outside of all of them"
+        place = f"in module {inside[-1]}" if inside else "outside of all modules"
         raise RuntimeError(
-            "loss_fn cannot be run on tensors without memory; it failed in module "
-            f"{place}: {type(error).__name__}: {error}\n"
-            "Nothing there may ask for a tensor's values (item(), tolist(), numpy(), a "
-            "shape that depends on them), and all tensors have to come from the model and "
-            "the batch that loss_fn is given. Without loss_fn and batch all but the "
+            f"loss_fn cannot run on fake tensors, it failed {place}: "
+            f"{type(error).__name__}: {error}\n"
+            "Values of tensors are not available (item(), tolist(), numpy(), shapes that "
+            "depend on values), and all tensors have to come from the model and the batch "
+            "that loss_fn is given. Without loss_fn and batch, everything except the "
             "activations is planned."
         ) from error
 
 
 def _check(loss: Any, calls: _Calls) -> None:
-    """Refuse what no backward starts from, and what was computed otherwise than meant."""
+    """Raise if the loss cannot start a backward, or autocast was on for CUDA."""
     check_loss(loss)
     if not loss.requires_grad:
         raise ValueError(
@@ -288,6 +272,6 @@ def _check(loss: Any, calls: _Calls) -> None:
         )
     if calls.autocast:
         raise ValueError(
-            'loss_fn enters torch.autocast("cuda"), which does nothing for the CPU tensors '
-            "that are planned with: use torch.autocast(device.type) of its batch's device"
+            'loss_fn enters torch.autocast("cuda"), which has no effect on the CPU tensors '
+            "of a plan: use torch.autocast(device.type) with the device of the batch"
         )

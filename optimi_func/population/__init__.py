@@ -1,18 +1,18 @@
-"""Populations: many models trained at once, each with numbers of its own.
+"""Populations: many models trained at once, each with its own hyperparameters.
 
-A `Population` is a pytree whose every leaf has the members along its first axis: their
-parameters, their optimizers' states, their hyperparameters and their buffers. One vmapped
-step updates all of them, torch.compile makes it one graph, and what population-based
-training does between steps is indexing: `select`, `clone`, `perturb`.
+A `Population` is a pytree of parameters, optimizer states, hyperparameters and buffers.
+Every leaf has the members along its first axis. One vmapped step updates all members, and
+torch.compile makes one graph of it. Between steps, population-based training indexes the
+members: `select`, `clone`, `perturb`.
 
     members = init(adamw, model, {"lr": lrs, "weight_decay": 1e-2}, n=64)
     losses, grads = loss_and_grad(loss_fn, members, x, y)
     members = step(adamw, members, grads)
 
-An optimizer is given as its factory (`adamw`, not `adamw(lr=...)`) wherever members have
-numbers of their own, because vmap batches no keyword arguments: the numbers travel as a
-pytree beside params and state, and each member binds its own. What is no number is the same
-for all and part of the factory: `functools.partial(adamw, amsgrad=True)`.
+If members have their own hyperparameters, pass an optimizer's factory (`adamw`, not
+`adamw(lr=...)`). vmap does not batch keyword arguments, so the hyperparameters are a pytree
+like params and state, and each member calls the factory with its own. Options that are no
+numbers are the same for all members: `functools.partial(adamw, amsgrad=True)`.
 """
 
 from optimi_func.population.axes import Randomness as Randomness

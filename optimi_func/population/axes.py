@@ -1,4 +1,4 @@
-"""Which axis of every argument has the members, and one call over all of them."""
+"""Axes of members in the arguments of a function, and its vmapped call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -14,18 +14,18 @@ Randomness: TypeAlias = Literal["error", "same", "different"]
 
 
 class Placed(NamedTuple):
-    """Arguments of a vmapped function, flat, and where each leaf has the members."""
+    """The flat arguments of a vmapped function, with the members' axis of each leaf."""
 
     leaves: list[Any]
     spec: pytree.TreeSpec
     axes: list[int | None]
-    n: int
+    n: int  # members
 
     def run(self, fn: Callable[..., Any], randomness: Randomness) -> Any:
-        """Call fn with each member's arguments; its results have the members first."""
+        """Call fn for each member; results have the members along their first axis."""
         moving = [i for i, axis in enumerate(self.axes) if axis is not None]
 
-        # What has no members may be a number, None or a schedule, which vmap refuses.
+        # Leaves without members bypass vmap, which refuses floats, None and schedules.
         def member(*tensors: Tensor) -> Any:
             leaves = list(self.leaves)
             for i, x in zip(moving, tensors):
@@ -38,12 +38,12 @@ class Placed(NamedTuple):
 
 
 def place(args: Mapping[str, PyTree], in_axes: Sequence[Any]) -> Placed:
-    """Find the members of every leaf, refusing arguments with different numbers of them."""
+    """Find the members' axis of every leaf, or raise if leaves have unequal members."""
     places: list[int | None] = []
     n, first = 0, ""
     for (name, tree), prefix in zip(args.items(), in_axes):
         for i, (x, axis) in enumerate(zip(*_with_axes(name, tree, prefix))):
-            # One number is one for all.
+            # A 0-d hyperparameter is the same for all members.
             shared = name == "hyper" and isinstance(x, Tensor) and x.dim() == 0
             if axis is None or shared or not isinstance(x, Tensor):
                 places.append(None)
@@ -72,7 +72,7 @@ def place(args: Mapping[str, PyTree], in_axes: Sequence[Any]) -> Placed:
 
 
 def _with_axes(name: str, tree: PyTree, prefix: Any) -> tuple[list[Any], list[Any]]:
-    """The leaves of a tree and the axis that a prefix of it has for each."""
+    """Return the leaves of a tree, and for each the axis in a prefix of the tree."""
     axes, spec = pytree.tree_flatten(prefix)
     try:
         subtrees = spec.flatten_up_to(tree)
@@ -86,11 +86,11 @@ def _with_axes(name: str, tree: PyTree, prefix: Any) -> tuple[list[Any], list[An
 
 
 def path(name: str, tree: PyTree, i: int) -> str:
-    """What leaf i of a tree is called."""
+    """Return the name of leaf i of a tree."""
     if not torch.compiler.is_compiling():
         try:
             keyed, _ = pytree.tree_flatten_with_path(tree)
             return name + pytree.keystr(keyed[i][0])
         except ValueError:
-            pass  # a node registered without names for its children
+            pass  # a node type was registered without names of its children
     return f"{name}<leaf {i}>"

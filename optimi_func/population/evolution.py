@@ -1,4 +1,4 @@
-"""What population-based training does between steps: members copied, and moved."""
+"""Selection, copies and perturbation of members, for population-based training."""
 
 import math
 import numbers
@@ -16,22 +16,21 @@ from optimi_func.population.members import Population, check_members
 
 T = TypeVar("T")
 
-# What has to stay below 1: its distance from 1 is what a factor means.
+# Hyperparameters below 1; a factor scales their distance from 1.
 _BELOW_ONE = ("betas", "momentum")
 
 
 def select(tree: T, index: Sequence[int] | Tensor) -> T:
-    """The members at `index`, in its order; one that stands there twice comes twice.
+    """Return the members at `index`, in its order and as often as they are listed.
 
-    What population-based training is made of: parameters, optimizer state and
-    hyperparameters go along together.
+    Parameters, optimizer state, hyperparameters and buffers of a member stay together.
 
     Args:
         tree: A Population or any tree with the members along every first axis.
-        index: Numbers of members from 0, or a bool for each member.
+        index: Indices of members from 0, or a bool for each member.
 
     Raises:
-        IndexError: A number that no member has, or bools of another number than members.
+        IndexError: An index is out of range, or there is not one bool for each member.
 
     >>> select({"w": torch.tensor([1.0, 2.0, 3.0])}, [2, 0, 0])["w"]
     tensor([3., 1., 1.])
@@ -43,19 +42,19 @@ def select(tree: T, index: Sequence[int] | Tensor) -> T:
 
 
 def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor) -> T:
-    """The population with copies of the members `source` in the places `into`.
+    """Replace the members `into` by copies of the members `source`.
 
-    Exploitation, in the words of population-based training (Jaderberg et al., "Population
-    Based Training of Neural Networks", arXiv:1711.09846).
+    Population-based training calls this exploitation (Jaderberg et al., "Population Based
+    Training of Neural Networks", arXiv:1711.09846).
 
     Args:
         tree: A Population or any tree with the members along every first axis.
-        source: Numbers of the members to copy.
-        into: As many places; what stood there is gone.
+        source: Indices of the members to copy.
+        into: As many indices of the members to replace.
 
     Raises:
-        IndexError: A number that no member has.
-        ValueError: Lists of different lengths, or a place that is named twice.
+        IndexError: An index is out of range.
+        ValueError: The lists differ in length, or `into` has an index twice.
 
     >>> clone({"w": torch.tensor([1.0, 2.0, 3.0])}, [2], [0])["w"]
     tensor([3., 2., 3.])
@@ -78,27 +77,27 @@ def perturb(
     at: Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Population:
-    """Move hyperparameters by random factors, and parameters by Gaussian noise.
+    """Multiply hyperparameters by random factors, and add Gaussian noise to parameters.
 
-    Exploration, in the words of population-based training (arXiv:1711.09846):
+    Population-based training calls this exploration (arXiv:1711.09846):
 
         h <- h * f,  f drawn from `factors`        p <- p + noise * N(0, 1)
 
-    betas and momentum stay below 1: a factor multiplies their distance from 1, and 1 / f
-    thus the number of steps over which they average.
+    For betas and momentum, the factor multiplies their distance from 1, so that they stay
+    below 1. The number of steps over which they average is multiplied by 1 / f.
 
     Args:
         members: The population.
-        factors: By hyperparameter, the factors to draw from, with equal chances.
+        factors: For each hyperparameter, factors to draw from with equal probability.
         noise: Standard deviation, in the units of the parameters.
-        at: Numbers of the members to move; None moves all.
-        generator: Where randomness comes from, on the population's device.
+        at: Indices of the members to perturb; None for all.
+        generator: Source of randomness, on the population's device.
 
     Raises:
-        ValueError: A hyperparameter that the population has not, no factors for one, a
-            factor that is not positive and finite, noise that is not from 0, or a member
-            that is named twice.
-        IndexError: A number that no member has.
+        ValueError: The population lacks a hyperparameter, factors are missing or not
+            positive and finite, noise is negative or not finite, or `at` has an index
+            twice.
+        IndexError: An index is out of range.
 
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
@@ -158,9 +157,9 @@ def _is_factor(f: object) -> bool:
 def _index(
     name: str, index: Sequence[int] | Tensor, n: int, device: torch.device
 ) -> Tensor:
-    """Numbers of members as a checked 1-D tensor."""
+    """Convert indices or bools of members to a checked 1-D tensor of indices."""
     if isinstance(index, str) or not isinstance(index, Iterable):
-        raise TypeError(f"{name}={index!r}: allowed are lists of numbers of members")
+        raise TypeError(f"{name}={index!r}: allowed are lists of indices of members")
     at = torch.as_tensor(index if isinstance(index, Tensor) else list(index), device=device)
     if at.dtype == torch.bool:
         if at.shape != (n,):
@@ -171,9 +170,9 @@ def _index(
     if at.numel() == 0:
         at = at.long()
     if at.dim() != 1 or at.is_floating_point() or at.is_complex():
-        raise IndexError(f"{name}={index!r}: allowed are a list of numbers of members")
+        raise IndexError(f"{name}={index!r}: allowed are lists of indices of members")
     if torch.compiler.is_compiling():
-        return at  # the host does not know its values
+        return at  # its values are unknown while a graph is traced
     wrong = [i for i in at.tolist() if not 0 <= i < n]
     if wrong:
         raise IndexError(f"{name} has {wrong[0]}: allowed are members 0 to {n - 1}")

@@ -1,4 +1,4 @@
-"""The members: how a population is made of models, and taken apart into them."""
+"""Populations made from models, and models taken from a population."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ from optimi_func.population.axes import path, place
 T = TypeVar("T")
 Hyper: TypeAlias = Mapping[str, Any]
 
-NO_NUMBERS: Hyper = MappingProxyType({})
+NO_HYPER: Hyper = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """Models trained side by side: a pytree with the members along every first axis.
+    """Models trained together: a pytree with the members along every first axis.
 
-    `len(members)` is their number. `dataclasses.replace` exchanges a field.
+    `len(members)` is the number of members. `dataclasses.replace` replaces a field.
     """
 
     params: PyTree
@@ -46,40 +46,40 @@ pytree.register_dataclass(
 def init(
     optimizer: Optimizer,
     source: Any,
-    hyper: Hyper = NO_NUMBERS,
+    hyper: Hyper = NO_HYPER,
     *,
     n: int | None = None,
     kahan_sum: bool | None = None,
     state_dtype: torch.dtype | None = None,
     storage: Storage | str | None = None,
 ) -> Population:
-    """A population of n copies of one model, or of the models of a list.
+    """Make a population of n copies of one model, or of the models of a list.
 
     Args:
-        optimizer: A factory such as `adamw`; or, where no number differs by member, a
-            value such as `adamw(lr=1e-3)`.
-        source: With n, one module or one parameter tree, copied n times. Without, a list
+        optimizer: A factory such as `adamw`. If no hyperparameter differs between members,
+            a value such as `adamw(lr=1e-3)`.
+        source: With n, one module or one parameter tree, copied n times. Without n, a list
             of modules of one class (`torch.func.stack_module_state`), or a parameter tree
-            whose leaves have the members along their first axis, such as `stack` gives.
-        hyper: The factory's numbers by name. A tensor of shape [n] has one for each
-            member, a float or 0-d tensor one for all; betas are a tuple of them, lr and
-            weight_decay may be prefixes of the parameter tree (a list is one, of a list of
-            parameters: the numbers of the members are a tensor).
-        n: How many copies.
-        kahan_sum: As in the optimizer's own init.
-        state_dtype: As in the optimizer's own init.
-        storage: As in the optimizer's own init.
+            whose leaves have the members along their first axis, such as `stack` returns.
+        hyper: The factory's hyperparameters by name. A tensor of shape [n] has a value for
+            each member; a float or 0-d tensor is the value for all. betas are a tuple of
+            these. lr and weight_decay may be prefixes of the parameter tree. A list is
+            such a prefix for a list of parameters, so values of members need a tensor.
+        n: Number of copies.
+        kahan_sum: Passed to the optimizer's own init.
+        state_dtype: Passed to the optimizer's own init.
+        storage: Passed to the optimizer's own init.
 
     Returns:
-        Params, fresh state, hyper and (of modules) buffers, in memory of their own. All
-        numbers are tensors of shape [n], so that `select` and its kin move them along and
-        a new value is no new graph.
+        Params, fresh state, hyper and buffers (of modules), in their own memory. All
+        hyperparameters are tensors of shape [n], so that `select` and `clone` index them,
+        and new values need no new graph.
 
     Raises:
-        ValueError: n < 1, a leaf with another number of members than the rest, a number
-            that the factory refuses, or a module with a frozen parameter, which the members
-            would train, or with none.
-        TypeError: A source that is none of these, or a hyperparameter that is no number.
+        ValueError: n < 1, leaves have unequal numbers of members, the factory refuses a
+            hyperparameter, or a module has frozen parameters (members would train them) or
+            no parameters.
+        TypeError: The source is none of these, or a hyperparameter is no number.
 
     >>> from optimi_func import adamw
     >>> members = init(adamw, {"w": torch.ones(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
@@ -91,23 +91,25 @@ def init(
         raise ValueError(f"Invalid number of members: n={n!r}: allowed are integers from 1")
     params, buffers = _members_of(source, n)
     if not pytree.tree_leaves(params):
-        raise ValueError(f"source={source!r} has no parameters: there is nothing to train")
+        raise ValueError(f"source={source!r} has no parameters to train")
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
     device = pytree.tree_leaves(params)[0].device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
-    # Numbers out of range are refused as by the factory; in a tensor they would not be.
+    # The factory checks the range of floats. It does not check tensors.
     bind(optimizer, _first(hyper))
-    options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
+    given_options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
+    # The init of a user's optimizer may lack these options.
+    options: Any = {k: x for k, x in given_options.items() if x is not None}
     start = place({"params": params, "hyper": given}, (0, 0)).run(
-        lambda p, h: _fresh_state(bind(optimizer, h), p, options), "error"
+        lambda p, h: bind(optimizer, h).init(p, **options), "error"
     )
-    # What is the same for all members comes out of vmap as one number seen n times.
+    # vmap returns state that all members share as an expanded view.
     state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
     return Population(params, state, given, buffers)
 
 
 def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
-    """Stacked params and buffers."""
+    """Return stacked params and buffers."""
     if isinstance(source, nn.Module):
         if n is None:
             raise ValueError(
@@ -133,7 +135,9 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
             f"source holds {', '.join(kinds)}: allowed are a module, a list of modules, "
             "and a tree of tensors"
         )
-    return (_copies(source, n) if n is not None else pytree.tree_map(_own, source)), {}
+    if n is not None:
+        return _copies(source, n), {}
+    return pytree.tree_map(lambda x: x.detach().clone(), source), {}
 
 
 def _check_trainable(module: nn.Module) -> None:
@@ -141,9 +145,9 @@ def _check_trainable(module: nn.Module) -> None:
         if not p.requires_grad:
             raise ValueError(
                 f"the parameter {name!r} of {type(module).__name__} is frozen, and a "
-                "population trains what it holds: make it of a tree of the others, and "
-                "let the loss have this one from the module; or unfreeze it, and leave it "
-                "out by transforms.masked"
+                "population trains all of its parameters: pass a tree of the others, and "
+                "let the loss take this one from the module. Or unfreeze it, and exclude "
+                "it with transforms.masked"
             )
 
 
@@ -151,17 +155,13 @@ def _copies(tree: T, n: int) -> T:
     return pytree.tree_map(lambda x: x.detach().expand(n, *x.shape).clone(), tree)
 
 
-def _own(x: Tensor) -> Tensor:
-    return x.detach().clone()
-
-
 def _first(hyper: Hyper) -> dict[str, Any]:
-    """The numbers of the first member."""
+    """Return the hyperparameters of the first member."""
     return pytree.tree_map_only(Tensor, lambda x: x if x.dim() == 0 else x[0], dict(hyper))
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
-    """A hyperparameter with every number in it a floating tensor of shape [n]."""
+    """Convert every number in a hyperparameter to a floating tensor of shape [n]."""
 
     def spread(x: Any) -> Tensor:
         if isinstance(x, Tensor):
@@ -172,13 +172,13 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
                 )
             if x.dtype == torch.bool or x.is_complex():
                 raise TypeError(f"{path} has dtype {x.dtype}: allowed are real numbers")
-            # Factors that integers are multiplied by would be rounded.
+            # `perturb` multiplies by factors, which integers would round.
             wide = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
             return (wide.expand(n) if x.dim() == 0 else wide).detach().clone()
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             raise TypeError(
                 f"{path}={x!r}: allowed are numbers, and tensors with one for each member. "
-                "What is no number (amsgrad=True, a schedule) belongs to the factory: "
+                "Anything else (amsgrad=True, a schedule) belongs to the factory: "
                 "functools.partial(adamw, amsgrad=True), or lambda lr: adamw(lr=lambda "
                 "step: lr / (step + 1))"
             )
@@ -187,20 +187,14 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
     return pytree.tree_map(spread, number)
 
 
-def _fresh_state(optimizer: Any, params: PyTree, options: dict[str, Any]) -> Any:
-    # An optimizer of the user's own need not take any.
-    given = {name: x for name, x in options.items() if x is not None}
-    return optimizer.init(params, **given)
-
-
 def stack(trees: Sequence[T]) -> T:
-    """One tree with the members along every first axis, of a list of trees.
+    """Stack a list of trees into one tree with the members along every first axis.
 
     Args:
-        trees: Of one structure, with equal shapes.
+        trees: Trees of the same structure and shapes.
 
     Raises:
-        ValueError: No tree, or trees that differ in structure or in a leaf's shape.
+        ValueError: The list is empty, or trees differ in structure or in a leaf's shape.
 
     >>> stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])["w"].shape
     torch.Size([2, 3])
@@ -222,14 +216,14 @@ def stack(trees: Sequence[T]) -> T:
 
 
 def unstack(tree: T) -> list[T]:
-    """The members of a tree one by one, the reverse of `stack`, in memory of their own.
+    """Copy the members of a tree into a list of trees, the reverse of `stack`.
 
     Args:
         tree: A Population, its params, its state or any other tree of tensors with the
             members along every first axis.
 
     Raises:
-        ValueError: Leaves with different numbers of members.
+        ValueError: Leaves have unequal numbers of members.
 
     >>> [p["w"] for p in unstack({"w": torch.tensor([1.0, 2.0])})]
     [tensor(1.), tensor(2.)]
@@ -239,15 +233,15 @@ def unstack(tree: T) -> list[T]:
 
 
 def state_dicts(members: Population, module: nn.Module) -> list[dict[str, Any]]:
-    """A state_dict for each member, that `module.load_state_dict` takes.
+    """Return a state_dict for each member, for `module.load_state_dict`.
 
     Args:
-        members: A population made of `module`, or of its named parameters.
-        module: Says which names a state_dict has: tied parameters stand under all of
-            theirs, buffers that are not persistent under none.
+        members: A population made from `module`, or from its named parameters.
+        module: Gives the names of the state_dict. Tied parameters have all their names, and
+            buffers that are not persistent are left out.
 
     Raises:
-        ValueError: A parameter or buffer of the module that the population lacks.
+        ValueError: The population lacks a parameter or buffer of the module.
 
     >>> from optimi_func import sgd
     >>> linear = nn.Linear(2, 1)
@@ -258,8 +252,8 @@ def state_dicts(members: Population, module: nn.Module) -> list[dict[str, Any]]:
     check_members(members)
     if not isinstance(members.params, Mapping):
         raise TypeError(
-            f"the population's params are a {type(members.params).__name__}: allowed are "
-            "those of a module, by name"
+            f"the population's params are a {type(members.params).__name__}: allowed is a "
+            "dict of a module's parameters, by name"
         )
     names = {id(x): name for name, x in module.named_parameters()}
     names |= {id(x): name for name, x in module.named_buffers()}
@@ -269,16 +263,16 @@ def state_dicts(members: Population, module: nn.Module) -> list[dict[str, Any]]:
         known = names.get(id(x))
         if known is not None and known not in own:
             raise ValueError(
-                f"the population has no {known!r} of {type(module).__name__}: make it of "
-                "the module itself"
+                f"the population has no {known!r} of {type(module).__name__}: make it "
+                "from the module itself"
             )
         for i, one in enumerate(found):
-            # A module's extra state is no member's.
+            # A module's extra state is the same for all members.
             one[name] = x if known is None else own[known][i].detach().clone()
     return found
 
 
 def check_members(members: Any) -> None:
-    """Refuse what is no population."""
+    """Raise if members are no Population."""
     if not isinstance(members, Population):
         raise TypeError(f"members={members!r}: allowed is a Population, which init makes")

@@ -1,4 +1,4 @@
-"""One vmapped call for all members: their steps, their losses and their metrics."""
+"""Steps, losses and metrics of all members, each in one vmapped call."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torch.func import functional_call, grad_and_value
 from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func._rule import PyTree
 from optimi_func.population.axes import Randomness, place
-from optimi_func.population.members import NO_NUMBERS, Hyper, Population, check_members
+from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
 
 T = TypeVar("T")
 
@@ -23,26 +23,26 @@ def vmap_step(
     *,
     randomness: Randomness = "error",
 ) -> Callable[..., tuple[PyTree, Any]]:
-    """The step over members: a function `(params, grads, state, hyper) -> (params, state)`.
+    """Return the step over members, `(params, grads, state, hyper) -> (params, state)`.
 
-    Everything travels by position, because vmap batches no keyword arguments. It is pure,
-    compiles to one graph, and can be differentiated.
+    Arguments are positional, because vmap does not batch keyword arguments. The function
+    is pure, compiles to one graph, and can be differentiated.
 
     Args:
         optimizer: A factory such as `adamw`, called with `hyper`; or a value with `init`
-            and `step`, and then `hyper` is left out.
-        in_axes: Where params, grads, state and hyper have their members: an axis, None for
-            one of all members, or a prefix tree of these, as in torch.vmap. In hyper,
-            numbers and 0-d tensors are one for all in any case.
+            and `step`, for which `hyper` is left out.
+        in_axes: Axes of the members in params, grads, state and hyper: for each an axis,
+            None if all members share it, or a prefix tree of these, as in torch.vmap. In
+            hyper, numbers and 0-d tensors are always shared.
         randomness: As in torch.vmap, for transformed optimizers that draw noise.
 
     Returns:
         A function whose results have the members along their first axis.
 
     Raises:
-        ValueError: When called: leaves with different numbers of members, each named.
-        TypeError: An optimizer that is no factory and has no `init` and `step`, or hyper
-            beside an optimizer whose numbers are bound.
+        ValueError: At the call: leaves have unequal numbers of members; they are named.
+        TypeError: The optimizer is no factory and has no `init` and `step`, or hyper is
+            given although the optimizer's hyperparameters are bound.
 
     >>> from torch.func import vmap
     >>> from optimi_func import sgd, sgd_init
@@ -54,11 +54,11 @@ def vmap_step(
     check_optimizer(optimizer, None)
     if not isinstance(in_axes, tuple) or len(in_axes) != 4:
         raise ValueError(
-            f"in_axes={in_axes!r}: allowed are four, of params, grads, state and hyper"
+            f"in_axes={in_axes!r}: allowed are four, for params, grads, state and hyper"
         )
 
     def step(
-        params: PyTree, grads: PyTree, state: Any, hyper: Hyper = NO_NUMBERS
+        params: PyTree, grads: PyTree, state: Any, hyper: Hyper = NO_HYPER
     ) -> tuple[PyTree, Any]:
         check_optimizer(optimizer, hyper)
         args = {"params": params, "grads": grads, "state": state, "hyper": dict(hyper)}
@@ -76,16 +76,16 @@ def step(
     *,
     randomness: Randomness = "error",
 ) -> Population:
-    """One update of every member, with its own numbers: `vmap_step` on a Population.
+    """Update every member with its own hyperparameters: `vmap_step` on a Population.
 
     Args:
-        optimizer: As `init` had it.
+        optimizer: The one passed to `init`.
         members: The population.
-        grads: Gradients of its params; None leaves a parameter alone, of all members.
+        grads: Gradients of its params. None does not update a parameter, in any member.
         randomness: As in torch.vmap, for transformed optimizers that draw noise.
 
     Raises:
-        ValueError: Gradients of another number of members.
+        ValueError: Gradients have another number of members.
 
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
@@ -107,25 +107,25 @@ def loss_and_grad(
     has_aux: bool = False,
     randomness: Randomness = "error",
 ) -> tuple[Any, PyTree]:
-    """Each member's loss and the gradient of its parameters.
+    """Compute each member's loss and the gradient of its parameters.
 
     Args:
-        loss_fn: `(params, *data) -> loss` of one member, or `(params, buffers, *data)`
-            where the population has buffers; the loss is a scalar. A module whose buffers
-            change runs through `call_module`.
+        loss_fn: `(params, *data) -> loss` of one member, or `(params, buffers, *data)` if
+            the population has buffers. The loss is a scalar. Use `call_module` for a
+            module whose buffers change.
         members: The population.
-        *data: What all members see, or what each has of its own.
-        in_axes: Where data has its members: None (all see the same), an axis, or a tuple
-            with one of these, or a prefix tree of them, for each argument.
-        has_aux: loss_fn returns (loss, aux): metrics, or new buffers.
-        randomness: As in torch.vmap: "different" gives each member its own dropout.
+        *data: Data that all members share, or with the members along an axis.
+        in_axes: Axes of the members in data: None (shared), an axis, or a tuple with one
+            of these, or a prefix tree of them, for each argument.
+        has_aux: True if loss_fn returns (loss, aux), with metrics or new buffers.
+        randomness: As in torch.vmap: "different" gives each member its own dropout mask.
 
     Returns:
         Losses of shape [n], or (losses, aux) with has_aux; and the gradients.
 
     Raises:
-        ValueError: A loss that is no scalar; data of another number of members.
-        TypeError: A loss that is no floating tensor; members that are no Population.
+        ValueError: The loss is no scalar, or data has another number of members.
+        TypeError: The loss is no floating tensor, or members are no Population.
         RuntimeError: The loss writes to a tensor that all members share.
 
     >>> from optimi_func import sgd
@@ -150,18 +150,21 @@ def evaluate(
     in_axes: Any = None,
     randomness: Randomness = "error",
 ) -> T:
-    """A metric of each member: whatever `metric` returns, with the members first.
+    """Compute a metric of each member, without gradients.
 
     Args:
-        metric: `(params, *data)`, or `(params, buffers, *data)` where the population has
-            buffers, of one member; returns a tree of tensors.
+        metric: `(params, *data)` of one member, or `(params, buffers, *data)` if the
+            population has buffers. Returns a tree of tensors.
         members: The population.
-        *data: What all members see, or what each has of its own.
+        *data: Data that all members share, or with the members along an axis.
         in_axes: As in `loss_and_grad`.
         randomness: As in torch.vmap.
 
+    Returns:
+        The metric's tree, with the members along every first axis.
+
     Raises:
-        ValueError: Data of another number of members.
+        ValueError: Data has another number of members.
         RuntimeError: The metric writes to a tensor that all members share.
 
     >>> from optimi_func import sgd
@@ -203,13 +206,13 @@ def _over_members(
         if not any(text in str(error) for text in _SHARED_WRITES):
             raise
         raise RuntimeError(
-            f"{_module_in(error)} writes to a tensor that all members share, where each "
-            "needs its own: make the population of the module, and run that with "
-            "call_module(module, params, buffers, ...), which gives new buffers back"
+            f"{_module_in(error)} writes to a tensor that all members share, but each "
+            "member needs its own: make the population from the module, and run that with "
+            "call_module(module, params, buffers, ...), which returns new buffers"
         ) from error
 
 
-# How torch says it.
+# Texts of torch's errors.
 _SHARED_WRITES = (
     "Batch norm got a batched tensor",
     "vmap: inplace arithmetic",
@@ -218,7 +221,7 @@ _SHARED_WRITES = (
 
 
 def _module_in(error: BaseException) -> str:
-    """The innermost module that was running, and its buffers."""
+    """Describe the innermost module that was running, with its buffers."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
@@ -235,21 +238,21 @@ def call_module(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Run a module as a function of its parameters and buffers, and return new buffers.
 
-    For losses of modules whose buffers change, such as BatchNorm in training mode; as aux,
-    the buffers of all members come back. Nothing passed in is written, nor the module.
+    Use it in losses of modules whose buffers change, such as BatchNorm in training mode,
+    and return the new buffers as aux. Neither the arguments nor the module are written.
 
     Args:
-        module: Gives the code, and the parameters that are not given, such as frozen ones.
-        params: By name, of one member.
-        buffers: By name, all that the module has.
-        *args: The module's inputs.
+        module: Gives the code, and parameters that `params` lacks, such as frozen ones.
+        params: Parameters of one member, by name.
+        buffers: All buffers of the module, by name.
+        *args: Inputs of the module.
 
     Returns:
-        Its output, and the buffers after it.
+        The module's output, and the buffers after the call.
 
     Raises:
-        ValueError: A buffer of the module that is not given, or a parameter or buffer that
-            it has not.
+        ValueError: A buffer of the module is missing, or the module lacks a parameter or
+            buffer that is passed.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> _, after = call_module(norm, {}, dict(norm.named_buffers()), torch.ones(4, 2))
@@ -260,8 +263,8 @@ def call_module(
     for name in names:
         if name not in buffers:
             raise ValueError(
-                f"buffers lack {name!r} of {type(module).__name__}: a population made of "
-                "the module has them, and its losses take (params, buffers, *data)"
+                f"buffers lack {name!r} of {type(module).__name__}: a population made "
+                "from the module has it, and its losses take (params, buffers, *data)"
             )
     for name in buffers:
         if name not in names:

@@ -159,7 +159,7 @@ def test_a_forward_that_asks_for_values_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Asks()))
     with pytest.raises(RuntimeError, match=r"module 1\.1 \(Asks\)(.|\n)*item\(\)"):
         plan(model, AdamW, "1GB", squared, torch.ones(2, 4))
-    with pytest.raises(RuntimeError, match="outside of all of them"):
+    with pytest.raises(RuntimeError, match="outside of all modules"):
         plan(nn.Linear(4, 4), AdamW, "1GB", lambda m, x: 1 / 0, torch.ones(2, 4))
 
 

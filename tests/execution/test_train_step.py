@@ -501,7 +501,7 @@ def test_copies_that_the_compiler_makes_are_updated() -> None:
     owned = [torch.zeros(3), torch.ones(3)]
     handed = [owned[1].clone(), owned[0]]
 
-    def update(places: Any, grads: list[Tensor], grad_scale: Tensor | None) -> None:
+    def update(places: Any, grads: list[Tensor], microbatch: Any) -> None:
         for i, g in zip(places, grads):
             owned[i].sub_(g)
 
@@ -588,7 +588,7 @@ def test_calls_are_refused_before_any_write() -> None:
     refused(TypeError, "loss_fn returned float", call(lambda out, b: 1.0))
     refused(TypeError, "loss_fn .*int64", call(lambda out, b: out.argmax()))
     refused(ValueError, "no parameter", call(lambda out, b: out.detach().sum()))
-    refused(TypeError, "1.5 beside the loss", call(lambda out, b: (out.sum(), 1.5)))
+    refused(TypeError, "1.5 as aux", call(lambda out, b: (out.sum(), 1.5)))
     refused(ValueError, "accumulate=3", call(plain_loss, accumulate=3))
     scaler = torch.amp.GradScaler("cpu")
     refused(ValueError, "GradScaler", call(lambda out, b: scaler.scale(out.sum())))

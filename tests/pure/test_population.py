@@ -574,7 +574,7 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         ),
         (lambda: population.select(TWO, [3]), IndexError, "index has 3: .* 0 to 2"),
         (lambda: population.select(TWO, [-1]), IndexError, "index has -1"),
-        (lambda: population.select(TWO, [0.5]), IndexError, "list of numbers"),
+        (lambda: population.select(TWO, [0.5]), IndexError, "lists of indices"),
         (
             lambda: population.select(TWO, torch.tensor([True])),
             *(IndexError, r"\(1,\) bools, the population 3"),

@@ -4,7 +4,6 @@ A group is the dict that torch.optim keeps: its parameters, the numbers under to
 and the options that say how the step is carried out.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from operator import is_, itemgetter
@@ -45,41 +44,6 @@ def plain_number(x: Any) -> Any:
     if isinstance(x, Sequence) or getattr(x, "ndim", None) == 1:
         return tuple(map(plain_number, x))
     return x
-
-
-def constructor_signature(cls: Any, base: Any) -> inspect.Signature:
-    """The signature of an optimizer's constructor: its own fields, and the shared ones.
-
-    The fields' defaults are taken off the class, of whose instances they would say nothing.
-    """
-    made: dict[str, inspect.Parameter] = {}
-    for owner in (base, cls):
-        shared, kind = owner is base, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        for name, annotation in owner.__dict__.get("__annotations__", {}).items():
-            if name == "_":
-                kind = inspect.Parameter.KEYWORD_ONLY
-            elif name not in ("factory", *(() if shared else ("params",))):
-                default = owner.__dict__.get(name, inspect.Parameter.empty)
-                made[name] = inspect.Parameter(
-                    name, kind, default=default, annotation=annotation
-                )
-                if not shared:
-                    delattr(owner, name) if name in owner.__dict__ else None
-    own = [n for n in cls.__dict__.get("__annotations__", {}) if n in made]
-    # As in optimi, whose users pass them by position.
-    tail = ("decouple_lr", "max_lr", "kahan_sum", "foreach", "triton", "gradient_release")
-    order = ["params", "lr", *own, *tail, *made]
-    found = [made[name] for name in dict.fromkeys(order)]
-    wide = any(
-        made[n].kind is inspect.Parameter.KEYWORD_ONLY and n not in tail for n in own
-    )
-    found = [
-        p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if p.name in tail else p
-        for p in found
-    ]
-    positional = [p for p in found if p.kind is not p.KEYWORD_ONLY]
-    del wide
-    return inspect.Signature(positional + [p for p in found if p.kind is p.KEYWORD_ONLY])
 
 
 def check_torchs_own(fused: Any, differentiable: Any) -> None:

@@ -31,7 +31,7 @@ from optimi_func.optimizers._groups import (
     on_host,
 )
 from optimi_func.optimizers._state import loaded_tree, named_entries
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers.base import Params
 from optimi_func.transforms.partition import (
     Elsewhere,
     Partition,
@@ -92,7 +92,7 @@ class Named:
         return path in self.names
 
 
-class Mixed(Evaluated, BaseOptimizer):
+class Mixed(Evaluated):
     """Several rules in one optimizer: each parameter follows that which its name selects.
 
     Every group that is given becomes one for each part that selects something in it, in
@@ -159,7 +159,7 @@ class Mixed(Evaluated, BaseOptimizer):
             "storage": storage,
         }
         self._placed: list[tuple[str, int]] = []
-        self._construct(params, defaults)
+        super().__init__(params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
         check_each("Mixed", selects, rest is not None, names, places)
         del self._placed

@@ -1,9 +1,8 @@
 """Schedule-Free AdamW (Defazio et al. 2024): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._checks import check_number
@@ -21,7 +20,6 @@ from optimi_func.optimizers._schedule_free import (
     check_schedule_free_betas,
     eval_point,
 )
-from optimi_func.optimizers.base import BaseOptimizer
 
 __all__ = [
     "ScheduleFreeAdamW",
@@ -114,7 +112,7 @@ schedule_free_adamw_step = step_function(schedule_free_adamw)
 # The class
 
 
-class ScheduleFreeAdamW(Evaluated, BaseOptimizer):
+class ScheduleFreeAdamW(Evaluated):
     """Schedule-Free AdamW: AdamW without a schedule, by an average of where it has been.
 
         v <- b2 * v + (1 - b2) * g^2,   lr_t = lr * min(1, t / warmup_steps)
@@ -145,12 +143,13 @@ class ScheduleFreeAdamW(Evaluated, BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as the authors'
         package schedulefree has it.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeAdamW([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -165,10 +164,10 @@ class ScheduleFreeAdamW(Evaluated, BaseOptimizer):
 
     factory = schedule_free_adamw
 
-    lr: float | Tensor = 2.5e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-    warmup_steps: int = 0
-    r: float = 0.0
-    weight_lr_power: float = 2.0
+    lr: InitVar[float | Tensor] = 2.5e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-8
+    warmup_steps: InitVar[int] = 0
+    r: InitVar[float] = 0.0
+    weight_lr_power: InitVar[float] = 2.0

@@ -1,9 +1,8 @@
 """Schedule-Free RAdam (Defazio et al. 2024): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._functional import FunctionalOptimizer, Number
@@ -20,7 +19,6 @@ from optimi_func.optimizers._schedule_free import (
     check_schedule_free_betas,
     eval_point,
 )
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.optimizers.radam import rectification
 from optimi_func.optimizers.schedule_free_adamw import State, init
 
@@ -111,7 +109,7 @@ schedule_free_radam_step = step_function(schedule_free_radam)
 # The class
 
 
-class ScheduleFreeRAdam(Evaluated, BaseOptimizer):
+class ScheduleFreeRAdam(Evaluated):
     """Schedule-Free RAdam: Schedule-Free AdamW that warms up as RAdam does.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
@@ -142,13 +140,14 @@ class ScheduleFreeRAdam(Evaluated, BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as the authors'
         package schedulefree has it; Liu et al., "On the Variance of the Adaptive Learning
         Rate", arXiv:1908.03265.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeRAdam([w], lr=0.1, betas=(0.9, 0.99), compile=False)
     >>> for _ in range(6):
@@ -160,10 +159,10 @@ class ScheduleFreeRAdam(Evaluated, BaseOptimizer):
 
     factory = schedule_free_radam
 
-    lr: float | Tensor = 2.5e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-    r: float = 0.0
-    weight_lr_power: float = 2.0
-    silent_sgd_phase: bool = True
+    lr: InitVar[float | Tensor] = 2.5e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-8
+    r: InitVar[float] = 0.0
+    weight_lr_power: InitVar[float] = 2.0
+    silent_sgd_phase: InitVar[bool] = True

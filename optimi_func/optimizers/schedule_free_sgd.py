@@ -1,9 +1,8 @@
 """Schedule-Free SGD (Defazio et al. 2024): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._checks import check_number
@@ -21,7 +20,6 @@ from optimi_func.optimizers._schedule_free import (
     check_positive_beta,
     eval_point,
 )
-from optimi_func.optimizers.base import BaseOptimizer
 
 __all__ = [
     "ScheduleFreeSGD",
@@ -97,7 +95,7 @@ schedule_free_sgd_step = step_function(schedule_free_sgd)
 # The class
 
 
-class ScheduleFreeSGD(Evaluated, BaseOptimizer):
+class ScheduleFreeSGD(Evaluated):
     """Schedule-Free SGD: SGD without a schedule, by an average of where it has been.
 
         lr_t = lr * min(1, t / warmup_steps),   z <- z - lr_t * (g + weight_decay * y)
@@ -124,12 +122,13 @@ class ScheduleFreeSGD(Evaluated, BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as the authors'
         package schedulefree has it.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeSGD([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -144,9 +143,9 @@ class ScheduleFreeSGD(Evaluated, BaseOptimizer):
 
     factory = schedule_free_sgd
 
-    lr: float | Tensor = 1.0
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    r: float = 0.0
-    weight_lr_power: float = 2.0
+    lr: InitVar[float | Tensor] = 1.0
+    momentum: InitVar[float] = 0.9
+    weight_decay: InitVar[float] = 0.0
+    warmup_steps: InitVar[int] = 0
+    r: InitVar[float] = 0.0
+    weight_lr_power: InitVar[float] = 2.0

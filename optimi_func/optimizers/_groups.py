@@ -20,7 +20,6 @@ from optimi_func._checks import (
 )
 from optimi_func._codes import NEAREST, dither_at
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._leaf import rates
 from optimi_func._rule import Scalar, Scalars, Storage
 from optimi_func._storage import check_stored, storage_of
 from optimi_func.execution.executors import Executor
@@ -289,9 +288,7 @@ def scalars_after(
         coded: Whether any state is kept in codes, which are rounded by a number too.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
-    top = lr if bound.max_lr is None else bound.max_lr
-    kind = (bound.decay, top, bound.maximize, bound.cautious_decay, bound.cautious)
-    now = rates(lr, decay, *kind)
+    now = bound.rates(lr, decay, bound.max_lr)
     numbers_of = bound.rule.running
     found: list[Scalars] = []
     after: list[Any] = []

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import (
     moment,
     power,
@@ -110,6 +110,10 @@ amsgrad_rule = Rule(
 # The pure optimizers
 
 
+def rule_of(optimizer: "adam | adamw") -> Rule[Any, Any]:
+    return amsgrad_rule if optimizer.amsgrad else adam_rule
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class adam(FunctionalOptimizer):
     """`Adam` as a value: `init` and `step` over a tree of parameters."""
@@ -121,9 +125,7 @@ class adam(FunctionalOptimizer):
     decouple_wd: bool = False
     amsgrad: bool = False
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return amsgrad_rule if self.amsgrad else adam_rule
+    rule = derived(rule_of)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -137,9 +139,7 @@ class adamw(FunctionalOptimizer):
     eps: Number = 1e-6
     amsgrad: bool = False
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return amsgrad_rule if self.amsgrad else adam_rule
+    rule = derived(rule_of)
 
 
 def adam_init(

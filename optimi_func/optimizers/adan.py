@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import choose, moment, power, root, second_moment, sqrt, wide_moment
 from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
@@ -82,14 +82,14 @@ class adan(FunctionalOptimizer, rule=adan_rule):
     eps: Number = 1e-6
     adam_wd: bool = False
 
-    @property
+    @derived
     def decay(self) -> DecayKind:
         if self.adam_wd:
             return super().decay
         return self._decay_kind("proximal")
 
 
-adan_init = init_function(adan_rule, "adan")
+adan_init = init_function(adan_rule)
 adan_step = step_function(adan)
 
 # The class

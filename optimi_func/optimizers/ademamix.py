@@ -90,6 +90,8 @@ ademamix_rule = Rule("ademamix", State, init, coeffs, direction, accumulate=accu
 class ademamix(FunctionalOptimizer, rule=ademamix_rule):
     """`AdEMAMix` as a value: `init` and `step` over a tree of parameters."""
 
+    narrow = 1
+
     betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999)
     eps: Number = 1e-8
     alpha: Number = 8.0
@@ -102,12 +104,8 @@ class ademamix(FunctionalOptimizer, rule=ademamix_rule):
         check_number("warmup of alpha", "alpha_warmup", self.alpha_warmup)
         check_number("warmup of beta3", "beta3_warmup", self.beta3_warmup)
 
-    @property
-    def narrow_betas(self) -> tuple[Number, ...]:
-        return self.betas[:1]
 
-
-ademamix_init = init_function(ademamix_rule, "ademamix")
+ademamix_init = init_function(ademamix_rule)
 ademamix_step = step_function(ademamix)
 
 # The class

@@ -70,19 +70,14 @@ adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
 class adopt(FunctionalOptimizer, rule=adopt_rule):
     """`ADOPT` as a value: `init` and `step` over a tree of parameters."""
 
+    narrow = 1
+
     betas: tuple[Number, Number] = (0.9, 0.9999)
     eps: Number = 1e-6
     decouple_wd: bool = False
 
-    def check(self) -> None:
-        super().check()
 
-    @property
-    def narrow_betas(self) -> tuple[Number, ...]:
-        return self.betas[:1]
-
-
-adopt_init = init_function(adopt_rule, "adopt")
+adopt_init = init_function(adopt_rule)
 adopt_step = step_function(adopt)
 
 # The class

@@ -54,17 +54,14 @@ lamb_rule = Rule(
 class lamb(FunctionalOptimizer, rule=lamb_rule):
     """`LAMB` as a value: `init` and `step` over a tree of parameters."""
 
+    narrow = 1
+
     betas: tuple[Number, Number] = (0.9, 0.999)
     weight_decay: Number = 1e-2
     eps: Number = 1e-6
 
-    @property
-    def narrow_betas(self) -> tuple[Number, ...]:
-        """Of the first moment: v is wide, whatever the storage."""
-        return self.betas[:1]
 
-
-lamb_init = init_function(lamb_rule, "lamb")
+lamb_init = init_function(lamb_rule)
 lamb_step = step_function(lamb)
 
 # The class

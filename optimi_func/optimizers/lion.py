@@ -64,7 +64,7 @@ class lion(FunctionalOptimizer, rule=lion_rule):
     betas: tuple[Number, Number] = (0.9, 0.99)
 
 
-lion_init = init_function(lion_rule, "lion")
+lion_init = init_function(lion_rule)
 lion_step = step_function(lion)
 
 # The class

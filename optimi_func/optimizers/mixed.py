@@ -31,7 +31,7 @@ from optimi_func.optimizers._groups import (
     on_host,
 )
 from optimi_func.optimizers._state import loaded_tree, named_entries
-from optimi_func.optimizers.base import Params
+from optimi_func.optimizers.base import BaseOptimizer, Params
 from optimi_func.transforms.partition import (
     Elsewhere,
     Partition,
@@ -159,7 +159,7 @@ class Mixed(Evaluated):
             "storage": storage,
         }
         self._placed: list[tuple[str, int]] = []
-        super().__init__(params, defaults)
+        BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
         check_each("Mixed", selects, rest is not None, names, places)
         del self._placed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import is_differentiated, moment
 from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
@@ -280,7 +280,7 @@ class muon(FunctionalOptimizer):
     ns_dtype: torch.dtype | str | None = None
     split: Any = None
 
-    @property
+    @derived
     def rule(self) -> Rule[Any, Any]:
         table = as_table(self.ns_coefficients, self.ns_steps)
         dtype, split = as_dtype(self.ns_dtype), as_split(self.split)
@@ -297,7 +297,7 @@ class muon(FunctionalOptimizer):
         self.rule  # noqa: B018  # its options are checked where they are read
 
 
-muon_init = init_function(muon(lr=0.0).rule, "muon")
+muon_init = init_function(muon(lr=0.0).rule)
 muon_step = step_function(muon)
 
 # The class

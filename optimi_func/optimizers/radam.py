@@ -71,7 +71,7 @@ class radam(FunctionalOptimizer, rule=radam_rule):
     decouple_wd: bool = False
 
 
-radam_init = init_function(radam_rule, "radam")
+radam_init = init_function(radam_rule)
 radam_step = step_function(radam)
 
 # The class

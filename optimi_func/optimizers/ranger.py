@@ -85,7 +85,7 @@ class ranger(FunctionalOptimizer, rule=ranger_rule):
         check_number("lookahead alpha", "alpha", self.alpha, most=1.0)
 
 
-ranger_init = init_function(ranger_rule, "ranger")
+ranger_init = init_function(ranger_rule)
 ranger_step = step_function(ranger)
 
 # The class

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import choose, moment
 from optimi_func._rule import (
     Direction,
@@ -102,7 +102,7 @@ class sgd(FunctionalOptimizer):
     torch_init: bool = False
     nesterov: bool = False
 
-    @property
+    @derived
     def rule(self) -> Rule[Any, Any]:
         if not is_on(self.momentum):
             return sgd_rule

@@ -56,7 +56,7 @@ class stableadamw(FunctionalOptimizer, rule=stableadamw_rule):
     eps: Number = 1e-6
 
 
-stableadamw_init = init_function(stableadamw_rule, "stableadamw")
+stableadamw_init = init_function(stableadamw_rule)
 stableadamw_step = step_function(stableadamw)
 
 # The class

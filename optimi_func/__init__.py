@@ -31,4 +31,7 @@ from optimi_func.unrolling import unroll as unroll
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision
 
+# `functional.Number`: too general a name for the package.
+del Number  # noqa: F821
+
 __version__ = "0.2.0"

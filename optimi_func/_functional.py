@@ -1,13 +1,13 @@
-"""`FunctionalOptimizer`, the value that is an optimizer: a rule with its numbers.
+"""`FunctionalOptimizer`: an optimizer as a value, a rule with its hyperparameters.
 
-What it takes and gives is described in `functional`, where users import it from; the
-optimizers themselves are in `optimizers`, a file each.
+`functional` describes its trees, and users import it from there; the optimizers themselves
+are in `optimizers`, a file each.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,24 +17,45 @@ from optimi_func._checks import check_betas, check_eps, check_number, decay_mist
 from optimi_func._codes import dither_at, to
 from optimi_func._leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, Storage
+from optimi_func._rule import (
+    DecayKind,
+    Leaf,
+    PyTree,
+    Rates,
+    Rule,
+    Scalar,
+    Scalars,
+    Storage,
+)
 from optimi_func._storage import storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
-# Where earlier pickles have it.
-from optimi_func._tree import LeafState as LeafState
-
-# A number, or a schedule: 0-based step in, number out.
+# A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
+T = TypeVar("T")
+
+
+class derived(Generic[T]):
+    """A property that an entry of the instance's `__dict__` replaces, once it is known.
+
+    Not `functools.cached_property`, whose lock torch.compile cannot trace.
+    """
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self.__doc__ = make, make.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        """Compute the value."""
+        return cast(T, self) if instance is None else self._make(instance)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionalOptimizer:
-    """A rule with its numbers: the value to pass around, and what `adamw(lr=...)` makes.
+    """An optimizer as a value, for example `adamw(lr=...)`: a rule and its hyperparameters.
 
-    Each optimizer is a subclass, with the numbers of its own as further fields. A number
-    is a float, a 0-d tensor or a callable of the 0-based step; lr and weight_decay may
-    also be prefixes of the parameter tree.
+    Each optimizer is a subclass, with its own hyperparameters as further fields. Each is a
+    float, a 0-d tensor or a callable of the 0-based step; lr and weight_decay may also be
+    prefixes of the parameter tree.
 
     Args:
         lr: Learning rate.
@@ -43,29 +64,26 @@ class FunctionalOptimizer:
         decouple_lr: Fully decouple weight decay from lr.
         max_lr: The largest scheduled lr; needed for decouple_lr and corrected_decay with a
             schedule.
-        maximize: Climb instead of descend.
-        cautious_decay: Decay an element only where the step moves it towards 0, or not at
-            all (arXiv:2510.12402); not for decay that joins the gradient.
-        corrected_decay: Multiply weight decay by lr^2 / max_lr, in place of lr, so that it
-            fades as the schedule does (arXiv:2506.02285).
-        cautious: Move an element only where direction and gradient have one sign, and
-            those further, by one over their share of the tensor, at most 1000
-            (arXiv:2411.16085). Decay is as without.
+        maximize: Maximize the objective instead of minimizing it.
+        cautious_decay, corrected_decay, cautious: See `optimizers.BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range.
-        TypeError: What is no number.
+        ValueError: A hyperparameter out of its range.
+        TypeError: A hyperparameter that is no number.
     """
 
-    # The keywords that are no numbers: what they may be, `check` alone knows.
+    # Keywords that take no number, so that `check` alone can check them.
     choices: ClassVar[tuple[str, ...]] = ()
-    # What its class is in other libraries, as `_saved.Counterparts`.
+    # Names and options of its class in other libraries: a `_saved.Counterparts`.
     counterparts: ClassVar[Any] = None
+
+    # Number of betas whose moments are stored in the parameter's dtype; None: all.
+    narrow: ClassVar[int | None] = None
 
     _rule: ClassVar[Rule[Any, Any]]
 
     def __init_subclass__(cls, rule: Rule[Any, Any] | None = None) -> None:
-        """Note the mathematics, where no option chooses it."""
+        """Take the rule; a class whose options choose it overrides `rule` instead."""
         super().__init_subclass__()
         if rule is not None:
             cls._rule = rule
@@ -79,52 +97,64 @@ class FunctionalOptimizer:
     corrected_decay: bool = False
     cautious: bool = False
 
-    @property
+    @derived
     def rule(self) -> Rule[Any, Any]:
-        """The mathematics."""
+        """The mathematics of the optimizer."""
         return self._rule
 
-    @property
+    @derived
     def decay(self) -> DecayKind:
-        """What weight decay is added to, and what multiplies it."""
+        """The kind of weight decay: see the table of `_leaf.rates`."""
         return self._decay_kind("decoupled" if getattr(self, "decouple_wd", True) else "l2")
 
     @property
     def needs_max_lr(self) -> bool:
-        """Whether decay is told by how lr compares with the largest scheduled one."""
+        """True if decay depends on max_lr."""
         return self.decouple_lr or self.corrected_decay
 
     def _decay_kind(self, usual: Literal["l2", "decoupled", "proximal"]) -> DecayKind:
-        """The kind of decay that is asked for, of an optimizer whose usual one is given."""
+        """Return the kind of decay, given that without decouple_lr and corrected_decay."""
         if self.decouple_lr:
             return "fully proximal" if usual == "proximal" else "fully"
         if self.corrected_decay:
             return "corrected proximal" if usual == "proximal" else "corrected"
         return usual
 
-    @property
+    @derived
     def numbers(self) -> dict[str, Any]:
         """The rule's own hyperparameters by name: floats, tensors, schedules, flags."""
         return {name: getattr(self, name) for name in self.rule.numbers}
 
     @property
     def narrow_betas(self) -> tuple[Number, ...]:
-        """The betas of moments that are kept in the parameter's dtype, if not otherwise."""
-        return getattr(self, "betas", ())
+        """The betas of moments that are stored in the parameter's dtype by default."""
+        return getattr(self, "betas", ())[: self.narrow]
 
     def advance(self, t: Scalar, running: Any) -> tuple[Any, Any]:
-        """The rule's coefficients at step t (1-based), and its running numbers after it.
+        """Return the rule's coefficients at step t (1-based), and `running` after it.
 
-        No number may be a schedule, nor lr a tree.
+        No hyperparameter may be a schedule, nor lr a tree.
         """
         return self.rule.advance(t, cast(Scalar, self.lr), running, self.numbers)
 
+    def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
+        """Return the rates of a step; if max_lr is None, lr is the largest."""
+        top = lr if max_lr is None else max_lr
+        kind = (self.decay, top, self.maximize, self.cautious_decay, self.cautious)
+        return rates(lr, weight_decay, *kind)
+
     def __post_init__(self) -> None:
-        """Refuse what no step could use, before any step."""
+        """Check the hyperparameters, and keep what follows from them."""
         self.check()
+        if not torch.compiler.is_compiling():
+            self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, because a copy of a cached rule would be another rule."""
+        return {f.name: self.__dict__[f.name] for f in fields(self)}
 
     def __repr__(self) -> str:
-        """The call that makes it, without what is so by default."""
+        """Return the call that makes it, without defaults."""
         given = [(f, getattr(self, f.name)) for f in fields(self)]
         shown = [
             f"{f.name}={x!r}"
@@ -134,16 +164,18 @@ class FunctionalOptimizer:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def with_lr(self, lr: float) -> Self:
-        """The same with another learning rate, which alone is checked."""
+        """Return the optimizer with another learning rate; only this is checked."""
         check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, lr=lr)
+        changed.__dict__.pop("numbers", None)  # lr may be one of them
+        changed.__dict__["numbers"] = changed.numbers
         if self.needs_max_lr:
             changed._check_max_lr()
         return changed
 
     def check(self) -> None:
-        """Refuse numbers out of range; a subclass checks its own too."""
+        """Raise if a hyperparameter is out of range; subclasses check their own too."""
         for lr in pytree.tree_leaves(self.lr):
             check_number("learning rate", "lr", lr)
         for decay in pytree.tree_leaves(self.weight_decay):
@@ -158,19 +190,19 @@ class FunctionalOptimizer:
         if self.decouple_lr and self.corrected_decay:
             raise ValueError(
                 "decouple_lr=True with corrected_decay=True: one multiplies weight_decay "
-                "by lr / max_lr, the other by lr^2 / max_lr: choose one"
+                "by lr / max_lr, the other by lr^2 / max_lr. Choose one"
             )
         if self.cautious_decay and self.decay == "l2":
             raise ValueError(
-                "cautious_decay=True with weight decay that joins the gradient: there is "
-                "no decay apart from the step to leave out. Choose decoupled decay "
+                "cautious_decay=True with weight decay that joins the gradient, so that "
+                "the step has no decay of its own to leave out. Choose decoupled decay "
                 "(decouple_wd=True)"
             )
         if self.cautious and self.rule.whole is not None:
             raise ValueError(
                 f"cautious=True with {type(self).__name__}, whose direction mixes the "
-                "elements of a matrix: none of them has a gradient whose sign it could "
-                "have. Allowed is cautious=False"
+                "elements of a matrix, so that its signs cannot be compared with the "
+                "gradient's. Allowed is cautious=False"
             )
         if self.needs_max_lr:
             self._check_max_lr()
@@ -181,7 +213,7 @@ class FunctionalOptimizer:
             check_eps(own.eps)
 
     def _check_max_lr(self) -> None:
-        # lr / max_lr must mean something at every step to come.
+        # Every step divides by max_lr.
         option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
         if self.max_lr is not None:
             if not isinstance(self.max_lr, Tensor) and self.max_lr <= 0:
@@ -199,7 +231,7 @@ class FunctionalOptimizer:
                 )
 
     def likely_mistakes(self) -> list[str]:
-        """What is allowed, but probably not meant, as warning texts."""
+        """Return warnings of options that are allowed, but probably a mistake."""
         found: list[str] = []
         eps = getattr(self, "eps", 0.0)
         if isinstance(eps, float | int) and eps >= 1e-3:
@@ -222,15 +254,15 @@ class FunctionalOptimizer:
         state_dtype: torch.dtype | None = None,
         storage: Storage | str | None = None,
     ) -> TreeState:
-        """Fresh state for `params`.
+        """Return fresh state for `params`.
 
         Args:
             params: Parameter tree.
             kahan_sum: None compensates float16 and bfloat16 parameters; False none.
             state_dtype: The moments' dtype; None takes each parameter's. A second
                 moment is never float16.
-            storage: In place of these two, how parameters and moments are kept:
-                "compact", "exact" or `Storage(param, moments)`.
+            storage: Storage of parameters and moments instead of these two: "compact",
+                "exact" or `Storage(param, moments)`.
         """
         warn(self.likely_mistakes())
         return init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
@@ -238,15 +270,16 @@ class FunctionalOptimizer:
     def step(
         self, params: PyTree, grads: PyTree, state: TreeState
     ) -> tuple[PyTree, TreeState]:
-        """One update.
+        """Return the parameters and the state after one update.
 
         Args:
             params: Parameter tree.
-            grads: Its gradients; None leaves a parameter and its state alone.
+            grads: Its gradients; a parameter whose gradient is None does not change, nor
+                does its state.
             state: From `init` or the step before.
 
         Returns:
-            New parameters and new state; where a gradient is None, the same objects.
+            New parameters and new state; if a gradient is None, the same objects.
         """
         leaves = FlatTree.check(self.rule, params, grads, state)
         if not torch.compiler.is_compiling():
@@ -262,16 +295,16 @@ class FunctionalOptimizer:
         return leaves.rebuild(stepped, running)
 
     def eval_params(self, params: PyTree, state: TreeState) -> PyTree:
-        """The parameters to evaluate the model with, between the steps.
+        """Return the parameters to evaluate the model with: the average of Schedule-Free.
 
-        Of most optimizers these are the parameters themselves. Like a step it writes to
-        nothing, and can be differentiated, vmapped and compiled.
+        Other optimizers return `params`. Like a step it writes to nothing, and can be
+        differentiated, vmapped and compiled.
 
         Args:
             params: Parameter tree.
-            state: Its state, after as many steps.
+            state: Its state, after the same steps.
         """
-        # No step is taken: parameters stand for gradients, which are not looked at.
+        # No gradients are needed, so the parameters are checked in their place.
         leaves = FlatTree.check(self.rule, params, params, state)
         if self.rule.eval_point is None:
             return params
@@ -287,14 +320,14 @@ class FunctionalOptimizer:
     def scalars(
         self, leaves: FlatTree, step: Tensor, t: Scalar
     ) -> tuple[list[Scalars], list[Any]]:
-        """The numbers of each leaf, and its running ones after the step.
+        """Return the scalars of each leaf, and its running scalars after the step.
 
-        One object where leaves share them.
+        Leaves with equal scalars share one object.
 
         Args:
             leaves: The checked trees.
             step: Steps taken before this one, for schedules.
-            t: step + 1, on the host or traced: decides where coefficients are computed.
+            t: step + 1. If it is a tensor, coefficients are computed on its device.
         """
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
@@ -308,7 +341,7 @@ class FunctionalOptimizer:
         for k, (i, j, s) in enumerate(zip(lr_at, decay_at, leaves.states)):
             before, alike = s.running, ()
             if before and isinstance(t, Tensor):
-                alike = (k,)  # whether they equal another leaf's is not asked of a device
+                alike = (k,)  # comparing them with another leaf's would synchronize
             elif before:
                 before = type(before)(*[x.item() for x in before])
                 alike = (i, *before)
@@ -317,20 +350,18 @@ class FunctionalOptimizer:
                 coeffs[alike] = self.rule.advance(t, lr_now[i], before, own)
             if keys[-1] not in shared:
                 lr, decay = lr_now[i], resolve("weight_decay", decays[j], step)
-                top = lr if max_lr is None else max_lr
-                kind = (self.decay, top, self.maximize, self.cautious_decay)
-                r = rates(lr, decay, *kind, self.cautious)
+                r = self.rates(lr, decay, max_lr)
                 shared[keys[-1]] = Scalars(coeffs[alike][0], r, dither_at(t))
         return [shared[key] for key in keys], [coeffs[alike][1] for alike, *_ in keys]
 
 
 def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:
-    """Every number of a tree now: see `resolve`."""
+    """Return a tree of hyperparameters at a step: see `resolve`."""
     return pytree.tree_map(lambda x: resolve(name, x, step), numbers)
 
 
 def resolve(name: str, number: Any, step: Tensor) -> Scalar:
-    """A number now: schedules called, tensors checked and widened."""
+    """Return a hyperparameter at a step: schedules are called, tensors made float64."""
     if callable(number):
         number = _call(name, number, step)
         _check_scheduled(name, number)
@@ -340,14 +371,14 @@ def resolve(name: str, number: Any, step: Tensor) -> Scalar:
         raise ValueError(
             f"a hyperparameter of shape {tuple(number.shape)} reached the step, which "
             "takes numbers and 0-d tensors. Under vmap, keyword arguments are not "
-            "batched: pass it positionally, as in vmap(lambda p, g, s, lr: "
+            "batched. Pass it positionally, as in vmap(lambda p, g, s, lr: "
             "adamw_step(p, g, s, lr=lr))"
         )
     return number.to(scalar_dtype(number.device))
 
 
 def _check_scheduled(name: str, number: Any) -> None:
-    """Refuse what a schedule returned and no step could use."""
+    """Raise if a schedule returned no number from 0."""
     if isinstance(number, Tensor):
         if number.dim() != 0:
             raise ValueError(
@@ -360,7 +391,7 @@ def _check_scheduled(name: str, number: Any) -> None:
             f"{name} is a schedule that returned {number!r}: allowed are numbers and 0-d "
             "tensors"
         )
-    # Not finite alone: a limit may be inf for a while.
+    # inf is allowed, because a limit may be inf for some steps.
     if not float(number) >= 0.0:
         raise ValueError(
             f"{name} is a schedule that returned {number}: allowed are numbers from 0"
@@ -368,10 +399,10 @@ def _check_scheduled(name: str, number: Any) -> None:
 
 
 def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
-    """A schedule's number, or why there is none in a graph or under vmap."""
+    """Call a schedule; raise if its number is no tensor in a graph or under vmap."""
     help = (
-        f"{name} is a schedule that leaves the 0-d tensor step for a host number, which "
-        "a graph would keep for all steps and vmap for all members: compute it by torch "
+        f"{name} is a schedule that turns the 0-d tensor step into a host number, which "
+        "a graph would keep for all steps and vmap for all members. Compute it by torch "
         "operations on the step (no .item(), int(), float(), math or if), or pass the "
         "number itself"
     )
@@ -389,12 +420,12 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
 
 
 def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
-    """Round every tensor among the scalars once, to where and what the leaf is."""
+    """Convert tensors among the scalars to a leaf's device and dtype of arithmetic."""
 
     def cast(x: Tensor) -> Tensor:
         x = x.to(device, dtype)
-        # Inductor stores what it takes a strided view of; else it would compute the
-        # powers of betas anew with every few elements of a parameter.
+        # The strided view makes Inductor store the scalar; without it, it would compute the
+        # powers of betas again for every few elements of a parameter.
         return x.as_strided((), ()) if torch.compiler.is_compiling() else x
 
     return pytree.tree_map_only(Tensor, cast, tree)

@@ -26,8 +26,6 @@ from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
 from optimi_func.optimizers.radam import *
 from optimi_func.optimizers.ranger import *
-from optimi_func.optimizers.schedule_free_adamw import *
-from optimi_func.optimizers.schedule_free_radam import *
-from optimi_func.optimizers.schedule_free_sgd import *
+from optimi_func.optimizers.schedule_free import *
 from optimi_func.optimizers.sgd import *
 from optimi_func.optimizers.stableadamw import *

@@ -18,9 +18,11 @@ from optimi_func.optimizers.lion import lion
 from optimi_func.optimizers.muon import muon
 from optimi_func.optimizers.radam import radam
 from optimi_func.optimizers.ranger import ranger
-from optimi_func.optimizers.schedule_free_adamw import schedule_free_adamw
-from optimi_func.optimizers.schedule_free_radam import schedule_free_radam
-from optimi_func.optimizers.schedule_free_sgd import schedule_free_sgd
+from optimi_func.optimizers.schedule_free import (
+    schedule_free_adamw,
+    schedule_free_radam,
+    schedule_free_sgd,
+)
 from optimi_func.optimizers.sgd import sgd
 from optimi_func.optimizers.stableadamw import stableadamw
 

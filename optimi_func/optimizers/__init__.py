@@ -14,12 +14,8 @@ from optimi_func.optimizers.muon import Muon as Muon
 from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
 from optimi_func.optimizers.radam import RAdam as RAdam
 from optimi_func.optimizers.ranger import Ranger as Ranger
-from optimi_func.optimizers.schedule_free_adamw import (
-    ScheduleFreeAdamW as ScheduleFreeAdamW,
-)
-from optimi_func.optimizers.schedule_free_radam import (
-    ScheduleFreeRAdam as ScheduleFreeRAdam,
-)
-from optimi_func.optimizers.schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
+from optimi_func.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
+from optimi_func.optimizers.schedule_free import ScheduleFreeRAdam as ScheduleFreeRAdam
+from optimi_func.optimizers.schedule_free import ScheduleFreeSGD as ScheduleFreeSGD
 from optimi_func.optimizers.sgd import SGD as SGD
 from optimi_func.optimizers.stableadamw import StableAdamW as StableAdamW

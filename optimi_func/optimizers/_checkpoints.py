@@ -63,20 +63,7 @@ class Checkpoints(Optimizer):
         return self._numbers.bind(group, on_host).rule
 
     def check_train_mode(self, what: str) -> None:
-        """Refuse what is to be done with the parameters that `eval()` has put aside.
-
-        Args:
-            what: Is to be done.
-
-        Raises:
-            RuntimeError: The optimizer is in eval mode.
-        """
-        for group in self.param_groups:
-            if not group.get("train_mode", True):
-                raise RuntimeError(
-                    f"{what} in eval mode, in which the parameters are those to evaluate: "
-                    "call the optimizer's train() first"
-                )
+        """Raise if the parameters are not those to train: see `Evaluated`."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state by number of parameter, and the groups, as torch's.

@@ -1,7 +1,7 @@
-"""Optimizers whose parameters are not where to evaluate: `train()` and `eval()`.
+"""Schedule-Free's `train()` and `eval()`: switch parameters between y and the average x.
 
-In eval mode a parameter is its `eval_point`, and `state[p]` has what it was as
-"train_param". So whatever saves, loads, copies or moves state does it with that too.
+In eval mode a parameter is its `eval_point`, and `state[p]["train_param"]` is the parameter
+of train mode, so that it is saved, loaded, copied and moved with the state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,34 +13,31 @@ from torch import Tensor
 from optimi_func._codes import to
 from optimi_func._distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func._leaf import leaf_eval_point
-from optimi_func._rule import Leaf
+from optimi_func._rule import Leaf, Microbatch
 from optimi_func._saved import TRAIN_PARAM, LoadReport
 from optimi_func._storage import state_in
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._checkpoints import Checkpoints
 from optimi_func.optimizers._groups import Group, Path, on_host
+from optimi_func.optimizers.base import BaseOptimizer, Closure
 
 
-class Evaluated(Checkpoints):
-    """Of a class, the part that switches between where it steps and where to evaluate."""
-
-    releases: list[Any]
-    optimizer_accumulation: bool
+class Evaluated(BaseOptimizer):
+    """Base class of optimizers with `train()` and `eval()`: rules with an `eval_point`."""
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Let the parameters be those to evaluate, and to publish, the model with.
+        """Set the parameters to those for evaluating, and publishing, the model.
 
-        `train()` brings back, bit for bit, what they were. Until then no step can be
-        taken. A second call changes nothing.
+        `train()` restores the former ones bit for bit. Until then no step can be taken. A
+        second call changes nothing.
 
-        A checkpoint may be made in either mode. Made in this one, the model's state_dict
-        holds the parameters to evaluate, and the optimizer's both its mode and what the
-        parameters were: loaded, into an optimizer in either mode, it is in this mode,
-        and after `train()` it goes on exactly.
+        A checkpoint may be made in either mode. In eval mode, the model's state_dict holds
+        the parameters for evaluation, and the optimizer's holds the mode and the parameters
+        of train mode. An optimizer that loads it is in eval mode too, and continues exactly
+        after `train()`.
 
         Raises:
-            RuntimeError: A step's gradients have been taken in part: within an
+            RuntimeError: A step has taken only a part of its gradients: within an
                 accumulation cycle of gradient release, or with `optimizer_accumulation`.
         """
         groups = [group for group in self._evaluated() if group["train_mode"]]
@@ -53,7 +50,7 @@ class Evaluated(Checkpoints):
                     self.state[p][TRAIN_PARAM] = p.detach().clone()
                     written.append(p)
                     _write(p, x)
-        except BaseException:  # no memory, perhaps
+        except BaseException:  # for example if memory runs out
             self._restore(written)
             raise
         for group in groups:
@@ -61,11 +58,11 @@ class Evaluated(Checkpoints):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Go on with training: let the parameters be what they were before `eval()`.
+        """Set the parameters to what they were before `eval()`, to continue training.
 
         Raises:
-            RuntimeError: A state that was loaded in eval mode without what the parameters
-                were; nothing is written then.
+            RuntimeError: A state that was loaded in eval mode without the parameters of
+                train mode; nothing is written then.
         """
         groups = [group for group in self._evaluated() if not group["train_mode"]]
         for group in groups:
@@ -74,8 +71,8 @@ class Evaluated(Checkpoints):
                 if "step" in entry and entry.get(TRAIN_PARAM) is None:
                     raise RuntimeError(
                         f"train(): state{Path(group, p)} has no {TRAIN_PARAM!r}, which "
-                        "eval() put there: the parameter to go on from is lost. Load "
-                        "the whole state, or save it in train mode"
+                        "eval() put there, so the parameter to train is lost. Load the "
+                        "whole state, or save it in train mode"
                     )
         for group in groups:
             self._restore([p for p in group["params"] if "step" in self.state.get(p, {})])
@@ -86,17 +83,48 @@ class Evaluated(Checkpoints):
             _write(p, *to_local([self.state[p][TRAIN_PARAM]]))
             del self.state[p][TRAIN_PARAM]
 
+    def check_train_mode(self, what: str) -> None:
+        """Raise in eval mode, in which the parameters are not those to train.
+
+        Args:
+            what: What the caller does, for the error.
+
+        Raises:
+            RuntimeError: The optimizer is in eval mode.
+        """
+        if not all(group.get("train_mode", True) for group in self.param_groups):
+            raise RuntimeError(
+                f"{what} in eval mode, in which the parameters are those to evaluate: "
+                "call the optimizer's train() first"
+            )
+
+    def _step_now(self, closure: Closure | None, param: Tensor | None) -> Any:
+        self.check_train_mode("step()")
+        return super()._step_now(closure, param)
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        microbatches: list[Microbatch],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Update parameters by the given gradients: see `BaseOptimizer.update`."""
+        self.check_train_mode("an update")
+        super().update(params, grads, microbatches, write, count)
+
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, in the mode that the others are in: see `BaseOptimizer`."""
+        """Add a group in the mode of the others: see `BaseOptimizer.add_param_group`."""
         mode = all(group["train_mode"] for group in self._evaluated())
         super().add_param_group(param_group)
         self._set_mode(mode)
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Make the state of every trainable parameter that has none: see `BaseOptimizer`.
+        """Make the state of every trainable parameter that has none.
 
-        In eval mode it holds, as after `eval()`, what the parameter is in train mode.
+        In eval mode the parameter is kept as that of train mode, as after `eval()`.
         """
         found = [
             p
@@ -110,7 +138,7 @@ class Evaluated(Checkpoints):
                 self.state[p][TRAIN_PARAM] = p.detach().clone()
 
     def _evaluated(self) -> list[Group]:
-        """The groups whose parameters are not where to evaluate."""
+        """Return the groups whose rule has an `eval_point`."""
         return [
             group
             for group in self.param_groups
@@ -118,16 +146,19 @@ class Evaluated(Checkpoints):
         ]
 
     def _check_between_steps(self) -> None:
-        """Refuse the switch within a step."""
+        """Raise within an accumulation cycle, whose gradients belong to y."""
         if self.optimizer_accumulation or any(x.accumulating for x in self.releases):
             raise RuntimeError(
                 "eval() inside an accumulation cycle, whose gradients are those of the "
-                "parameters as they are: end it before, by its last backward or by "
+                "present parameters. End the cycle first, by its last backward or by "
                 "handle.step()"
             )
 
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each parameter with a state where to evaluate: what lies here, and wide."""
+        """Yield (p, x) for each parameter with state, x being its `eval_point`.
+
+        Of a DTensor, x is the local shard; its dtype is at least float32.
+        """
         bound = self._numbers.bind(group, on_host)
         rule = bound.rule
         for p in group["params"]:
@@ -143,12 +174,12 @@ class Evaluated(Checkpoints):
             yield p, x
 
     def _set_mode(self, mode: bool) -> None:
-        """Let all groups be in one mode."""
+        """Set the mode of all groups."""
         for group in self._evaluated():
             group["train_mode"] = mode
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """As `Checkpoints.master_state_dict`; in eval mode those to evaluate."""
+        """Return `Checkpoints.master_state_dict`, in eval mode of the parameters x."""
         found = super().master_state_dict(model)
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         with torch.no_grad():
@@ -163,7 +194,7 @@ class Evaluated(Checkpoints):
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
     ) -> None:
-        """As `Checkpoints.load_master_state_dict`, in train mode.
+        """Load a `master_state_dict`; only in train mode.
 
         Raises:
             RuntimeError: In eval mode.
@@ -179,10 +210,10 @@ class Evaluated(Checkpoints):
         keep_dtypes: bool = False,
         match: Literal["names", "order"] = "names",
     ) -> LoadReport:
-        """As `Checkpoints.load_state_dict`; the mode becomes the file's.
+        """Load a state dict, and take over its mode: see `BaseOptimizer.load_state_dict`.
 
-        No parameter is written to. With a state of train mode the parameters have to be
-        those of the file's model, with one of eval mode `train()` sets them.
+        No parameter is written to. If the state is one of train mode, the parameters must
+        be those of the saved model; if it is one of eval mode, `train()` sets them.
         """
         before = [(group, group["train_mode"]) for group in self._evaluated()]
         self._set_mode(True)
@@ -199,9 +230,9 @@ class Evaluated(Checkpoints):
 
 
 def _write(p: Tensor, x: Tensor) -> None:
-    """Write x into what lies here of p."""
+    """Write x, a local tensor, into p or its local shard."""
     (part,) = to_local([p.detach()])
     part.copy_(x)
     if is_distributed(p):
-        # Autograd has not seen its local part written.
+        # Writing a local shard does not count as a write of the DTensor for autograd.
         torch.autograd.graph.increment_version(p)

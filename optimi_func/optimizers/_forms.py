@@ -1,7 +1,4 @@
-"""What follows from an optimizer's value and rule: its functions and its constructor.
-
-Made here, typed, so that the file of an optimizer says only what is its own.
-"""
+"""The typed functions of an optimizer, made from its rule and its pure optimizer."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +22,7 @@ Run: TypeAlias = Callable[
 
 
 class TreeInit(Protocol):
-    """`(params, *, kahan_sum, state_dtype) -> TreeState`."""
+    """`(params, *, kahan_sum, state_dtype, storage) -> TreeState`."""
 
     def __call__(
         self,
@@ -35,12 +32,12 @@ class TreeInit(Protocol):
         state_dtype: torch.dtype | None = None,
         storage: Storage | str | None = None,
     ) -> TreeState:
-        """Fresh state, as `FunctionalOptimizer.init`."""
+        """Return fresh state: see `FunctionalOptimizer.init`."""
         ...
 
 
-def init_function(rule: Rule[Any, Any], name: str) -> TreeInit:
-    """`name_init`, for a rule that no option chooses."""
+def init_function(rule: Rule[Any, Any]) -> TreeInit:
+    """Make `lion_init`, for example, of a rule that does not depend on options."""
 
     def init(
         params: PyTree,
@@ -51,21 +48,21 @@ def init_function(rule: Rule[Any, Any], name: str) -> TreeInit:
     ) -> TreeState:
         return init_tree(rule, params, storage_of(storage, kahan_sum, state_dtype))
 
-    init.__name__ = init.__qualname__ = f"{name}_init"
+    init.__name__ = init.__qualname__ = f"{rule.name}_init"
     init.__module__ = rule.init.__module__
-    init.__doc__ = f"Fresh {name} state for params: see `FunctionalOptimizer.init`."
+    init.__doc__ = f"Fresh {rule.name} state for params: see `FunctionalOptimizer.init`."
     return init
 
 
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
-    """`name_step`: the step of what a factory makes, with its keywords."""
+    """Make `lion_step`, for example, with the keywords of the factory."""
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 
 
 def compiled_functions(
     factory: Callable[P, FunctionalOptimizer],
 ) -> tuple[TreeStep[P], TreeStep[P]]:
-    """`name_step` and, in place, `name_step_`, through compiled kernels."""
+    """Make the compiled `lion_step`, for example, and `lion_step_`, which is in place."""
     name = f"compiled_{factory.__name__}_step"
     return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
 
@@ -73,14 +70,13 @@ def compiled_functions(
 def _pure_step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """The step as the bare pipeline: traceable by every transformation of torch."""
+    """Run the step as tensor operations that all transformations of torch can trace."""
     return optimizer.step(params, grads, state)
 
 
 def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Run, name: str
 ) -> TreeStep[P]:
-    # The only place that forwards **kwargs: their types are the factory's, checked.
     def step(
         params: PyTree,
         grads: PyTree,
@@ -90,7 +86,7 @@ def _step_function(
     ) -> tuple[PyTree, TreeState]:
         return run(factory(*args, **kwargs), params, grads, state)
 
-    # A code object of its own: torch.compile counts recompilations per code object.
+    # torch.compile limits recompilations per code object, so each step has its own.
     step.__code__ = step.__code__.replace(co_name=name)
     keywords = inspect.signature(factory)
     own = list(inspect.signature(step).parameters.values())[:3]

@@ -4,7 +4,6 @@ A group is the dict that torch.optim keeps: its parameters, the numbers under to
 and the options that say how the step is carried out.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from operator import is_, itemgetter
@@ -21,7 +20,6 @@ from optimi_func._checks import (
 )
 from optimi_func._codes import NEAREST, dither_at
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func._leaf import rates
 from optimi_func._rule import Scalar, Scalars, Storage
 from optimi_func._storage import check_stored, storage_of
 from optimi_func.execution.executors import Executor
@@ -45,41 +43,6 @@ def plain_number(x: Any) -> Any:
     if isinstance(x, Sequence) or getattr(x, "ndim", None) == 1:
         return tuple(map(plain_number, x))
     return x
-
-
-def constructor_signature(cls: Any, base: Any) -> inspect.Signature:
-    """The signature of an optimizer's constructor: its own fields, and the shared ones.
-
-    The fields' defaults are taken off the class, of whose instances they would say nothing.
-    """
-    made: dict[str, inspect.Parameter] = {}
-    for owner in (base, cls):
-        shared, kind = owner is base, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        for name, annotation in owner.__dict__.get("__annotations__", {}).items():
-            if name == "_":
-                kind = inspect.Parameter.KEYWORD_ONLY
-            elif name not in ("factory", *(() if shared else ("params",))):
-                default = owner.__dict__.get(name, inspect.Parameter.empty)
-                made[name] = inspect.Parameter(
-                    name, kind, default=default, annotation=annotation
-                )
-                if not shared:
-                    delattr(owner, name) if name in owner.__dict__ else None
-    own = [n for n in cls.__dict__.get("__annotations__", {}) if n in made]
-    # As in optimi, whose users pass them by position.
-    tail = ("decouple_lr", "max_lr", "kahan_sum", "foreach", "triton", "gradient_release")
-    order = ["params", "lr", *own, *tail, *made]
-    found = [made[name] for name in dict.fromkeys(order)]
-    wide = any(
-        made[n].kind is inspect.Parameter.KEYWORD_ONLY and n not in tail for n in own
-    )
-    found = [
-        p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if p.name in tail else p
-        for p in found
-    ]
-    positional = [p for p in found if p.kind is not p.KEYWORD_ONLY]
-    del wide
-    return inspect.Signature(positional + [p for p in found if p.kind is p.KEYWORD_ONLY])
 
 
 def check_torchs_own(fused: Any, differentiable: Any) -> None:
@@ -325,9 +288,7 @@ def scalars_after(
         coded: Whether any state is kept in codes, which are rounded by a number too.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
-    top = lr if bound.max_lr is None else bound.max_lr
-    kind = (bound.decay, top, bound.maximize, bound.cautious_decay, bound.cautious)
-    now = rates(lr, decay, *kind)
+    now = bound.rates(lr, decay, bound.max_lr)
     numbers_of = bound.rule.running
     found: list[Scalars] = []
     after: list[Any] = []

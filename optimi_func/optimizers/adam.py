@@ -1,12 +1,12 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad: rules, pure optimizers and classes."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import (
     moment,
     power,
@@ -31,10 +31,10 @@ from optimi_func.optimizers.base import BaseOptimizer
 
 __all__ = [
     "Adam",
+    "AdamW",
     "adam",
     "adam_init",
     "adam_step",
-    "AdamW",
     "adamw",
     "adamw_init",
     "adamw_step",
@@ -110,6 +110,10 @@ amsgrad_rule = Rule(
 # The pure optimizers
 
 
+def rule_of(optimizer: "adam | adamw") -> Rule[Any, Any]:
+    return amsgrad_rule if optimizer.amsgrad else adam_rule
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class adam(FunctionalOptimizer):
     """`Adam` as a value: `init` and `step` over a tree of parameters."""
@@ -121,9 +125,7 @@ class adam(FunctionalOptimizer):
     decouple_wd: bool = False
     amsgrad: bool = False
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return amsgrad_rule if self.amsgrad else adam_rule
+    rule = derived(rule_of)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -137,9 +139,7 @@ class adamw(FunctionalOptimizer):
     eps: Number = 1e-6
     amsgrad: bool = False
 
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return amsgrad_rule if self.amsgrad else adam_rule
+    rule = derived(rule_of)
 
 
 def adam_init(
@@ -190,11 +190,12 @@ class Adam(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Kingma & Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = Adam([w], lr=0.1, compile=False)
     >>> w.sum().backward()
@@ -205,13 +206,13 @@ class Adam(BaseOptimizer):
 
     factory = adam
 
-    lr: float | Tensor = 1e-3
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-    eps: float = 1e-6
-    decouple_wd: bool = False
+    lr: InitVar[float | Tensor] = 1e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-6
+    decouple_wd: InitVar[bool] = False
     _: KW_ONLY
-    amsgrad: bool = False
+    amsgrad: InitVar[bool] = False
 
 
 class AdamW(BaseOptimizer):
@@ -233,11 +234,12 @@ class AdamW(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.5, compile=False)
     >>> w.sum().backward()
@@ -248,9 +250,9 @@ class AdamW(BaseOptimizer):
 
     factory = adamw
 
-    lr: float | Tensor = 1e-3
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 1e-2
-    eps: float = 1e-6
+    lr: InitVar[float | Tensor] = 1e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 1e-2
+    eps: InitVar[float] = 1e-6
     _: KW_ONLY
-    amsgrad: bool = False
+    amsgrad: InitVar[bool] = False

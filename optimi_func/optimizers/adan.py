@@ -1,12 +1,11 @@
 """Adan (Xie et al. 2022): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import choose, moment, power, root, second_moment, sqrt, wide_moment
 from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
@@ -83,14 +82,14 @@ class adan(FunctionalOptimizer, rule=adan_rule):
     eps: Number = 1e-6
     adam_wd: bool = False
 
-    @property
+    @derived
     def decay(self) -> DecayKind:
         if self.adam_wd:
             return super().decay
         return self._decay_kind("proximal")
 
 
-adan_init = init_function(adan_rule, "adan")
+adan_init = init_function(adan_rule)
 adan_step = step_function(adan)
 
 # The class
@@ -117,12 +116,13 @@ class Adan(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing
         Deep Models", arXiv:2208.06677.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = Adan([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> w.sum().backward()
@@ -132,11 +132,19 @@ class Adan(BaseOptimizer):
     """
 
     factory = adan
+    _positional = (
+        "decouple_lr",
+        "max_lr",
+        "adam_wd",
+        "kahan_sum",
+        "foreach",
+        "triton",
+        "gradient_release",
+    )
 
-    lr: float | Tensor
-    betas: tuple[float, float, float] = (0.98, 0.92, 0.99)
-    weight_decay: float = 2e-2
-    eps: float = 1e-6
-    decouple_lr: bool = False
-    max_lr: float | None = None
-    adam_wd: bool = False
+    lr: InitVar[float | Tensor]
+    betas: InitVar[tuple[float, float, float]] = (0.98, 0.92, 0.99)
+    weight_decay: InitVar[float] = 2e-2
+    eps: InitVar[float] = 1e-6
+    _: KW_ONLY
+    adam_wd: InitVar[bool] = False

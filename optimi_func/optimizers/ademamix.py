@@ -1,10 +1,9 @@
 """AdEMAMix (Pagliardini et al. 2024): the rule, the pure optimizer and the class."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._checks import check_number
@@ -91,6 +90,8 @@ ademamix_rule = Rule("ademamix", State, init, coeffs, direction, accumulate=accu
 class ademamix(FunctionalOptimizer, rule=ademamix_rule):
     """`AdEMAMix` as a value: `init` and `step` over a tree of parameters."""
 
+    narrow = 1
+
     betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999)
     eps: Number = 1e-8
     alpha: Number = 8.0
@@ -103,12 +104,8 @@ class ademamix(FunctionalOptimizer, rule=ademamix_rule):
         check_number("warmup of alpha", "alpha_warmup", self.alpha_warmup)
         check_number("warmup of beta3", "beta3_warmup", self.beta3_warmup)
 
-    @property
-    def narrow_betas(self) -> tuple[Number, ...]:
-        return self.betas[:1]
 
-
-ademamix_init = init_function(ademamix_rule, "ademamix")
+ademamix_init = init_function(ademamix_rule)
 ademamix_step = step_function(ademamix)
 
 # The class
@@ -140,12 +137,13 @@ class AdEMAMix(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Pagliardini, Ablin & Grangier, "The AdEMAMix Optimizer: Better, Faster, Older",
         arXiv:2409.03137.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = AdEMAMix([w], lr=0.1, compile=False)
     >>> w.sum().backward()
@@ -156,10 +154,10 @@ class AdEMAMix(BaseOptimizer):
 
     factory = ademamix
 
-    lr: float | Tensor = 1e-3
-    betas: tuple[float, float, float] = (0.9, 0.999, 0.9999)
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-    alpha: float = 8.0
-    alpha_warmup: float = 0
-    beta3_warmup: float = 0
+    lr: InitVar[float | Tensor] = 1e-3
+    betas: InitVar[tuple[float, float, float]] = (0.9, 0.999, 0.9999)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-8
+    alpha: InitVar[float] = 8.0
+    alpha_warmup: InitVar[float] = 0
+    beta3_warmup: InitVar[float] = 0

@@ -1,9 +1,8 @@
 """ADOPT (Taniguchi et al. 2024): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._functional import FunctionalOptimizer, Number
@@ -71,19 +70,14 @@ adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
 class adopt(FunctionalOptimizer, rule=adopt_rule):
     """`ADOPT` as a value: `init` and `step` over a tree of parameters."""
 
+    narrow = 1
+
     betas: tuple[Number, Number] = (0.9, 0.9999)
     eps: Number = 1e-6
     decouple_wd: bool = False
 
-    def check(self) -> None:
-        super().check()
 
-    @property
-    def narrow_betas(self) -> tuple[Number, ...]:
-        return self.betas[:1]
-
-
-adopt_init = init_function(adopt_rule, "adopt")
+adopt_init = init_function(adopt_rule)
 adopt_step = step_function(adopt)
 
 # The class
@@ -112,12 +106,13 @@ class ADOPT(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the
         Optimal Rate", arXiv:2411.02853, as its authors' code clips since.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ADOPT([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -129,8 +124,8 @@ class ADOPT(BaseOptimizer):
 
     factory = adopt
 
-    lr: float | Tensor = 1e-3
-    betas: tuple[float, float] = (0.9, 0.9999)
-    weight_decay: float = 0.0
-    eps: float = 1e-6
-    decouple_wd: bool = False
+    lr: InitVar[float | Tensor] = 1e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.9999)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-6
+    decouple_wd: InitVar[bool] = False

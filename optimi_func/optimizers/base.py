@@ -1,14 +1,14 @@
-"""What every class is: a torch.optim.Optimizer with param groups, schedules, checkpoints.
+"""The base class of all optimizers: a torch.optim.Optimizer that runs a pure one.
 
-A class adds nothing to the mathematics. Its groups hold plain numbers under torch's names,
-read anew at every step, and `state[p]` is a flat dict: `step`, the rule's tensors and,
-where kept, `kahan_comp`.
+Param groups hold hyperparameters under torch's names, and every step reads them again, so
+that schedulers work. `state[p]` is a flat dict: `step`, the rule's tensors and, if there is
+a compensation, `kahan_comp`.
 """
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY
-from typing import Any, ClassVar, TypeAlias, cast, dataclass_transform
+from dataclasses import KW_ONLY, InitVar
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ from optimi_func._torch import uncompiled
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import Checkpoints
+from optimi_func.optimizers._fields import Fields
 from optimi_func.optimizers._groups import (
     GroupNumbers,
     Path,
     check_group,
     check_modes,
     check_torchs_own,
-    constructor_signature,
     group_storage,
     likely_mistakes,
     on_host,
@@ -49,94 +49,114 @@ Params: TypeAlias = (
 Closure: TypeAlias = Callable[[], Any]
 
 
-@dataclass_transform()
-class _Fields:
-    """A constructor's arguments are the fields of its class, then those of its base."""
+class BaseOptimizer(Fields, Checkpoints):
+    """Base class of all optimizers: `step` over param groups, state, loading, checks.
 
-
-class BaseOptimizer(_Fields, Checkpoints):
-    """What all classes share: `step` over groups, state, loading, argument checks.
-
-    A subclass is the constructor of its groups' defaults, and names the value whose step
-    it takes; whatever that value takes by keyword is read from the param group.
+    A subclass declares its hyperparameters as fields and sets `factory`, the pure optimizer
+    that it runs. Every step reads the factory's keywords from the param group.
 
     Args:
         params: Parameters, named parameters, or param groups.
-        defaults: The groups' options: what the subclass takes, and these.
+        defaults: Options of groups that do not set them: the subclass's and those below.
 
     Every optimizer takes these options:
 
     Args:
-        decouple_lr: Fully decouple weight decay from lr: it is multiplied by lr / max_lr.
-        max_lr: The largest lr that will be scheduled, where the lr given is not it; for
+        decouple_lr: Fully decouple weight decay from lr by multiplying it by lr / max_lr.
+        max_lr: The largest lr that will be scheduled, if that is not the lr given; for
             decouple_lr and corrected_decay.
         kahan_sum: Compensated summation: None for every float16 and bfloat16 parameter,
             False for none.
         foreach: Eager multi-tensor step, without a compiler.
-        triton: optimi's name; True asks for the compiled step, None and False change
-            nothing.
+        triton: optimi's name for compile; True asks for the compiled step, None and False
+            change nothing.
         gradient_release: Allow the step to be fused into backward, parameter by
             parameter.
-        compile: None compiles where a toolchain is found, True raises where none is,
-            False runs eagerly.
-        maximize: Climb instead of descend.
+        compile: None compiles if a toolchain is found, True raises if none is, False runs
+            eagerly.
+        maximize: Maximize the objective instead of minimizing it.
         capturable: Keep step counts and coefficients on the device, for CUDA graphs.
         state_dtype: The moments' dtype, or its name; None takes each parameter's.
-        storage: In place of kahan_sum and state_dtype, how parameters and moments are kept:
+        storage: Storage of parameters and moments instead of kahan_sum and state_dtype:
             "compact", "exact" or `Storage(param, moments)`.
-        cautious_decay: Decay an element only where the step moves it towards 0, or not at
+        cautious_decay: Decay an element only if the step moves it towards 0, or not at
             all (arXiv:2510.12402); not for decay that joins the gradient.
-        corrected_decay: Multiply weight_decay by lr^2 / max_lr, in place of lr, so that it
+        corrected_decay: Multiply weight_decay by lr^2 / max_lr, instead of lr, so that it
             fades as the schedule does (AdamC, arXiv:2506.02285). Not with decouple_lr.
-        cautious: Move an element only where direction and gradient have one sign, and
-            those further, by one over their share of the tensor, at most 1000
-            (arXiv:2411.16085). Decay is as without.
+        cautious: Move an element only if direction and gradient have the same sign, and
+            multiply its move by one over the share of such elements, at most 1000
+            (arXiv:2411.16085). Decay does not change.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
         TypeError: A parameter that is not a dense real floating tensor.
     """
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
 
-    params: Params
-    lr: float | Tensor
+    params: InitVar[Params]
+    lr: InitVar[float | Tensor]
     _: KW_ONLY
-    decouple_lr: bool = False
-    max_lr: float | None = None
-    kahan_sum: bool | None = None
-    foreach: bool | None = None
-    triton: bool | None = None
-    gradient_release: bool = False
-    compile: bool | None = None
-    maximize: bool = False
-    capturable: bool = False
-    state_dtype: torch.dtype | str | None = None
-    storage: Storage | str | None = None
-    cautious_decay: bool = False
-    corrected_decay: bool = False
-    cautious: bool = False
+    decouple_lr: InitVar[bool] = False
+    max_lr: InitVar[float | None] = None
+    kahan_sum: InitVar[bool | None] = None
+    foreach: InitVar[bool | None] = None
+    triton: InitVar[bool | None] = None
+    gradient_release: InitVar[bool] = False
+    compile: InitVar[bool | None] = None
+    maximize: InitVar[bool] = False
+    capturable: InitVar[bool] = False
+    state_dtype: InitVar[torch.dtype | str | None] = None
+    storage: InitVar[Storage | str | None] = None
+    cautious_decay: InitVar[bool] = False
+    corrected_decay: InitVar[bool] = False
+    cautious: InitVar[bool] = False
+
+    # optimi's users pass these by position.
+    _positional = (
+        "decouple_lr",
+        "max_lr",
+        "kahan_sum",
+        "foreach",
+        "triton",
+        "gradient_release",
+    )
 
     def __init_subclass__(cls) -> None:
-        """Read the keywords off the factory's signature, and make the constructor."""
+        """Make the constructor, and read `keywords` off the factory's signature."""
         super().__init_subclass__()
         if "factory" not in cls.__dict__:
             return
         cls.keywords = tuple(inspect.signature(cls.factory).parameters)
-        assert cls.keywords[0] == "lr"
-        cls.__signature__ = signature = constructor_signature(cls, BaseOptimizer)
+        missing = [name for name in cls.keywords if name not in cls._parameters]
+        if cls.keywords[0] != "lr" or missing:
+            raise TypeError(
+                f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
+                f"allowed are lr first, and fields of the class, which lacks {missing}"
+            )
+        signature = cls._signature()
 
-        def construct(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:
-            # Torch's, which its users pass as what they are there by default.
+        def construct(
+            self: BaseOptimizer, params: Params, *args: Any, **kwargs: Any
+        ) -> None:
+            # torch.optim's users may pass these with torch's defaults.
             check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
-            given = signature.bind(*args, **kwargs)
+            given = signature.bind(params, *args, **kwargs)
             given.apply_defaults()
-            (_, params), *defaults = given.arguments.items()
-            BaseOptimizer._construct(self, params, dict(defaults))
+            _, *defaults = given.arguments.items()
+            BaseOptimizer.__init__(self, params, dict(defaults))
 
+        self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        construct.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+            parameters=[self, *signature.parameters.values()]
+        )
+        construct.__name__, construct.__qualname__ = (
+            "__init__",
+            f"{cls.__qualname__}.__init__",
+        )
         cls.__init__ = construct
 
-    def _construct(self, params: Params, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
@@ -148,21 +168,21 @@ class BaseOptimizer(_Fields, Checkpoints):
             moments := getattr(defaults["storage"], "moments", None), torch.dtype
         ):
             defaults["storage"] = defaults["storage"]._replace(moments=str(moments))
-        torch.optim.Optimizer.__init__(self, cast(Any, params), defaults)
+        super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(0)
         if self.defaults["gradient_release"]:
-            self._unprepared = _warn_where_unprepared(self)
+            self._unprepared = _warn_if_unprepared(self)
 
     def attach(self, release: Any) -> None:
-        """Note that a gradient release steps this optimizer; it detaches itself."""
+        """Register a gradient release that steps this optimizer; it detaches itself."""
         self.releases.append(release)
         if self._unprepared is not None:
             self._unprepared.remove()
             self._unprepared = None
 
     def _clear_caches(self) -> None:
-        """Forget what can be found out again; none of it is saved (`_CACHES`)."""
+        """Make new caches; they are not pickled (`_CACHES`)."""
         self._numbers = self._group_numbers()
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
@@ -172,11 +192,11 @@ class BaseOptimizer(_Fields, Checkpoints):
         return GroupNumbers(type(self).factory, self.keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; numbers left out take the constructor's.
+        """Add a group; options that it does not set are those of the constructor.
 
         Raises:
             TypeError: A parameter that is not a dense real floating tensor.
-            ValueError: A number out of its range; nothing is added then.
+            ValueError: A hyperparameter out of its range; nothing is added then.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
@@ -196,20 +216,20 @@ class BaseOptimizer(_Fields, Checkpoints):
             raise
 
     def _warn_of_mistakes(self, first: int) -> None:
-        """Warn, once for all groups from one on, of what is allowed but hardly meant."""
+        """Warn once of options in `param_groups[first:]` that are probably a mistake."""
         bounds = [self._numbers.bind(group, on_host) for group in self.param_groups]
         warn(likely_mistakes(self.param_groups, bounds, first))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Closure | None = None, param: Tensor | None = None
     ) -> Any:
-        """Update every parameter that has a gradient, or one.
+        """Update every parameter that has a gradient, or one parameter.
 
-        As in torch, threads may step one optimizer at a time without an error, and what
-        they write to the same parameter at the same time is that of either.
+        As in torch, several threads may call this without an error; if they write to the
+        same parameter at the same time, the result is that of either.
 
-        With every lr and every gradient 0 a first step makes the state, as `init_state`:
-        torch.distributed.checkpoint asks for it so.
+        A first step with every lr and every gradient 0 only makes the state, as
+        `init_state`, because torch.distributed.checkpoint takes such a step to make it.
 
         Args:
             closure: Reevaluates the model and returns the loss; run once, with grad.
@@ -221,9 +241,10 @@ class BaseOptimizer(_Fields, Checkpoints):
 
         Raises:
             ValueError, TypeError: A gradient that does not fit its parameter, closure
-                with param, or a param without gradient release; before any write.
-            RuntimeError: A step that a CUDA graph being captured could not repeat; before
-                any write.
+                with param, or a param without gradient release.
+            RuntimeError: A step that a CUDA graph being captured could not repeat.
+
+        Nothing is written if it raises.
         """
         if torch.compiler.is_compiling():
             return self._step_outside_graph(closure, param)
@@ -234,7 +255,6 @@ class BaseOptimizer(_Fields, Checkpoints):
         return self._step_now(closure, param)
 
     def _step_now(self, closure: Closure | None, param: Tensor | None) -> Any:
-        self.check_train_mode("step()")
         if param is not None:
             if closure is not None:
                 raise ValueError("step takes a closure or a param, not both")
@@ -262,9 +282,9 @@ class BaseOptimizer(_Fields, Checkpoints):
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.
 
-        The first gradient of a parameter does so by itself. A checkpoint that is loaded
-        into the tensors that are there, as torch.distributed.checkpoint does, needs them
-        before. No parameter moves, and no step is counted.
+        A parameter's first step does so too. Call this before loading a checkpoint into
+        existing tensors, as torch.distributed.checkpoint does. No parameter moves, and no
+        step is counted.
         """
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
@@ -276,17 +296,17 @@ class BaseOptimizer(_Fields, Checkpoints):
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
-        """Update these parameters now, as a hook of one's own would in backward.
+        """Update these parameters now, for example in a backward hook.
 
-        With `optimizer_accumulation` their state alone moves. Groups are looked up
-        here, so that schedules, manual changes and loaded states all take effect.
+        With `optimizer_accumulation` only their state moves. Groups are looked up at every
+        call, so that schedules, manual changes and loaded states take effect.
 
         Args:
             params: Parameters of any groups, each with a gradient.
 
         Raises:
             ValueError: Without `gradient_release=True`, for a parameter without a
-                gradient, or one that is in no group; before any write.
+                gradient, or one that is in no group; nothing is written then.
         """
         if not self.defaults["gradient_release"]:
             raise ValueError(
@@ -309,21 +329,20 @@ class BaseOptimizer(_Fields, Checkpoints):
         write: bool,
         count: bool,
     ) -> None:
-        """Update parameters by gradients given, which need not be the whole step's.
+        """Update parameters by the given gradients, each a part or all of a step's.
 
-        What gradient release is made of; `p.grad` is neither read nor written.
+        Gradient release calls this; `p.grad` is neither read nor written.
 
         Args:
             params: Parameters of any groups.
-            grads: The gradient of each.
-            microbatches: What each is to its parameter's step.
-            write: False moves the state alone.
-            count: Whether the step ends here, for the step counts.
+            grads: Their gradients.
+            microbatches: Scale of each gradient, and its part in the step.
+            write: False moves only the state.
+            count: True if the step ends here, so that step counts advance.
 
         Raises:
-            ValueError, TypeError: What does not fit; before any write.
+            ValueError, TypeError: A gradient that does not fit; nothing is written then.
         """
-        self.check_train_mode("an update")
         works: dict[int, Work] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
             group = self.group_of(p)
@@ -338,28 +357,28 @@ class BaseOptimizer(_Fields, Checkpoints):
         self._stepper.run(self.param_groups, self.state, list(works.values()), write, count)
 
     def check_numbers(self) -> None:
-        """Refuse numbers of a group that its next step would refuse; nothing is written.
+        """Raise if the next step would refuse a hyperparameter of a group.
 
         Raises:
-            ValueError, TypeError: A number out of its range, or none.
+            ValueError, TypeError: A hyperparameter out of its range, or no number.
         """
         for group in self.param_groups:
             self._numbers.bind(group, unwaited(group["params"]))
 
     def check_accumulates(self) -> None:
-        """Refuse rules whose state cannot take a step's gradient in parts.
+        """Raise if the state cannot accumulate a step's gradient in parts.
 
         Raises:
-            ValueError: One that cannot, of any group, or cautious=True.
+            ValueError: The rule of a group has no `accumulate`, or cautious=True.
         """
         for group in self.param_groups:
             check_accumulates(self.rule_of(group), group["cautious"])
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
-        """The group that holds a parameter now.
+        """Return the group that holds a parameter.
 
         Raises:
-            ValueError: No group does.
+            ValueError: No group holds it.
         """
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
         if groups != self._grouped:
@@ -376,7 +395,10 @@ class BaseOptimizer(_Fields, Checkpoints):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler.step and by trainers that clip: too late under release."""
+        """Return False; raise under gradient release, where unscaling comes too late.
+
+        GradScaler.step reads this, and so do trainers that clip.
+        """
         if self.releases:
             raise RuntimeError(
                 "gradient release has applied and freed the gradients in backward: there "
@@ -393,8 +415,8 @@ class BaseOptimizer(_Fields, Checkpoints):
         """Reset the gradients of all parameters, or of one.
 
         Args:
-            set_to_none: Free them, in place of filling them with zeros.
-            param: The one parameter, as its hook calls this under gradient release.
+            set_to_none: Free them instead of filling them with zeros.
+            param: The one parameter, for a hook under gradient release.
         """
         if param is None:
             for release in self.releases:
@@ -406,26 +428,30 @@ class BaseOptimizer(_Fields, Checkpoints):
             param.grad = torch.zeros_like(param.grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Every field survives pickle and deepcopy; hooks do not."""
-        # A scheduler replaces `step` by a bound wrapper of its own.
-        kept = {k: v for k, v in self.__dict__.items() if not _is_not_ours_to_keep(k)}
-        return {**kept, **super().__getstate__()}
+        """Return the attributes for pickle and deepcopy, without caches and hooks."""
+        dropped = (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
+        own = {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in dropped and not k.startswith("_optimizer_")
+        }
+        return {**own, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore; what is cached is found out anew."""
-        self.__dict__.setdefault("releases", [])  # load_state_dict comes here too
+        """Restore the attributes and make new caches; load_state_dict calls this too."""
+        self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_unprepared", None)
         super().__setstate__(state)
         self._clear_caches()
 
 
-def _warn_where_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
-    """Have the first step that finds gradients say that no model was prepared."""
+def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
+    """Add a hook by which the first step with gradients warns of an unprepared model."""
     said: list[bool] = []
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if said or len(args) > 2 or kwargs.get("param") is not None:
-            return  # the optimizer, closure, param: a hook of the user's own
+            return  # step(param=...) in a hook of the user's
         groups = optimizer.param_groups
         if any(p.grad is not None for group in groups for p in group["params"]):
             said.append(True)
@@ -439,8 +465,5 @@ def _warn_where_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 _CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
 _ATTACHED = ("releases", "_unprepared")
+# A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")
-
-
-def _is_not_ours_to_keep(field: str) -> bool:
-    return field.startswith("_optimizer_") or field in (*_CACHES, *_ATTACHED, *_TORCHS_OWN)

@@ -1,6 +1,6 @@
 """LAMB (You et al. 2019): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
@@ -54,17 +54,14 @@ lamb_rule = Rule(
 class lamb(FunctionalOptimizer, rule=lamb_rule):
     """`LAMB` as a value: `init` and `step` over a tree of parameters."""
 
+    narrow = 1
+
     betas: tuple[Number, Number] = (0.9, 0.999)
     weight_decay: Number = 1e-2
     eps: Number = 1e-6
 
-    @property
-    def narrow_betas(self) -> tuple[Number, ...]:
-        """Of the first moment: v is wide, whatever the storage."""
-        return self.betas[:1]
 
-
-lamb_init = init_function(lamb_rule, "lamb")
+lamb_init = init_function(lamb_rule)
 lamb_step = step_function(lamb)
 
 # The class
@@ -101,12 +98,13 @@ class LAMB(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
         minutes", arXiv:1904.00962.
 
+    >>> import torch
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> optimizer = LAMB([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> w.sum().backward()
@@ -117,7 +115,7 @@ class LAMB(BaseOptimizer):
 
     factory = lamb
 
-    lr: float | Tensor = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 1e-2
-    eps: float = 1e-6
+    lr: InitVar[float | Tensor] = 1e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
+    weight_decay: InitVar[float] = 1e-2
+    eps: InitVar[float] = 1e-6

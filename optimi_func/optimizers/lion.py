@@ -1,9 +1,8 @@
 """Lion (Chen et al. 2023): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._functional import FunctionalOptimizer, Number
@@ -65,7 +64,7 @@ class lion(FunctionalOptimizer, rule=lion_rule):
     betas: tuple[Number, Number] = (0.9, 0.99)
 
 
-lion_init = init_function(lion_rule, "lion")
+lion_init = init_function(lion_rule)
 lion_step = step_function(lion)
 
 # The class
@@ -90,11 +89,12 @@ class Lion(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = Lion([w], lr=0.1, compile=False)
     >>> w.sum().backward()
@@ -105,6 +105,6 @@ class Lion(BaseOptimizer):
 
     factory = lion
 
-    lr: float | Tensor
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
+    lr: InitVar[float | Tensor]
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 0.0

@@ -92,7 +92,7 @@ class Named:
         return path in self.names
 
 
-class Mixed(Evaluated, BaseOptimizer):
+class Mixed(Evaluated):
     """Several rules in one optimizer: each parameter follows that which its name selects.
 
     Every group that is given becomes one for each part that selects something in it, in
@@ -159,7 +159,7 @@ class Mixed(Evaluated, BaseOptimizer):
             "storage": storage,
         }
         self._placed: list[tuple[str, int]] = []
-        self._construct(params, defaults)
+        BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
         check_each("Mixed", selects, rest is not None, names, places)
         del self._placed

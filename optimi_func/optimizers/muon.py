@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import is_differentiated, moment
 from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
@@ -280,7 +280,7 @@ class muon(FunctionalOptimizer):
     ns_dtype: torch.dtype | str | None = None
     split: Any = None
 
-    @property
+    @derived
     def rule(self) -> Rule[Any, Any]:
         table = as_table(self.ns_coefficients, self.ns_steps)
         dtype, split = as_dtype(self.ns_dtype), as_split(self.split)
@@ -297,7 +297,7 @@ class muon(FunctionalOptimizer):
         self.rule  # noqa: B018  # its options are checked where they are read
 
 
-muon_init = init_function(muon(lr=0.0).rule, "muon")
+muon_init = init_function(muon(lr=0.0).rule)
 muon_step = step_function(muon)
 
 # The class
@@ -339,13 +339,14 @@ class Muon(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, options that exclude each other, or a
+        ValueError: A hyperparameter out of its range, options that exclude each other, or a
             parameter that is no matrix.
 
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;
         Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982.
 
+    >>> import torch
     >>> w = torch.eye(2, requires_grad=True)
     >>> optimizer = Muon([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> (3 * w).trace().backward()
@@ -356,15 +357,16 @@ class Muon(BaseOptimizer):
     """
 
     factory = muon
+    _positional = ()
 
-    lr: float | Tensor = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_coefficients: Any = TABLES["standard"][0]
-    eps: float = 1e-7
-    ns_steps: int | None = None
-    adjust_lr_fn: str = "match_rms_adamw"
+    lr: InitVar[float | Tensor] = 1e-3
+    weight_decay: InitVar[float] = 0.1
+    momentum: InitVar[float] = 0.95
+    nesterov: InitVar[bool] = True
+    ns_coefficients: InitVar[Any] = TABLES["standard"][0]
+    eps: InitVar[float] = 1e-7
+    ns_steps: InitVar[int | None] = None
+    adjust_lr_fn: InitVar[str] = "match_rms_adamw"
     _: KW_ONLY
-    ns_dtype: torch.dtype | str | None = None
-    split: int | tuple[int, ...] | None = None
+    ns_dtype: InitVar[torch.dtype | str | None] = None
+    split: InitVar[int | tuple[int, ...] | None] = None

@@ -1,6 +1,6 @@
 """RAdam (Liu et al. 2020): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class radam(FunctionalOptimizer, rule=radam_rule):
     decouple_wd: bool = False
 
 
-radam_init = init_function(radam_rule, "radam")
+radam_init = init_function(radam_rule)
 radam_step = step_function(radam)
 
 # The class
@@ -98,11 +98,12 @@ class RAdam(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Liu et al., "On the Variance of the Adaptive Learning Rate", arXiv:1908.03265.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = RAdam([w], lr=0.1, compile=False)
     >>> w.sum().backward()
@@ -113,8 +114,8 @@ class RAdam(BaseOptimizer):
 
     factory = radam
 
-    lr: float | Tensor = 1e-3
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-    eps: float = 1e-6
-    decouple_wd: bool = False
+    lr: InitVar[float | Tensor] = 1e-3
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-6
+    decouple_wd: InitVar[bool] = False

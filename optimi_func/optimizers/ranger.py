@@ -1,6 +1,6 @@
 """Ranger (Wright 2019): RAdam with lookahead: rule, pure optimizer and class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ class ranger(FunctionalOptimizer, rule=ranger_rule):
         check_number("lookahead alpha", "alpha", self.alpha, most=1.0)
 
 
-ranger_init = init_function(ranger_rule, "ranger")
+ranger_init = init_function(ranger_rule)
 ranger_step = step_function(ranger)
 
 # The class
@@ -110,12 +110,13 @@ class Ranger(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Zhang, Lucas, Hinton & Ba, "Lookahead Optimizer: k steps forward, 1 step back",
         arXiv:1907.08610, around RAdam, arXiv:1908.03265.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = Ranger([w], lr=0.1, k=1, compile=False)
     >>> w.sum().backward()
@@ -126,10 +127,10 @@ class Ranger(BaseOptimizer):
 
     factory = ranger
 
-    lr: float | Tensor
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-    eps: float = 1e-6
-    k: int = 6
-    alpha: float = 0.5
-    decouple_wd: bool = True
+    lr: InitVar[float | Tensor]
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-6
+    k: InitVar[int] = 6
+    alpha: InitVar[float] = 0.5
+    decouple_wd: InitVar[bool] = True

@@ -1,13 +1,13 @@
 """SGD, with momentum and Nesterov: the rules, the pure optimizer and the class."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
+from optimi_func._functional import FunctionalOptimizer, Number, derived
 from optimi_func._math import choose, moment
 from optimi_func._rule import (
     Direction,
@@ -102,7 +102,7 @@ class sgd(FunctionalOptimizer):
     torch_init: bool = False
     nesterov: bool = False
 
-    @property
+    @derived
     def rule(self) -> Rule[Any, Any]:
         if not is_on(self.momentum):
             return sgd_rule
@@ -171,12 +171,13 @@ class SGD(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Sutskever, Martens, Dahl & Hinton, "On the importance of initialization and
         momentum in deep learning", ICML 2013.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = SGD([w], lr=0.1, compile=False)
     >>> w.sum().backward()
@@ -186,14 +187,21 @@ class SGD(BaseOptimizer):
     """
 
     factory = sgd
+    _positional = (
+        "decouple_lr",
+        "max_lr",
+        "torch_init",
+        "kahan_sum",
+        "foreach",
+        "triton",
+        "gradient_release",
+    )
 
-    lr: float | Tensor = 1e-3
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    dampening: bool | float = False
-    decouple_wd: bool = False
-    decouple_lr: bool = False
-    max_lr: float | None = None
-    torch_init: bool = False
+    lr: InitVar[float | Tensor] = 1e-3
+    momentum: InitVar[float] = 0.0
+    weight_decay: InitVar[float] = 0.0
+    dampening: InitVar[bool | float] = False
+    decouple_wd: InitVar[bool] = False
     _: KW_ONLY
-    nesterov: bool = False
+    torch_init: InitVar[bool] = False
+    nesterov: InitVar[bool] = False

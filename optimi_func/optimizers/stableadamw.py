@@ -1,8 +1,7 @@
 """StableAdamW (Wortsman et al. 2023): the rule, the pure optimizer and the class."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
-import torch  # noqa: F401  # for the doctest
 from torch import Tensor
 
 from optimi_func._functional import FunctionalOptimizer, Number
@@ -57,7 +56,7 @@ class stableadamw(FunctionalOptimizer, rule=stableadamw_rule):
     eps: Number = 1e-6
 
 
-stableadamw_init = init_function(stableadamw_rule, "stableadamw")
+stableadamw_init = init_function(stableadamw_rule)
 stableadamw_step = step_function(stableadamw)
 
 # The class
@@ -83,12 +82,13 @@ class StableAdamW(BaseOptimizer):
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        ValueError: A number out of its range, or options that exclude each other.
+        ValueError: A hyperparameter out of its range, or options that exclude each other.
 
     References:
         Wortsman et al., "Stable and low-precision training for large-scale
         vision-language models", arXiv:2304.13013.
 
+    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False)
     >>> w.sum().backward()
@@ -99,7 +99,7 @@ class StableAdamW(BaseOptimizer):
 
     factory = stableadamw
 
-    lr: float | Tensor
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 1e-2
-    eps: float = 1e-6
+    lr: InitVar[float | Tensor]
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 1e-2
+    eps: InitVar[float] = 1e-6

@@ -76,7 +76,7 @@ def test_defaults_are_the_same_at_every_door(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["_functional.LeafState", "_functional.TreeState", "population.Population"]
+    "path", ["_tree.LeafState", "_tree.TreeState", "population.Population"]
 )
 def test_pickled_classes_are_found_where_they_were(path: str) -> None:
     module, name = path.split(".")
@@ -155,7 +155,7 @@ def test_imports_point_one_way(path: Path) -> None:
                 assert part == here or layer(part) < layer(here), f"{here}: {part}"
 
 
-ROOMS = {"adamw": "adam"}  # those that share one
+ROOMS = {"adamw": "adam"} | {n: "schedule_free" for n in NAMES if n.startswith("schedule")}
 NAMED = re.compile(rf"(?<![a-z])({'|'.join(NAMES)})(?![a-z])", re.IGNORECASE)
 
 

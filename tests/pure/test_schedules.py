@@ -343,14 +343,14 @@ def test_host_schedules_are_for_eager_mode(schedule) -> None:
     opt = adamw(lr=0.1, betas=(schedule, 0.99))
     p = torch.ones(2, 3)
     opt.step(p, p, opt.init(p))
-    with pytest.raises(ValueError, match=r"betas is a schedule that leaves the 0-d tensor"):
+    with pytest.raises(ValueError, match=r"betas is a schedule that turns the 0-d tensor"):
         vmap(opt.step)(p, p, vmap(opt.init)(p))
 
 
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        (lambda step: 0.1, "lr is a schedule that leaves the 0-d tensor step"),
+        (lambda step: 0.1, "lr is a schedule that turns the 0-d tensor step"),
         # Some versions of torch refuse the .item() before they come to its result.
         (HOST["int"], r"lr is a schedule that leaves|item\(\)"),
     ],

@@ -1,10 +1,10 @@
-"""Schedules: numbers as pure functions of the 0-based step.
+"""Schedules: hyperparameters as pure functions of the 0-based step.
 
-Any hyperparameter of the pure API takes one, `adamw(lr=warmup_cosine(1e-3, warmup=100,
-total=1000))`, and so do the numbers of the transforms. A schedule is computed in float64
-from a 0-d tensor (in a graph, under vmap) as from a host number (to plot it, or as the
-factor of a torch.optim.lr_scheduler.LambdaLR). The numbers that it goes between may be 0-d
-tensors, to be vmapped and differentiated; its lengths are host numbers.
+Every hyperparameter of the pure API and of the transforms can be a schedule, such as
+`adamw(lr=warmup_cosine(1e-3, warmup=100, total=1000))`. The step is a 0-d tensor (in a
+graph, under vmap) or a Python number (to plot the schedule, or as the factor of a
+torch.optim.lr_scheduler.LambdaLR), and is computed with in float64. The values of a
+schedule may be 0-d tensors, which can be vmapped and differentiated. Its lengths are ints.
 """
 
 import math
@@ -24,30 +24,30 @@ Shape: TypeAlias = Literal["linear", "cosine", "sqrt"]
 
 
 class Schedule:
-    """A number as a function of the step: `schedule(step)`, step a number or a 0-d tensor.
+    """A hyperparameter as a function of the step, a Python number or a 0-d tensor.
 
-    Past its end a schedule stays at its last value.
+    After its end a schedule stays at its last value.
     """
 
     def __call__(self, step: Scalar) -> Scalar:
-        """The number of the 0-based step."""
+        """Return the value at a 0-based step."""
         if isinstance(step, Tensor):
             step = step.to(scalar_dtype(step.device))
         return self.at(step)
 
     def at(self, step: Scalar) -> Scalar:
-        """The number of a step that is a host number or a wide tensor."""
+        """Return the value at a step, a Python number or a 0-d float64 tensor."""
         raise NotImplementedError
 
     def as_lambda(self, base_lr: float) -> Callable[[int], float]:
-        """The factor on `base_lr` by which a LambdaLR follows this schedule.
+        """Return the function of the step with which a LambdaLR follows this schedule.
 
         Args:
             base_lr: The learning rate that the torch.optim.Optimizer was made with.
 
         Raises:
             ValueError: base_lr is not above 0.
-            TypeError: It is no number.
+            TypeError: base_lr is not a number.
 
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         >>> schedule = linear(0.2, 0.0, steps=4)
@@ -61,7 +61,7 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Ramp(Schedule):
-    """From start to end in `steps` steps: `linear` and `cosine` make one."""
+    """A schedule from `start` to `end` in `steps` steps, made by `linear` and `cosine`."""
 
     start: Scalar
     end: Scalar
@@ -69,30 +69,30 @@ class Ramp(Schedule):
     shape: Shape
 
     def at(self, step: Scalar) -> Scalar:
-        """The number of a step."""
+        """Return the value at a step."""
         x = step / self.steps
         x = x.clamp(0.0, 1.0) if isinstance(x, Tensor) else min(max(x, 0.0), 1.0)
         if self.shape == "cosine":
             x = 0.5 - 0.5 * _cos(math.pi * x)
         elif self.shape == "sqrt":
             x = sqrt(x)
-        # Exact at both ends.
+        # start + x * (end - start) would round `end`.
         return (1.0 - x) * self.start + x * self.end
 
 
 @dataclass(frozen=True, eq=False)
 class Joined(Schedule):
-    """One schedule after the other: `join` makes it."""
+    """A sequence of schedules, made by `join`."""
 
     parts: tuple[Scalar | Callable[[Scalar], Scalar], ...]
     boundaries: tuple[float, ...]
 
     def at(self, step: Scalar) -> Scalar:
-        """The number of a step."""
+        """Return the value at a step."""
         value = _part(self.parts[0], step)
         for boundary, part in zip(self.boundaries, self.parts[1:]):
             if isinstance(step, Tensor):
-                # No part is asked about a step before its own first.
+                # A callable of the user may not be defined before its first step.
                 now = _part(part, (step - boundary).clamp_min(0.0))
                 value = choose(step >= boundary, now, value)
             elif step >= boundary:
@@ -101,20 +101,20 @@ class Joined(Schedule):
 
 
 def linear(start: Scalar, end: Scalar, steps: int) -> Schedule:
-    """A straight line, then constant: start at step 0, end from step `steps` on.
+    """Change linearly from `start` to `end`, then stay constant.
 
         x = min(step / steps, 1),   (1 - x) * start + x * end
 
     Args:
-        start: The number at step 0; a float or a 0-d tensor.
-        end: The number at step `steps`; likewise.
-        steps: Steps from one to the other, at least 1.
+        start: Value at step 0, a float or a 0-d tensor.
+        end: Value from step `steps` on, a float or a 0-d tensor.
+        steps: Steps from start to end, at least 1.
 
     Returns:
-        A function of the 0-based step: see `Schedule`.
+        A function of the 0-based step (see `Schedule`).
 
     Raises:
-        ValueError: A number out of its range.
+        ValueError: An argument is out of its range.
 
     >>> schedule = linear(0.0, 1.0, steps=4)
     >>> [schedule(step) for step in range(6)]
@@ -127,20 +127,20 @@ def linear(start: Scalar, end: Scalar, steps: int) -> Schedule:
 
 
 def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
-    """Half a wave of the cosine, then constant: slow at both ends.
+    """Change along half a cosine wave, slowly at both ends, then stay constant.
 
         x = (1 - cos(pi * min(step / steps, 1))) / 2,   (1 - x) * start + x * end
 
     Args:
-        start: The number at step 0; a float or a 0-d tensor.
-        end: The number at step `steps`; likewise.
-        steps: Steps from one to the other, at least 1.
+        start: Value at step 0, a float or a 0-d tensor.
+        end: Value from step `steps` on, a float or a 0-d tensor.
+        steps: Steps from start to end, at least 1.
 
     Returns:
-        A function of the 0-based step: see `Schedule`.
+        A function of the 0-based step (see `Schedule`).
 
     Raises:
-        ValueError: A number out of its range.
+        ValueError: An argument is out of its range.
 
     References:
         Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
@@ -157,19 +157,19 @@ def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
 def join(
     parts: Sequence[Scalar | Callable[[Scalar], Scalar]], boundaries: Sequence[int]
 ) -> Schedule:
-    """One schedule after the other, each counting its steps from its own boundary.
+    """Run schedules one after the other. Each counts steps from its own boundary.
 
     Args:
-        parts: Two or more schedules or numbers, in their order. A callable of one's own
-            has to be made of operations that take a 0-d tensor.
-        boundaries: The step at which each but the first begins: above 0 and increasing.
+        parts: Two or more schedules or constants, in their order. A callable has to work
+            on 0-d tensors.
+        boundaries: First step of each part except the first: above 0 and increasing.
 
     Returns:
-        A function of the 0-based step: see `Schedule`.
+        A function of the 0-based step (see `Schedule`).
 
     Raises:
         TypeError: A part is neither a number nor callable.
-        ValueError: Boundaries out of order, or not one fewer than parts.
+        ValueError: Boundaries do not increase, or are not one fewer than parts.
 
     >>> schedule = join([linear(0.0, 1.0, steps=2), 1.0, 0.5], [2, 4])
     >>> [schedule(step) for step in range(6)]
@@ -192,23 +192,23 @@ def join(
 def warmup_cosine(
     peak: Scalar, warmup: int, total: int, *, start: Scalar = 0.0, end: Scalar = 0.0
 ) -> Schedule:
-    """Up a straight line to the peak, down a cosine to the end.
+    """Rise linearly to the peak, then fall to the end along a cosine.
 
-    `linear(start, peak, steps=warmup)`, then `cosine(peak, end, steps=total - warmup)`:
+    `linear(start, peak, steps=warmup)`, then `cosine(peak, end, steps=total - warmup)`, as
     torch's LinearLR and CosineAnnealingLR under a SequentialLR.
 
     Args:
-        peak: The number at step `warmup`; a float or a 0-d tensor.
-        warmup: Steps of the rise; 0 starts at the peak.
-        total: Steps of both together, above `warmup`.
-        start: The number at step 0. With 0 the first step does not move.
-        end: The number from step `total` on.
+        peak: Value at step `warmup`, a float or a 0-d tensor.
+        warmup: Steps of the rise. 0 starts at the peak.
+        total: Steps of rise and fall together, above `warmup`.
+        start: Value at step 0. With an lr of 0 the first step moves no parameter.
+        end: Value from step `total` on.
 
     Returns:
-        A function of the 0-based step: see `Schedule`.
+        A function of the 0-based step (see `Schedule`).
 
     Raises:
-        ValueError: A number out of its range, or no step left after the warmup.
+        ValueError: An argument is out of its range, or warmup >= total.
 
     References:
         Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
@@ -238,26 +238,27 @@ def wsd(
     end: Scalar = 0.0,
     shape: Shape = "linear",
 ) -> Schedule:
-    """Warmup, stable, decay: most of the run at the peak, a short fall at its end.
+    """Warm up, stay at the peak for most of the run, and decay in a short fall.
 
-    A run may go on from any step before the fall, with a longer `total`: the numbers so
-    far do not depend on it.
+    A run can be continued from any step before the fall with a longer `total`, because
+    earlier values do not depend on it.
 
     Args:
-        peak: The number between warmup and decay; a float or a 0-d tensor.
-        warmup: Steps of the rise along a straight line; 0 starts at the peak.
-        total: Steps of all three together.
-        decay: Steps of the fall, at least 1; a tenth to a fifth of `total` is usual.
-        start: The number at step 0. With 0 the first step does not move.
-        end: The number from step `total` on.
-        shape: Of the fall: "linear", "cosine", or "sqrt", which is peak and end weighted
-            with 1 - sqrt(x) and sqrt(x) at the share x of the fall (arXiv:2405.18392).
+        peak: Value between warmup and decay, a float or a 0-d tensor.
+        warmup: Steps of the linear rise. 0 starts at the peak.
+        total: Steps of all three phases together.
+        decay: Steps of the fall, at least 1. A tenth to a fifth of `total` is usual.
+        start: Value at step 0. With an lr of 0 the first step moves no parameter.
+        end: Value from step `total` on.
+        shape: Shape of the fall: "linear", "cosine", or "sqrt". With "sqrt" the weights of
+            peak and end are 1 - sqrt(x) and sqrt(x), if x is the fraction of the fall that
+            is done (arXiv:2405.18392).
 
     Returns:
-        A function of the 0-based step: see `Schedule`.
+        A function of the 0-based step (see `Schedule`).
 
     Raises:
-        ValueError: A number out of its range, or warmup + decay above total.
+        ValueError: An argument is out of its range, or warmup + decay > total.
 
     References:
         Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models with
@@ -294,25 +295,25 @@ def one_cycle(
     final_div_factor: float = 1e4,
     shape: Shape = "cosine",
 ) -> Schedule:
-    """One rise from a small number to a large one and one fall to nearly nothing.
+    """Rise from a small value to the peak, then fall to nearly 0.
 
-    From peak / div_factor up to peak at step pct_start * total - 1, down to
-    peak / (div_factor * final_div_factor) at step total - 1: torch's OneCycleLR (without
-    its momentum and its third phase), lr by lr.
+    Rises from peak / div_factor to peak at step pct_start * total - 1, and falls to
+    peak / (div_factor * final_div_factor) at step total - 1. These are the learning rates
+    of torch's OneCycleLR without its momentum and its third phase.
 
     Args:
-        peak: The largest number; a float or a 0-d tensor.
+        peak: Largest value, a float or a 0-d tensor.
         total: Steps of the whole cycle.
-        pct_start: Share of them that rises, above 1 / total and below 1.
-        div_factor: peak over the first number.
-        final_div_factor: The first number over the last.
-        shape: "cosine", "linear" or "sqrt", of both.
+        pct_start: Fraction of the steps that rise, above 1 / total and below 1.
+        div_factor: The peak divided by the first value.
+        final_div_factor: The first value divided by the last.
+        shape: Shape of rise and fall: "cosine", "linear" or "sqrt".
 
     Returns:
-        A function of the 0-based step: see `Schedule`.
+        A function of the 0-based step (see `Schedule`).
 
     Raises:
-        ValueError: A number out of its range.
+        ValueError: An argument is out of its range.
 
     References:
         Smith & Topin, "Super-Convergence: Very Fast Training of Neural Networks Using

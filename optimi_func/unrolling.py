@@ -1,18 +1,18 @@
 """Unrolled training: a run of steps as one differentiable function.
 
-`unroll` trains from given parameters on given batches, purely. Whatever comes out, such as
-a validation loss of the last parameters, is a function of the learning rate, the betas, the
-decay, the first parameters and everything in the batches, and torch.func differentiates it:
+`unroll` trains from given parameters on given batches, without side effects. A result, such
+as a validation loss of the last parameters, is a function of the hyperparameters, the first
+parameters and everything in the batches. torch.func differentiates it:
 
     def validation(hyper):
         return val_loss(unroll(adamw, loss_fn, params, None, batches, hyper=hyper).params)
 
-    torch.func.grad(validation)(hyper)      reverse: all numbers at once, memory ~ steps
-    torch.func.jacfwd(validation)(hyper)    forward: a pass a number, memory of one step
+    torch.func.grad(validation)(hyper)      reverse: one pass, memory grows with steps
+    torch.func.jacfwd(validation)(hyper)    forward: a pass per element, memory of one step
 
-Reverse mode keeps what every step computed. With `checkpoint_every=k` it keeps every k-th
-step alone and computes the others again; `detach_at` cuts the run, as truncated
-backpropagation does.
+Reverse mode keeps the intermediate tensors of every step. With `checkpoint_every=k` it
+keeps every k-th step only and computes the others again. `detach_at` cuts the run, as
+truncated backpropagation does.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class Unrolled(NamedTuple):
-    """Where a run of training steps ends."""
+    """The result of a run of training steps."""
 
     params: PyTree
     state: Any
-    losses: Tensor  # [steps]: each step's loss, before it
+    losses: Tensor  # [steps]; each loss is taken before its step
 
 
 def unroll(
@@ -54,48 +54,49 @@ def unroll(
     detach_at: Collection[int] = (),
     checkpoint_every: int | None = None,
 ) -> Unrolled:
-    """Train purely, step by step, as a function that torch.func differentiates.
+    """Run training steps as a pure function that torch.func differentiates.
 
         g_t       = d loss_fn(p_t, batch_t) / d p
         p_(t+1), s_(t+1) = optimizer.step(p_t, g_t, s_t)
 
-    Nothing passed in is written. Reverse mode (torch.func.grad, backward) holds what all
-    steps computed: memory grows with their number. Forward mode (jvp, jacfwd) holds one
-    step, and computes one derivative a pass. Where neither fits, reverse mode with
+    No argument is written to. Reverse mode (torch.func.grad, backward) keeps the tensors of
+    all steps, so its memory grows with their number. Forward mode (jvp, jacfwd) keeps those
+    of one step and computes one derivative per pass. If neither fits, use reverse mode with
 
-    * `checkpoint_every=k` holds params and state of every k-th step and k steps more, and
-      computes each step twice: k about the root of the number of steps holds least;
-    * `detach_at` forgets what lies before: the derivative is that of a run which starts
-      there (truncated backpropagation; cheap, and biased towards small learning rates: Wu
-      et al., arXiv:1803.02021).
+    * `checkpoint_every=k`, which keeps params and state of every k-th step and the tensors
+      of k steps, and computes each step twice. The square root of the number of steps is
+      the k of least memory.
+    * `detach_at`, which treats params and state of a step as constants, so that the
+      derivative is that of a run from there. This is truncated backpropagation: cheap, and
+      biased towards small learning rates (Wu et al., arXiv:1803.02021).
 
     Args:
-        optimizer: A value with `init` and `step`, such as `adamw(lr=lr)`; or, with `hyper`,
-            a factory such as `adamw`.
+        optimizer: A pure optimizer with `init` and `step`, such as `adamw(lr=lr)`. With
+            `hyper` it is a factory, such as `adamw`.
         loss_fn: `(params, batch) -> loss`, a 0-d tensor.
         params: Parameter tree to start from.
-        state: The optimizer's, to start from; None makes a fresh one.
-        batches: One a step, each any pytree of tensors: a list of them, or a generator.
-            What belongs to an example, such as its weight in the loss, goes there too.
-        steps: Take `batches` for one batch, and train on it so many times.
-        hyper: The factory's numbers by name: a pytree of numbers and tensors.
-        detach_at: Steps, 0-based, at whose start params and state lose their past, such
-            as range(0, 1000, 100).
-        checkpoint_every: Steps between kept ones; None keeps all. Derivatives then reach
-            params, state, batches and hyper alone, and a tensor that needs one is refused
-            where loss_fn or the optimizer has it from elsewhere. Under two forward modes
-            or more (jacfwd of jacfwd) every step is kept all the same.
+        state: Optimizer state to start from. None makes a fresh one.
+        batches: An iterable with one batch per step, each a pytree of tensors. Weights of
+            examples in the loss belong into the batch.
+        steps: Number of steps on `batches`, which is then one batch.
+        hyper: Hyperparameters of the factory by name: a pytree of numbers and tensors.
+        detach_at: Steps, 0-based, that take params and state for constants, such as
+            range(0, 1000, 100).
+        checkpoint_every: Steps between those that are kept. None keeps all. Derivatives
+            then reach params, state, batches and hyper only, so loss_fn and the optimizer
+            may take no other tensor that needs one. Under two or more forward modes
+            (jacfwd of jacfwd) every step is kept nevertheless.
 
     Returns:
         Params, state and losses at the end.
 
     Raises:
         ValueError: checkpoint_every < 1, steps < 1, a negative step in detach_at, no
-            batch, or a loss that is no scalar.
-        TypeError: Batches that are no iterable of them, an iterator beside steps, a loss
-            that is no floating tensor, hyper that is no mapping or beside an optimizer
-            whose numbers are bound, or an optimizer that is neither.
-        RuntimeError: With checkpoint_every, a tensor from outside that needs a derivative.
+            batch, or a loss that is not a scalar.
+        TypeError: batches is not iterable, or is an iterator while steps is given. The loss
+            is not a floating tensor. hyper is not a mapping, or is given with an optimizer
+            that has its hyperparameters. optimizer is neither a factory nor has a `step`.
+        RuntimeError: A tensor from elsewhere needs a derivative with checkpoint_every.
 
     References:
         Maclaurin, Duvenaud & Adams, "Gradient-based Hyperparameter Optimization through
@@ -124,10 +125,10 @@ def unroll(
             "None and integers from 1"
         )
     cut_at = _cuts(detach_at)
-    # torch's autograd.Function loses what an outer forward mode follows through the rule of
-    # an inner one: pytorch/pytorch#197867. One forward mode and any reverse ones are right.
-    # A run within one that is rehearsed is asked when that one really runs: now its tensors
-    # have the levels of the rehearsal.
+    # With two forward modes, torch's autograd.Function loses the outer tangents in the
+    # inner jvp (pytorch/pytorch#197867). One forward mode and any reverse ones are right.
+    # A run inside a rehearsed one is checked when that one really runs, because in the
+    # rehearsal its tensors have other levels.
     rehearse = checkpoint_every is not None and not _rehearsing.get()
     recompute = rehearse and _torch.forward_modes() < 2
     numbers = dict(hyper or {})
@@ -150,9 +151,9 @@ def unroll(
 
 
 def _one_a_step(batches: Any, steps: int | None) -> Iterable[Any]:
-    """The batch of each step."""
+    """Return an iterable with a batch for each step, or raise."""
     if steps is None:
-        # The leaves of one batch would be taken for a batch each.
+        # The loop would iterate over the leaves of a single batch.
         one = isinstance(batches, Mapping | str) or (
             isinstance(batches, Tensor) and batches.dim() == 0
         )
@@ -175,7 +176,7 @@ def _one_a_step(batches: Any, steps: int | None) -> Iterable[Any]:
 
 
 def _cuts(detach_at: Any) -> frozenset[int]:
-    """The steps at which a run is cut; whatever they are given as is read once."""
+    """Check `detach_at` and return it as a set. It may be an iterator, so read it once."""
     if not isinstance(detach_at, Iterable):
         raise TypeError(f"detach_at={detach_at!r}: allowed are lists of steps")
     found = list(detach_at)
@@ -186,10 +187,10 @@ def _cuts(detach_at: Any) -> frozenset[int]:
 
 
 def detach(tree: T) -> T:
-    """The tree with tensors that have no past: between the steps of an outer loop.
+    """Detach the tensors of a tree, for use between the steps of an outer loop.
 
-    Params and state that come out of a run carry its graph; the next would differentiate
-    through both.
+    Params and state that a run returns carry its graph, so without this the next run would
+    be differentiated through both.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> params, _ = detach(({"w": 2 * w}, None))
@@ -203,7 +204,7 @@ Segment: TypeAlias = Callable[[PyTree], PyTree]
 
 
 def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int]) -> Segment:
-    """Some steps as one function: `(params, state, hyper, batches) -> (.., .., losses)`."""
+    """Make some steps one function: (params, state, hyper, batches) -> (.., .., losses)."""
 
     def loss(params: PyTree, batch: Any) -> Tensor:
         return scalar_loss(loss_fn(params, batch), False)
@@ -224,7 +225,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
 
 
 def _recomputed(run: Segment) -> Segment:
-    """The same function, which keeps its arguments for a derivative and nothing else."""
+    """Make `run` keep only its arguments for derivatives, and run again in them."""
 
     def call(given: PyTree) -> PyTree:
         leaves, spec = pytree.tree_flatten(given)
@@ -256,12 +257,11 @@ def _gpus(leaves: list[Any]) -> list[int]:
 
 
 class _Ambient(NamedTuple):
-    """What is around a run and changes its results: to compute the same again."""
+    """Global state that changes the results of a run, such as dropout and autocast."""
 
-    # Random states, of which dropout draws.
-    cpu: Tensor
-    gpus: dict[int, Tensor]
-    # A backward may come after the autocast that the run was in: by type of device.
+    cpu: Tensor  # random state
+    gpus: dict[int, Tensor]  # random state by index of the device
+    # By type of device. A backward may come after the autocast of its forward has ended.
     autocast: dict[str, tuple[torch.dtype, bool]]
 
     @staticmethod
@@ -288,7 +288,7 @@ class _Ambient(NamedTuple):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Calls a function of tensors, now and again in every derivative.
+    """A call of a function of tensors that is repeated in every derivative.
 
     torch.utils.checkpoint does this with hooks on saved tensors, which torch.func refuses.
     """
@@ -299,7 +299,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Any:
         own = [x.detach() for x in tensors]
         results = run(*own)
-        # A Function cannot return an argument as a result of its own.
+        # A Function must not return one of its arguments as a result.
         known = {id(x) for x in own}
         return tuple(x.clone() if id(x) in known else x for x in results)
 
@@ -322,7 +322,7 @@ class _Recomputed(torch.autograd.Function):
             _, run = _of_floats(ctx.run, at)
             return vjp(run, *(at[i] for i in floats))[1](tuple(along))
 
-        # torch.func records every backward, for another one: this one is computed anew.
+        # torch.func records a backward to differentiate it again, so recompute it as well.
         pulled = dict(zip(floats, _Recomputed.apply(pull, *tensors, *given)))
         return None, *(pulled.get(i) for i in range(len(tensors)))
 
@@ -342,7 +342,7 @@ class _Recomputed(torch.autograd.Function):
 def _of_floats(
     run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]
 ) -> tuple[list[int], Callable[..., tuple[Tensor, ...]]]:
-    """Which tensors can have a derivative, and the function of them to results that can."""
+    """Return the indices of floating tensors, and `run` from these to floating results."""
     floats = [i for i, x in enumerate(tensors) if x.is_floating_point()]
 
     def of_floats(*some: Tensor) -> tuple[Tensor, ...]:
@@ -358,11 +358,12 @@ _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
 def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
-    """Refuse a derivative that a recomputed run would lose, by a run on copies.
+    """Raise if `run` uses a tensor whose derivative a recomputed run would lose.
 
-    In the real one the enclosing transformations are suspended, and what belongs to their
-    levels 1, 2, .. looks as if it belonged to those inside. Here as many lie between.
-    What is followed itself has no values here: zeros stand for it.
+    This runs on copies. The real run suspends the enclosing transformations, so tensors of
+    their levels 1, 2, .. would look like those of transformations inside it. Here as many
+    empty levels are in between. Zeros replace tensors that are differentiated themselves,
+    because they have no values here.
     """
     level = _torch.transform_level()
 
@@ -399,7 +400,7 @@ def _at_level(level: int, fn: Callable[[], None]) -> None:
 
 
 class _Inside(TorchFunctionMode):
-    """Refuses tensors that autograd or one of the first `level` transformations follows."""
+    """A mode that refuses tensors of autograd or of the first `level` transformations."""
 
     def __init__(self, level: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Param groups without decay for what should not decay, and models in low precision."""
+"""Param groups with and without weight decay, and models in low precision."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,20 +12,20 @@ def param_groups_weight_decay(
     weight_decay: float = 1e-2,
     additional_layers: Iterable[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Two param groups: biases, norms and other vectors without decay, the rest with.
+    """Make two param groups: biases, norms and other vectors without decay, and the rest.
 
     Args:
-        model: Its trainable parameters are grouped; frozen ones are left out.
-        weight_decay: Decay coefficient of the second group; the optimizer decides what
-            it is multiplied by.
-        additional_layers: Substrings of parameter names that get no decay either.
+        model: The model whose trainable parameters are grouped. Frozen ones are left out.
+        weight_decay: Decay coefficient of the second group. The optimizer decides what it
+            is multiplied by.
+        additional_layers: Parameters with one of these strings in their names get no decay.
 
     Returns:
         The group without decay, then the group with it.
 
     Raises:
-        ValueError: A negative weight_decay.
-        TypeError: additional_layers is one string, whose letters would all match.
+        ValueError: weight_decay is negative.
+        TypeError: additional_layers is one string, because each letter would be matched.
 
     >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
     >>> [(len(g["params"]), g["weight_decay"]) for g in groups]
@@ -64,23 +64,22 @@ def to_low_precision(
     fp32_modules: Modules | None = nn.Embedding,
     fp32_buffers: Buffers | None = ("rope", "rotary"),
 ) -> nn.Module:
-    """Cast a model to low precision but for what needs float32.
+    """Cast a model to low precision, except modules and buffers that need float32.
 
     Args:
         model: Cast in place.
-        dtype: What everything else becomes.
-        device: Where to move it, if anywhere.
-        fp32_modules: Module types whose parameters and buffers stay in float32, also
-            where another module shares them (a head tied to an embedding).
-        fp32_buffers: Module types, or words in a module's or buffer's qualified name
-            (case does not matter), whose buffers stay in float32.
+        dtype: Floating dtype of all other parameters and buffers.
+        device: Device to move the model to. None leaves it on its own.
+        fp32_modules: Types of modules whose parameters and buffers stay in float32, even if
+            another module shares them (a head tied to an embedding).
+        fp32_buffers: Buffers that stay in float32: types of their modules, or words in
+            their qualified names (case does not matter).
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: fp32_modules or fp32_buffers of another kind, or a dtype that is not
-            floating.
+        TypeError: fp32_modules or fp32_buffers has another type, or dtype is not floating.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     >>> [p.dtype for p in to_low_precision(model).parameters()]
@@ -112,7 +111,7 @@ def to_low_precision(
         target = torch.float32 if key in wide else dtype
         if not tensor.is_floating_point():
             target = tensor.dtype
-        # As nn.Module.to does: the parameter object, and so ties and optimizers, stay.
+        # A new parameter object would break ties and the param groups of optimizers.
         tensor.data = tensor.data.to(device, target)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(device, target)

@@ -1,13 +1,14 @@
-"""Transforms of optimizers: what goes around `adamw(lr=...)` and is an optimizer again.
+"""Transforms of optimizers: each takes a `PureOptimizer` such as `adamw(lr=...)`.
 
-Each takes a `PureOptimizer` and is one: `init(params)` makes a state, `step(params, grads,
-state)` a step, so that they nest:
+The result is a `PureOptimizer` too. `init(params)` makes a state and `step(params, grads,
+state)` a step, so that transforms nest:
 
     apply_if_finite(every_k(chain(clip_global_norm(1.0), adamw(lr=schedule)), 4))
 
-A state is a NamedTuple of tensors with the inner one's as its last field. No step looks at
-a value, so that each compiles into one graph, vmaps and differentiates. To save a state,
-save its leaves, and give them the structure of a fresh one on loading:
+A state is a NamedTuple of tensors, and its last field is the inner optimizer's state. No
+step depends on values of tensors, so that each compiles into one graph, vmaps and
+differentiates. To save a state, save its leaves; to load it, give them the structure of a
+fresh one:
 
     torch.save(pytree.tree_leaves(state), path)
     leaves = torch.load(path, weights_only=True)

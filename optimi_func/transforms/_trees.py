@@ -1,7 +1,7 @@
-"""What the transforms share: checked trees, states told apart, one tree or the other."""
+"""Helpers of the transforms: base classes, checked trees, checks of states."""
 
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from optimi_func._checks import check_grad, check_number
 from optimi_func._functional import Number
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, Scalar
+from optimi_func._rule import PureOptimizer, PyTree, Scalar, Storage
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.execution.kernels import with_own_code_object
 
@@ -18,28 +18,61 @@ S = TypeVar("S")
 
 
 class Transform:
-    """What every transform of an optimizer is made from: a dataclass with init and step.
+    """Base class of all transforms, which are dataclasses with `init` and `step`.
 
-    torch.compile counts recompilations by code object, and stops at 8. Every transform's
-    `step` has one of its own, in place of one for all of its class, so that any number of
-    different ones can be compiled in a process.
+    torch.compile stops after 8 recompilations of one code object. So the `step` of every
+    instance has a code object of its own, and a process can compile any number of them.
     """
 
     def __post_init__(self) -> None:
-        """Give this object a step of its own; one made within a graph is traced into it."""
+        """Give this instance its own `step`, unless it is made within a graph."""
         if torch.compiler.is_compiling():
             return
         step = with_own_code_object(getattr(type(self), "step"), "step")  # noqa: B009
         self.__dict__["step"] = MethodType(step, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields: pickle and deepcopy make the step anew."""
+        """Return the fields without `step`, which pickle and deepcopy make again."""
         return {k: v for k, v in self.__dict__.items() if k != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields."""
         self.__dict__.update(state)
         Transform.__post_init__(self)
+
+
+class Around(Transform, Generic[S]):
+    """Base class of transforms of one `optimizer`, whose state is `inner` in their own."""
+
+    state: ClassVar[type[Any]]  # S, a NamedTuple with the field `inner`
+    name: ClassVar[str]  # of the function that users call
+    optimizer: Any  # a PureOptimizer
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        storage: Storage | str | None = None,
+    ) -> S:
+        """Return fresh state: see `FunctionalOptimizer.init`."""
+        inner = self.optimizer.init(
+            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
+        )
+        return self.init_around(params, inner)
+
+    def init_around(self, params: PyTree, inner: Any) -> S:
+        """Return fresh state, given the optimizer's."""
+        raise NotImplementedError
+
+    def eval_params(self, params: PyTree, state: S) -> PyTree:
+        """Return the optimizer's parameters: see `FunctionalOptimizer.eval_params`."""
+        return inner_eval_params(self.optimizer, params, self.checked(state).inner)
+
+    def checked(self, state: Any) -> Any:
+        """Raise if a state is another optimizer's, else return it."""
+        return check_state(state, self.state, self.name)
 
 
 class Trees(NamedTuple):
@@ -51,7 +84,7 @@ class Trees(NamedTuple):
 
     @staticmethod
     def check(params: PyTree, grads: PyTree) -> "Trees":
-        """Flatten both, refusing gradients that no step could use."""
+        """Flatten both; raise if a gradient does not fit its parameter."""
         paths, tensors, spec = flatten_params(params)
         flat_grads = match_tree("grads", grads, spec, params)
         for path, p, g in zip(paths, tensors, flat_grads):
@@ -59,7 +92,7 @@ class Trees(NamedTuple):
         return Trees(spec, tensors, flat_grads)
 
     def wide_grads(self) -> list[Tensor | None]:
-        """The gradients in the dtype of the arithmetic, where their steps take them too."""
+        """Return the gradients in the dtype of the arithmetic of their steps."""
         return [
             None if g is None else g.to(compute_dtype(p.dtype, g.dtype))
             for p, g in zip(self.params, self.grads)
@@ -67,7 +100,7 @@ class Trees(NamedTuple):
 
 
 def check_state(state: Any, kind: type[S], name: str) -> S:
-    """Refuse another optimizer's state."""
+    """Raise if a state is not of this kind, else return it."""
     if not isinstance(state, kind):
         raise TypeError(
             f"state={type(state).__name__} is not the {kind.__name__} that {name} needs: "
@@ -77,11 +110,7 @@ def check_state(state: Any, kind: type[S], name: str) -> S:
 
 
 def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> PyTree:
-    """The parameters to evaluate at, by the optimizer that a transform is around.
-
-    Raises:
-        TypeError: It does not say.
-    """
+    """Return `optimizer.eval_params(params, state)`; raise if it has no such method."""
     found = getattr(optimizer, "eval_params", None)
     if not callable(found):
         raise TypeError(
@@ -92,32 +121,32 @@ def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> P
 
 
 def check_positive(label: str, name: str, value: Number) -> None:
-    """Refuse a host number that is not above 0."""
+    """Raise if a host number is not above 0."""
     check_number(label, name, value)
     if not isinstance(value, Tensor) and not callable(value) and not value > 0:
         raise ValueError(f"Invalid {label}: {name}={value}: allowed are numbers above 0")
 
 
 def like(number: Scalar, x: Tensor) -> Scalar:
-    """A number where x is, in its dtype: a wider 0-d tensor would widen a 0-d x."""
+    """Convert to x's device and dtype, because a wider 0-d tensor would widen a 0-d x."""
     return number.to(x.device, x.dtype) if isinstance(number, Tensor) else number
 
 
 def tensor_of(number: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number as a 0-d tensor of its own."""
+    """Return a number as a new 0-d tensor."""
     if isinstance(number, Tensor):
         return number.to(device, dtype, copy=True)
     return torch.full((), number, dtype=dtype, device=device)
 
 
 def count_from(params: PyTree) -> Tensor:
-    """A count of 0, where and what the step of a `TreeState` is."""
+    """Return a count of 0 with the device and dtype of the `step` of a `TreeState`."""
     _, tensors, _ = flatten_params(params)
     return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
 
 
 def choose_tree(ok: Tensor, yes: PyTree, no: PyTree) -> PyTree:
-    """`yes` where ok, a 0-d bool, is true, else `no`; what is in both stays itself."""
+    """Return `yes` if ok, a 0-d bool, else `no`; tensors in both are not copied."""
 
     def pick(y: Tensor, n: Tensor) -> Tensor:
         return n if y is n else torch.where(ok.to(y.device), y, n)

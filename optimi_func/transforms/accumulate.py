@@ -1,4 +1,4 @@
-"""One step from the gradients of several micro-batches."""
+"""`every_k`: one step from the gradients of several micro-batches."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -8,15 +8,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func._tree import flatten_params, match_tree
 from optimi_func.transforms._trees import (
-    Transform,
+    Around,
     Trees,
-    check_state,
     choose_tree,
     count_from,
-    inner_eval_params,
 )
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -26,30 +24,23 @@ class EveryState(NamedTuple):
     """The state of `every_k`."""
 
     calls: Tensor  # 0-d float32: those since the last step
-    sums: PyTree  # of their gradients, each at least float32
+    sums: PyTree  # of their gradients, at least float32
     inner: Any
 
 
 @dataclass(frozen=True, eq=False)
-class Every(Transform):
+class Every(Around[EveryState]):
     """An optimizer that steps every k-th time: see `every_k`."""
+
+    state = EveryState
+    name = "every_k"
 
     optimizer: PureOptimizer
     k: int
     reduction: Reduction
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> EveryState:
-        """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+    def init_around(self, params: PyTree, inner: Any) -> EveryState:
+        """Return fresh state, given the optimizer's."""
         _, tensors, spec = flatten_params(params)
         zeros = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in tensors]
         return EveryState(count_from(params), pytree.tree_unflatten(zeros, spec), inner)
@@ -57,8 +48,8 @@ class Every(Transform):
     def step(
         self, params: PyTree, grads: PyTree, state: EveryState
     ) -> tuple[PyTree, EveryState]:
-        """One micro-step: the k-th of them is an update."""
-        state = check_state(state, EveryState, "every_k")
+        """Add a gradient; every k-th call is an update."""
+        state = self.checked(state)
         trees = Trees.check(params, grads)
         before = match_tree("state.sums", state.sums, trees.spec, params)
         due = state.calls + 1.0 >= self.k
@@ -77,11 +68,6 @@ class Every(Transform):
             choose_tree(due, inner, state.inner),
         )
 
-    def eval_params(self, params: PyTree, state: EveryState) -> PyTree:
-        """The optimizer's: see `FunctionalOptimizer.eval_params`."""
-        inner = check_state(state, EveryState, "every_k").inner
-        return inner_eval_params(self.optimizer, params, inner)
-
 
 def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") -> Every:
     """Step once every k calls, along the mean or the sum of their gradients.
@@ -92,9 +78,9 @@ def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") 
     the whole batch. Sums are float32, or float64 for float64 parameters. Between steps the
     parameters stay, and so does the optimizer's state, its count of steps included.
 
-    A step is computed at every call and discarded but for the k-th, because a graph cannot
-    tell them apart; a loop in eager mode saves that by adding up gradients itself. A leaf
-    whose k-th gradient is None is left alone by that step and keeps its sum for the next.
+    Every call computes a step and all but the k-th discard it, because a graph has no
+    branches; a loop in eager mode saves that by adding up gradients itself. A leaf whose
+    k-th gradient is None does not move in that step and keeps its sum for the next.
 
     Args:
         optimizer: The optimizer.

@@ -1,4 +1,4 @@
-"""A running mean of the parameters beside them."""
+"""`ema`: a running mean of the parameters."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,45 +11,38 @@ from optimi_func._checks import check_number
 from optimi_func._functional import Number, resolve
 from optimi_func._leaf import compute_dtype
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func._tree import flatten_params, match_tree
-from optimi_func.transforms._trees import Transform, check_state, count_from, like
+from optimi_func.transforms._trees import Around, count_from, like
 
 
 class EmaState(NamedTuple):
     """The state of `ema`."""
 
     step: Tensor  # 0-d float32: steps taken so far
-    weight: Tensor  # 0-d: what of the mean stands for parameters, not for zeros before them
-    average: PyTree  # the averaged parameters, each at least float32
+    weight: Tensor  # 0-d: share of the mean that is of parameters, not of zeros
+    average: PyTree  # the averaged parameters, at least float32
     inner: Any
 
 
 @dataclass(frozen=True, eq=False)
-class Averaged(Transform):
+class Averaged(Around[EmaState]):
     """An optimizer that averages the parameters it makes: see `ema`."""
+
+    state = EmaState
+    name = "ema"
 
     optimizer: PureOptimizer
     decay: Number
     debias: bool
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> EmaState:
-        """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+    def init_around(self, params: PyTree, inner: Any) -> EmaState:
+        """Return fresh state, given the optimizer's."""
         _, tensors, spec = flatten_params(params)
-        # Not detached: where a_0 is p_0, the mean's derivative by p_0 has a part of it.
+        # Not detached, because the mean depends on p_0 if a_0 is p_0.
         wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]
         step = count_from(params)
-        # Wide enough for a decay of 0.99999.
+        # float32 has too few digits for a decay of 0.99999.
         weight = torch.full_like(
             step, 0.0 if self.debias else 1.0, dtype=scalar_dtype(step.device)
         )
@@ -58,8 +51,8 @@ class Averaged(Transform):
     def step(
         self, params: PyTree, grads: PyTree, state: EmaState
     ) -> tuple[PyTree, EmaState]:
-        """One update, and its parameters into the mean."""
-        state = check_state(state, EmaState, "ema")
+        """Return the parameters after one update, and the state with their mean."""
+        state = self.checked(state)
         params, inner = self.optimizer.step(params, grads, state.inner)
         decay = resolve("decay", self.decay, state.step.detach().clone())
         decay = like(decay, state.weight)
@@ -73,15 +66,15 @@ class Averaged(Transform):
         )
 
     def eval_params(self, params: PyTree, state: EmaState) -> PyTree:
-        """Refused: the mean is one answer, and the optimizer's another.
+        """Raise, because both the mean and the optimizer's parameters could be meant.
 
         Raises:
-            ValueError: Always, with how to ask for either.
+            ValueError: Always; its message says how to ask for either.
         """
         del params, state
         raise ValueError(
-            "ema keeps a mean beside what its optimizer evaluates at: take state.average, "
-            "or the optimizer's own eval_params(params, state.inner)"
+            "ema keeps a mean in addition to the parameters that its optimizer evaluates "
+            "at. Take state.average, or the optimizer's eval_params(params, state.inner)"
         )
 
 
@@ -93,15 +86,15 @@ def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Aver
     with a_0 = 0 and a_t / (1 - decay^t) in the state (debias), or with a_0 = p_0, the
     parameters given to `init`. A debiased mean begins with p_1 and forgets p_0; the other
     holds on to it for some 1 / (1 - decay) steps. Means are float32, or float64 for
-    float64 parameters, whatever the parameters are: a bfloat16 mean would stand still.
+    float64 parameters, because a bfloat16 mean would not move.
 
-    It goes inside `every_k` and `apply_if_finite`, where only true steps count.
+    Put it inside `every_k` and `apply_if_finite`, so that only true steps count.
 
     Args:
         optimizer: The optimizer.
         decay: In [0, 1): how much of the mean a step keeps; a float, a 0-d tensor or a
             schedule. 0.999 averages over some thousand steps.
-        debias: Divide by the weights' sum, rather than begin with p_0.
+        debias: Divide by the sum of the weights instead of beginning with p_0.
 
     Returns:
         An optimizer; its state is an `EmaState`, whose `average` has the structure of the

@@ -1,4 +1,4 @@
-"""What a gradient goes through before an optimizer sees it: clip, noise, centralize."""
+"""`chain` and its gradient transforms: clipping, noise, centralization."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,13 @@ from torch.utils import _pytree as pytree
 
 from optimi_func._functional import Number, resolve
 from optimi_func._norms import clip_factor, total_norm
-from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func._tree import flatten_params
 from optimi_func.transforms._trees import (
-    Transform,
+    Around,
     Trees,
     check_positive,
-    check_state,
     count_from,
-    inner_eval_params,
     like,
     tensor_of,
 )
@@ -31,10 +29,10 @@ Rewritten: TypeAlias = tuple[Grads, Any]
 
 @dataclass(frozen=True, eq=False)
 class GradientTransform:
-    """What rewrites gradients on their way into an optimizer: a value for `chain`.
+    """A rewrite of gradients before an optimizer, for `chain`.
 
     Attributes:
-        init: `params -> state`, a pytree of tensors; `()` where there is nothing to keep.
+        init: `params -> state`, a pytree of tensors; `()` if there is nothing to keep.
         rewrite: `(grads, state, step) -> (grads, state)`: the flat gradients, each at
             least float32 or None, and the 0-based step, a 0-d tensor.
     """
@@ -47,37 +45,30 @@ class ChainState(NamedTuple):
     """The state of `chain`."""
 
     step: Tensor  # 0-d float32: steps taken so far
-    transforms: tuple[Any, ...]  # of each gradient transform; () for those without
+    transforms: tuple[Any, ...]  # a state for each gradient transform; () if it has none
     inner: Any
 
 
 @dataclass(frozen=True, eq=False)
-class Chain(Transform):
+class Chain(Around[ChainState]):
     """Gradient transforms before an optimizer: see `chain`."""
+
+    state = ChainState
+    name = "chain"
 
     transforms: tuple[GradientTransform, ...]
     optimizer: PureOptimizer
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> ChainState:
-        """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+    def init_around(self, params: PyTree, inner: Any) -> ChainState:
+        """Return fresh state, given the optimizer's."""
         states = tuple(transform.init(params) for transform in self.transforms)
         return ChainState(count_from(params), states, inner)
 
     def step(
         self, params: PyTree, grads: PyTree, state: ChainState
     ) -> tuple[PyTree, ChainState]:
-        """One update along the rewritten gradients."""
-        state = check_state(state, ChainState, "chain")
+        """Return the result of one update along the rewritten gradients."""
+        state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(
                 f"state holds {len(state.transforms)} gradient transforms, chain has "
@@ -91,18 +82,13 @@ class Chain(Transform):
         params, inner = self.optimizer.step(params, rewritten, state.inner)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
 
-    def eval_params(self, params: PyTree, state: ChainState) -> PyTree:
-        """The optimizer's: see `FunctionalOptimizer.eval_params`."""
-        inner = check_state(state, ChainState, "chain").inner
-        return inner_eval_params(self.optimizer, params, inner)
-
 
 def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
     """Let gradients go through transforms, from left to right, into an optimizer.
 
         g <- t_n(...t_2(t_1(g))),   (params, state) <- step(params, g, state)
 
-    Between them gradients are float32, or float64 for float64 parameters.
+    There gradients are float32, or float64 for float64 parameters.
 
     Args:
         *parts: One or more gradient transforms (`clip_global_norm(1.0)` and the like), and
@@ -138,7 +124,7 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
     return Chain(tuple(before), check_pure("chain", optimizer, ""))
 
 
-# Functions of the module and partials of them, so that a chain can be pickled.
+# A chain can be pickled, because these are functions of the module and partials of them.
 
 
 def _stateless(rewrite: Callable[[Grads, Tensor], Grads]) -> GradientTransform:
@@ -190,7 +176,7 @@ def _clip_value(limit: Number, grads: Grads, step: Tensor) -> Grads:
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:
-    """Scale each gradient down to a Euclidean norm of max_norm, by itself.
+    """Scale each gradient down to a Euclidean norm of max_norm, independently of others.
 
         g <- g * min(1, max_norm / (|g| + 1e-6))
 
@@ -224,7 +210,7 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
 
         g_i <- g_i * min(1, max_norm / (sqrt(sum_i |g_i|^2) + 1e-6))
 
-    as torch.nn.utils.clip_grad_norm_. A leaf without a gradient has no part in it.
+    as in torch.nn.utils.clip_grad_norm_. A leaf without a gradient does not count.
 
     Args:
         max_norm: Above 0; a float, a 0-d tensor or a schedule.
@@ -256,12 +242,12 @@ def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
 
 
 def centralize() -> GradientTransform:
-    """Take from each gradient of a weight the mean of every output unit's.
+    """Subtract from each gradient of a weight its mean over every output unit.
 
         g[i] <- g[i] - mean(g[i])    for gradients of two dimensions or more
 
-    where i runs over the first, which in torch's layers is the output. Others are left as
-    they are.
+    where i runs over the first dimension, which is the output in torch's layers. Other
+    gradients do not change.
 
     References:
         Yong, Huang, Hua & Zhang, "Gradient Centralization: A New Optimization Technique
@@ -288,7 +274,7 @@ def _centralize(grads: Grads, step: Tensor) -> Grads:
 
 
 class NoiseState(NamedTuple):
-    """The state of `add_noise`: which numbers come next."""
+    """The state of `add_noise`: the place of the next random numbers."""
 
     seed: Tensor  # 0-d int64
     step: Tensor  # 0-d int64: steps taken so far
@@ -299,8 +285,8 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
 
         g <- g + std * z,   z ~ N(0, 1)
 
-    z is a function of (seed, step, leaf, element) alone: no generator is read or moved, so
-    that a step repeats, resumes, compiles, and needs no `randomness` under vmap. Members
+    z is a function of (seed, step, leaf, element) alone. No generator is read or advanced,
+    so that a step repeats, resumes, compiles, and needs no `randomness` under vmap. Members
     of a population draw the same numbers unless their seeds differ.
 
     Args:

@@ -1,4 +1,4 @@
-"""Steps that are not taken: gradients with an inf or a NaN."""
+"""`apply_if_finite`: skip steps whose gradients hold an inf or a NaN."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func._rule import PureOptimizer, PyTree, check_pure
 from optimi_func.transforms._trees import (
-    Transform,
+    Around,
     Trees,
-    check_state,
     choose_tree,
     count_from,
-    inner_eval_params,
 )
 
 
@@ -27,31 +25,24 @@ class FiniteState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Guard(Transform):
+class Guard(Around[FiniteState]):
     """An optimizer that skips bad gradients: see `apply_if_finite`."""
+
+    state = FiniteState
+    name = "apply_if_finite"
 
     optimizer: PureOptimizer
     max_consecutive: int | None
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> FiniteState:
-        """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+    def init_around(self, params: PyTree, inner: Any) -> FiniteState:
+        """Return fresh state, given the optimizer's."""
         return FiniteState(count_from(params), count_from(params), inner)
 
     def step(
         self, params: PyTree, grads: PyTree, state: FiniteState
     ) -> tuple[PyTree, FiniteState]:
-        """One update, or none."""
-        state = check_state(state, FiniteState, "apply_if_finite")
+        """Return the result of one update, or of none if a gradient is not finite."""
+        state = self.checked(state)
         trees = Trees.check(params, grads)
         device = state.skipped.device
         finite = torch.ones((), dtype=torch.bool, device=device)
@@ -62,7 +53,7 @@ class Guard(Transform):
         taken = finite
         if self.max_consecutive is not None:
             taken = finite | (consecutive > self.max_consecutive)
-        # A NaN in the branch not taken would be one in the derivative of both.
+        # A NaN in the branch that is not taken would make the derivative NaN too.
         safe = [
             None if g is None else torch.where(taken.to(g.device), g, 0.0)
             for g in trees.grads
@@ -75,24 +66,19 @@ class Guard(Transform):
             FiniteState(consecutive, skipped, choose_tree(taken, inner, state.inner)),
         )
 
-    def eval_params(self, params: PyTree, state: FiniteState) -> PyTree:
-        """The optimizer's: see `FunctionalOptimizer.eval_params`."""
-        inner = check_state(state, FiniteState, "apply_if_finite").inner
-        return inner_eval_params(self.optimizer, params, inner)
-
 
 def apply_if_finite(
     optimizer: PureOptimizer, *, max_consecutive: int | None = None
 ) -> Guard:
     """Skip a step any of whose gradients holds an inf or a NaN.
 
-    A skipped step changes nothing: no parameter, no moment, no count of steps; the counts
-    of skips, `state.consecutive` and `state.skipped`, apart. The choice is made on the
-    device and waits for nothing.
+    A skipped step changes no parameter, no moment and no count of steps, only the counts
+    of skips, `state.consecutive` and `state.skipped`. The choice is made on the device,
+    without synchronizing.
 
-    A graph cannot raise, so there is none for a run that skips for ever: either look at
-    `state.consecutive` on the host now and then, or give `max_consecutive`, after which
-    bad gradients are let through and the loss shows it, as optax does.
+    A graph cannot raise, so a run may skip for ever unnoticed. Either read
+    `state.consecutive` on the host now and then, or give `max_consecutive`: after that many
+    skips bad gradients are let through and the loss shows it, as in optax.
 
     Args:
         optimizer: The optimizer.

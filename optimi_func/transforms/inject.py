@@ -1,18 +1,17 @@
-"""Hyperparameters in the state, where they can be read, set, batched and differentiated."""
+"""`inject`: hyperparameters in the state, to read, set, batch and differentiate."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._functional import FunctionalOptimizer, resolve_tree
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import PyTree, Scalar, Storage
+from optimi_func._rule import PyTree, Scalar
 from optimi_func._tree import TreeState
-from optimi_func.transforms._trees import Transform, check_state, tensor_of
+from optimi_func.transforms._trees import Around, tensor_of
 
 
 class InjectState(NamedTuple):
@@ -23,23 +22,17 @@ class InjectState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Injected(Transform):
-    """A `FunctionalOptimizer` whose numbers are in its state: see `inject`."""
+class Injected(Around[InjectState]):
+    """A `FunctionalOptimizer` whose hyperparameters are in its state: see `inject`."""
+
+    state = InjectState
+    name = "inject"
 
     optimizer: FunctionalOptimizer
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> InjectState:
-        """Fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+    def init_around(self, params: PyTree, inner: TreeState) -> InjectState:
+        """Return fresh state, given the optimizer's."""
+        del params
         numbers = _numbers(self.optimizer)
         hyper = {k: _tensors(k, x, inner.step) for k, x in numbers.items()}
         return InjectState(hyper, inner)
@@ -47,8 +40,8 @@ class Injected(Transform):
     def step(
         self, params: PyTree, grads: PyTree, state: InjectState
     ) -> tuple[PyTree, InjectState]:
-        """One update by the numbers in the state; schedules then give the next step's."""
-        state = check_state(state, InjectState, "inject")
+        """Update with `state.hyper`; schedules then set those of the next step."""
+        state = self.checked(state)
         numbers = _numbers(self.optimizer)
         _check_hyper(numbers, state.hyper)
         params, inner = self._bind(state.hyper).step(params, grads, state.inner)
@@ -57,8 +50,8 @@ class Injected(Transform):
         return params, InjectState(hyper, inner)
 
     def eval_params(self, params: PyTree, state: InjectState) -> PyTree:
-        """The optimizer's, by the numbers in the state."""
-        state = check_state(state, InjectState, "inject")
+        """Return the optimizer's parameters, with the hyperparameters in the state."""
+        state = self.checked(state)
         _check_hyper(_numbers(self.optimizer), state.hyper)
         return self._bind(state.hyper).eval_params(params, state.inner)
 
@@ -69,9 +62,9 @@ class Injected(Transform):
 def inject(optimizer: FunctionalOptimizer) -> Injected:
     """Keep every hyperparameter in the state, as 0-d tensors in float64.
 
-    `state.hyper["lr"]` is the learning rate of the next step, and so for every number that
-    the rule uses: "lr", "weight_decay", "betas", "eps", "momentum" and so on; "max_lr"
-    where decay is fully decoupled (with max_lr=None: the lr that it began with). Trees of
+    `state.hyper["lr"]` is the learning rate of the next step. All numbers that the rule
+    uses are there: "lr", "weight_decay", "betas", "eps", "momentum" and so on, and "max_lr"
+    if decay is fully decoupled (with max_lr=None: the lr that it began with). Trees of
     numbers stay trees. Choices (nesterov, maximize, the kind of decay) are not in it.
 
     To set one, replace it by another 0-d tensor of that dtype, or write into it:
@@ -79,11 +72,11 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
         state = state._replace(hyper={**state.hyper, "lr": torch.tensor(0.1).double()})
         state.hyper["lr"].fill_(0.1)
 
-    A graph does not recompile for it. A schedule's number can be set too, for one step:
-    after it the schedule goes on.
+    A graph does not recompile for it. The value of a schedule can be set too, for one
+    step, after which the schedule continues.
 
     Args:
-        optimizer: Of the factories (`adamw(lr=...)`); transforms go around the result.
+        optimizer: Made by a factory (`adamw(lr=...)`); transforms go around the result.
 
     Returns:
         An optimizer; its state is an `InjectState`.
@@ -113,13 +106,13 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
         option = "decouple_lr" if optimizer.decouple_lr else "corrected_decay"
         raise ValueError(
             f"inject got lr={optimizer.lr!r} with {option}=True and max_lr=None: the "
-            "largest of several learning rates cannot be told, give max_lr"
+            "largest of several learning rates is not known, give max_lr"
         )
     return Injected(optimizer)
 
 
 def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
-    """Everything that is a number and has an effect, by name."""
+    """Return the hyperparameters that are numbers and have an effect, by name."""
     found: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr

@@ -1,4 +1,4 @@
-"""Different optimizers for different leaves, in one state."""
+"""`partition` and `masked`: different optimizers for different leaves, in one state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ Select: TypeAlias = str | Callable[[str, Tensor], bool]
 
 
 class Elsewhere(NamedTuple):
-    """Stands in a part's trees where a leaf is another part's: a node without children."""
+    """Placeholder in a part's trees for another part's leaf: a node without children."""
 
 
 class Places:
-    """Which part each leaf belongs to, -1 for none; a pytree node without children.
+    """The part that each leaf belongs to, -1 for none; a pytree node without children.
 
-    Static, so that a graph knows it: decided once, by `init`.
+    It is static, so that a graph knows it: `init` decides it once.
     """
 
     __slots__ = ("tree",)
 
     def __init__(self, tree: PyTree) -> None:
-        self.tree = tree  # the parameters' structure, a number in each place
+        self.tree = tree  # the parameters' structure, with an index for each leaf
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Places) and self.tree == other.tree
@@ -73,11 +73,11 @@ class PartitionState(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Partition(Transform):
-    """An optimizer a part of the tree: see `partition` and `masked`."""
+    """An optimizer for each part of the tree: see `partition` and `masked`."""
 
     selects: tuple[Select, ...]
-    optimizers: tuple[PureOptimizer, ...]  # theirs, and that of the rest where there is one
-    freeze: bool  # what nothing selects stays as it is
+    optimizers: tuple[PureOptimizer, ...]  # one for each select, then that of the rest
+    freeze: bool  # leaves that nothing selects stay as they are
 
     @property
     def _name(self) -> str:
@@ -91,9 +91,7 @@ class Partition(Transform):
         state_dtype: torch.dtype | None = None,
         storage: Storage | str | None = None,
     ) -> PartitionState:
-        """Fresh state, and with it the decision which leaf is whose.
-
-        See `FunctionalOptimizer.init`.
+        """Return fresh state, with the part of each leaf: see `FunctionalOptimizer.init`.
 
         Raises:
             ValueError: A pattern or predicate selects nothing, two select one leaf, or
@@ -111,7 +109,7 @@ class Partition(Transform):
         parts = tuple(
             optimizer.init(
                 _part(i, places, tensors, spec),
-                # A part without low precision is no news where another has it.
+                # A part without low precision must not raise if another part has it.
                 kahan_sum=kahan_sum if i in low or not low else None,
                 state_dtype=state_dtype,
                 storage=None if storage is None else storages[i],
@@ -123,7 +121,7 @@ class Partition(Transform):
     def step(
         self, params: PyTree, grads: PyTree, state: PartitionState
     ) -> tuple[PyTree, PartitionState]:
-        """One update of each part."""
+        """Return the result of one update of each part."""
         state = self._checked(state)
         trees = Trees.check(params, grads)
         places = match_tree("state", state.places.tree, trees.spec, params)
@@ -143,7 +141,7 @@ class Partition(Transform):
         )
 
     def eval_params(self, params: PyTree, state: PartitionState) -> PyTree:
-        """Each part's: see `FunctionalOptimizer.eval_params`."""
+        """Return the parts' parameters: see `FunctionalOptimizer.eval_params`."""
         state = self._checked(state)
         _, tensors, spec = flatten_params(params)
         places = match_tree("state", state.places.tree, spec, params)
@@ -161,13 +159,13 @@ class Partition(Transform):
         state = check_state(state, PartitionState, self._name)
         if len(state.parts) != len(self.optimizers):
             raise ValueError(
-                f"state is of {len(state.parts)} parts, {self._name} has "
+                f"state has {len(state.parts)} parts, {self._name} has "
                 f"{len(self.optimizers)}: make it with this optimizer's init"
             )
         return state
 
     def _storages(self, storage: Storage, low: set[int]) -> list[Storage]:
-        """Of each part what of a storage it has any use for, if another has more."""
+        """Return the storage of each part, without options that only others can use."""
         moments = list(map(_may_keep_moments, self.optimizers))
         found: list[Storage] = []
         for i in range(len(self.optimizers)):
@@ -196,17 +194,12 @@ def place(
     paths: Sequence[str],
     tensors: Sequence[Tensor],
 ) -> list[int]:
-    """Which part each parameter belongs to: the rest is the one behind the selected.
+    """Return the part of each parameter; `len(selects)` is the rest.
 
-    Args:
-        name: Who asks, for errors.
-        selects: Of each part.
-        has_rest: Whether there is a part for all that nothing selects.
-        paths: Of each parameter.
-        tensors: The parameters.
+    `name` is that of the caller, for errors.
 
     Raises:
-        ValueError: One is selected twice, or not at all where there is no rest.
+        ValueError: A parameter is selected twice, or not at all and there is no rest.
     """
     found: list[int] = []
     for path, p in zip(paths, tensors):
@@ -218,8 +211,8 @@ def place(
     at_rest = [path for path, i in zip(paths, found) if i == len(selects)]
     if at_rest and not has_rest:
         raise ValueError(
-            f"{name}: nothing selects {_listed(at_rest)}: give them an optimizer, or all "
-            "that is left one by rest="
+            f"{name}: nothing selects {_listed(at_rest)}: give them an optimizer, or pass "
+            "rest= for all that are left"
         )
     return found
 
@@ -231,17 +224,10 @@ def check_each(
     paths: Sequence[str],
     found: Sequence[int],
 ) -> None:
-    """Refuse a part that no parameter belongs to.
-
-    Args:
-        name: Who asks, for errors.
-        selects: Of each part.
-        has_rest: Whether the rest has to be something.
-        paths: Of each parameter.
-        found: Which part each belongs to.
+    """Raise if a part has no parameter, given the part of each.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A select has none, or, with has_rest, the rest.
     """
     known = f"the parameters are {_listed(paths)}"
     for i, select in enumerate(selects):
@@ -252,7 +238,7 @@ def check_each(
 
 
 def _may_keep_moments(optimizer: object) -> bool:
-    """Whether an optimizer has moments for codes, as far as it can be told."""
+    """Return False if an optimizer is known to have no moments for 8 bits."""
     if isinstance(optimizer, FunctionalOptimizer):
         return keeps_codes(optimizer.rule)
     if isinstance(optimizer, Partition):
@@ -267,10 +253,10 @@ def partition(
     """Give each part of the tree an optimizer of its own, in one state.
 
     Args:
-        *parts: Pairs of what selects and the optimizer of what is selected. A string is a
-            pattern (`fnmatch`) for the leaf's path, its keys joined by dots, as
-            "body.0.weight"; a predicate takes that path and the parameter, and is asked by
-            `init` alone.
+        *parts: Pairs of a pattern or predicate, and the optimizer of the leaves that it
+            selects. A pattern (`fnmatch`) is for the leaf's path, its keys joined by dots,
+            as "body.0.weight"; a predicate takes that path and the parameter, and only
+            `init` calls it.
         rest: The optimizer of all leaves that nothing selects. None: there are none.
 
     Returns:
@@ -278,8 +264,8 @@ def partition(
 
     Raises:
         TypeError: A part is no such pair.
-        ValueError: There is no part; and by `init`: a part selects nothing, a leaf is
-            selected twice, or not at all where there is no rest.
+        ValueError: There is no part. `init` raises it if a part selects nothing, a leaf is
+            selected twice, or not at all and there is no rest.
 
     >>> from optimi_func import adamw, lion
     >>> opt = partition((lambda path, p: p.dim() == 2, lion(lr=0.1)), rest=adamw(lr=0.2))
@@ -296,15 +282,10 @@ def partition(
 def check_parts(
     name: str, parts: Sequence[Any], rest: Any
 ) -> tuple[tuple[Select, ...], tuple[PureOptimizer, ...]]:
-    """The selects of parts, and their optimizers with that of the rest.
-
-    Args:
-        name: Who was given them, for errors.
-        parts: Pairs, each of a select and an optimizer.
-        rest: An optimizer, or None.
+    """Return the selects of parts, and their optimizers with that of the rest.
 
     Raises:
-        TypeError: A part is no such pair.
+        TypeError: A part is no pair of a select and an optimizer.
         ValueError: There is no part.
     """
     if not parts:
@@ -326,7 +307,7 @@ def masked(optimizer: PureOptimizer, select: Select) -> Partition:
     """Step only the leaves that are selected; the others stay as they are, without state.
 
     Args:
-        optimizer: Of what is selected.
+        optimizer: The optimizer of the leaves that are selected.
         select: A pattern or a predicate: see `partition`.
 
     Returns:
@@ -376,7 +357,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _dotted_paths(params: PyTree) -> list[str]:
-    """Each leaf's keys, joined by dots."""
+    """Return each leaf's keys, joined by dots."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "a graph cannot see the paths of its parameters: call init of partition and "

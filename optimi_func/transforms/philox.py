@@ -1,8 +1,8 @@
-"""Random numbers that are a function of their place: Philox4x32-10 in int64 tensors.
+"""Random numbers as a function of a counter: Philox4x32-10 in int64 tensors.
 
-Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the
-generator of torch's CUDA kernels. A counter of four 32-bit words and a key of two make
-four random words, with nothing to advance.
+Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; also
+the generator of torch's CUDA kernels. A counter of four 32-bit words and a key of two make
+four random words, so that there is no state to advance.
 """
 
 import math
@@ -16,7 +16,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random 32-bit words for each counter; int64 tensors that broadcast."""
+    """Return four random 32-bit words for each counter; int64 tensors that broadcast."""
     a, b, c, d = counter
     k0, k1 = key
     for _ in range(10):
@@ -28,9 +28,9 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a product of two words."""
-    # In halves: the whole product needs 64 bits, and a compiler may assume that a signed
-    # one does not overflow.
+    """Return the high and the low word of a product of two words."""
+    # The whole product needs 64 bits, and compilers assume that signed ones do not
+    # overflow, so it is computed in halves.
     low = x * (factor & 0xFFFF)
     high = x * (factor >> 16)
     total = low + ((high & 0xFFFF) << 16)
@@ -40,16 +40,15 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def normals(
     seed: Tensor, step: Tensor, tensors: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """Standard normal numbers of each tensor's shape and dtype (Box & Muller 1958).
+    """Return standard normal tensors like the given ones (Box & Muller 1958).
 
-    Those of a tensor depend on its place in the list, not on the others: a tensor of None
-    leaves them be. One draw a dtype and device, whatever the number of tensors, takes the
-    time and the graph of one.
+    They depend on the place in the list, not on the other tensors, which may be None. There
+    is one draw for each dtype and device, so that a graph does not grow with the list.
 
     Args:
         seed: 0-d int64, not negative: the stream.
-        step: 0-d int64, not negative: of which each step has its own part.
-        tensors: What they are for.
+        step: 0-d int64, not negative: the part of the stream.
+        tensors: Tensors, or None.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(tensors):
@@ -72,8 +71,8 @@ def normals(
 
 
 def _bell(words: Words, dtype: torch.dtype) -> Tensor:
-    """Four normal numbers for each four words, side by side."""
-    # In the middle of its cell: never 0, whose logarithm is not finite.
+    """Return four normal numbers for each four words, in a flat tensor."""
+    # 0.5 avoids 0, whose logarithm is not finite.
     u = [(word.to(dtype) + 0.5) * 2.0**-32 for word in words]
     parts: list[Tensor] = []
     for radius, angle in ((u[0], u[1]), (u[2], u[3])):

@@ -1284,7 +1284,7 @@ def test_states_of_other_optimizers() -> None:
     with pytest.raises(ValueError, match="state holds 1 gradient transforms, chain has 2"):
         two.step(params, grads[0], one.init(params))
     split, whole = partition(("w", S), rest=S), partition(("*", S))
-    with pytest.raises(ValueError, match="state is of 1 parts, partition has 2"):
+    with pytest.raises(ValueError, match="state has 1 parts, partition has 2"):
         split.step(params, grads[0], whole.init(params))
     with pytest.raises(ValueError, match=r"state\.hyper holds .*'betas'"):
         inject(S).step(params, grads[0], inject(adamw(lr=0.1)).init(params))

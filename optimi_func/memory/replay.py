@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from optimi_func.execution.executors import SMALL
 from optimi_func.gradient_release import PENDING_BYTES
-from optimi_func.gradient_release.runner import ALIGNMENT
+from optimi_func.gradient_release.backward import ALIGNMENT
 from optimi_func.memory.trace import Event
 
 

@@ -349,10 +349,10 @@ def test_an_error_at_the_end_of_a_backward_ends_it() -> None:
     def fail(*arguments: object) -> None:
         raise ValueError("no update")
 
-    update, handle._runner.owner.update = handle._runner.owner.update, fail
+    update, handle._runner.update = handle._runner.update, fail
     with pytest.raises(RuntimeError, match="no update") as kept:
         model(batch(0)).mean().backward()
-    handle._runner.owner.update = update
+    handle._runner.update = update
     # The traceback, kept alive, holds the backward that failed: this is another one.
     with pytest.warns(UserWarning, match="did not finish"):
         model(batch(0)).mean().backward()

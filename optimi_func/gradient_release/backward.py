@@ -27,7 +27,7 @@ class Accumulation:
         self.position = 0  # the number of backwards in the open cycle
         # "states": the parameters whose state has taken a part of the gradient.
         self.partially_updated: set[Tensor] = set()
-        # "buffer": the sum of each parameter's gradients.
+        # "buffer": the sum of a parameter's gradients.
         self.buffer: dict[Tensor, Tensor] = {}
 
     @property

@@ -93,11 +93,10 @@ class GradientRelease:
 
     @options.setter
     def options(self, options: ReleaseOptions) -> None:
-        now = self._runner.options.accumulation
-        if options.accumulation != now and self._runner.cycle.is_open:
+        if options.accumulation != self.accumulation and self.accumulating:
             raise ValueError(
-                f"accumulation={options.accumulation!r} inside an open cycle of {now!r}: "
-                "call step() first"
+                f"accumulation={options.accumulation!r} inside an open cycle of "
+                f"{self.accumulation!r}: call step() first"
             )
         self._runner.check(options)
         self._runner.options = options
@@ -165,7 +164,7 @@ class GradientRelease:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """The number of skipped updates of each parameter, by name, where any was."""
+        """The number of skipped updates by name of the parameter, without zeros."""
         names, skipped = self._runner.names, self._runner.skipped
         counts = {names[p]: int(count) for p, count in skipped.items()}
         return {name: count for name, count in counts.items() if count}
@@ -200,12 +199,10 @@ class GradientRelease:
                 f"state_dict holds {sorted(saved)}: allowed are {sorted(expected)}"
             )
         for field in ("begun", "buffer", "skipped"):
-            for name in saved[field]:
-                if name not in params:
-                    raise ValueError(
-                        f"state_dict[{field!r}] names {name!r}, which is none of the "
-                        "released parameters"
-                    )
+            if unknown := [name for name in saved[field] if name not in params]:
+                raise ValueError(
+                    f"state_dict[{field!r}] names {unknown[0]!r}: allowed are {[*params]}"
+                )
         cycle, last = Accumulation(), saved["last_norm"]
         cycle.position = int(saved["position"])
         cycle.partially_updated = {params[name] for name in saved["begun"]}
@@ -223,7 +220,7 @@ class GradientRelease:
         if cycle.is_open and saved["accumulation"] != self.accumulation:
             raise ValueError(
                 f"state_dict is from an open cycle of accumulation="
-                f"{saved['accumulation']!r}, here it is {self.accumulation!r}"
+                f"{saved['accumulation']!r}: allowed is {self.accumulation!r}"
             )
         if last is not None and not isinstance(last, Tensor):
             raise ValueError(f"state_dict['last_norm'] is {last!r}: allowed is a tensor")

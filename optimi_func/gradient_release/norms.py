@@ -24,7 +24,7 @@ class Norm(NamedTuple):
 
 
 def local_norms(tensors: list[Tensor]) -> list[Norm]:
-    """Return the norm of each tensor's local shard."""
+    """Return the norms of the local shards."""
     return list(map(Norm, norms_of(to_local(tensors)), map(shards_of, tensors)))
 
 
@@ -58,7 +58,7 @@ def as_scalar(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
 def are_finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Tensor]:
     """Return a 0-d bool for each gradient, True if all its shards are finite.
 
-    `hosts` says for each whether its norm may be read without waiting for a device.
+    hosts[i] is True if norms[i] may be read without waiting for a device.
     """
     flags = [
         _is_finite(g, norm.value) if host else _all_finite(g)

@@ -86,7 +86,7 @@ class ReleaseOptions:
 
     @cached_property
     def needs_norms(self) -> bool:
-        """True if the norm of each gradient has to be known before its update."""
+        """True if every gradient's norm has to be known before its update."""
         clips_by_norm = self.clipping not in (None, "clip_value")
         return self.grad_norm or self.skip_nonfinite or clips_by_norm
 

@@ -78,7 +78,7 @@ class Runner:
             if far:
                 raise ValueError(
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
-                    f"for the device of {far[0]}. Use accumulation='buffer'"
+                    f"for the device of {far[0]}: use accumulation='buffer'"
                 )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
             parts = to_local([p.detach() for p in self.params.values()])
@@ -324,7 +324,7 @@ class Runner:
             self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
 
     def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Norm]:
-        """Return the norm of each gradient, or 0 if it will be skipped."""
+        """Return the gradients' norms, with 0 for those that will be skipped."""
         norms = local_norms(grads)
         if not self.options.skip_nonfinite:
             return norms
@@ -335,7 +335,7 @@ class Runner:
         ]
 
     def grad_scale_of(self, norms: list[Norm]) -> Tensor:
-        """Return the factor that clips all gradients, from the norm of each."""
+        """Return the factor that clips all gradients, from their norms."""
         return clip_factor(self.options.clip_global_norm, global_norm(norms))
 
     # An update

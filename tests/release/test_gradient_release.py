@@ -380,7 +380,7 @@ def test_a_backward_started_by_a_hook_keeps_what_waits_apart() -> None:
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("removed", [False, True])
 def test_everything_is_let_go(pure: bool, removed: bool) -> None:
-    """Whether the hooks were removed, or the model simply forgotten."""
+    """Removed hooks keep nothing alive, and neither does a model that is dropped."""
     model = nn.Linear(100, 100)
     optimizer = optimi_func.adamw(lr=0.1)
     if not pure:

@@ -13,7 +13,7 @@ from optimi_func.gradient_release import runner
 
 
 class Stream:
-    """Of no GPU: notes what it waits for."""
+    """A stand-in for a CUDA stream that notes the streams it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[Any] = []

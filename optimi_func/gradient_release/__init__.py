@@ -1,7 +1,7 @@
-"""Gradient release: the step fused into backward, a parameter at a time.
+"""Gradient release, which updates each parameter during backward.
 
 While hooks are attached, each parameter is updated as soon as its gradient is complete, and
-the gradient is freed before the next one is computed: no moment holds all of them.
+the gradient is freed before the next one is computed.
 """
 
 import sys
@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func._checks import warn_user
 from optimi_func._functional import FunctionalOptimizer
-from optimi_func.gradient_release.handle import GradientRelease
-from optimi_func.gradient_release.hooks import (
-    has_hooks_of_others,
+from optimi_func.gradient_release.handle import (
+    GradientRelease,
+    has_foreign_hooks,
     releases_of,
     releases_on,
 )
@@ -35,7 +35,7 @@ __all__ = [
     "remove_gradient_release",
 ]
 
-# Bytes of small gradients that may wait to be updated together.
+# The default limit on the bytes of small gradients that wait to be updated together.
 PENDING_BYTES = 1 << 20
 
 
@@ -57,42 +57,43 @@ def prepare_for_gradient_release(
 ) -> GradientRelease:
     """Fuse the optimizer's step into the model's backward.
 
-    Afterwards `loss.backward()` updates the parameters and frees each gradient at once;
-    `optimizer.step()` and `zero_grad()` may stay where they are and find nothing to do.
-    Schedulers, param groups and load_state_dict reach the hooks, which look everything
-    up when they run.
+    Afterwards `loss.backward()` updates the parameters and frees each gradient at once.
+    `optimizer.step()` and `zero_grad()` may stay in the loop and find nothing to do.
+    Schedulers, changes of param groups and load_state_dict take effect, because the hooks
+    read everything when they run.
 
-    Several backwards make one step with `accumulation`; their gradients add up, as in
+    With `accumulation`, several backwards make one step. Their gradients add up, as in
     p.grad, and are not divided. The step ends with the `accumulation_steps`-th backward
     or with `step()`, whichever comes first.
 
-        "buffer"   the gradients' sum is kept, and freed parameter by parameter in the
-                   last backward: exact for every rule
-        "states"   no buffer: the state decays once, and each gradient joins it,
+        "buffer"   The gradients' sum is kept, and freed parameter by parameter in the
+                   last backward. Exact for every rule.
+        "states"   No buffer. The state decays once, and each gradient joins it:
                    m <- m + (1 - b1) * g_i, v <- v + (1 - b2) * g_i^2. Exact for SGD with
                    momentum. For the others the first moment is that of the whole
                    gradient, but v is a sum of squares and not the square of a sum, and
-                   Nesterov and Lion look ahead along the last part alone: docs/release.md
-                   has what that costs
+                   Nesterov and Lion look ahead along the last part alone. docs/release.md
+                   says what that costs.
 
     Under fully_shard (FSDP2), prepared after it, each process updates its shards as soon
-    as they are reduced; norms are those of whole gradients, and what one process skips, all
-    skip. Backwards that fully_shard does not reduce (set_requires_gradient_sync) are none.
+    as they are reduced. Norms are those of whole gradients, and all processes skip the same
+    parameters. Backwards that fully_shard does not reduce (set_requires_gradient_sync) do
+    not count.
 
     Args:
         model: Its trainable parameters get the hooks.
-        optimizer: A class of this package made with `gradient_release=True`, which may
-            own a part of the parameters: several optimizers, each with a handle of its
-            own, may share a model. Or a FunctionalOptimizer, over the tree {name:
-            parameter}, whose state is `handle.state`.
-        ignore_existing_hooks: Add the hooks where other programs have theirs, and don't
-            warn of parameters that stay outside.
+        optimizer: A class of this package made with `gradient_release=True`. It may own a
+            part of the parameters, because several optimizers, each with its own handle,
+            may share a model. Or a FunctionalOptimizer, over the tree {name: parameter},
+            whose state is `handle.state`.
+        ignore_existing_hooks: Add the hooks even if other code has hooks there, and don't
+            warn of parameters that the optimizer does not own.
         pending_bytes: Gradients of small parameters wait up to this many bytes, or the
             end of backward, to be updated together.
-        accumulation: "buffer", "states", or None: every backward is a step.
-        accumulation_steps: Backwards in a step; None leaves its end to `step()`.
-        buffer_dtype: The sum's dtype: float32, float64 or bfloat16. None takes the
-            gradient's, but at least float32.
+        accumulation: "buffer", "states", or None if every backward is a step.
+        accumulation_steps: The number of backwards in a step. With None `step()` ends it.
+        buffer_dtype: The sum's dtype, which is float32, float64 or bfloat16. None takes
+            the gradient's, but at least float32.
         clip_param_norm: Scale each gradient down to this norm, by itself.
         clip_value: Clamp each gradient's elements to this size.
         clip_global_norm: Scale all gradients down together to this norm.
@@ -100,9 +101,9 @@ def prepare_for_gradient_release(
             through `handle.backward(loss_fn)`. "lagged" scales by the norm of the step
             before, at no cost; the first step is not clipped.
         grad_norm: Report the norm of every backward's gradients as `handle.grad_norm`.
-        skip_nonfinite: Leave a parameter, its state and its step count alone where its
+        skip_nonfinite: Leave a parameter, its state and its step count unchanged if its
             gradient has an inf or NaN; `handle.skipped` counts. With
-            accumulation="states" such a gradient alone is left out of the step.
+            accumulation="states" only that part of the gradient is left out of the step.
 
     Returns:
         The handle, whose `remove()` detaches the hooks; a context manager that does so.
@@ -110,8 +111,8 @@ def prepare_for_gradient_release(
     Raises:
         TypeError: An optimizer of another library.
         ValueError: An optimizer without `gradient_release=True`, hooks that exist
-            already, a model none of whose parameters it owns, a number out of its
-            range, requests that exclude each other (`gradient_release.CLIPPING` says
+            already, a model none of whose parameters it owns, an option out of its
+            range, options that exclude each other (`gradient_release.CLIPPING` says
             what clips what), or a model wrapped in DistributedDataParallel or
             FullyShardedDataParallel. No hook has been added then.
 
@@ -134,22 +135,16 @@ def prepare_for_gradient_release(
         *(clip_param_norm, clip_value, clip_global_norm, how),
         *(grad_norm, skip_nonfinite),
     )
-    _check_optimizer(optimizer)
     _check_model(model)
-    params = owned(model, optimizer)
-    if not params:
-        raise ValueError(
-            "none of the model's trainable parameters is the optimizer's: make it from "
-            "model.parameters() as they are now (fully_shard replaces them)"
-        )
-    hooked = [p for p in params.values() if has_hooks_of_others(p)]
+    params = _owned(model, optimizer)
+    hooked = [p for p in params.values() if has_foreign_hooks(p)]
     found = releases_on(params.values())
     if found:
         names = " and ".join(type(handle.optimizer).__name__ for handle in found)
         raise ValueError(
             f"the model's parameters are released already, to {names}, which would step "
-            "in place of this optimizer: call remove_gradient_release(model) first, as "
-            "where a notebook's cell is run again"
+            "instead of this optimizer: call remove_gradient_release(model) first, for "
+            "example if a notebook's cell is run again"
         )
     if hooked and not ignore_existing_hooks:
         raise ValueError(
@@ -165,20 +160,8 @@ def prepare_for_gradient_release(
     return handle
 
 
-def _check_optimizer(optimizer: object) -> None:
-    if isinstance(optimizer, FunctionalOptimizer):
-        return
-    if not isinstance(optimizer, BaseOptimizer):
-        raise TypeError(
-            f"optimizer={type(optimizer).__name__} is not one of optimi_func's classes, "
-            "nor a FunctionalOptimizer"
-        )
-    if not optimizer.defaults["gradient_release"]:
-        raise ValueError("the optimizer was not made with gradient_release=True")
-
-
 def _check_model(model: nn.Module) -> None:
-    # Not imported for this: who has such a model has imported it.
+    # If the model uses FSDP, the module is imported already; importing it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -190,23 +173,35 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def owned(
+def _owned(
     model: nn.Module, optimizer: BaseOptimizer | FunctionalOptimizer
 ) -> dict[str, Tensor]:
-    """The model's trainable parameters that the optimizer updates, by name."""
+    """Return the model's trainable parameters that the optimizer updates, by name."""
     params: dict[str, Tensor] = dict(model.named_parameters())
-    params = {n: p for n, p in params.items() if p.requires_grad}
+    params = {name: p for name, p in params.items() if p.requires_grad}
     if isinstance(optimizer, BaseOptimizer):
+        if not optimizer.defaults["gradient_release"]:
+            raise ValueError("the optimizer was not made with gradient_release=True")
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        params = {n: p for n, p in params.items() if id(p) in known}
+        params = {name: p for name, p in params.items() if id(p) in known}
+    elif not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} is not one of optimi_func's classes, "
+            "nor a FunctionalOptimizer"
+        )
+    if not params:
+        raise ValueError(
+            "none of the model's trainable parameters is the optimizer's: make it from "
+            "model.parameters() as they are now (fully_shard replaces them)"
+        )
     return params
 
 
 def remove_gradient_release(model: nn.Module) -> None:
     """Detach every hook that `prepare_for_gradient_release` added to the model.
 
-    Also those that it added through another module around the same parameters. Warns
-    where there is none.
+    This includes hooks that it added through another module with the same parameters.
+    Warns if there are none.
     """
     handles = releases_of(model)
     if not handles:

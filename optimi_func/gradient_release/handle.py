@@ -1,43 +1,48 @@
-"""The handle: settings, what is carried from step to step, and backwards run twice."""
+"""The handle of a gradient release, and which handles have hooks on which parameters."""
 
-import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func import _torch
 from optimi_func._checks import warn_user
-from optimi_func._distributed import any_distributed, distribute_like
+from optimi_func._distributed import distribute_like
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._tree import TreeState
-from optimi_func.gradient_release.accumulation import Accumulation
-from optimi_func.gradient_release.backward import SinceStep
-from optimi_func.gradient_release.hooks import attach, detach
-from optimi_func.gradient_release.norms import Norm
+from optimi_func.gradient_release.backward import Accumulation, SinceStep
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
-from optimi_func.gradient_release.owners import ClassOwner, TreeOwner
 from optimi_func.gradient_release.runner import Runner
-from optimi_func.gradient_release.two_pass import (
-    NO_REENTRANCE,
-    Buffers,
-    is_reentrant,
-    leaves_of,
-)
+from optimi_func.gradient_release.tree import TreeOptimizer
+from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
 from optimi_func.optimizers import BaseOptimizer
 
 
+class _Attached(NamedTuple):
+    """The release that a hook belongs to, and the way to remove the hook without it."""
+
+    release: "weakref.ref[GradientRelease]"
+    removers: list[RemovableHandle]
+
+
+# Weak dictionaries instead of attributes, which copies of a model would share.
+_by_model: "weakref.WeakKeyDictionary[nn.Module, list[GradientRelease]]" = (
+    weakref.WeakKeyDictionary()
+)
+_by_hook: "weakref.WeakKeyDictionary[Any, _Attached]" = weakref.WeakKeyDictionary()
+
+
 class GradientRelease:
-    """The hooks of one model and optimizer: `remove()` them, or use as a context.
+    """The hooks of one model and optimizer: `remove()` them, or use it as a context.
 
     Made by `prepare_for_gradient_release`.
 
     Attributes:
-        optimizer: What updates the parameters in backward.
+        optimizer: The optimizer that updates the parameters in backward.
     """
 
     def __init__(
@@ -49,195 +54,185 @@ class GradientRelease:
     ) -> None:
         self.optimizer = optimizer
         self._model = weakref.ref(model)
-        owner = (
-            ClassOwner(optimizer)
-            if isinstance(optimizer, BaseOptimizer)
-            else TreeOwner(optimizer, params)
-        )
-        self._runner = Runner(params, owner, options)
-        self._runner.check(options)
-        self._said: set[str] = set()
-        self._idle = 0  # steps without a backward before them
-        self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._runner.hook) for p in params.values()
-        ]
-        attach(self, model, self._runner.hook, self._hooks)
         if isinstance(optimizer, BaseOptimizer):
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-            self._hooks.append(
-                optimizer.register_state_dict_pre_hook(self._before_state_dict)
-            )
-            self._hooks.append(
-                optimizer.register_load_state_dict_post_hook(self._after_load)
-            )
+            runner = Runner(params, optimizer, options)
+        else:
+            runner = Runner(params, TreeOptimizer(optimizer, params), options)
+        self._runner = runner
+        self._said: set[str] = set()
+        self._idle = 0  # steps before the first backward
+        self._hooks: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(runner.hook) for p in params.values()
+        ]
+        _by_model.setdefault(model, []).append(self)
+        _by_hook[runner.hook] = _Attached(weakref.ref(self), list(self._hooks))
+        if isinstance(optimizer, BaseOptimizer):
+            self._hooks += [
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_state_dict_pre_hook(self._before_state_dict),
+                optimizer.register_load_state_dict_post_hook(self._after_load),
+            ]
             optimizer.attach(self)
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """What it updates in backward, by name."""
+        """The released parameters, by name."""
         return self._runner.params
 
-    # Settings
+    # Options
 
     @property
     def options(self) -> ReleaseOptions:
-        """All settings; assign a changed copy between two backwards.
+        """All options; assign a changed copy between two backwards.
 
         Raises:
-            ValueError: Settings that exclude each other, or another accumulation while
+            ValueError: Options that exclude each other, or another accumulation while
                 a cycle is open; nothing has changed then.
         """
         return self._runner.options
 
     @options.setter
     def options(self, options: ReleaseOptions) -> None:
-        now = self._runner.options.accumulation
-        if options.accumulation != now and self._runner.cycle.is_open:
+        if options.accumulation != self.accumulation and self.accumulating:
             raise ValueError(
-                f"accumulation={options.accumulation!r} inside an open cycle of {now!r}: "
-                "call step() first"
+                f"accumulation={options.accumulation!r} inside an open cycle of "
+                f"{self.accumulation!r}: call step() first"
             )
         self._runner.check(options)
         self._runner.options = options
 
     @property
     def accumulation(self) -> AccumulationMode | None:
-        """How backwards make a step together; assign between two cycles."""
+        """The way in which several backwards make a step; assign between two cycles."""
         return self._runner.options.accumulation
 
     @accumulation.setter
     def accumulation(self, accumulation: AccumulationMode | None) -> None:
-        steps = self._runner.options.accumulation_steps if accumulation else None
-        dtype = self._runner.options.buffer_dtype if accumulation == "buffer" else None
+        o = self.options
         self.options = replace(
-            self._runner.options,
+            o,
             accumulation=accumulation,
-            accumulation_steps=steps,
-            buffer_dtype=dtype,
+            accumulation_steps=o.accumulation_steps if accumulation else None,
+            buffer_dtype=o.buffer_dtype if accumulation == "buffer" else None,
         )
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Backwards in a step; None: `step()` ends it. Assignable."""
+        """The number of backwards in a step, or None if `step()` ends it. Assignable."""
         return self._runner.options.accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int | None) -> None:
-        self.options = replace(self._runner.options, accumulation_steps=steps)
+        self.options = replace(self.options, accumulation_steps=steps)
 
-    # What it carries
+    # State
 
     @property
     def state(self) -> TreeState:
-        """A FunctionalOptimizer's state, over {name: parameter}; assign one to load it.
+        """The state of a FunctionalOptimizer, over {name: parameter}; assignable.
 
         The tensors are updated in place.
 
         Raises:
             AttributeError: For a class, which keeps its state itself.
         """
-        return self._tree().state
+        return self._tree.state
 
     @state.setter
     def state(self, state: TreeState) -> None:
-        self._tree().state = state
+        self._tree.state = state
 
-    def _tree(self) -> TreeOwner:
-        if not isinstance(self._runner.owner, TreeOwner):
-            name = type(self.optimizer).__name__
+    @property
+    def _tree(self) -> TreeOptimizer:
+        optimizer = self._runner.optimizer
+        if isinstance(optimizer, BaseOptimizer):
             raise AttributeError(
-                f"handle.state is for a FunctionalOptimizer: {name} keeps its own in "
-                "optimizer.state"
+                "handle.state is for a FunctionalOptimizer: "
+                f"{type(optimizer).__name__} keeps its own in optimizer.state"
             )
-        return self._runner.owner
+        return optimizer
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """With `grad_norm=True`, the global norm of the last backward's gradients.
+        """The global norm of the last backward's gradients, if `grad_norm=True`.
 
-        A 0-d tensor on the parameters' device, from before any clipping: what
-        clip_grad_norm_ would have returned. With accumulation="buffer" that of the sums
-        so far. None before the first.
+        It is the 0-d tensor on the parameters' device that clip_grad_norm_ would have
+        returned, taken before any clipping. With accumulation="buffer" it is the norm of
+        the sums so far. None before the first backward.
         """
         return self._runner.grad_norm
 
     @property
     def skipped(self) -> dict[str, int]:
-        """With `skip_nonfinite=True`: how many of a parameter's updates were skipped."""
-        names = self._runner.names
-        counts = {names[p]: int(count) for p, count in self._runner.skipped.items()}
+        """The number of skipped updates by name of the parameter, without zeros."""
+        names, skipped = self._runner.names, self._runner.skipped
+        counts = {names[p]: int(count) for p, count in skipped.items()}
         return {name: count for name, count in counts.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the runner itself carries from one backward to the next.
+        """Return what the hooks carry from one backward to the next, in live tensors.
 
-        The optimizer's own state is not in it: a class has `optimizer.state_dict()`, a
-        FunctionalOptimizer `handle.state`. Tensors are the live ones.
+        The optimizer's own state is not in it, but in `optimizer.state_dict()` of a class
+        and in `handle.state` of a FunctionalOptimizer.
         """
-        cycle = self._runner.cycle
+        names, cycle = self._runner.names, self._runner.cycle
         return {
-            "accumulation": self._runner.options.accumulation,
+            "accumulation": self.accumulation,
             "position": cycle.position,
-            "begun": sorted(self._runner.names[p] for p in cycle.partially_updated),
-            "buffer": {self._runner.names[p]: held for p, held in cycle.buffer.items()},
+            "begun": sorted(names[p] for p in cycle.partially_updated),
+            "buffer": {names[p]: held for p, held in cycle.buffer.items()},
             "last_norm": self._runner.last_norm,
             "skipped": self.skipped,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where another run's handle stood; tensors are copied.
+        """Copy what another run's handle carried, to go on from there.
 
         Raises:
-            ValueError: What does not fit this model or these settings; nothing is
+            ValueError: What does not fit this model or these options; nothing is
                 loaded then.
         """
-        saved = dict(state_dict)
-        expected = {*self.state_dict()}
+        saved, runner = dict(state_dict), self._runner
+        expected, params = {*self.state_dict()}, runner.params
         if {*saved} != expected:
             raise ValueError(
                 f"state_dict holds {sorted(saved)}: allowed are {sorted(expected)}"
             )
         for field in ("begun", "buffer", "skipped"):
-            for name in saved[field]:
-                if name not in self._runner.params:
-                    raise ValueError(
-                        f"state_dict[{field!r}] names {name!r}, which is none of the "
-                        "released parameters"
-                    )
+            if unknown := [name for name in saved[field] if name not in params]:
+                raise ValueError(
+                    f"state_dict[{field!r}] names {unknown[0]!r}: allowed are {[*params]}"
+                )
+        cycle, last = Accumulation(), saved["last_norm"]
+        cycle.position = int(saved["position"])
+        cycle.partially_updated = {params[name] for name in saved["begun"]}
         for name, held in saved["buffer"].items():
-            p = self._runner.params[name]
+            p = params[name]
             if not isinstance(held, Tensor) or held.shape != p.shape:
                 raise ValueError(
                     f"state_dict['buffer'][{name!r}] is not a tensor of shape "
                     f"{tuple(p.shape)}"
                 )
-        cycle = Accumulation()
-        cycle.position = int(saved["position"])
-        if cycle.position < 0:
-            raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
-        cycle.partially_updated = {self._runner.params[name] for name in saved["begun"]}
-        for name, held in saved["buffer"].items():
-            p = self._runner.params[name]
             cycle.buffer[p] = torch.empty_like(p, dtype=held.dtype, requires_grad=False)
             cycle.buffer[p].copy_(distribute_like(p, held))
-        if cycle.is_open and saved["accumulation"] != self._runner.options.accumulation:
+        if cycle.position < 0:
+            raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
+        if cycle.is_open and saved["accumulation"] != self.accumulation:
             raise ValueError(
                 f"state_dict is from an open cycle of accumulation="
-                f"{saved['accumulation']!r}, here it is {self.accumulation!r}"
+                f"{saved['accumulation']!r}: allowed is {self.accumulation!r}"
             )
-        last = saved["last_norm"]
         if last is not None and not isinstance(last, Tensor):
             raise ValueError(f"state_dict['last_norm'] is {last!r}: allowed is a tensor")
-        last = None if last is None else last.detach().clone()
-        counts = {self._runner.params[n]: int(k) for n, k in saved["skipped"].items()}
-        skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
-        self._runner.cycle = cycle
-        self._runner.last_norm, self._runner.skipped = last, skipped
+        counts = {params[name]: int(count) for name, count in saved["skipped"].items()}
+        runner.skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
+        runner.last_norm = None if last is None else last.detach().clone()
+        runner.cycle = cycle
 
-    # Attaching
+    # Hooks
 
     def remove(self) -> None:
-        """Detach the hooks; the optimizer's own step updates everything again.
+        """Remove the hooks, so that the optimizer's own step updates everything again.
 
         Inside a cycle of accumulation="buffer" the sums become the parameters' `.grad`.
         """
@@ -246,10 +241,9 @@ class GradientRelease:
                 hook.remove()
             self._hooks.clear()
             if isinstance(self.optimizer, BaseOptimizer):
-                _take_out(self.optimizer.releases, self)
-            model = self._model()
-            if model is not None:
-                detach(self, model)
+                _discard(self.optimizer.releases, self)
+            for handles in _by_model.values():
+                _discard(handles, self)
             cycle, self._runner.cycle = self._runner.cycle, Accumulation()
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)
@@ -265,29 +259,23 @@ class GradientRelease:
     def __enter__(self) -> "GradientRelease":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
-    # A step that is more than the hooks
+    # Steps
 
     def step(self) -> None:
         """End the open accumulation cycle now, if there is one.
 
-        A class's own `step()` does the same; a FunctionalOptimizer has no other.
+        `step()` of a class does the same; a FunctionalOptimizer has no other.
         """
         self._runner.close_cycle()
 
     def discard(self) -> None:
-        """Forget the gradients of the open cycle, as zero_grad() does those in p.grad.
+        """Drop the gradients of the open cycle, as zero_grad() drops those in p.grad.
 
         Raises:
-            RuntimeError: With accumulation="states", whose gradients cannot be told
-                from the state any more.
+            RuntimeError: With accumulation="states", which adds gradients into the state.
         """
         if self._runner.cycle.partially_updated:
             raise RuntimeError(
@@ -298,12 +286,12 @@ class GradientRelease:
 
     @property
     def accumulating(self) -> bool:
-        """Whether an accumulation cycle is open."""
+        """True if an accumulation cycle is open."""
         return self._runner.cycle.is_open
 
     def before_zero_grad(self) -> None:
-        """Say that zero_grad() finds no gradients, where that may surprise."""
-        if self._runner.cycle.is_open:
+        """Warn if zero_grad() would be expected to drop the gradients of an open cycle."""
+        if self.accumulating:
             self._warn_once(
                 "zero_grad() inside an open accumulation cycle has no effect: "
                 "handle.discard() forgets the gradients so far"
@@ -316,7 +304,7 @@ class GradientRelease:
 
     def _after_load(self, optimizer: Any) -> None:
         del optimizer
-        if self._runner.cycle.is_open:
+        if self.accumulating:
             warn_user(
                 "load_state_dict() inside an open accumulation cycle, which goes on: "
                 "handle.load_state_dict() loads where the saved run stood in its own",
@@ -326,16 +314,15 @@ class GradientRelease:
         if len(args) > 2 or kwargs.get("param") is not None:
             return  # the optimizer, closure, param: a step of one parameter
         self.step()
-        since = self._runner.since_step
+        since, params = self._runner.since_step, self._runner.params.values()
         if since is None:
-            self._idle += any(p.requires_grad for p in self._runner.params.values())
-            # Once may be a scheduler's dummy.
-            if self._idle > 1 and all(p.grad is None for p in self._runner.params.values()):
+            self._idle += any(p.requires_grad for p in params)
+            # A scheduler may have called step() once.
+            if self._idle > 1 and all(p.grad is None for p in params):
                 self._warn_once(
-                    "step() again before any hook has run, and without gradients: if there "
-                    "was a backward, the model's parameters are not those that it was "
-                    "prepared with. Prepare after fully_shard, and after all else that "
-                    "replaces them"
+                    "step() again before any hook has run, and without gradients. If there "
+                    "was a backward, the model's parameters have been replaced since it "
+                    "was prepared: prepare it after fully_shard and the like"
                 )
             return
         if since.moves > 1:
@@ -369,15 +356,15 @@ class GradientRelease:
 
         Args:
             loss_fn: Runs the model and returns the loss, a tensor of one element.
-            clip_global_norm: For this call, in place of the handle's.
-            how: For this call, in place of the handle's.
+            clip_global_norm: Replaces the handle's for this call.
+            how: Replaces the handle's for this call.
 
         Returns:
             The loss, detached.
 
         Raises:
-            TypeError: A loss, in place of the function that computes it.
-            RuntimeError: The second pass gave another loss than the first: nothing has
+            TypeError: The loss instead of the function that computes it.
+            RuntimeError: The second pass gave another loss than the first; nothing has
                 been updated then.
         """
         if not callable(loss_fn):
@@ -387,7 +374,7 @@ class GradientRelease:
                 "have to run twice"
             )
         if clip_global_norm is not None or how is not None:
-            usual = self._runner.options
+            usual = self.options
             limit = usual.clip_global_norm if clip_global_norm is None else clip_global_norm
             self.options = replace(usual, clip_global_norm=limit, how=how or usual.how)
             try:
@@ -396,76 +383,66 @@ class GradientRelease:
                 self._runner.options = usual
         if not self._hooks:
             raise RuntimeError("the hooks were removed: call loss.backward() and step()")
-        if not (self._runner.options.two_pass and self._runner.moves_next()):
+        runner, model = self._runner, self._model()
+        if not (self.options.two_pass and runner.moves_next()):
             loss = loss_fn()
             loss.backward()
             return loss.detach()
-        measured, norms = self._measure(loss_fn)
+        if model is None:
+            raise RuntimeError(
+                "the module that was prepared is gone, so that its buffers cannot be put "
+                "back between two passes: keep a reference to it"
+            )
+        measured, norms = measure(runner, model, loss_fn)
         loss = loss_fn()
         if not torch.isclose(loss.detach(), measured, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise RuntimeError(
                 f"loss_fn gave {measured.item()} and then {loss.item()}: how='two_pass' "
                 "needs it to do the same thing twice"
             )
-        self._runner.grad_scale = self._runner.grad_scale_of(norms)
+        runner.grad_scale = runner.grad_scale_of(norms)
         try:
             loss.backward()
         finally:
-            self._runner.grad_scale = None
+            runner.grad_scale = None
         return loss.detach()
-
-    def _measure(self, loss_fn: Callable[[], Tensor]) -> tuple[Tensor, list[Norm]]:
-        """The loss and its gradients' norms; .grad, buffers, random state are restored."""
-        model = self._model()
-        if model is None:
-            raise RuntimeError(
-                "the module that was prepared is gone, and with it the list of buffers to "
-                "put back between two passes: keep a reference to it"
-            )
-        buffers = Buffers(model)
-        runner = self._runner
-        params = list(runner.params.values())
-        before = {p: p.grad.clone() for p in params if p.grad is not None}
-        apart: dict[Tensor, Tensor | None] = {}
-        drawn = random.getstate()
-        devices = {p.device.index for p in params if p.is_cuda}
-        try:
-            with runner.measuring() as measured, torch.random.fork_rng(sorted(devices)):
-                loss = loss_fn()
-                if is_reentrant(loss):
-                    raise RuntimeError(NO_REENTRANCE)
-                # Other parameters' gradients must not be added twice.
-                if any_distributed(params):
-                    # What fully_shard made is no leaf: its gradients come from others.
-                    apart = {x: x.grad for x in leaves_of(loss).difference(params)}
-                    for x in apart:
-                        x.grad = None
-                    loss.backward()
-                else:
-                    loss.backward(inputs=[p for p in params if p.requires_grad])
-        finally:
-            random.setstate(drawn)
-            buffers.restore()
-            for p, g in [*before.items(), *apart.items()]:
-                p.grad = g
-        sums = runner.cycle.buffer.items()
-        rest = {p: x for p, x in sums if p not in measured.fired}
-        norms = runner.norms_to_clip([*rest], [*rest.values()])
-        return loss.detach(), measured.norms + norms
 
     def _before_state_dict(self, optimizer: Any) -> None:
         del optimizer
-        if self._runner.cycle.is_open:
-            carried = {
-                "states": "which states have taken gradients",
-                "buffer": "the sums of gradients",
-            }[str(self._runner.options.accumulation)]
+        if self.accumulating:
             warn_user(
                 "state_dict() inside an open accumulation cycle (backward "
-                f"{self._runner.cycle.position} of it): {carried} and the position are "
-                "not in it. Save handle.state_dict() beside it, or call step() first",
+                f"{self._runner.cycle.position} of it) does not contain the cycle. Save "
+                "handle.state_dict() too, or call step() first",
             )
 
 
-def _take_out(handles: list[Any], handle: GradientRelease) -> None:
+def _discard(handles: list[GradientRelease], handle: GradientRelease) -> None:
     handles[:] = [other for other in handles if other is not handle]
+
+
+def releases_of(model: nn.Module) -> list[GradientRelease]:
+    """Find a model's releases, even if made for another module with its parameters."""
+    params = set(model.parameters())
+    found = [x for x in releases_on(params) if params.issuperset(x.params.values())]
+    return list(dict.fromkeys([*_by_model.get(model, []), *found]))
+
+
+def releases_on(params: Iterable[Tensor]) -> list[GradientRelease]:
+    """Find the releases that have hooks on any of these parameters."""
+    hooks = [hook for p in params for hook in _torch.accumulate_hooks(p)]
+    found = [_by_hook[hook].release() for hook in hooks if hook in _by_hook]
+    return list(dict.fromkeys([release for release in found if release is not None]))
+
+
+def has_foreign_hooks(p: Tensor) -> bool:
+    """Return True if other code has hooks on p; remove hooks whose release is gone."""
+    foreign = False
+    for hook in _torch.accumulate_hooks(p):
+        attached = _by_hook.get(hook)
+        if attached is None:
+            foreign = True
+        elif attached.release() is None:
+            for remover in attached.removers:
+                remover.remove()
+    return foreign

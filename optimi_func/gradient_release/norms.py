@@ -1,4 +1,4 @@
-"""Norms and finiteness of gradients, of which a process may hold a part (DTensor)."""
+"""Norms of gradients and checks for inf and NaN, over all shards of a DTensor."""
 
 from typing import Any, NamedTuple
 
@@ -17,19 +17,19 @@ from optimi_func._rule import Scalar
 
 
 class Norm(NamedTuple):
-    """The norm of the local part of a tensor."""
+    """The norm of a tensor's local shard."""
 
     value: Tensor  # 0-d, of at least float32
-    shard: ShardSpec | None  # the processes that hold the rest of it
+    shard: ShardSpec | None  # the processes that hold the other shards
 
 
-def measured(tensors: list[Tensor]) -> list[Norm]:
-    """The norm of each tensor, as far as it lies here."""
+def local_norms(tensors: list[Tensor]) -> list[Norm]:
+    """Return the norms of the local shards."""
     return list(map(Norm, norms_of(to_local(tensors)), map(shards_of, tensors)))
 
 
-def whole(norms: list[Norm]) -> list[Norm]:
-    """The norms of whole tensors: a message, where any lies in shards."""
+def whole_norms(norms: list[Norm]) -> list[Norm]:
+    """Combine the norms of local shards into those of whole tensors by one all-reduce."""
     if all(norm.shard is None for norm in norms):
         return norms
     squares = [norm.value.double().square() for norm in norms]
@@ -40,28 +40,25 @@ def whole(norms: list[Norm]) -> list[Norm]:
     ]
 
 
-def total(norms: list[Norm]) -> Tensor:
-    """The norm of all: a message of one number a mesh, where any lies in shards."""
+def global_norm(norms: list[Norm]) -> Tensor:
+    """Return the norm of all tensors together, by one number per mesh and process."""
     parts: dict[Any, list[Norm]] = {}
     for norm in norms:
         parts.setdefault(norm.shard and norm.shard.group, []).append(norm)
     local = [norm.value for norm in parts.pop(None, [])]
     sums = [Norm(total_norm([n.value for n in x]), x[0].shard) for x in parts.values()]
-    return total_norm([*local, *(norm.value for norm in whole(sums))])
+    return total_norm([*local, *(norm.value for norm in whole_norms(sums))])
 
 
-def at(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
-    """A number for p's update: the host's own, or on p's device."""
+def as_scalar(x: Tensor, p: Tensor, on_host: bool) -> Scalar:
+    """Convert x to a Python number, or move it to p's device if reading it would wait."""
     return x.item() if on_host else x.to(p.device)
 
 
 def are_finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> list[Tensor]:
-    """Whether all of each gradient is finite, wherever any of it lies: 0-d bools.
+    """Return a 0-d bool for each gradient, True if all its shards are finite.
 
-    Args:
-        grads: The gradients.
-        norms: Of what lies here of them.
-        hosts: Of which the device need not be spared the waiting.
+    hosts[i] is True if norms[i] may be read without waiting for a device.
     """
     flags = [
         _is_finite(g, norm.value) if host else _all_finite(g)
@@ -71,13 +68,13 @@ def are_finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> lis
 
 
 def _is_finite(g: Tensor, norm: Tensor) -> Tensor:
-    # A finite norm needs no second look; large numbers can overflow it.
+    # The norm of large finite elements can overflow, so an infinite norm proves nothing.
     finite = norm.isfinite()
     return finite if finite else g.isfinite().all()
 
 
 def _all_finite(g: Tensor) -> Tensor:
-    # Without a tensor of g's size.
+    # g.isfinite() would allocate a tensor of g's shape.
     if g.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=g.device)
     low, high = g.aminmax()

@@ -1,7 +1,8 @@
-"""What a gradient release can be asked for, and which requests exclude each other."""
+"""The options of a gradient release, and the combinations that are refused."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -9,43 +10,29 @@ AccumulationMode: TypeAlias = Literal["states", "buffer"]
 How: TypeAlias = Literal["two_pass", "lagged"]
 Fidelity: TypeAlias = Literal["exact", "approximate", "raises"]
 
-# Clipping by accumulation, beside a step by p.grad with torch.nn.utils.clip_grad_*: with
-# "flag" (optimizer_accumulation) each part of the gradient is clipped by itself; with
-# "states" the whole gradient is nowhere to be measured.
+_EXACT: dict[str, Fidelity] = {
+    "none": "exact",
+    "flag": "approximate",
+    "states": "raises",
+    "buffer": "exact",
+}
+# CLIPPING[clipping][accumulation] compares with torch.nn.utils.clip_grad_* and a step along
+# p.grad. "flag" is optimizer_accumulation, which clips each part of the gradient by itself.
+# "states" raises because it never holds the whole gradient.
 CLIPPING: dict[str, dict[str, Fidelity]] = {
-    "clip_param_norm": {
-        "none": "exact",
-        "flag": "approximate",
-        "states": "raises",
-        "buffer": "exact",
-    },
-    "clip_value": {
-        "none": "exact",
-        "flag": "approximate",
-        "states": "raises",
-        "buffer": "exact",
-    },
-    "two_pass": {
-        "none": "exact",
-        "flag": "approximate",
-        "states": "raises",
-        "buffer": "exact",
-    },
-    "lagged": {
-        "none": "approximate",
-        "flag": "approximate",
-        "states": "raises",
-        "buffer": "approximate",
-    },
+    "clip_param_norm": {**_EXACT},
+    "clip_value": {**_EXACT},
+    "two_pass": {**_EXACT},
+    "lagged": {**_EXACT, "none": "approximate", "buffer": "approximate"},
 }
 
 
 @dataclass(frozen=True)
 class ReleaseOptions:
-    """What a release does beyond the plain step: see `prepare_for_gradient_release`.
+    """The options of `prepare_for_gradient_release`, under the same names.
 
-    A value: `handle.options = dataclasses.replace(handle.options, grad_norm=True)` changes
-    one between two backwards.
+    Change one between two backwards by
+    `handle.options = dataclasses.replace(handle.options, grad_norm=True)`.
     """
 
     pending_bytes: int
@@ -60,22 +47,22 @@ class ReleaseOptions:
     skip_nonfinite: bool
 
     def __post_init__(self) -> None:
-        """Refuse what no backward could honour."""
+        """Raise if no backward could honour these options."""
         if self.pending_bytes < 0:
             raise ValueError(f"pending_bytes={self.pending_bytes}: allowed is at least 0")
         self._check_accumulation()
-        if self.how not in get_args(How):
-            raise ValueError(f"how={self.how!r}: allowed are {get_args(How)}")
-        for name in ("clip_param_norm", "clip_value", "clip_global_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value}: allowed are positive numbers and None")
-        limits = (self.clip_param_norm, self.clip_value, self.clip_global_norm)
-        if sum(x is not None for x in limits) > 1:
-            raise ValueError(
-                f"clip_param_norm={limits[0]}, clip_value={limits[1]}, "
-                f"clip_global_norm={limits[2]}: choose one"
-            )
+        self._check_choice("how", *get_args(How))
+        limits = {
+            "clip_param_norm": self.clip_param_norm,
+            "clip_value": self.clip_value,
+            "clip_global_norm": self.clip_global_norm,
+        }
+        for name, limit in limits.items():
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name}={limit}: allowed are positive numbers and None")
+        if sum(limit is not None for limit in limits.values()) > 1:
+            asked = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+            raise ValueError(f"{asked}: choose one")
         row = CLIPPING.get(self.clipping or "", {})
         if row.get(self.accumulation or "none") == "raises":
             raise ValueError(
@@ -83,13 +70,39 @@ class ReleaseOptions:
                 "clipping would measure: use accumulation='buffer'"
             )
 
+    @cached_property
+    def clipping(self) -> str | None:
+        """The row of `CLIPPING` that was asked for, or None."""
+        if self.clip_param_norm is not None:
+            return "clip_param_norm"
+        if self.clip_value is not None:
+            return "clip_value"
+        return None if self.clip_global_norm is None else self.how
+
+    @cached_property
+    def two_pass(self) -> bool:
+        """True if an update has to know the norm of the backward that it is in."""
+        return self.clipping == "two_pass"
+
+    @cached_property
+    def needs_norms(self) -> bool:
+        """True if every gradient's norm has to be known before its update."""
+        clips_by_norm = self.clipping not in (None, "clip_value")
+        return self.grad_norm or self.skip_nonfinite or clips_by_norm
+
+    @cached_property
+    def whole_backward(self) -> bool:
+        """True if it matters where a backward begins and ends."""
+        return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)
+
+    def _check_choice(self, name: str, *allowed: Any) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r}: allowed are {allowed}")
+
     def _check_accumulation(self) -> None:
         chosen, steps = self.accumulation, self.accumulation_steps
-        if chosen not in (None, *get_args(AccumulationMode)):
-            raise ValueError(
-                f"accumulation={chosen!r}: allowed are {get_args(AccumulationMode)} and "
-                "None"
-            )
+        self._check_choice("accumulation", *get_args(AccumulationMode), None)
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ValueError(
                 f"accumulation_steps={steps!r}: allowed are whole numbers from 1, and None"
@@ -98,31 +111,10 @@ class ReleaseOptions:
             raise ValueError(
                 f"accumulation_steps={steps} needs accumulation='buffer' or 'states'"
             )
-        if self.buffer_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
-            raise ValueError(
-                f"buffer_dtype={self.buffer_dtype}: allowed are torch.float32, "
-                "torch.float64, torch.bfloat16 and None"
-            )
+        self._check_choice(
+            "buffer_dtype", torch.float32, torch.float64, torch.bfloat16, None
+        )
         if self.buffer_dtype is not None and chosen != "buffer":
             raise ValueError(
                 f"buffer_dtype={self.buffer_dtype} needs accumulation='buffer'"
             )
-
-    @property
-    def clipping(self) -> str | None:
-        """The row of `CLIPPING` that was asked for."""
-        if self.clip_param_norm is not None:
-            return "clip_param_norm"
-        if self.clip_value is not None:
-            return "clip_value"
-        return None if self.clip_global_norm is None else self.how
-
-    @property
-    def two_pass(self) -> bool:
-        """Whether an update has to know the norm of the backward that it is in."""
-        return self.clipping == "two_pass"
-
-    @property
-    def whole_backward(self) -> bool:
-        """Whether anything depends on where a backward begins and ends."""
-        return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)

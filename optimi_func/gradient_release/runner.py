@@ -1,4 +1,4 @@
-"""What becomes of a gradient from its completion to its release."""
+"""The hooks' work: accumulate, clip and apply each gradient, then free it."""
 
 import threading
 import weakref
@@ -12,20 +12,23 @@ from torch import Tensor, distributed
 
 from optimi_func import _torch
 from optimi_func._checks import check_grad, warn_user
-from optimi_func._distributed import redistribute_like, to_local
+from optimi_func._distributed import is_distributed, redistribute_like, to_local
 from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.execution.executors import SMALL
-from optimi_func.execution.tensors import is_dense, is_plain
-from optimi_func.gradient_release import streams
-from optimi_func.gradient_release.accumulation import Accumulation
-from optimi_func.gradient_release.backward import Backward, SinceStep
-from optimi_func.gradient_release.norms import Norm, are_finite, at, measured, total, whole
+from optimi_func.execution.tensors import is_plain
+from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record
+from optimi_func.gradient_release.norms import (
+    Norm,
+    are_finite,
+    as_scalar,
+    global_norm,
+    local_norms,
+    whole_norms,
+)
 from optimi_func.gradient_release.options import ReleaseOptions
-from optimi_func.gradient_release.owners import Owner
-
-# Gradients in the staging buffer begin at multiples of it, aligned for every dtype.
-ALIGNMENT = 16
+from optimi_func.gradient_release.tree import TreeOptimizer
+from optimi_func.optimizers import BaseOptimizer
 
 NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
@@ -33,69 +36,49 @@ NO_DDP = (
 )
 
 
-def aligned(size: int) -> int:
-    """Round bytes up to a multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def staging_size(size: int, needed: int, least: int) -> int:
-    """Return the size of the staging buffer, grown if it has less than `needed` bytes."""
-    return size if needed <= size else max(least, 2 * size, needed)
-
-
 class Runner:
-    """Updates parameters from their hooks, and frees the gradients. Internal.
-
-    Attributes:
-        params: What is released, by name.
-        owner: What updates it.
-        options: As they are now; changed between two backwards.
-        cycle: Where the accumulation stands.
-        grad_norm: The last backward's, where it was asked for.
-        last_norm: The last step's, for how="lagged".
-        skipped: By parameter, how many updates were left out.
-        grad_scale: Of the backward to come, from the pass that measured it.
-        since_step: The backwards since the last step(); None before the first.
-    """
+    """The hooks of one model and optimizer, and what they carry between backwards."""
 
     def __init__(
-        self, params: dict[str, Tensor], owner: Owner, options: ReleaseOptions
+        self,
+        params: dict[str, Tensor],
+        optimizer: BaseOptimizer | TreeOptimizer,
+        options: ReleaseOptions,
     ) -> None:
         self.params = params
         self.names = {p: name for name, p in params.items()}
-        self.owner = owner
-        self.options = options
+        self.optimizer = optimizer
+        self.update = optimizer.update
+        self.check(options)
+        self.options = options  # changes between two backwards only
         self.cycle = Accumulation()
-        self.grad_norm: Tensor | None = None
-        self.last_norm: Tensor | None = None
-        self.skipped: dict[Tensor, Tensor] = {}
-        self.grad_scale: Tensor | None = None
-        self.since_step: SinceStep | None = None
-        self.lock = threading.RLock()  # devices run their hooks on threads of their own
+        self.grad_norm: Tensor | None = None  # of the last backward
+        self.last_norm: Tensor | None = None  # of the last step, for how="lagged"
+        self.skipped: dict[Tensor, Tensor] = {}  # the number of skipped updates
+        self.grad_scale: Tensor | None = None  # from the pass that measured the gradients
+        self.since_step: SinceStep | None = None  # None before the first backward
+        self.lock = threading.RLock()  # autograd has one thread per device
         self._running: weakref.ref[Backward] | None = None
-        self._updated: list[str] | None = None  # None: the last backward has finished
-        self._found_alone = False  # nobody else writes the gradients
-        small = [p for p in params.values() if p.numel() < SMALL]
-        self._small_bytes = sum(p.nbytes for p in small)
-        self._staging_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._updated: list[str] | None = None  # None if the last backward has finished
+        self._checked_ddp = False
+        self._distributed = {p for p in params.values() if is_distributed(p)}
+        self._small_bytes = sum(p.nbytes for p in params.values() if p.numel() < SMALL)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
-        # The options and groups that `check` last accepted.
-        self._checked: tuple[ReleaseOptions, object] | None = None
-        # Also in a compiled training step the hooks run as they are.
-        self.hook = cast(Any, torch.compiler.disable(_weakly(self)))
+        # Disabled, because a compiled training step would trace into them.
+        self.hook = cast(Any, torch.compiler.disable(_weak_hook(self)))
         self._at_end = cast(Any, torch.compiler.disable(self._end))
 
     def check(self, options: ReleaseOptions) -> None:
-        """Refuse options that these parameters and their optimizer cannot honour."""
-        self._checked = None
+        """Raise if these parameters and their optimizer cannot honour the options."""
         if options.accumulation == "states":
-            self.owner.check_accumulates()
+            self.optimizer.check_accumulates()
         if options.accumulation == "states" and options.skip_nonfinite:
-            far = [n for n, p in self.params.items() if not self.owner.on_host(p)]
+            far = [name for name, p in self.params.items() if not self._on_host(p)]
             if far:
                 raise ValueError(
-                    f"skip_nonfinite=True with accumulation='states': for {far[0]} it "
-                    "would have to wait for the device. Use accumulation='buffer'"
+                    f"skip_nonfinite=True with accumulation='states' would have to wait "
+                    f"for the device of {far[0]}: use accumulation='buffer'"
                 )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
             parts = to_local([p.detach() for p in self.params.values()])
@@ -105,12 +88,16 @@ class Runner:
                         "clipping, skip_nonfinite and grad_norm take plain tensors and "
                         f"DTensors, and {name} is a {type(part).__name__}"
                     )
-        self._checked = (options, self.owner.groups())
+
+    def _on_host(self, p: Tensor) -> bool:
+        """Return True if reading the scalars of p's update does not wait for a device."""
+        capturable = self.optimizer.group_of(p)["capturable"]
+        return p.device.type == "cpu" and not capturable
 
     @contextmanager
     def measuring(self) -> Generator[Backward]:
-        """Backwards inside find the norms of their gradients and move nothing."""
-        self._measuring = Backward(last=True)
+        """Make backwards inside measure their gradients and update nothing."""
+        self._measuring = self._new_backward(last=True, grad_scale=None)
         try:
             yield self._measuring
         finally:
@@ -118,7 +105,7 @@ class Runner:
             self.forget()
 
     def forget(self) -> None:
-        """No backward is running, and none has failed."""
+        """Forget a backward that runs or has failed."""
         self._running = self._updated = None
 
     def close_cycle(self) -> None:
@@ -126,25 +113,31 @@ class Runner:
         with self.lock:
             if not self.cycle.is_open:
                 return
-            ending = Backward(last=True)
-            o = self.options
-            if o.two_pass:
+            grad_scale = None
+            if self.options.two_pass:
                 sums = self.cycle.buffer
-                ending.grad_scale = self.grad_scale_of(
+                grad_scale = self.grad_scale_of(
                     self.norms_to_clip([*sums], [*sums.values()])
                 )
-            elif o.clipping == "lagged":
-                ending.grad_scale = self._lagged_grad_scale()
-            self._finish(ending)
+            self._finish(self._new_backward(last=True, grad_scale=grad_scale))
+
+    def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
+        o = self.options
+        if o.clipping == "lagged" and self.last_norm is not None:
+            grad_scale = clip_factor(o.clip_global_norm, self.last_norm)
+        # A hook may call step() and so start another one, which must not overwrite what
+        # waits in this one's staging memory.
+        staging, self._staging = self._staging, self._staging.new_empty(0)
+        return Backward(last, grad_scale, staging)
 
     # A backward
 
     def on_gradient(self, p: Tensor) -> None:
-        """The hook: p.grad is complete."""
+        """Take p.grad, which is complete, off the parameter and process it."""
         g = p.grad
         if g is None:
             return
-        # Taken off the parameter: if this backward fails, the next one must not add to it.
+        # If this backward fails, the next one must not add to this gradient.
         p.grad = None
         with self.lock:
             try:
@@ -155,85 +148,75 @@ class Runner:
                     )
                 if g.layout != torch.strided:
                     check_grad(f"[{self.names[p]!r}]", p, g)
-                g = redistribute_like(f"[{self.names[p]!r}]", p, g)
+                if p in self._distributed:
+                    g = redistribute_like(f"[{self.names[p]!r}]", p, g)
                 self._take(self._enter(p), p, g)
             except BaseException:
-                self._running = None  # the traceback keeps it alive
+                self._running = None  # the traceback keeps the backward alive
                 raise
 
     def _enter(self, p: Tensor) -> Backward:
-        """The backward that p's gradient belongs to."""
+        """Return the backward that p's gradient belongs to."""
         number = _torch.backward_id()
         backward = None if self._running is None else self._running()
         if backward is None or number not in backward.ids:
-            backward = self._begin(number, p, backward)
+            backward = self._begin(number, backward)
         if p in backward.fired:
             raise RuntimeError(
                 f"{self.names[p]} got a second gradient in one backward, after the first "
-                "had updated it: reentrant checkpointing of a shared parameter. Use "
+                "had updated it, by reentrant checkpointing of a shared parameter. Use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         backward.fired.add(p)
         return backward
 
-    def _begin(self, number: int, p: Tensor, running: Backward | None) -> Backward:
+    def _begin(self, number: int, running: Backward | None) -> Backward:
         if running is not None:
-            # The engine keeps it alive, so it has not ended: this one was started inside
-            # of it, by a hook or by reentrant checkpointing, and ends with it.
+            # It has not ended, because the engine keeps it alive. This backward was started
+            # inside of it, by a hook or by reentrant checkpointing, and ends with it.
             running.ids.add(number)
             return running
         if self._updated is not None:
-            # The last backward did not reach its end.
             names = ", ".join(self._updated) or "none"
             done = "updated, or their sums," if self.options.accumulation else "updated"
-            self._running = self._updated = None
+            self.forget()
             warn_user(
                 "the backward before this one did not finish: gradients still waiting "
                 f"were dropped; parameters already {done}: {names}",
             )
-        if self._measuring is not None:
-            backward = self._measuring
-        else:
+        backward = self._measuring
+        if backward is None:
             self._check_backward()
-            backward = Backward(self.moves_next())
-            o = self.options
-            backward.grad_scale = (
-                self._lagged_grad_scale() if o.clipping == "lagged" else self.grad_scale
-            )
-            if o.two_pass and backward.last and backward.grad_scale is None:
-                raise RuntimeError(
-                    f"clip_global_norm={o.clip_global_norm} with how='two_pass' has to "
-                    "run the backward: call handle.backward(loss_fn), or choose "
-                    "how='lagged'"
-                )
+            backward = self._new_backward(self.moves_next(), self.grad_scale)
         backward.ids.add(number)
         self._running, self._updated = weakref.ref(backward), []
         _torch.after_backward(partial(self._at_end, backward))
         return backward
 
     def _check_backward(self) -> None:
-        """Refuse a backward that could not be honoured, before its first update."""
+        """Raise before the first update of a backward that could not be honoured."""
         o = self.options
-        self.owner.check_train_mode("a backward")
+        self.optimizer.check_train_mode("a backward")
         if _torch.in_compiled_autograd():
             raise RuntimeError(
                 "compiled autograd runs hooks inside a graph of its own: set "
                 "torch.compile's config option compiled_autograd to False"
             )
-        if o.accumulation and self.owner.accumulates():
+        if o.accumulation and self.optimizer.optimizer_accumulation:
             raise RuntimeError(
                 f"optimizer_accumulation=True with accumulation={o.accumulation!r}: "
                 "choose one"
             )
         if o.accumulation == "states":
-            # Numbers in groups change at every step, and with them perhaps the rule.
-            self.owner.check_accumulates()
-            found = (o, self.owner.groups())
-            if found != self._checked:
-                self.check(o)
+            self.check(o)  # param groups may have changed since
+        if o.two_pass and self.moves_next() and self.grad_scale is None:
+            raise RuntimeError(
+                f"clip_global_norm={o.clip_global_norm} with how='two_pass' has to run "
+                "the backward: call handle.backward(loss_fn), or choose how='lagged'"
+            )
 
     def moves_next(self) -> bool:
-        """Whether the next backward moves parameters."""
+        """Return True if the next backward moves parameters."""
         o = self.options
         if o.accumulation is None:
             return True
@@ -241,197 +224,154 @@ class Runner:
         return steps is not None and self.cycle.position + 1 >= steps
 
     def _take(self, backward: Backward, p: Tensor, g: Tensor) -> None:
-        """Accumulate a gradient, let it wait with other small ones, or apply it."""
+        """Add a gradient to its sum, or release it."""
         o = self.options
+        if o.accumulation == "buffer" and not backward.last:
+            # fully_shard's gradients are views of one buffer, which they would keep alive.
+            held = self.cycle.keep(p, g, o.buffer_dtype, copy=p in self._distributed)
+            if o.grad_norm:
+                backward.norms += local_norms([held])
+            self._note([p])
+            return
         if o.accumulation == "buffer":
-            if backward.last:
-                g = self.cycle.whole(p, g)
-            else:
-                held = self.cycle.keep(p, g, o.buffer_dtype)
-                if o.grad_norm:
-                    backward.norms += measured([held])
-                self._note([p])
-                return
+            g = self.cycle.whole(p, g)
         self._release(backward, p, g)
 
     def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
+        """Apply a gradient, or let it wait if it is small."""
         if p.numel() >= SMALL:
             self._apply(backward, [p], [g])
             return
-        waiting = backward.waiting.get(p.device, 0)
-        if p.device.type == "cpu" and is_plain(g):
-            g = self._stage(backward, g, waiting)
-        waiting += aligned(g.nbytes)
-        pending = backward.pending.setdefault(p.device, [])
-        pending.append((p, g, streams.current_stream(p.device)))
-        backward.waiting[p.device] = waiting
-        if waiting > self.options.pending_bytes:
-            self._flush(backward, p.device)
+        room = min(self.options.pending_bytes, self._small_bytes)
+        if backward.add_pending(p, g, room) > self.options.pending_bytes:
+            self._apply(backward, *backward.take_pending(p.device))
 
-    def _stage(self, backward: Backward, g: Tensor, offset: int) -> Tensor:
-        """A copy of g in memory set aside for what waits, `offset` bytes into it.
-
-        Small blocks kept between large ones that come and go fragment malloc's heap: a
-        tenth of a ViT-L's resident memory was lost to them.
-        """
-        if not backward.staging_buffer.numel():
-            # Taken, and not shared: a backward may start another one.
-            backward.staging_buffer, self._staging_buffer = (
-                self._staging_buffer,
-                backward.staging_buffer,
-            )
-        room = backward.staging_buffer.numel()
-        least = min(self.options.pending_bytes, self._small_bytes)
-        size = staging_size(room, offset + g.nbytes, least)
-        if size > room:
-            # Gradients that wait already stay in the old buffer.
-            backward.staging_buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        place = backward.staging_buffer[offset : offset + g.nbytes].view(g.dtype)
-        if is_dense(g):
-            # In g's own order: in another, means would be summed in another order too.
-            return place.as_strided(g.shape, g.stride()).copy_(g)
-        return place.view(g.shape).copy_(g)
-
-    def _flush(self, backward: Backward, device: torch.device) -> None:
-        pending = backward.pending.pop(device, [])
-        backward.waiting.pop(device, None)
-        if pending:
-            params, grads, made_on = (list(x) for x in zip(*pending))
-            streams.wait_for(made_on, device)
-            self._apply(backward, params, grads)
+    def _flush(self, backward: Backward) -> None:
+        for device in list(backward.pending):
+            self._apply(backward, *backward.take_pending(device))
 
     def _end(self, backward: Backward) -> None:
         with self.lock:
             try:
                 self._finish(backward)
-                self._check_alone(backward)
+                self._check_ddp(backward)
             except BaseException:
-                self._running = None  # the traceback keeps it alive
+                self._running = None  # the traceback keeps the backward alive
                 raise
 
-    def _check_alone(self, backward: Backward) -> None:
-        """Refuse DistributedDataParallel, by what it does, in the first backward.
+    def _check_ddp(self, backward: Backward) -> None:
+        """Raise after the first backward if DistributedDataParallel has filled p.grad.
 
-        A module that was wrapped after the hooks were added does not show it before: a
-        wrapper puts averaged gradients into p.grad at the end of the backward.
+        A module that is wrapped after it was prepared cannot be recognized before.
         """
-        if self._found_alone:
+        if self._checked_ddp:
             return
         if distributed.is_available() and distributed.is_initialized():
             for p in backward.fired:
                 if p.grad is not None:
                     raise RuntimeError(f"{self.names[p]} got its gradient back: {NO_DDP}")
-        self._found_alone = True
+        self._checked_ddp = True
 
     def _finish(self, backward: Backward) -> None:
         """Apply the gradients that wait; the last backward of a cycle ends the cycle."""
         o, cycle = self.options, self.cycle
-        for device in list(backward.pending):
-            self._flush(backward, device)
+        self._flush(backward)
         if self._measuring is None:
             if backward.last:
                 self._close(backward)
             elif o.grad_norm:
                 rest = [x for p, x in cycle.buffer.items() if p not in backward.fired]
-                backward.norms += measured(rest)
+                backward.norms += local_norms(rest)
             self._report(backward)
             if o.accumulation:
                 cycle.position = 0 if backward.last else cycle.position + 1
-            moved = o.accumulation is None and not self.owner.accumulates()
+            accumulates = o.accumulation or self.optimizer.optimizer_accumulation
             self.since_step = self.since_step or SinceStep()
-            if backward.ids:  # none where step() ends a cycle
-                self.since_step.add(backward.fired, moved)
-            self.owner.end(backward.last)
-        if backward.staging_buffer.numel():
-            self._staging_buffer = backward.staging_buffer
-        self._running = self._updated = None
+            if backward.ids:  # none if step() ends a cycle
+                self.since_step.add(backward.fired, not accumulates)
+            if isinstance(self.optimizer, TreeOptimizer):
+                self.optimizer.end(backward.last)
+        if backward.staging.numel():
+            self._staging = backward.staging
+        self.forget()
 
     def _close(self, backward: Backward) -> None:
-        """Update parameters with gradients in the cycle, but not in its last backward."""
+        """Update the parameters that got no gradient in the last backward of the cycle."""
         cycle = self.cycle
         for p, held in list(cycle.buffer.items()):
             wide = torch.promote_types(held.dtype, p.dtype)
             self._release(backward, p, held.to(wide))
         for p in list(cycle.partially_updated):
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
-        for device in list(backward.pending):
-            self._flush(backward, device)
+        self._flush(backward)
 
     def _report(self, backward: Backward) -> None:
         """Publish the norm of a backward, and keep that of a step for the next."""
         o = self.options
         if o.clipping != "lagged" and backward.last:
-            self.last_norm = None  # no longer that of the step before
+            self.last_norm = None  # it is not the norm of the last step any more
         if not (o.grad_norm or o.clipping == "lagged"):
             return
         if o.accumulation == "states" and not backward.fired:
-            return  # ended by step(), without a gradient
-        streams.record([norm.value for norm in backward.norms])
-        norm = total(backward.norms)
+            return  # step() ended the cycle without a gradient
+        record([norm.value for norm in backward.norms])
+        norm = global_norm(backward.norms)
         if o.grad_norm:
             self.grad_norm = norm
         if o.clipping == "lagged" and backward.last:
-            # A gradient that overflowed says nothing about the next.
+            # The norm of gradients that overflowed would scale the next ones to 0.
             before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
             self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
 
     def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Norm]:
-        """The norm of each gradient; 0 where it is skipped and must not scale others."""
-        norms = measured(grads)
+        """Return the gradients' norms, with 0 for those that will be skipped."""
+        norms = local_norms(grads)
         if not self.options.skip_nonfinite:
             return norms
-        finites = are_finite(grads, norms, list(map(self.owner.on_host, params)))
+        finites = are_finite(grads, norms, list(map(self._on_host, params)))
         return [
             norm._replace(value=torch.where(finite, norm.value, 0.0))
             for finite, norm in zip(finites, norms)
         ]
 
     def grad_scale_of(self, norms: list[Norm]) -> Tensor:
-        """The factor on all gradients, from the norm of each."""
-        return clip_factor(self.options.clip_global_norm, total(norms))
-
-    def _lagged_grad_scale(self) -> Tensor | None:
-        if self.last_norm is None:
-            return None
-        return clip_factor(self.options.clip_global_norm, self.last_norm)
+        """Return the factor that clips all gradients, from their norms."""
+        return clip_factor(self.options.clip_global_norm, global_norm(norms))
 
     # An update
 
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Measure gradients, decide on each, and update."""
+        """Measure, skip or clip gradients, and update their parameters."""
         o, partially_updated = self.options, self.cycle.partially_updated
-        streams.record(grads)
+        record(grads)
         if self._measuring is not None:
             backward.norms += self.norms_to_clip(params, grads)
             return
-        norms: list[Norm] = []
-        if o.grad_norm or o.skip_nonfinite or o.clipping not in (None, "clip_value"):
-            norms = measured(grads)
-            backward.norms += norms
+        norms = local_norms(grads) if o.needs_norms else []
+        backward.norms += norms
         arrived = params
         try:
+            finites: list[Tensor | None] = [None] * len(params)
             if o.skip_nonfinite:
-                params, grads, norms, finites = self._finite(params, grads, norms)
-            else:
-                finites = [None] * len(params)
+                kept, finites = self._finite(params, grads, norms)
+                params = [params[i] for i in kept]
+                grads, norms = [grads[i] for i in kept], [norms[i] for i in kept]
             if o.clip_value is not None:
                 for g in to_local(grads):
                     limit = min(o.clip_value, torch.finfo(g.dtype).max)
                     g.clamp_(-limit, limit)
             grad_scales = self._grad_scales(backward, params, norms)
             accumulate = [p in partially_updated for p in params]
-            microbatches = [
-                Microbatch(*microbatch)
-                for microbatch in zip(grad_scales, accumulate, finites)
-            ]
-            write = backward.last and not self.owner.accumulates()
+            microbatches = list(map(Microbatch, grad_scales, accumulate, finites))
+            write = backward.last and not self.optimizer.optimizer_accumulation
             if params:
-                self.owner.update(params, grads, microbatches, write, backward.last)
+                self.update(params, grads, microbatches, write, backward.last)
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names}: {error}") from error
         if backward.last:
-            partially_updated.difference_update(params)  # what was skipped still closes
+            # A skipped parameter stays in the set, so that `_close` ends its step.
+            partially_updated.difference_update(params)
             for p in arrived:
                 self.cycle.buffer.pop(p, None)
         else:
@@ -444,30 +384,21 @@ class Runner:
 
     def _finite(
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
-    ) -> tuple[list[Tensor], list[Tensor], list[Norm], list[Tensor | None]]:
-        """Drop gradients that are not finite; on a device pass a flag to the update."""
-        kept: list[int] = []
-        finites: list[Tensor | None] = []
-        hosts = list(map(self.owner.on_host, params))
-        for i, (p, finite, host) in enumerate(
-            zip(params, are_finite(grads, norms, hosts), hosts)
-        ):
+    ) -> tuple[list[int], list[Tensor | None]]:
+        """Choose the gradients to apply, each with a flag if a device has to decide."""
+        kept: dict[int, Tensor | None] = {}
+        hosts = list(map(self._on_host, params))
+        finites = are_finite(grads, norms, hosts)
+        for i, (p, finite, host) in enumerate(zip(params, finites, hosts)):
             if host and finite:
-                kept.append(i)
-                finites.append(None)
+                kept[i] = None
                 continue
             if p not in self.skipped:
                 self.skipped[p] = torch.zeros((), dtype=torch.int64, device=p.device)
             self.skipped[p].add_(~finite)
             if not host:
-                kept.append(i)
-                finites.append(finite)
-        return (
-            [params[i] for i in kept],
-            [grads[i] for i in kept],
-            [norms[i] for i in kept],
-            finites,
-        )
+                kept[i] = finite
+        return list(kept), list(kept.values())
 
     def _grad_scales(
         self, backward: Backward, params: list[Tensor], norms: list[Norm]
@@ -475,20 +406,20 @@ class Runner:
         limit = self.options.clip_param_norm
         if limit is None and backward.grad_scale is None:
             return [WHOLE_BATCH.grad_scale] * len(params)
-        hosts = [self.owner.on_host(p) for p in params]
+        hosts = list(map(self._on_host, params))
         if limit is None:
-            return [backward.grad_scale_for(p, host) for p, host in zip(params, hosts)]
+            return list(map(backward.grad_scale_for, params, hosts))
         return [
-            at(clip_factor(limit, norm.value), p, host)
-            for p, norm, host in zip(params, whole(norms), hosts)
+            as_scalar(clip_factor(limit, norm.value), p, host)
+            for p, norm, host in zip(params, whole_norms(norms), hosts)
         ]
 
 
-def _weakly(runner: Runner) -> Callable[[Tensor], None]:
-    """The runner's hook, which keeps nothing alive.
+def _weak_hook(runner: Runner) -> Callable[[Tensor], None]:
+    """Return a hook that does not keep the runner alive.
 
-    Python's garbage collector does not see a parameter's hooks: one that led back to the
-    parameter would keep both for good.
+    Python's garbage collector does not see the hooks of a parameter, so a hook that refers
+    back to the parameter would keep both for good.
     """
     runner_of = weakref.ref(runner)
 

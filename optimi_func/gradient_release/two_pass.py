@@ -1,13 +1,15 @@
-"""What a backward that only measures asks of the model and of the loss's graph.
+"""The first pass of how="two_pass": it measures the gradients and changes nothing."""
 
-Two backwards make one step where the first only measures gradients: it has to leave the
-model's buffers as it found them, and to know which leaves its gradients go to.
-"""
-
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from optimi_func._distributed import any_distributed
+from optimi_func.gradient_release.norms import Norm
+from optimi_func.gradient_release.runner import Runner
 
 NO_REENTRANCE = (
     "reentrant checkpointing hides where a backward ends, which accumulation_steps, "
@@ -16,8 +18,44 @@ NO_REENTRANCE = (
 )
 
 
+def measure(
+    runner: Runner, model: nn.Module, loss_fn: Callable[[], Tensor]
+) -> tuple[Tensor, list[Norm]]:
+    """Return the loss and its gradients' norms; restore .grad, buffers and random state."""
+    buffers = Buffers(model)
+    params = list(runner.params.values())
+    grads: dict[Tensor, Tensor | None] = {
+        p: p.grad.clone() for p in params if p.grad is not None
+    }
+    drawn = random.getstate()
+    devices = {p.device.index for p in params if p.is_cuda}
+    try:
+        with runner.measuring() as backward, torch.random.fork_rng(sorted(devices)):
+            loss = loss_fn()
+            kinds, leaves = graph_of(loss)
+            if "CheckpointFunctionBackward" in kinds:
+                raise RuntimeError(NO_REENTRANCE)
+            if any_distributed(params):
+                # fully_shard's parameters are not leaves of the graph, so `inputs` cannot
+                # keep the second pass from adding to the .grad of others again.
+                for x in leaves.difference(params):
+                    grads[x], x.grad = x.grad, None
+                loss.backward()
+            else:
+                loss.backward(inputs=[p for p in params if p.requires_grad])
+    finally:
+        random.setstate(drawn)
+        buffers.restore()
+        for p, g in grads.items():
+            p.grad = g
+    sums = runner.cycle.buffer.items()
+    rest = {p: x for p, x in sums if p not in backward.fired}
+    norms = runner.norms_to_clip([*rest], [*rest.values()])
+    return loss.detach(), backward.norms + norms
+
+
 class Buffers:
-    """A model's buffers as they were: which there are, and what is in them."""
+    """A copy of a model's buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [(m, dict(m._buffers)) for m in model.modules()]
@@ -25,29 +63,19 @@ class Buffers:
         self._contents = [(x, x.clone()) for x in tensors]
 
     def restore(self) -> None:
-        """Put back what has changed, and write to nothing else."""
+        """Put back the buffers that have changed, and write to no others."""
         for module, table in self._tables:
             module._buffers.clear()
             module._buffers.update(table)
         for x, before in self._contents:
-            # Not by x._version, which BatchNorm does not count up.
+            # BatchNorm changes its buffers without counting up x._version.
             with torch.inference_mode(x.is_inference()), torch.no_grad():
                 if not torch.equal(x, before):
                     x.copy_(before)
 
 
-def is_reentrant(loss: Tensor) -> bool:
-    """Whether the loss was computed through a reentrant checkpoint."""
-    return any(type(x).__name__ == "CheckpointFunctionBackward" for x in _nodes(loss))
-
-
-def leaves_of(loss: Tensor) -> set[Tensor]:
-    """The leaf tensors that a backward of the loss would give gradients."""
-    return {x.variable for x in _nodes(loss) if hasattr(x, "variable")}
-
-
-def _nodes(loss: Tensor) -> set[Any]:
-    """Every node of the loss's autograd graph."""
+def graph_of(loss: Tensor) -> tuple[set[str], set[Tensor]]:
+    """Return the type names of the nodes in the loss's graph, and the leaf tensors."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -56,4 +84,5 @@ def _nodes(loss: Tensor) -> set[Any]:
             continue
         seen.add(node)
         waiting += [after for after, _ in node.next_functions]
-    return seen
+    leaves = {x.variable for x in seen if hasattr(x, "variable")}
+    return {type(x).__name__ for x in seen}, leaves

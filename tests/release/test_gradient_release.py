@@ -350,10 +350,10 @@ def test_an_error_at_the_end_of_a_backward_ends_it() -> None:
     def fail(*arguments: object) -> None:
         raise ValueError("no update")
 
-    update, handle._runner.owner.update = handle._runner.owner.update, fail
+    update, handle._runner.update = handle._runner.update, fail
     with pytest.raises(RuntimeError, match="no update") as kept:
         model(batch(0)).mean().backward()
-    handle._runner.owner.update = update
+    handle._runner.update = update
     # The traceback, kept alive, holds the backward that failed: this is another one.
     with pytest.warns(UserWarning, match="did not finish"):
         model(batch(0)).mean().backward()
@@ -381,7 +381,7 @@ def test_a_backward_started_by_a_hook_keeps_what_waits_apart() -> None:
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("removed", [False, True])
 def test_everything_is_let_go(pure: bool, removed: bool) -> None:
-    """Whether the hooks were removed, or the model simply forgotten."""
+    """Removed hooks keep nothing alive, and neither does a model that is dropped."""
     model = nn.Linear(100, 100)
     optimizer = optimi_func.adamw(lr=0.1)
     if not pure:

@@ -73,7 +73,7 @@ def test_hooks_of_others_stay_and_are_still_told_of() -> None:
 
 
 def test_through_another_module_around_the_same_parameters() -> None:
-    """As torch.compile(model) in a cell makes a new one each time."""
+    """torch.compile(model) in a notebook cell makes a new module each time."""
     inner = nn.Linear(2, 1)
     first = SGD(inner.parameters(), lr=0.5, **RELEASE)
     wrapper = nn.Sequential(inner)

@@ -1,4 +1,4 @@
-"""Accumulation, clipping, norms and skipping, beside the same thing written plainly."""
+"""Accumulation, clipping, norms and skipping, compared with plain p.grad code."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ def flat(model):
 
 
 def error(one, other, start):
-    """How far apart two models ended, as a share of the first one's movement."""
+    """Return the distance between two models, as a share of the first one's movement."""
     return ((flat(one) - flat(other)).norm() / (flat(one) - start).norm()).item()
 
 
@@ -153,7 +153,7 @@ def test_the_buffer_is_freed_as_the_last_backward_passes() -> None:
         held.append(len(handle.state_dict()["buffer"]))
         original(*rest, **options)
 
-    handle._runner.owner.update = counting
+    handle._runner.update = counting
     for _ in range(2):
         blocks(torch.randn(4, 128)).mean().backward()
     assert held == [6, 5, 4, 3, 2, 1]
@@ -269,7 +269,7 @@ def test_adamw_in_states_is_adam_accumulation(closed: str) -> None:
 
 @pytest.mark.parametrize("name", ["lion", "nesterov"])
 def test_the_last_part_leans_alone(name: str) -> None:
-    """Where a rule looks at the gradient beside its state, it sees the last part of it."""
+    """If a rule reads the gradient and not only its state, it sees the last part."""
     model = Given()
     start = model.w.detach().clone()
     if name == "lion":
@@ -343,7 +343,7 @@ def test_the_flag_and_a_policy_exclude_each_other() -> None:
 
 
 def test_closures_accumulate() -> None:
-    """As Lightning does: the closure alone for all backwards but the last."""
+    """Lightning calls the closure without step() for all backwards but the last."""
     one, other = two()
     plainly(*one, 3)
     prepare_for_gradient_release(*other, **BUFFER)

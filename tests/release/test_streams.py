@@ -8,11 +8,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from optimi_func import SGD, _torch, prepare_for_gradient_release
-from optimi_func.gradient_release import streams
+from optimi_func.gradient_release import backward as streams
+from optimi_func.gradient_release import runner
 
 
 class Stream:
-    """Of no GPU: notes what it waits for."""
+    """A stand-in for a CUDA stream that notes the streams it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[Any] = []
@@ -56,7 +57,7 @@ def test_the_end_of_a_backward_waits_for_the_hooks_streams(
 
     monkeypatch.setattr(handle._runner, "_finish", ended)
     recorded: list[Tensor] = []
-    monkeypatch.setattr(streams, "record", recorded.extend)
+    monkeypatch.setattr(runner, "record", recorded.extend)
     before = model.weight.detach().clone()
     model(torch.ones(1, 3)).sum().backward()
     assert not model.weight.equal(before)

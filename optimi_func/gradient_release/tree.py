@@ -1,0 +1,75 @@
+"""A pure optimizer under gradient release."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from optimi_func._checks import check_accumulates
+from optimi_func._functional import FunctionalOptimizer
+from optimi_func._rule import Microbatch
+from optimi_func._tree import FlatTree, TreeState
+from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.trees import TreeStep
+
+
+class TreeOptimizer:
+    """A FunctionalOptimizer over {name: parameter} that owns its state.
+
+    It has the methods of BaseOptimizer that a Runner calls.
+    """
+
+    optimizer_accumulation: ClassVar[bool] = False
+
+    def __init__(self, optimizer: FunctionalOptimizer, params: dict[str, Tensor]) -> None:
+        self.optimizer = optimizer
+        self._params = params
+        self._places = {p: i for i, p in enumerate(params.values())}
+        self._state = optimizer.init(params)
+        self._step: TreeStep | None = None  # the step of the running backward
+
+    @property
+    def state(self) -> TreeState:
+        """The state, which is updated in place; an assigned one is checked first."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TreeState) -> None:
+        FlatTree.check(self.optimizer.rule, self._params, self._params, state)
+        self._state, self._step = state, None
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        microbatches: list[Microbatch],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Update leaves in place; `end` counts the step of the whole tree."""
+        del count
+        with kernel_context(params[0].device):
+            if self._step is None:
+                rule, tree = self.optimizer.rule, self._params
+                checked = FlatTree.check(rule, tree, tree, self._state)
+                self._step = TreeStep(self.optimizer, checked, "auto")
+            places = [self._places[p] for p in params]
+            self._step.update(places, grads, microbatches, write)
+
+    def end(self, count: bool) -> None:
+        """End the backward's step, and count it if `count`."""
+        self._step = None
+        if count:
+            with kernel_context(self._state.step.device):
+                self._state.step.add_(1.0)
+
+    def check_accumulates(self) -> None:
+        """Raise if accumulation="states" cannot work with this optimizer."""
+        check_accumulates(self.optimizer.rule, self.optimizer.cautious)
+
+    def group_of(self, param: Tensor) -> dict[str, bool]:
+        """Return the options of a parameter, as if it were in a param group."""
+        del param
+        return {"capturable": False}
+
+    def check_train_mode(self, what: str) -> None:
+        """Do nothing, because a tree's parameters are always those to train."""

@@ -21,9 +21,6 @@ from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, St
 from optimi_func._storage import storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
-# Where earlier pickles have it.
-from optimi_func._tree import LeafState as LeafState
-
 # A number, or a schedule: 0-based step in, number out.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 

@@ -18,7 +18,7 @@ from optimi_func._saved import TRAIN_PARAM, LoadReport
 from optimi_func._storage import state_in
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._checkpoints import Checkpoints
-from optimi_func.optimizers._groups import Group, Path, on_host
+from optimi_func.optimizers._groups import Group, Path
 
 
 class Evaluated(Checkpoints):
@@ -128,7 +128,7 @@ class Evaluated(Checkpoints):
 
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each parameter with a state where to evaluate: what lies here, and wide."""
-        bound = self._numbers.bind(group, on_host)
+        bound = self._numbers.bind(group)
         rule = bound.rule
         for p in group["params"]:
             entry = self.state.get(p, {})

@@ -1,8 +1,7 @@
-"""What is refused, and in which words; and what is allowed but probably not meant.
+"""Argument checks, and warnings about arguments that are allowed but probably a mistake.
 
-Every error names the argument, its value and what is allowed. Nothing here knows an
-optimizer: the values that these functions check come from the trees, the classes and the
-numbers of a step alike.
+Every error names the argument, its value and what is allowed. The pure functions and the
+classes share these checks, which know no optimizer.
 """
 
 import sys
@@ -28,7 +27,7 @@ def check_number(
     least: float = 0.0,
     most: float | None = None,
 ) -> None:
-    """Refuse a host number out of its range; tensors are the caller's word."""
+    """Raise if a Python number is out of its range. Tensors and schedules pass."""
     if isinstance(value, Tensor) or callable(value):
         return
     if type(value) is not float and (
@@ -39,7 +38,7 @@ def check_number(
             "schedules"
         )
     number = float(value)
-    # No math.isfinite: Dynamo traces comparisons alone of a number that changes.
+    # Comparisons only: under Dynamo math.isfinite would recompile for each value.
     fits = least <= number <= sys.float_info.max
     fits = fits and (below is None or number < below) and (most is None or number <= most)
     if not fits:
@@ -50,7 +49,7 @@ def check_number(
 
 
 def check_betas(betas: Any, count: int) -> None:
-    """Refuse betas that are not `count` numbers, each in [0, 1)."""
+    """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
         raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
     for i, beta in enumerate(betas):
@@ -58,12 +57,12 @@ def check_betas(betas: Any, count: int) -> None:
 
 
 def check_eps(eps: Any) -> None:
-    """Refuse a negative eps."""
+    """Raise if eps is negative."""
     check_number("epsilon", "eps", eps)
 
 
 def check_param(path: object, p: Any) -> None:
-    """Refuse what is not a dense real floating tensor."""
+    """Raise if p is not a strided, real, floating tensor of at least 16 bits."""
     if isinstance(p, torch.nn.Module):
         raise TypeError(
             f"params{path} is the module {type(p).__name__}: pass its parameters, "
@@ -86,14 +85,14 @@ def check_param(path: object, p: Any) -> None:
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
-    """Refuse a parameter that the rule cannot take."""
+    """Raise if the rule refuses the parameter's shape."""
     why = None if rule.refuses is None else rule.refuses(p)
     if why is not None:
         raise ValueError(f"params{path} has shape {tuple(p.shape)}: {why}")
 
 
 def check_grad(path: object, p: Tensor, g: Any) -> None:
-    """Refuse a gradient that does not fit its parameter."""
+    """Raise if a gradient does not fit its parameter. None fits."""
     if g is None:
         return
     if not isinstance(g, Tensor):
@@ -115,8 +114,22 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
         raise ValueError(f"grads{path} is on {g.device}, its parameter on {p.device}")
 
 
+def is_expanded(x: Tensor) -> bool:
+    """Return True if several elements of x share one place in memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
+
+
+def check_writable(path: object, p: Tensor) -> None:
+    """Raise if a parameter is expanded."""
+    if is_expanded(p):
+        raise ValueError(
+            f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
+            "clone it"
+        )
+
+
 def check_state_dtype(dtype: Any) -> None:
-    """Refuse a state dtype that no moment could use."""
+    """Raise if the state dtype is neither None nor a floating dtype of 16 bits or more."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -132,31 +145,31 @@ def check_state_dtype(dtype: Any) -> None:
 
 
 def check_accumulates(rule: Rule[Any, Any], cautious: bool) -> None:
-    """Refuse a rule whose state cannot take a step's gradient in parts, and masks of it."""
+    """Raise if accumulation="states" cannot work with this rule, or with `cautious`."""
     if cautious:
         raise ValueError(
-            "accumulation='states' with cautious=True: it never holds the whole gradient, "
-            "whose signs say what moves: use accumulation='buffer'"
+            "accumulation='states' with cautious=True: cautious compares signs with the "
+            "whole gradient, which is never there. Use accumulation='buffer'"
         )
     if rule.accumulate is None:
         raise ValueError(
-            "accumulation='states' adds gradients into the state, and "
-            f"{rule.name} with these options has none that is a sum over "
-            "gradients: use accumulation='buffer'"
+            "accumulation='states' adds gradients into the state, and the state of "
+            f"{rule.name} with these options is no sum over gradients: use "
+            "accumulation='buffer'"
         )
 
 
 def check_moves_state(rule: Rule[Any, Any]) -> None:
-    """Refuse a rule whose state loses what a gradient would have moved the parameter by."""
+    """Raise for Schedule-Free, whose average needs every move of the parameter."""
     if rule.eval_point is not None:
         raise ValueError(
-            f"optimizer_accumulation=True: {rule.name} averages the moves of parameters, "
-            "which the state alone cannot make: use accumulation='buffer'"
+            f"optimizer_accumulation=True: {rule.name} averages the parameters after each "
+            "move, so the state cannot accumulate alone: use accumulation='buffer'"
         )
 
 
 def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
-    """One warning for all groups whose fully decoupled decay looks like a decoupled."""
+    """Warn once if weight_decay with decouple_lr=True is as large as an AdamW value."""
     high = [
         wd
         for kind, tree in groups
@@ -174,10 +187,10 @@ def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
 
 
 def stuck_moments(betas: Any, dtypes: set[torch.dtype]) -> list[str]:
-    """Warnings for bfloat16 moments whose steps round to nothing.
+    """Return warnings for bfloat16 moments whose updates round to nothing.
 
-    A bfloat16 number has 8 bits: where 1 - beta < 2^-8, beta * v + (1 - beta) * g^2
-    rounds back to v unless g^2 is far from it.
+    A bfloat16 number has 8 bits. If 1 - beta < 2^-8, beta * v + (1 - beta) * g^2 rounds
+    back to v unless g^2 is far from it.
     """
     if torch.bfloat16 not in dtypes:
         return []
@@ -190,13 +203,13 @@ def stuck_moments(betas: Any, dtypes: set[torch.dtype]) -> list[str]:
 
 
 def warn(texts: list[str]) -> None:
-    """Give each text as a UserWarning."""
+    """Warn of each text as `warn_user` does."""
     for text in texts:
         warn_user(text)
 
 
 def warn_user(text: str) -> None:
-    """Give a UserWarning of the line that led here, outside this package and torch."""
+    """Issue a UserWarning at the first caller outside this package and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame):
         frame, level = frame.f_back, level + 1

@@ -1,8 +1,7 @@
-"""DTensors: their local parts, their placements, and sums over their shards.
+"""DTensors: local shards, placements, and collectives over shards.
 
-Executors are handed local parts, which are plain tensors; only what concerns a whole
-tensor, a mean, a norm or a decision, is a message between processes. Messages are sent in
-an order that depends on nothing that one process alone knows.
+Executors get local shards, which are plain tensors. Only means, norms and decisions about a
+global tensor need collectives, and all processes issue these in the same order.
 """
 
 import math
@@ -18,45 +17,47 @@ from optimi_func._rule import Leaf
 
 
 class ShardSpec(NamedTuple):
-    """The processes that hold a tensor together: some dimensions of a mesh."""
+    """The processes that share a global tensor, as dimensions of a mesh."""
 
     mesh: Any  # a DeviceMesh
     dims: tuple[int, ...]
     placements: tuple[Any, ...]
-    # Of the whole tensor.
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[int, ...]  # global
+    stride: tuple[int, ...]  # global
 
     @property
     def numel(self) -> int:
-        """The elements of the whole tensor."""
+        """Return the number of elements of the global tensor."""
         return math.prod(self.shape)
 
     @property
     def group(self) -> tuple[Any, tuple[int, ...]]:
-        """What tensors share that are summed by one message."""
+        """Return the key of tensors that one collective can reduce together."""
         return self.mesh, self.dims
 
 
 def _dtensor() -> Any:
-    # Whoever has one has imported it; for the others that would take a second.
+    # A program with DTensors has imported them. For others the import takes a second.
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_distributed(x: Tensor) -> bool:
-    """Whether x is a DTensor."""
+    """Return True if x is a DTensor."""
     kind = _dtensor()
     return kind is not None and isinstance(x, kind)
 
 
 def any_distributed(tensors: list[Tensor]) -> bool:
-    """Whether any of these is a DTensor."""
-    kind = _dtensor()
-    return kind is not None and any(issubclass(k, kind) for k in set(map(type, tensors)))
+    """Return True if any tensor is a DTensor."""
+    kinds = set(map(type, tensors)).difference(_PLAIN)
+    return bool(kinds) and any(map(is_distributed, tensors))
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def to_local(tensors: list[Tensor]) -> list[Tensor]:
-    """The local part of each DTensor, sharing its memory; other tensors as they are."""
+    """Return the local shard of each DTensor, uncopied, and other tensors as they are."""
     if not any_distributed(tensors):
         return tensors
     kind = _dtensor()
@@ -66,17 +67,17 @@ def to_local(tensors: list[Tensor]) -> list[Tensor]:
 
 def _part(x: Any) -> Tensor:
     part = x.to_local()
-    # An asynchronous collective's result, which may not have arrived.
+    # The shard may be the result of an asynchronous collective.
     return part.wait() if hasattr(part, "wait") else part
 
 
 def whole(x: Any) -> Tensor:
-    """All of a DTensor; a message between its processes."""
+    """Gather a DTensor on every process. Return other tensors as they are."""
     return x.full_tensor() if is_distributed(x) else x
 
 
 def from_local(part: Tensor, like: Any) -> Tensor:
-    """A tensor of which each process has a part, divided as another of its shape is."""
+    """Return a DTensor with this local shard, and the placements and shape of `like`."""
     if not is_distributed(like):
         return part
     mesh, places = like.device_mesh, like.placements
@@ -85,12 +86,9 @@ def from_local(part: Tensor, like: Any) -> Tensor:
 
 
 def on_whole(fn: Callable[..., Tensor], x: Any, *more: Any) -> Tensor:
-    """What fn makes of a whole tensor, divided as x is: every process gathers and calls it.
+    """Return fn(x, *more), which every process computes on the gathered x.
 
-    Args:
-        fn: Of a plain tensor, with a result of its shape; the same in all processes.
-        x: A plain tensor, or a DTensor.
-        *more: Further arguments of fn.
+    The result has the shape and the placements of x.
     """
     if not is_distributed(x):
         return fn(x, *more)
@@ -102,23 +100,23 @@ def on_whole(fn: Callable[..., Tensor], x: Any, *more: Any) -> Tensor:
 def part_on_whole(
     fn: Callable[..., Tensor], part: Tensor, shard: ShardSpec, *more: Any
 ) -> Tensor:
-    """Likewise of the part that lies here: a message that every process has to send."""
+    """Return `on_whole` for local shards. Every process has to call it."""
     mesh, places = shard.mesh, shard.placements
     shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
-    # What is offloaded has to return to the mesh's device.
+    # The shard may be offloaded to another device.
     own = part.to(mesh.device_type)
     x = _dtensor().from_local(own, mesh, places, run_check=False, **shape)
     return _part(on_whole(fn, x, *more)).to(part.device)
 
 
 def leaf_to_local(leaf: Leaf) -> Leaf:
-    """A leaf with the local parts of its tensors."""
+    """Return a leaf with the local shards of its tensors."""
     tensors, spec = pytree.tree_flatten(leaf)
     return pytree.tree_unflatten(to_local(tensors), spec)
 
 
 def shards_of(x: Any) -> ShardSpec | None:
-    """Who holds other elements of x; None where all of it lies here."""
+    """Return the processes that hold shards of x, or None if all of x is local."""
     if not is_distributed(x):
         return None
     places = enumerate(x.placements)
@@ -126,21 +124,21 @@ def shards_of(x: Any) -> ShardSpec | None:
 
 
 def holders(x: Any) -> ShardSpec | None:
-    """Who holds any of x, its copies too; None where only this process does."""
+    """Return the processes that hold shards or copies of x, or None if no other does."""
     return _spec(x, list(range(x.device_mesh.ndim))) if is_distributed(x) else None
 
 
 def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
     mesh = x.device_mesh
     if mesh.get_coordinate() is None:
-        return None  # this process is not part of it
+        return None  # this process is not in the mesh
     several = tuple(i for i in dims if mesh.size(i) > 1)
     where = mesh, several, x.placements
     return ShardSpec(*where, tuple(x.shape), x.stride()) if several else None
 
 
 def same_placements(p: Any, x: Any) -> bool:
-    """Whether the local parts of p and x are of the same elements."""
+    """Return True if the local shards of p and x are the same elements."""
     if not is_distributed(p) and not is_distributed(x):
         return True
     return (
@@ -152,7 +150,7 @@ def same_placements(p: Any, x: Any) -> bool:
 
 
 def check_placed(path: object, p: Any) -> None:
-    """Refuse a parameter with Partial placements: its elements are sums not yet taken."""
+    """Raise if a parameter has Partial placements, which are sums still to be computed."""
     if is_distributed(p) and any(place.is_partial() for place in p.placements):
         raise ValueError(
             f"params{path} has placements {p.placements}: allowed are Shard and Replicate"
@@ -160,11 +158,11 @@ def check_placed(path: object, p: Any) -> None:
 
 
 def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
-    """The gradient g as p lies: parts of a sum added up, a copy cut, shards moved.
+    """Return the gradient g with the placements of p.
 
     Raises:
-        TypeError: One of the two alone is a DTensor.
-        ValueError: They lie on different meshes.
+        TypeError: Only one of them is a DTensor.
+        ValueError: They are on different meshes.
     """
     if same_placements(p, g):
         return g
@@ -175,20 +173,20 @@ def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
         )
     if p.device_mesh != g.device_mesh:
         raise ValueError(
-            f"grads{path} lies on {g.device_mesh}, its parameter on {p.device_mesh}"
+            f"grads{path} is on {g.device_mesh}, its parameter on {p.device_mesh}"
         )
     with torch.no_grad():
         return g.redistribute(placements=p.placements)
 
 
 def cuts_evenly(p: Any, dims: int, group: int) -> bool:
-    """Whether every part of a tensor is whole groups of what lies side by side.
+    """Return True if every shard of p consists of whole groups of adjacent elements.
 
     Args:
         p: The tensor.
-        dims: Along so many of its dimensions, the first ones, it may be cut; along the
-            last of them in multiples of `group`, unless it is the first of several.
-        group: Elements.
+        dims: How many leading dimensions may be sharded. The last of them may only be
+            sharded in multiples of `group`, unless it is the first of several.
+        group: Elements of a group.
     """
     if not is_distributed(p):
         return True
@@ -204,7 +202,7 @@ def cuts_evenly(p: Any, dims: int, group: int) -> bool:
 
 
 def zeros_divided_like(p: Any, shape: list[int]) -> Tensor:
-    """Zeros of another shape in float32, divided among processes as p is."""
+    """Return float32 zeros of another shape, with the placements of p."""
     if not is_distributed(p):
         return p.new_zeros(shape, dtype=torch.float32)
     tensor: Any = sys.modules["torch.distributed.tensor"]
@@ -213,7 +211,7 @@ def zeros_divided_like(p: Any, shape: list[int]) -> Tensor:
 
 
 def distribute_like(p: Any, x: Tensor) -> Tensor:
-    """A whole tensor, equal on all processes, divided as p is; a DTensor as it is."""
+    """Shard x, which is equal on all processes, like p. A DTensor stays as it is."""
     if not is_distributed(p) or is_distributed(x):
         return x
     tensor: Any = sys.modules["torch.distributed.tensor"]
@@ -222,9 +220,9 @@ def distribute_like(p: Any, x: Tensor) -> Tensor:
 
 
 def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> list[Tensor]:
-    """Each 0-d number summed over its processes: one message for all of the same ones.
+    """All-reduce 0-d tensors over their processes, those of one group by one collective.
 
-    Summed in float64 and given back in their dtype and on their device.
+    The sums are computed in float64 and returned in the tensor's dtype and on its device.
     """
     places: dict[Any, list[int]] = {}
     for i, spec in enumerate(shards):
@@ -232,7 +230,7 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
             places.setdefault(spec.group, []).append(i)
     sums = list(numbers)
     for (mesh, dims), some in places.items():
-        # The mesh's, to which what is offloaded has to return.
+        # The mesh's device, which is another one for an offloaded tensor.
         device = numbers[some[0]].to(mesh.device_type).device
         flat = torch.stack([numbers[i].to(device, torch.float64) for i in some])
         for dim in dims:
@@ -243,7 +241,7 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
 
 
 def all_reduce_all(flags: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Of 0-d bools about tensors, whether each is true wherever any of its tensor lies."""
+    """All-reduce flags: True if it is on every process with a shard or copy of a tensor."""
     shards = [holders(x) for x in tensors]
     if not any(shards):
         return flags

@@ -1,4 +1,7 @@
-"""Saved states, from whichever library: whose entry is whose, and what is in it."""
+"""Load state dicts of this package, torch.optim and optimi.
+
+Finds the saved entry of each parameter, and converts it to our names and values.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,21 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Rule
-from optimi_func._storage import (
-    check_codes,
-    entry_of,
-    field_names,
-    field_of,
-    is_scale,
-    names_in,
-    state_in,
-)
+from optimi_func._storage import check_entry, entry_of, missing_fields, own_names, state_in
 from optimi_func._tree import LeafState, TreeState, running_tensors
 
-# How the step is carried out is the running optimizer's affair, not the file's.
+# Options about how the step runs. They are not loaded from a file.
 POLICY = (
     *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
     *("capturable", "gradient_release"),
@@ -32,15 +28,15 @@ _OURS_ALONE = (
     *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
     *("cautious_decay", "corrected_decay", "cautious"),
 )
-# Of these, the kinds of decay.
+# Those of them that are kinds of decay.
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
-# What optimi's states hold beside their moments.
+# Names in optimi's entries that are no moments.
 _OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
 
-# What the parameter was, in the state of a class that is in eval mode.
+# The training point y of a parameter, in the entry of an optimizer in eval mode.
 TRAIN_PARAM = "train_param"
 
-# What torch.compile, activation checkpointing and FullyShardedDataParallel put into names.
+# Parts that torch.compile, activation checkpointing and FSDP add to parameter names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 Entry = dict[str, Any]
@@ -48,10 +44,10 @@ Group = dict[str, Any]
 
 
 class LoadReport(NamedTuple):
-    """Which parameters a loaded state did not fit, by name."""
+    """Names of parameters that only the optimizer or only the loaded state has."""
 
-    missing: list[str]  # the optimizer's, of which the state has nothing: begin anew
-    unexpected: list[str]  # the state's, which the optimizer does not have
+    missing: list[str]  # the optimizer's, which start with fresh state
+    unexpected: list[str]  # the state's, which were not loaded
 
 
 def _no_options(group: Group) -> Group:
@@ -61,15 +57,15 @@ def _no_options(group: Group) -> Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Counterparts:
-    """An optimizer of the same name in torch.optim and in optimi, as far as it differs.
+    """Differences to the optimizer of the same name in torch.optim and in optimi.
 
     Attributes:
-        in_torch: torch.optim's class, where it can go on from a state of ours.
-        torch_counts_steps: Whether that class keeps a step count for each parameter.
-        torch_options: A group's options for torch that are another value there.
-        our_options: A group's options of torch's that are another value here.
-        optimi_names: Our name of what optimi's state has under its own.
-        optimi_negated: What optimi's state has with the opposite sign, by our name.
+        in_torch: torch.optim's class, if it can go on from a state of ours.
+        torch_counts_steps: True if that class keeps a step count for each parameter.
+        torch_options: Returns the options of one of our groups whose values torch changes.
+        our_options: Returns the options of one of torch's groups whose values we change.
+        optimi_names: Our names of optimi's fields, by optimi's names.
+        optimi_negated: Our names of fields that optimi keeps with the opposite sign.
     """
 
     in_torch: type[torch.optim.Optimizer] | None = None
@@ -81,11 +77,11 @@ class Counterparts:
 
 
 class Match(NamedTuple):
-    """A saved state, laid out as the optimizer is."""
+    """A saved state in the order of the optimizer's groups and parameters."""
 
-    groups: list[dict[str, Any]]  # for each of the optimizer's, the saved options
-    entries: list[list[Entry | None]]  # likewise, for each of its parameters
-    others: dict[Any, Any]  # state that is no parameter's
+    groups: list[dict[str, Any]]  # saved options, one dict a group
+    entries: list[list[Entry | None]]  # saved entries, one list a group
+    others: dict[Any, Any]  # state that belongs to no parameter
     report: LoadReport
 
 
@@ -96,17 +92,17 @@ def find_entries(
     match: str,
     counterparts: Counterparts,
 ) -> Match:
-    """Find the saved entry of each parameter: by name where both sides have names.
+    """Find the saved entry of each parameter, by name if both sides have names.
 
     Args:
         state_dict: As `Optimizer.state_dict` makes it.
         groups: The optimizer's.
-        strict: Refuse names that only one side has.
-        match: "names", or "order" to look at no names.
-        counterparts: What the optimizer is in other libraries.
+        strict: Raise for names that only one side has.
+        match: "names", or "order" to ignore names.
+        counterparts: The optimizer's counterparts in other libraries.
 
     Raises:
-        ValueError: Groups or names that do not fit, or none that does.
+        ValueError: Groups or names that do not fit.
     """
     if match not in ("names", "order"):
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
@@ -168,8 +164,8 @@ def _by_name(
     if strict and any(report):
         raise ValueError(
             f"the state has nothing for {report.missing}, and the optimizer has no "
-            f"parameters {report.unexpected}: strict=False lets the former begin anew "
-            "and leaves out the latter"
+            f"parameters {report.unexpected}: strict=False starts the former with fresh "
+            "state and ignores the latter"
         )
     options: list[dict[str, Any]] = []
     entries: list[list[Entry | None]] = []
@@ -178,7 +174,7 @@ def _by_name(
         homes = [home[theirs[name]] for name in names if name in theirs]
         if not homes and not names and len(saved) == len(groups):
             homes = [saved[place]]  # an empty group
-        # A group goes on with the numbers that the first of its parameters had.
+        # A group takes the saved options of the first of its parameters.
         options.append(_options(homes[0]) if homes else {})
         places = [index[theirs[name]] if name in theirs else None for name in names]
         entries.append([state.get(place) for place in places])
@@ -186,7 +182,7 @@ def _by_name(
 
 
 def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
-    """To names of ours the saved ones: the same, or the same without torch's wrappers."""
+    """Map our names to the saved ones, which may differ by torch's wrappers."""
     found = {name: name for name in set(ours).intersection(saved)}
     bare = dict(zip(_bare(saved), saved))
     for name, short in zip(ours, _bare(ours)):
@@ -196,14 +192,14 @@ def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name without what torch.compile, checkpointing and FSDP put into it."""
+    """Return a parameter's name without what torch.compile, checkpointing and FSDP add."""
     return ".".join([x for x in name.split(".") if x not in _WRAPPERS])
 
 
 def _bare(names: list[str]) -> list[str]:
-    """The names that a module's parameters have where nothing of torch's is around it."""
+    """Return the names that the parameters have in the unwrapped module."""
     parts = [without_wrappers(name).split(".") for name in names]
-    # DistributedDataParallel's: of all of them, or it is an attribute of the model's own.
+    # DistributedDataParallel adds "module" to all names. Otherwise it is the model's own.
     while parts and all(len(x) > 1 and x[0] == "module" for x in parts):
         parts = [x[1:] for x in parts]
     bare = [".".join(x) for x in parts]
@@ -211,7 +207,7 @@ def _bare(names: list[str]) -> list[str]:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A saved group's options, without those of the running optimizer."""
+    """Return a saved group's options that are to be loaded."""
     left_out = ("params", "param_names", *POLICY)
     return {k: v for k, v in group.items() if k not in left_out}
 
@@ -219,7 +215,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _under_our_names(
     state_dict: dict[str, Any], counterparts: Counterparts
 ) -> dict[str, Any]:
-    """Torch's and optimi's groups and entries as ours would be."""
+    """Convert torch's and optimi's groups and entries to our names and values."""
     state = dict(state_dict["state"])
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
@@ -244,13 +240,13 @@ def _under_our_names(
 
 
 def _begun(saved: Entry) -> Entry:
-    """An entry without a step count, which holds something: some step was taken."""
+    """Add a step count of 1 to an entry that holds something, because a step was taken."""
     begun = any(x is not None for x in saved.values())
     return {"step": torch.ones(()), **saved} if begun else saved
 
 
 def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entry:
-    """Optimi's state as ours; its Adam and kin keep their moments corrected for bias."""
+    """Convert optimi's entry. Its Adam family keeps moments with bias correction."""
     entry = {
         counterparts.optimi_names.get(name, name): x
         for name, x in saved.items()
@@ -259,8 +255,8 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
     first = next((x for x in entry.values() if isinstance(x, Tensor)), torch.empty(0))
     comp, shape = entry.get("kahan_comp"), first.shape
     if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
-        del entry["kahan_comp"]  # something to point a kernel at
-    # Where it counts no steps, it corrects nothing by them.
+        del entry["kahan_comp"]  # optimi's placeholder for a kernel argument
+    # If optimi counts no steps, no bias correction needs them, and 1 will do.
     step: Any = saved.get("step", group.get("step", 1))
     if entry:
         entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
@@ -283,12 +279,12 @@ def as_torchs(
     counterparts: Counterparts,
     state_dict: dict[str, Any],
 ) -> dict[str, Any]:
-    """Our state as torch.optim's class of the same name has it.
+    """Convert our state dict for torch.optim's class of the same name.
 
     Args:
-        name: Of the class.
-        keywords: The numbers and choices that it takes.
-        counterparts: Names torch's.
+        name: The name of our class, for errors.
+        keywords: The hyperparameters and choices that it takes.
+        counterparts: Holds torch's class.
         state_dict: Ours.
 
     Raises:
@@ -302,7 +298,7 @@ def as_torchs(
     for group in state_dict["param_groups"]:
         made = {k: v for k, v in group.items() if k not in _OURS_ALONE}
         if made["max_lr"] is None:
-            del made["max_lr"]  # some schedules have one of the same name
+            del made["max_lr"]  # some schedules add an option of the same name
         if group["cautious"]:
             raise ValueError(f"torch.optim.{cls.__name__} cannot go on with cautious=True")
         kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]
@@ -321,7 +317,7 @@ def as_torchs(
     dropped = ("kahan_comp",) if counterparts.torch_counts_steps else ("kahan_comp", "step")
     indices = {i for group in groups for i in group["params"]}
     state = {
-        # torch loads tensors as they are: two optimizers would go on with one memory.
+        # Copied, because torch loads without copying and both optimizers would write to it.
         i: {
             k: x.clone() if isinstance(x, Tensor) else x
             for k, x in entry.items()
@@ -334,26 +330,22 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
-    """What of a parameter's state is the optimizer's: all else there is others'."""
-    counted = ("step", *rule.running._fields)
-    return (*counted, *field_names(rule.state._fields), "kahan_comp")
-
-
-def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
-    """A saved entry, if it is one that the rule can go on from; others' part is not read.
+def checked(rule: Rule[Any, Any], root: str, name: str, p: Tensor, saved: Entry) -> Entry:
+    """Return a saved entry with numbers as tensors and no None. Others' values stay.
 
     Args:
-        rule: The mathematics.
-        name: How errors call the entry.
-        p: Its parameter.
+        rule: The rule.
+        root: The dict of entries, as errors call it.
+        name: The entry's key there.
+        p: The parameter.
         saved: The entry, under our names.
 
     Raises:
-        ValueError: Fields, shapes or values that do not fit.
+        TypeError, ValueError: Fields, shapes, dtypes or values that the rule cannot use.
     """
+    path = f"[{name!r}]"
     if not isinstance(saved, dict):
-        raise ValueError(f"{name} is {saved!r}: allowed is a dict")
+        raise ValueError(f"{root}{path} is {saved!r}: allowed is a dict")
     names = own_names(rule)
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
     counted = ("step", *rule.running._fields)
@@ -361,45 +353,30 @@ def checked(rule: Rule[Any, Any], name: str, p: Tensor, saved: Entry) -> Entry:
         if isinstance(entry.get(key), int | float):
             dtype = torch.float32 if key == "step" else torch.float64
             entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
-    for key, x in entry.items():
-        if isinstance(x, Tensor):
-            check_codes(f"{name}[{key!r}]", key, x, p)
-        shape = () if key in counted else p.shape
-        if not isinstance(x, Tensor) or (x.shape != shape and not is_scale(key)):
-            found = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
-            raise ValueError(
-                f"{name}[{key!r}] is {found}, allowed is a tensor of shape {tuple(shape)}"
-            )
-        integral = key in ("step", "kahan_comp") or key not in rule.state._fields
-        if x.is_meta or not (x.is_floating_point() or integral):
-            raise ValueError(
-                f"{name}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are floating "
-                "dtypes and memory"
-            )
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
-    if before is not None:
-        is_like_p = isinstance(before, Tensor) and before.shape == p.shape
-        if not is_like_p or before.is_meta or not before.is_floating_point():
-            found = tuple(before.shape) if isinstance(before, Tensor) else repr(before)
+    every = entry if before is None else {**entry, TRAIN_PARAM: before}
+    check_entry(rule, root, path, p, every, any_device=True)
+    for key, x in every.items():
+        floating = key in rule.state._fields or key == TRAIN_PARAM
+        if x.is_meta or (floating and not x.is_floating_point()):
             raise ValueError(
-                f"{name}[{TRAIN_PARAM!r}] is {found}, allowed is a floating tensor of "
-                f"shape {tuple(p.shape)}"
+                f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
+                "floating dtypes and memory"
             )
-    needed = {*rule.state._fields, *counted}
-    if entry and not needed <= set(map(field_of, entry)):
+    if entry and (missing_fields(rule, entry) or not {*counted} <= {*entry}):
         raise ValueError(
-            f"{name} holds {sorted(saved)}: the optimizer needs {sorted(needed)}, or "
-            "nothing"
+            f"{root}{path} holds {sorted(saved)}: the optimizer needs "
+            f"{sorted({*rule.state._fields, *counted})}, or nothing"
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}
 
 
 def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> TreeState:
-    """The entries of named parameters as a pure optimizer's state, in memory of its own.
+    """Copy complete entries, by parameter name, to a pure optimizer's state.
 
     Args:
-        rule: The mathematics.
-        entries: By name; each complete.
+        rule: The rule.
+        entries: By name.
         like: A parameter, for the device.
 
     Raises:
@@ -412,16 +389,15 @@ def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> Tr
         )
     leaves: dict[str, LeafState] = {}
     for name, entry in entries.items():
-        mine = {key: entry[key].clone() for key in names_in(rule.state._fields, entry)}
+        state, comp = pytree.tree_map_only(Tensor, torch.clone, state_in(rule, entry))
         running = rule.running(*[entry[key] for key in rule.running._fields])
-        running = running_tensors(running, like.device)
-        leaves[name] = LeafState(*state_in(rule, mine), running)
+        leaves[name] = LeafState(state, comp, running_tensors(running, like.device))
     count = max(steps.values(), default=0.0)
     return TreeState(torch.tensor(count, device=like.device), leaves)
 
 
 def from_tree(state: TreeState) -> dict[str, Entry]:
-    """The entries of a tree whose parameters are a dict by name."""
+    """Return the entries of a tree whose parameters are a dict, by name."""
     entries: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
         entries[name] = {
@@ -435,24 +411,24 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
 def common(
     bounds: list[FunctionalOptimizer], names: list[list[str]]
 ) -> FunctionalOptimizer:
-    """One optimizer for all groups: lr and weight_decay by name where they differ.
+    """Merge the optimizers of all groups. lr and weight_decay become dicts if they differ.
 
     Args:
-        bounds: Each group's.
-        names: Its parameters'.
+        bounds: One pure optimizer a group.
+        names: The names of each group's parameters.
 
     Raises:
-        ValueError: Groups that differ in anything else.
+        ValueError: Groups that differ in another hyperparameter.
     """
-    numbers: dict[str, Any] = {}
-    for number in fields(bounds[0]):
-        found = [getattr(bound, number.name) for bound in bounds]
+    changed: dict[str, Any] = {}
+    for name in [one.name for one in fields(bounds[0])]:
+        found = [getattr(bound, name) for bound in bounds]
         if all(x == found[0] for x in found):
             continue
-        if number.name not in ("lr", "weight_decay"):
+        if name not in ("lr", "weight_decay"):
             raise ValueError(
-                f"the groups differ in hyperparameter {number.name}: {found}; a pure "
-                "optimizer has one, and by name only lr and weight_decay"
+                f"the groups differ in hyperparameter {name}: {found}; a pure optimizer "
+                "has one, and by name only lr and weight_decay"
             )
-        numbers[number.name] = {n: x for x, some in zip(found, names) for n in some}
-    return replace(bounds[0], **numbers)
+        changed[name] = {n: x for x, some in zip(found, names) for n in some}
+    return replace(bounds[0], **changed)

@@ -1,7 +1,8 @@
-"""How parameters and moments are kept between steps: plain, compensated, or as codes.
+"""Storage options, and entries: the tensors that an optimizer keeps for a parameter.
 
-A rule computes in float32 (float64); what it is given is decoded here, and what it returns
-encoded. Nothing here knows an optimizer, nor where a step runs.
+A field of a rule's state is one tensor in an entry, under its name. A field in 8-bit codes
+is two, under its name with "_q" and "_scale". A rule computes in float32 or float64, so
+fields are decoded for it, and its results encoded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ def storage_of(
     kahan_sum: bool | None,
     state_dtype: torch.dtype | None,
 ) -> Storage:
-    """The storage that these options ask for.
+    """Return the storage that these options ask for.
 
     Raises:
         TypeError, ValueError: An unknown name, or options that exclude each other.
@@ -70,18 +71,27 @@ def storage_of(
     return storage
 
 
+def group_storage(group: Mapping[str, Any]) -> Storage:
+    """Return the storage that a param group asks for.
+
+    Raises:
+        ValueError, TypeError: An unknown storage, or one together with its shorthands.
+    """
+    return storage_of(group["storage"], group["kahan_sum"], group["state_dtype"])
+
+
 def check_stored(
     rules: list[Rule[Any, Any]], storage: Storage, params: list[Tensor]
 ) -> list[str]:
-    """Refuse a storage that changes nothing; the warnings about it.
+    """Return warnings about a storage. Raise if it changes nothing.
 
     Args:
-        rules: The mathematics, of all groups with this storage.
-        storage: What was asked for.
-        params: What it was asked for.
+        rules: The rules of all groups with this storage.
+        storage: The storage.
+        params: The parameters of these groups.
 
     Raises:
-        ValueError: Codes for parameters or moments of which there are none.
+        ValueError: Codes for parameters or moments, and there are none to encode.
     """
     low = [p for p in params if is_low(p)]
     if storage.param == "exact":
@@ -92,28 +102,28 @@ def check_stored(
         allowed = "bfloat16" if storage.param == "exact" else "bfloat16 or float16"
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: no parameter is "
-            f"{allowed}: convert the model, or choose param=None, which leaves others as "
-            "they are"
+            f"{allowed}: convert the model, or choose param=None, which does not change "
+            "other dtypes"
         )
     if storage.moments != "8bit":
         return []
     if not any(map(keeps_codes, rules)):
         raise ValueError(
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
-            "in 8 bits with these options, so that it would change nothing"
+            "in 8 bits with these options, so it would change nothing"
         )
-    apart = [tuple(p.shape) for p in params if cuts_groups(p)]
-    if not apart:
+    cut = {tuple(p.shape) for p in params if cuts_groups(p)}
+    if not cut:
         return []
     return [
-        f"storage.moments='8bit': parameters of shapes {sorted(set(apart))} are divided "
-        f"among processes in the midst of groups of {GROUP} elements: their moments are "
-        "not kept in codes"
+        f"storage.moments='8bit': the shards of parameters of shapes {sorted(cut)} cut "
+        f"groups of {GROUP} elements, which share a scale: their moments are not kept in "
+        "codes"
     ]
 
 
 def keeps_codes(rule: Rule[Any, Any]) -> bool:
-    """Whether any field of a rule's state can be kept in codes."""
+    """Return True if any field of a rule's state can be kept in codes."""
     fields = rule.init(torch.empty(128, 64, device="meta"), "8bit")
     return not all(isinstance(field, Tensor) for field in fields)
 
@@ -122,24 +132,49 @@ def keeps_codes(rule: Rule[Any, Any]) -> bool:
 
 
 def decode(field: Tensor | Codes, dtype: torch.dtype) -> Tensor:
-    """A field in the dtype of the arithmetic; the same object if it is in it."""
+    """Convert a field to a dtype. Return the field itself if it has that dtype."""
     return field.decode(dtype) if isinstance(field, Codes) else to(field, dtype)
 
 
 def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
-    """X as a field is kept."""
+    """Convert x to the dtype or the codes of `like`."""
     if isinstance(like, Codes):
         return like.encode(refuse_derivatives(x, x), dither)
     return to(x, like.dtype)
 
 
 def tensors_of(field: Any) -> tuple[Tensor, ...]:
-    """The tensors that a field is kept in."""
+    """Return the tensors of a field: itself, or its codes and their scales."""
     return tuple(field) if isinstance(field, Codes) else (field,)
 
 
+def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
+    """Build a rule's state from its tensors.
+
+    Args:
+        kind: The rule's State.
+        tensors: An iterator at the first of them. It is not read beyond the last.
+        codes: For each field, True if it is two tensors, codes and their scales.
+    """
+    fields = [
+        codes_of(next(tensors), next(tensors)) if coded else next(tensors)
+        for coded in codes
+    ]
+    return kind(*fields)
+
+
+def codes_of(q: Tensor, scale: Tensor) -> Codes:
+    """Return codes from their tensors. Their dtype tells the kind."""
+    return Moment8(q, scale) if q.dtype == torch.int8 else SecondMoment8(q, scale)
+
+
+# Entries
+
+_Q, _SCALE = "_q", "_scale"
+
+
 def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
-    """A leaf's state as a flat dict: of a field in codes two tensors, under other names."""
+    """Return a rule's state and its compensation as an entry."""
     entry: dict[str, Tensor] = {}
     for name, field in state._asdict().items():
         if isinstance(field, Tensor):
@@ -152,86 +187,93 @@ def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
 
 
 def state_in(rule: Rule[Any, Any], entry: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A rule's state and the compensation from what `entry_of` makes of them."""
-    fields = rule.state._fields
-    codes = tuple([entry.get(name) is None for name in fields])
-    names = [name for name in names_in(fields, entry) if entry[name] is not None]
-    tensors = iter([entry[name] for name in names if name != "kahan_comp"])
-    return state_of(rule.state, tensors, codes), entry.get("kahan_comp")
+    """Return the rule's state and the compensation (or None) of a complete entry."""
+    fields = [
+        codes_of(entry[name + _Q], entry[name + _SCALE])
+        if entry.get(name) is None
+        else entry[name]
+        for name in rule.state._fields
+    ]
+    return rule.state(*fields), entry.get("kahan_comp")
 
 
 def names_in(fields: tuple[str, ...], entry: Mapping[str, Any]) -> list[str]:
-    """Under which names an entry has a rule's fields and the compensation, in order."""
-    return [name for name in (*field_names(fields), "kahan_comp") if name in entry]
+    """Return the names of an entry's state tensors and compensation, in order."""
+    return [name for name in _state_names(fields) if name in entry]
 
 
-def is_scale(name: str) -> bool:
-    """Whether an entry has scales under this name, which have a shape of their own."""
-    return name.endswith(_SCALE)
+def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
+    """Return all names that this package may use in an entry. Others' are kept unread."""
+    return ("step", *rule.running._fields, *_state_names(rule.state._fields))
 
 
-def check_codes(path: str, name: str, x: Tensor, p: Tensor) -> None:
-    """Refuse what is no code or scale under the name of one.
-
-    Casting a whole state, as torch's own load_state_dict does, makes it so.
-
-    Args:
-        path: How errors call it.
-        name: In the entry.
-        x: What is there.
-        p: The parameter.
-    """
-    if name.endswith(_Q) and x.dtype not in (torch.int8, torch.uint8):
-        raise TypeError(
-            f"{path} has dtype {x.dtype}: allowed are codes, of int8 or uint8, as they "
-            "were saved"
-        )
-    count = -(-p.numel() // GROUP)
-    if is_scale(name) and (x.dtype != torch.float32 or x.numel() != count):
-        raise TypeError(
-            f"{path} has dtype {x.dtype} and {x.numel()} elements: allowed are {count} of "
-            f"float32, a scale for each {GROUP} elements, as they were saved"
-        )
+def _state_names(fields: tuple[str, ...]) -> list[str]:
+    names = [n for field in fields for n in (field, field + _Q, field + _SCALE)]
+    return [*names, "kahan_comp"]
 
 
-def codes_of(q: Tensor, scale: Tensor) -> Codes:
-    """The codes that these tensors are."""
-    return Moment8(q, scale) if q.dtype == torch.int8 else SecondMoment8(q, scale)
-
-
-def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
-    """The state of a rule from its tensors, one after the other.
-
-    Args:
-        kind: The rule's State.
-        tensors: As `entry_of` has them; what comes after them is left.
-        codes: Of each field whether it is kept in codes.
-    """
-    fields = [
-        codes_of(next(tensors), next(tensors)) if coded else next(tensors)
-        for coded in codes
+def missing_fields(rule: Rule[Any, Any], entry: Mapping[str, Any]) -> list[str]:
+    """Return the fields of the rule's state that an entry lacks, plain and in codes."""
+    return [
+        name
+        for name in rule.state._fields
+        if entry.get(name) is None and entry.get(name + _Q) is None
     ]
-    return kind(*fields)
-
-
-def names_of(name: str, field: Any) -> tuple[str, ...]:
-    """Under which names an entry has a field."""
-    return (name,) if isinstance(field, Tensor) else (name + _Q, name + _SCALE)
-
-
-def has_field(entry: Mapping[str, Any], name: str) -> bool:
-    """Whether an entry has a field, in codes or not."""
-    return entry.get(name) is not None or entry.get(name + _Q) is not None
 
 
 def field_of(name: str) -> str:
-    """The field that a name in an entry belongs to."""
+    """Return the field that a name in an entry belongs to."""
     return name.removesuffix(_Q).removesuffix(_SCALE)
 
 
-def field_names(fields: tuple[str, ...]) -> list[str]:
-    """Every name under which an entry may have a rule's fields."""
-    return [n for field in fields for n in (field, field + _Q, field + _SCALE)]
+def check_entry(
+    rule: Rule[Any, Any],
+    root: str,
+    path: object,
+    p: Tensor,
+    entry: Mapping[str, Any],
+    any_device: bool = False,
+) -> None:
+    """Raise if a value of an entry does not fit the parameter.
 
+    Args:
+        rule: The rule.
+        root: The first part of the entry's name in errors, as "state".
+        path: The parameter's name, only formatted if there is an error.
+        p: The parameter.
+        entry: Values under our names.
+        any_device: Allow tensors on other devices, because they will be copied.
 
-_Q, _SCALE = "_q", "_scale"
+    Raises:
+        TypeError: No tensor, or codes and scales that were cast to another dtype, as
+            torch.optim's own load_state_dict does.
+        ValueError: A tensor of another shape or on another device.
+    """
+    counts = ("step", *rule.running._fields)
+    for name, x in entry.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")
+        if name.endswith(_Q) and x.dtype not in (torch.int8, torch.uint8):
+            raise TypeError(
+                f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are codes, of int8 "
+                "or uint8, as they were saved"
+            )
+        if name.endswith(_SCALE):
+            count = -(-p.numel() // GROUP)
+            if x.dtype != torch.float32 or x.numel() != count:
+                raise TypeError(
+                    f"{root}{path}[{name!r}] has dtype {x.dtype} and {x.numel()} elements: "
+                    f"allowed are {count} of float32, a scale for each {GROUP} elements, "
+                    "as they were saved"
+                )
+            continue
+        shape = () if name in counts else p.shape
+        if x.shape != shape:
+            raise ValueError(
+                f"{root}{path}[{name!r}] has shape {tuple(x.shape)}: allowed is a tensor "
+                f"of shape {tuple(shape)}"
+            )
+        if not any_device and name not in counts and x.device != p.device:
+            raise ValueError(
+                f"{root}{path}[{name!r}] is on {x.device}, its parameter on {p.device}"
+            )

@@ -1,12 +1,14 @@
-"""Every use of a private torch API outside compiled/ and execution/, a small function each.
+"""Small functions around private torch APIs that compiled/ and execution/ do not own.
 
-Each says why no public name does, in which torch it was tried (the lowest supported is
-2.11, the newest tried 2.15), and which test fails where a torch no longer has it. Nothing
-here changes torch for others.
+Each docstring says why no public name does, the torch versions it was tried with (2.11, the
+oldest supported one, to 2.15) and the test that fails if a new torch lacks the name. No
+function changes torch for other code.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import reduce
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,11 +26,11 @@ T = TypeVar("T")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, left out of any graph: torch.compiler.disable, at the first call.
+    """Leave `function` out of any graph, as torch.compiler.disable does.
 
-    The public one imports the compiler at once, which takes a second. What torch.optim
-    itself is decorated with; torch 2.11 to 2.15. Without it importing this package fails;
-    test_import_leaves_the_compiler_and_dtensor_alone notices where it is no longer lazy.
+    The public decorator imports the compiler at once, which takes a second. torch.optim
+    uses this one too. Torch 2.11 to 2.15: without it importing this package fails, and
+    test_import_leaves_the_compiler_and_dtensor_alone fails if it is no longer lazy.
     """
     return _disable_dynamo(function)
 
@@ -36,9 +38,9 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward now running has finished without an error.
 
-    It is dropped, and with it whatever it holds, if that backward fails. It comes after
-    what others wanted called during the backward: fully_shard reduces the last gradients
-    there, DistributedDataParallel puts its own into p.grad.
+    If that backward fails, the callback is dropped with everything it references. It runs
+    after the callbacks that other code queued during the backward, because fully_shard
+    reduces the last gradients there and DistributedDataParallel puts its own into p.grad.
 
     A public name is on its way (pytorch/pytorch#66199, #193958); fully_shard uses this
     one. Torch 2.11 to 2.15, test_private_autograd_is_there.
@@ -48,20 +50,20 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def backward_id() -> int:
-    """A number that tells one running backward from another; -1 outside of any.
+    """Return the number of the running backward, or -1 outside of any.
 
-    Of a backward that another one started, its own. No public name has it;
-    torch.autograd.graph's own multi-gradient hooks use this one. Torch 2.11 to 2.15,
+    A backward that another one started has its own number. torch.autograd.graph's
+    multi-gradient hooks use this name too. Torch 2.11 to 2.15,
     test_private_autograd_is_there.
     """
     return torch._C._current_graph_task_id()
 
 
 def in_compiled_autograd() -> bool:
-    """Whether torch.compile runs the backward (torch._dynamo.config.compiled_autograd).
+    """Return True if torch.compile runs the backward (compiled autograd).
 
-    The public setting says that it may, not that it does. Torch 2.11 to 2.15,
-    test_compiled_autograd_is_refused.
+    The public setting, torch._dynamo.config.compiled_autograd, only allows it.
+    Torch 2.11 to 2.15, test_compiled_autograd_is_refused.
     """
     from torch._dynamo import compiled_autograd
 
@@ -72,29 +74,29 @@ def in_compiled_autograd() -> bool:
 
 
 def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
-    """The post-accumulate-grad hooks that anybody registered on p.
+    """Return all post-accumulate-grad hooks of p.
 
-    Hooks can be added in public, and not be listed. Torch 2.11 to 2.15,
+    The public API adds hooks but does not list them. Torch 2.11 to 2.15,
     test_private_autograd_is_there.
     """
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def fake_mode() -> Any:
-    """A mode in which operations compute shapes, dtypes and devices, and no values.
+    """Return a mode in which operations compute shapes, dtypes and devices, but no values.
 
-    torch.compile and torch.export run programs so; no public name makes one. Torch 2.11 to
-    2.15, test_private_compiler_is_there.
+    torch.compile and torch.export use it, but no public name makes one. Torch 2.11 to 2.15,
+    test_private_compiler_is_there.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The Euclidean norm of each tensor, a 0-d tensor of at least float32.
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the Euclidean norm of each tensor, as a 0-d tensor of at least float32.
 
-    As torch.nn.utils.get_total_norm takes them, which returns the norm of all alone. Torch
+    torch.nn.utils.get_total_norm computes them alike, but returns only the total. Torch
     2.11 to 2.15, test_private_norms_are_there.
     """
     kinds: dict[torch.dtype, list[int]] = {}
@@ -107,30 +109,68 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     return [found[i] for i in range(len(tensors))]
 
 
-def transform_level() -> int:
-    """How many transformations of torch.func are active; 0 outside of any.
+def total_norm(norms: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients from the norm of each, as torch.nn.utils does."""
+    if not norms:
+        return torch.zeros(())
+    first = norms[0].device
+    wide = reduce(torch.promote_types, [x.dtype for x in norms])
+    return torch.linalg.vector_norm(torch.stack([x.to(first, wide) for x in norms]))
 
-    This and the four below have no public names. Torch 2.11 to 2.15,
+
+def clip_factor(limit: float | Tensor | None, norm: Tensor) -> Tensor:
+    """Return the factor that clips to `limit`, as torch.nn.utils computes it."""
+    assert limit is not None
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return True if x is memory: no subclass with its own dispatch, no zero tensor.
+
+    Torch 2.11 to 2.15: a torch without these names fails in every step.
+    """
+    kind: Any = type(x)
+    return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
+
+
+_NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
+def has_memory(x: Tensor) -> bool:
+    """Return False for a meta or fake tensor.
+
+    FakeTensor is looked up in sys.modules, because a program that has one has imported it.
+    No public name tells one. Torch 2.11 to 2.15, test_private_compiler_is_there.
+    """
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
+
+
+def transform_level() -> int:
+    """Return how many transformations of torch.func are active.
+
+    This and the four functions below have no public names. Torch 2.11 to 2.15,
     test_private_transforms_are_there.
     """
     return _functorch.maybe_current_level() or 0
 
 
 def level_of(x: Tensor) -> int:
-    """Which of these transformations x belongs to, counted from 1; -1 for none."""
+    """Return the level of the transformation that x belongs to, from 1, or -1 for none."""
     return _functorch.maybe_get_level(x)
 
 
 def forward_modes() -> int:
-    """How many of these transformations are forward mode: jvp and jacfwd."""
+    """Return how many active transformations are forward mode (jvp, jacfwd)."""
     kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
     return kinds.count(_functorch.TransformType.Jvp)
 
 
 def differentiates(x: Tensor) -> bool:
-    """Whether autograd or a transformation may ask for a derivative of what is made of x.
+    """Return True if autograd or a transformation may differentiate through x.
 
-    vmap's tensors do not say of themselves that what is in them requires one.
+    A vmapped tensor has to be unwrapped, because its own requires_grad is False even if the
+    tensor in it requires a gradient.
     """
     kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
     if {_functorch.TransformType.Grad, _functorch.TransformType.Jvp} & {*kinds}:
@@ -139,5 +179,5 @@ def differentiates(x: Tensor) -> bool:
 
 
 def no_transforms() -> AbstractContextManager[Any]:
-    """A context in which no transformation of torch.func is active."""
+    """Return a context in which no transformation of torch.func is active."""
     return temporarily_clear_interpreter_stack()

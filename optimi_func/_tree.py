@@ -1,4 +1,4 @@
-"""Parameter trees, flat: their states, the paths of their leaves, and how trees match.
+"""Flatten and check parameter trees, their gradients and their state.
 
 A parameter tree is a pytree of tensors. Its gradients and its state have the same
 structure, and lr and weight_decay may be prefixes of it.
@@ -21,17 +21,17 @@ from optimi_func._checks import (
 from optimi_func._leaf import init_leaf
 from optimi_func._math import scalar_dtype
 from optimi_func._rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
-from optimi_func._storage import check_stored
+from optimi_func._storage import check_entry, check_stored, entry_of
 
 NO_RUNNING = NoRunning()
 
 
 class LeafState:
-    """The state of one parameter: the rule's fields and, where kept, `kahan_comp`.
+    """The state of one parameter: the rule's fields and, if there is one, `kahan_comp`.
 
-    A registered pytree node. Fields read as attributes: `state.leaves["w"].exp_avg`, a
-    tensor, or codes whose `decode(dtype)` gives one. So do the rule's running numbers, 0-d
-    tensors where the step count is.
+    A registered pytree node. Fields are attributes: `state.leaves["w"].exp_avg` is a
+    tensor, or codes whose `decode(dtype)` returns one. The rule's running scalars are
+    attributes too, as 0-d tensors on the step count's device.
     """
 
     __slots__ = ("kahan_comp", "rule_state", "running")
@@ -61,7 +61,7 @@ def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], Any]:
     tensors = [*leaf.rule_state, *leaf.running]
     if leaf.kahan_comp is not None:
         tensors.append(leaf.kahan_comp)
-    # An absent compensation is absent: vmap, grad and jvp refuse None.
+    # None is left out, because vmap, grad and jvp refuse it.
     kinds = type(leaf.rule_state), type(leaf.running)
     return tensors, (*kinds, leaf.kahan_comp is not None)
 
@@ -94,11 +94,11 @@ class TreeState(NamedTuple):
     """The state of a parameter tree."""
 
     step: Tensor  # 0-d float32 on the parameters' device: steps taken so far
-    leaves: PyTree  # the parameters' structure, a LeafState in each place
+    leaves: PyTree  # the parameters' structure with a LeafState for each
 
 
 class FlatTree(NamedTuple):
-    """A checked (params, grads, state), flat."""
+    """Checked (params, grads, state) as flat lists."""
 
     paths: list[str]
     spec: pytree.TreeSpec
@@ -111,7 +111,7 @@ class FlatTree(NamedTuple):
     def check(
         rule: Rule[Any, Any], params: PyTree, grads: PyTree, state: TreeState
     ) -> "FlatTree":
-        """Flatten the three trees, refusing whatever a step could not use."""
+        """Flatten the three trees. Raise if a step could not use them."""
         paths, tensors, spec = flatten_params(params)
         if not isinstance(state, TreeState):
             raise TypeError(
@@ -129,7 +129,7 @@ class FlatTree(NamedTuple):
     def rebuild(
         self, stepped: dict[int, Leaf], running: Sequence[Any]
     ) -> tuple[PyTree, TreeState]:
-        """Trees again, with the leaves that moved and each leaf's running numbers."""
+        """Return trees with the leaves that moved, and each leaf's new running scalars."""
         params = [leaf.p for leaf in self.leaves]
         states = list(self.states)
         for i, (p, rule_state, comp) in stepped.items():
@@ -141,7 +141,7 @@ class FlatTree(NamedTuple):
         )
 
     def stuck_moments(self, optimizer: object) -> list[str]:
-        """Warnings for moments too coarse for their beta."""
+        """Return warnings for moments whose dtype is too coarse for their beta."""
         fields = [field for leaf in self.leaves for field in leaf.state]
         dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
         return stuck_moments(getattr(optimizer, "narrow_betas", ()), dtypes)
@@ -158,30 +158,15 @@ def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
         )
     if not isinstance(s.running, rule.running):
         raise ValueError(
-            f"state.leaves{path} has the running numbers {s.running._fields}, but the "
+            f"state.leaves{path} has the running scalars {s.running._fields}, but the "
             f"optimizer needs {rule.running._fields}: make it with its own init"
         )
-    for name, x in s.running._asdict().items():
-        if not isinstance(x, Tensor) or x.dim() != 0:
-            raise ValueError(
-                f"state.leaves{path}.{name}={x!r}: allowed is a tensor of shape ()"
-            )
-    fields = dict(zip(rule.state._fields, s.rule_state), kahan_comp=s.kahan_comp)
-    for name, field in fields.items():
-        x = field if field is None or isinstance(field, Tensor) else field.q
-        if x is not None and (x.shape != p.shape or x.device != p.device):
-            raise ValueError(
-                f"state.leaves{path}.{name} has shape {tuple(x.shape)} on {x.device}, "
-                f"its parameter {tuple(p.shape)} on {p.device}"
-            )
+    entry = {**entry_of(s.rule_state, s.kahan_comp), **s.running._asdict()}
+    check_entry(rule, "state.leaves", path, p, entry)
 
 
-def init_tree(
-    rule: Rule[Any, Any],
-    params: PyTree,
-    storage: Storage,
-) -> TreeState:
-    """Fresh state for a parameter tree."""
+def init_tree(rule: Rule[Any, Any], params: PyTree, storage: Storage) -> TreeState:
+    """Return fresh state for a parameter tree."""
     paths, tensors, spec = flatten_params(params)
     for path, p in zip(paths, tensors):
         check_taken(rule, path, p)
@@ -196,7 +181,7 @@ def init_tree(
 
 
 def running_tensors(running: Any, device: torch.device) -> Any:
-    """Running numbers as 0-d tensors of their own on a device."""
+    """Copy running scalars to new 0-d tensors on a device."""
     dtype = scalar_dtype(device)
     return type(running)(
         *[
@@ -209,15 +194,16 @@ def running_tensors(running: Any, device: torch.device) -> Any:
 
 
 def step_to_come(step: Tensor) -> Scalar:
-    """The 1-based number of the step after `step` of them.
+    """Return the 1-based number of the next step.
 
-    A count on the host gives host coefficients; a device's is never waited for.
+    A count on the CPU becomes a float. One on another device stays there, because reading
+    it would synchronize.
     """
     return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
 
 
 def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
-    """Paths, leaves and structure of a parameter tree, checked."""
+    """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
     if not tensors:
         raise ValueError(f"params={params!r} holds no tensor")
@@ -228,7 +214,7 @@ def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.Tree
 
 
 def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
-    """Flatten `tree` as far as `spec` goes, or name the first leaf that differs."""
+    """Flatten `tree` as far as `spec` goes. Raise with the first leaf that differs."""
     try:
         return spec.flatten_up_to(tree)
     except ValueError as error:
@@ -238,7 +224,7 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
 
 
 def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
-    """The numbers of a prefix of the parameter tree, and which of them each leaf has."""
+    """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(leaves.leaves)
     numbers, spec = pytree.tree_flatten(prefix)
     if callable(prefix) or spec.is_leaf():
@@ -264,7 +250,7 @@ def _difference(tree: PyTree, params: PyTree) -> str:
     ours = _paths(params, len(pytree.tree_leaves(params)))
     theirs = _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
     for path in ours:
-        # A prefix covers what lies below it.
+        # A prefix covers all leaves below it.
         if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
     for path in theirs:
@@ -280,5 +266,5 @@ def _paths(tree: PyTree, count: int, stop: Any = None) -> list[str]:
             return [pytree.keystr(path) for path, _ in keyed]
         except ValueError:
             pass  # a node registered without names for its children
-    # Nor can Dynamo trace key paths; the message then counts leaves.
+    # Dynamo cannot trace key paths, so errors count leaves.
     return [f"<leaf {i}>" for i in range(count)]

@@ -15,8 +15,8 @@ from torch.func import functional_call, grad_and_value
 from torch.utils import _pytree as pytree
 
 from optimi_func._leaf import compute_dtype
-from optimi_func._norms import clip_factor, norms_of, total_norm
 from optimi_func._rule import PyTree
+from optimi_func._torch import clip_factor, norms_of, total_norm
 from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.execution.executors import SMALL

@@ -1,33 +1,22 @@
 """What executors ask of tensors: whether they are plain memory, and in which order."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, _utils
 from torch.utils import _pytree as pytree
 
+from optimi_func._checks import check_writable as check_writable
+from optimi_func._checks import is_expanded as is_expanded
+from optimi_func._codes import is_dense as is_dense
+from optimi_func._codes import same_order as same_order
 from optimi_func._rule import Leaf
 from optimi_func._storage import tensors_of
+from optimi_func._torch import has_memory as has_memory
+from optimi_func._torch import is_plain as is_plain
 
 T = TypeVar("T")
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether x is memory, and not a wrapper with a dispatch of its own or a mere zero."""
-    kind: Any = type(x)
-    return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
-
-
-_NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
-
-
-def has_memory(x: Tensor) -> bool:
-    """Whether there is anything in x: not on the meta device, nor under FakeTensorMode."""
-    # Whoever has a fake one has imported it; no public name tells one.
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -39,39 +28,6 @@ def is_capturing(device: torch.device) -> bool:
 def is_plainly_strided(x: Tensor) -> bool:
     """Whether x is memory that holds its very elements, with strides."""
     return x.layout == torch.strided and is_plain(x) and not x.is_neg()
-
-
-def is_expanded(x: Tensor) -> bool:
-    """Whether several of x's elements are one place in memory."""
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
-
-
-def check_writable(path: object, p: Tensor) -> None:
-    """Refuse a parameter that is expanded."""
-    if is_expanded(p):
-        raise ValueError(
-            f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
-            "clone it"
-        )
-
-
-def same_order(p: Tensor, x: Tensor) -> bool:
-    """Whether x has p's elements in p's order in memory, p being dense."""
-    # Strides of dimensions of size 1 may differ and mean nothing.
-    return x.stride() == p.stride() or (x.is_contiguous() and p.is_contiguous())
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether x covers a range of memory without gaps or overlap, in any order."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[list[T]]:

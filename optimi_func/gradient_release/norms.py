@@ -12,8 +12,8 @@ from optimi_func._distributed import (
     shards_of,
     to_local,
 )
-from optimi_func._norms import norms_of, total_norm
 from optimi_func._rule import Scalar
+from optimi_func._torch import norms_of, total_norm
 
 
 class Norm(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor, distributed
 from optimi_func import _torch
 from optimi_func._checks import check_grad, warn_user
 from optimi_func._distributed import is_distributed, redistribute_like, to_local
-from optimi_func._norms import clip_factor
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
+from optimi_func._torch import clip_factor
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.tensors import is_plain
 from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record

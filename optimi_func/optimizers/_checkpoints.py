@@ -1,4 +1,4 @@
-"""What a class saves and loads: state dicts, torch's and a pure optimizer's state."""
+"""Saving and loading: state dicts, torch.optim's, and a pure optimizer's state."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -19,73 +19,70 @@ from optimi_func._saved import (
     as_tree,
     common,
     find_entries,
-    own_names,
 )
+from optimi_func._storage import own_names
 from optimi_func._stored import decoded, master, set_master
 from optimi_func._tree import TreeState
-from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._describe import describe
-from optimi_func.optimizers._groups import (
-    Group,
-    GroupNumbers,
-    first_param,
-    group_storage,
-    on_host,
-)
+from optimi_func.optimizers._groups import Group, GroupNumbers
 from optimi_func.optimizers._state import (
-    beside,
+    first_param,
     insert_made,
     loaded_groups,
     loaded_tree,
     named_entries,
-    without_shared_memory,
 )
 
-# Hooks of ours come and go while torch goes through them: by one thread at a time.
+# Taken while our hooks are registered, because torch iterates over the dict of all hooks.
 _hooking = threading.RLock()
 
 
 def counterparts_of(owner: Any) -> Counterparts:
-    """What a class, or the value that it has, is called and keeps in other libraries."""
+    """Return the counterparts in other libraries of a class or a pure optimizer."""
     value = getattr(owner, "factory", owner)
     return getattr(value, "counterparts", None) or Counterparts()
 
 
-class Checkpoints(Optimizer):
-    """The part of a class that turns its state into others, and back."""
+def _as_strings(_: Any, packed: dict[str, Any]) -> None:
+    """Save dtypes and Storage as strings.
 
-    keywords: ClassVar[tuple[str, ...]]  # of the factory, lr first
+    torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
+    """
+    for group in packed["param_groups"]:
+        for name in ("state_dtype", "storage"):
+            if group[name] is not None:
+                group[name] = str(group[name])
+
+
+class Checkpoints(Optimizer):
+    """The methods of an optimizer that save, load and convert its state."""
+
+    keywords: ClassVar[tuple[str, ...]]  # the factory's, lr first
     _numbers: GroupNumbers
     group_of: Callable[[Tensor], Group]
     init_state: Callable[[], None]
 
     def rule_of(self, group: Group) -> Rule[Any, Any]:
-        return self._numbers.bind(group, on_host).rule
+        """Return a group's rule. Raise if a hyperparameter is out of range."""
+        return self._numbers.bind(group).rule
 
     def check_train_mode(self, what: str) -> None:
         """Raise if the parameters are not those to train: see `Evaluated`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by number of parameter, and the groups, as torch's.
-
-        Tensors that lie side by side in memory for the step are copied: what is saved is
-        that of the parameter alone.
-        """
-        names = {x for group in self.param_groups for x in own_names(self.rule_of(group))}
+        """Return the state by parameter number, and the groups, as torch.optim does."""
         with _hooking:
-            handle = self.register_state_dict_post_hook(
-                lambda _, packed: without_shared_memory(packed, names), prepend=True
-            )
+            handle = self.register_state_dict_post_hook(_as_strings, prepend=True)
             try:
                 return super().state_dict()
             finally:
                 handle.remove()
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim's class of the same name loads it, to go on alike.
+        """Return the state for torch.optim's class of the same name, if torch has one.
 
-        For those that torch has; compensations are left out. torch's RAdam adds eps to
-        the root before its correction, ours after.
+        Training goes on the same there, except that compensations are left out. torch's
+        RAdam adds eps to the root before its correction, ours after.
 
         Raises:
             ValueError: A class or an option that torch does not have.
@@ -95,10 +92,10 @@ class Checkpoints(Optimizer):
         return as_torchs(name, self.keywords, counterparts_of(self), state)
 
     def decoded_state_dict(self) -> dict[str, Any]:
-        """The state_dict with every moment a plain float32, whatever it is kept in.
+        """Return the state_dict with moments in 8 bits decoded to float32.
 
-        `load_state_dict` takes it into any storage. torch.distributed.checkpoint, which
-        loads into the tensors that are there, moves a state between storages by it.
+        `load_state_dict` loads it into any storage. Use it to change the storage with
+        torch.distributed.checkpoint, which loads into the tensors that are there.
         """
         packed = self.state_dict()
         every = [(group, p) for group in self.param_groups for p in group["params"]]
@@ -109,10 +106,10 @@ class Checkpoints(Optimizer):
         return packed
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """A model's parameters in float32, by name, with what is kept beside them.
+        """Return a model's parameters in float32, by name, with their compensations added.
 
-        A bfloat16 parameter of 8 bits has, with its compensation or remainder, 16 to 24;
-        this gives all of them. Others are converted, or as they are.
+        A bfloat16 parameter has 8 significant bits, and 16 to 24 with its compensation.
+        Parameters without one are converted to float32. float64 stays.
         """
         return {
             name: master(p, self.state.get(p, {}).get("kahan_comp"))
@@ -122,10 +119,10 @@ class Checkpoints(Optimizer):
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
     ) -> None:
-        """Set a model's parameters, and what is kept beside them, to float32 values.
+        """Set a model's parameters and their compensations to float32 values.
 
         Args:
-            model: Whose parameters.
+            model: The model.
             state_dict: From `master_state_dict`, by name.
 
         Raises:
@@ -149,14 +146,15 @@ class Checkpoints(Optimizer):
                 set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
-        """A saved state, laid out as this optimizer is."""
+        """Find the saved options of each group and the saved entry of each parameter."""
         counterparts = counterparts_of(self)
         return find_entries(state_dict, self.param_groups, strict, match, counterparts)
 
     def describe(self) -> str:
-        """A table: how each group's parameters and moments are kept, and their bytes.
+        """Return a table of each group's storage of parameters and moments, and its bytes.
 
-        What has no state yet is counted as it will be made; of DTensors what lies here.
+        State that is not made yet is counted as it will be, and DTensors by their local
+        shards.
 
         >>> from optimi_func import AdamW
         >>> model = torch.nn.Linear(128, 128).bfloat16()
@@ -176,29 +174,30 @@ class Checkpoints(Optimizer):
     ) -> LoadReport:
         """Load a state: ours, torch.optim's of the same name, or optimi's.
 
-        Where the optimizer and the state both have parameter names, entries are found by
-        name, whatever their order and groups; else by order, as torch does, and names that
-        only the state has become the optimizer's. What torch.compile ("_orig_mod") and
-        DistributedDataParallel ("module") add to names does not count. Hyperparameters
-        are the file's; how the step is carried out (kahan_sum, state_dtype, compile,
-        foreach, triton, capturable, gradient_release) stays as it is here. Tensors are
-        copied, into the dtypes that fresh state would have; torch casts all to the
-        parameter's. What others keep in a parameter's state is copied as it is, its
-        tensors onto the parameter's device.
+        If the optimizer and the state both have parameter names, entries are found by
+        name, in any order and groups. Otherwise they are found by order, as in torch, and
+        the optimizer takes names that only the state has. Names may differ by what
+        torch.compile ("_orig_mod") and DistributedDataParallel ("module") add.
+        Hyperparameters are loaded, but options about how the step runs are not (storage,
+        kahan_sum, state_dtype, compile, foreach, triton, capturable, gradient_release).
+        Tensors are copied to the dtypes that fresh state would have, where torch casts all
+        to the parameter's. Values that other code keeps in a parameter's state are copied,
+        tensors to its device.
 
         Args:
             state_dict: From `state_dict`.
-            strict: Refuse names that only one side has; False lets new parameters begin
-                anew, leaves out old ones and reports both.
+            strict: Raise for names that only one side has. False starts new parameters
+                with fresh state, ignores old ones and reports both.
             keep_dtypes: Keep every dtype as it was saved.
-            match: "order" looks at no names, as torch does not.
+            match: "order" ignores names, as torch does.
 
         Returns:
             The names that only one side has.
 
         Raises:
-            ValueError: Groups, names, numbers, fields or shapes that do not fit, or not
-                one name that does; nothing is loaded then.
+            TypeError: A value of an entry that is no tensor, or codes that were cast.
+            ValueError: Groups, names, hyperparameters, fields or shapes that do not fit.
+                Nothing is loaded then.
         """
         made: dict[Tensor, dict[str, Any]] = {}
         reports: list[LoadReport] = []
@@ -217,7 +216,7 @@ class Checkpoints(Optimizer):
             self.state.update(made)
 
         with _hooking:
-            # After the user's own pre-hooks, and before the user's own post-hooks.
+            # They run after the user's pre-hooks and before the user's post-hooks.
             handles = [
                 self.register_load_state_dict_pre_hook(prepare),
                 self.register_load_state_dict_post_hook(restore, prepend=True),
@@ -230,18 +229,18 @@ class Checkpoints(Optimizer):
         return reports[-1]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
-        """This optimizer as a pure one, with its state for the tree {name: parameter}.
+        """Return a pure optimizer and its state for the tree {name: parameter}.
 
-        What has a gradient to come is in the tree: parameters that never had a gradient
-        and do not require one are left out. Nothing shares memory with this optimizer.
+        Parameters that have no state and do not require a gradient are left out. Nothing
+        shares memory with this optimizer.
 
         Returns:
-            The optimizer with the numbers of now; lr and weight_decay by name where
-            groups differ in them. The state, its `leaves` by name.
+            The pure optimizer with the present hyperparameters; lr and weight_decay are
+            dicts by name if groups differ in them. The state, with `leaves` by name.
 
         Raises:
-            ValueError: Parameters without names, groups that differ in other numbers, or
-                parameters that have taken different numbers of steps.
+            ValueError: Parameters without names, groups that differ in other
+                hyperparameters, or parameters that have taken different numbers of steps.
 
         >>> from optimi_func import SGD
         >>> model = torch.nn.Linear(2, 1)
@@ -258,9 +257,8 @@ class Checkpoints(Optimizer):
         bounds: list[FunctionalOptimizer] = []
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
-            bounds.append(self._numbers.bind(group, on_host))
-            spec = Spec(bounds[-1].rule, group_storage(group), group["capturable"])
-            entries.append(named_entries(self.state, group, spec))
+            bounds.append(self._numbers.bind(group))
+            entries.append(named_entries(self.state, group, bounds[-1].rule))
         optimizer = common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}
         return optimizer, as_tree(optimizer.rule, merged, first_param(self.param_groups))
@@ -268,11 +266,11 @@ class Checkpoints(Optimizer):
     def load_functional(
         self, state: TreeState, params: dict[str, Tensor] | None = None
     ) -> None:
-        """Go on from a pure optimizer's state, as `functional` gave it.
+        """Continue from a pure optimizer's state, as `functional` returns it.
 
         Args:
-            state: With `leaves` by name; those of other parameters stay as they are.
-            params: Values for the parameters themselves, by name.
+            state: A state with `leaves` by name. Other parameters keep theirs.
+            params: New values of the parameters, by name.
 
         Raises:
             ValueError: Names that no parameter has, shapes or fields that do not fit;
@@ -285,10 +283,11 @@ class Checkpoints(Optimizer):
     def _take_over(
         self, made: dict[Tensor, dict[str, Any]], moved: list[tuple[Tensor, Tensor]]
     ) -> None:
-        """Let parameters have these states and values, beside what is others'."""
+        """Replace entries, except for other code's values, and write parameters."""
         for p, entry in made.items():
-            rule = self.rule_of(self.group_of(p))
-            made[p] = {**beside(rule, self.state.get(p, {})), **entry}
+            own = own_names(self.rule_of(self.group_of(p)))
+            others = {k: x for k, x in self.state.get(p, {}).items() if k not in own}
+            made[p] = {**others, **entry}
         insert_made(self.state, made)
         with torch.no_grad():
             for p, x in moved:

@@ -1,4 +1,4 @@
-"""How an optimizer keeps its parameters and their state, as a table."""
+"""The tables of `optimizer.describe()`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,9 +9,8 @@ from torch import Tensor
 from optimi_func._distributed import to_local
 from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rule
-from optimi_func._saved import Entry
-from optimi_func._storage import entry_of, names_in
-from optimi_func.optimizers._groups import Group, group_storage
+from optimi_func._saved import Entry, Group
+from optimi_func._storage import entry_of, group_storage, names_in
 
 _HEAD = (
     "group",
@@ -30,13 +29,7 @@ def describe(
     groups: list[Group],
     rule_of: Callable[[Group], Rule[Any, Any]],
 ) -> str:
-    """The table: a row a group, and one for all.
-
-    Args:
-        states: The optimizer's. What is not there yet is counted as it will be made.
-        groups: The optimizer's.
-        rule_of: A group's rule.
-    """
+    """Return the table of storage and bytes, with a row for each group and one for all."""
     rows: list[tuple[str, ...]] = []
     totals = [0, 0, 0, 0]
     for i, group in enumerate(groups):
@@ -46,7 +39,8 @@ def describe(
         counts = [len(params), *map(sum, zip(*[x[2:] for x in found]))]
         counts += [0] * (4 - len(counts))
         totals = [a + b for a, b in zip(totals, counts)]
-        how = [", ".join(sorted({*some} - {""})) or "-" for some in _kinds(found)]
+        kinds = [x[0] for x in found], [x[1] for x in found]
+        how = [", ".join(sorted({*some} - {""})) or "-" for some in kinds]
         rows.append((str(i), *_cells(counts, how)))
     if len(groups) > 1:
         rows.append(("all", *_cells(totals, ["", ""])))
@@ -59,7 +53,7 @@ def describe(
 
 
 def listed(groups: list[Group]) -> str:
-    """Which parameters follow which rule, a line each: the rule, the shape, the name."""
+    """Return a line for each parameter: its rule, its shape and its name."""
     rows = [
         (group["rule"], " x ".join(map(str, p.shape)) or "1", name)
         for group in groups
@@ -72,15 +66,10 @@ def listed(groups: list[Group]) -> str:
     )
 
 
-def _kinds(found: list[tuple[str, str, int, int, int]]) -> list[list[str]]:
-    """How parameters are kept, and how moments."""
-    return [[x[0] for x in found], [x[1] for x in found]]
-
-
 def _kept(
     rule: Rule[Any, Any], group: Group, p: Tensor, state: Entry
 ) -> tuple[str, str, int, int, int]:
-    """How p and its moments are kept; elements, those in codes, and bytes, held here."""
+    """Return the storage of p and of its moments, and local elements, coded ones, bytes."""
     names = names_in(rule.state._fields, state)
     entry = {name: state[name] for name in names if isinstance(state[name], Tensor)}
     (part,) = to_local([p])
@@ -93,14 +82,11 @@ def _kept(
     name = _name(p.dtype) + ("" if rest is None else f" + {_name(rest.dtype)}")
     coded = any(key.endswith("_q") for key in local)
     moments = ["8bit"] if coded else []
-    moments += [_name(x.dtype) for k, x in local.items() if not _is_beside(k)]
+    others = ("kahan_comp", "_q", "_scale")
+    moments += [_name(x.dtype) for k, x in local.items() if not k.endswith(others)]
     numel = part.numel()
     held = part.nbytes + sum(x.nbytes for x in local.values())
     return name, ", ".join(sorted(set(moments))), numel, numel if coded else 0, held
-
-
-def _is_beside(key: str) -> bool:
-    return key == "kahan_comp" or key.endswith(("_q", "_scale"))
 
 
 def _name(dtype: torch.dtype) -> str:

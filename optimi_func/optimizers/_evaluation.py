@@ -17,7 +17,7 @@ from optimi_func._rule import Leaf, Microbatch
 from optimi_func._saved import TRAIN_PARAM, LoadReport
 from optimi_func._storage import state_in
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._groups import Group, Path, on_host
+from optimi_func.optimizers._groups import Group, Path
 from optimi_func.optimizers.base import BaseOptimizer, Closure
 
 
@@ -157,9 +157,9 @@ class Evaluated(BaseOptimizer):
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (p, x) for each parameter with state, x being its `eval_point`.
 
-        Of a DTensor, x is the local shard; its dtype is at least float32.
+        If p is a DTensor, x is the local shard. The dtype of x is at least float32.
         """
-        bound = self._numbers.bind(group, on_host)
+        bound = self._numbers.bind(group)
         rule = bound.rule
         for p in group["params"]:
             entry = self.state.get(p, {})

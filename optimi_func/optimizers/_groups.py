@@ -1,13 +1,13 @@
-"""Param groups: what is allowed in one, its numbers, and how errors call its parameters.
+"""Param groups: argument checks, and the pure optimizer of a group's hyperparameters.
 
-A group is the dict that torch.optim keeps: its parameters, the numbers under torch's names,
-and the options that say how the step is carried out.
+A group is torch.optim's dict of parameters, hyperparameters under torch's names, and
+options about how the step runs.
 """
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from operator import is_, itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,17 +21,13 @@ from optimi_func._checks import (
 from optimi_func._codes import NEAREST, dither_at
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Scalar, Scalars, Storage
-from optimi_func._storage import check_stored, storage_of
+from optimi_func._saved import Group
+from optimi_func._storage import check_stored, group_storage
 from optimi_func.execution.executors import Executor
-
-Group: TypeAlias = dict[str, Any]
 
 
 def plain_number(x: Any) -> Any:
-    """An option as Python has it, where it is numpy's, or a sequence of whatever kind.
-
-    Json can write it.
-    """
+    """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
     if isinstance(x, bool | str | Tensor | Storage) or x is None:
         return x
     if isinstance(x, torch.dtype):  # json has none
@@ -46,11 +42,7 @@ def plain_number(x: Any) -> Any:
 
 
 def check_torchs_own(fused: Any, differentiable: Any) -> None:
-    """Refuse what torch's classes offer by these names, and say what does it here.
-
-    Raises:
-        ValueError: One of the two is true.
-    """
+    """Raise if torch.optim's options fused or differentiable are true."""
     if fused:
         raise ValueError(
             f"fused={fused!r}: allowed are None and False. compile=True is this package's "
@@ -64,14 +56,14 @@ def check_torchs_own(fused: Any, differentiable: Any) -> None:
 
 
 def check_group(group: Group, keywords: tuple[str, ...]) -> None:
-    """Refuse parameters and numbers of types that no step takes, and settle max_lr.
+    """Check types of parameters and hyperparameters, and write max_lr and dtypes.
 
     Args:
-        group: The group; `max_lr` is written into it.
-        keywords: The numbers that the optimizer takes.
+        group: The group.
+        keywords: The names of the hyperparameters.
 
     Raises:
-        TypeError, ValueError: What is not allowed, by its name and value.
+        TypeError, ValueError: A value that no step could use.
     """
     names = group.get("param_names") or range(len(group["params"]))
     for name, p in zip(names, group["params"]):
@@ -79,7 +71,7 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     lr = group["lr"]
     for name in keywords:
         x = group[name]
-        # As many as there have to be, the optimizer's own check counts.
+        # The pure optimizer checks how many betas there are.
         numbers = x if name == "betas" and isinstance(x, tuple | list) else (x,)
         unfit = not all(map(_is_host, numbers)) or (x is None and name != "max_lr")
         if unfit or (name == "lr" and isinstance(x, bool)):
@@ -93,7 +85,7 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
             "of one element"
         )
     if (group["decouple_lr"] or group["corrected_decay"]) and group["max_lr"] is None:
-        # The max_lr of every step to come, resolved before a schedule lowers lr.
+        # Set now, because a schedule will lower lr.
         group["max_lr"] = float(lr)
         if group["max_lr"] == 0.0:
             group["max_lr"] = None
@@ -105,17 +97,8 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     group_storage(group)
 
 
-def group_storage(group: Group) -> Storage:
-    """How a group's parameters and moments are kept.
-
-    Raises:
-        ValueError, TypeError: An unknown storage, or one beside its shorthands.
-    """
-    return storage_of(group["storage"], group["kahan_sum"], group["state_dtype"])
-
-
 def _as_dtype(x: Any) -> Any:
-    """A dtype of torch's from its name."""
+    """Convert the name of a dtype to the dtype. Return other values as they are."""
     found = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
     return found if isinstance(found, torch.dtype) else x
 
@@ -125,9 +108,9 @@ def _is_host(x: Any) -> bool:
 
 
 def check_modes(group: Group) -> None:
-    """Refuse options on how the step runs that exclude each other.
+    """Raise for options about how the step runs that exclude each other.
 
-    foreach yields to gradient_release, with a warning at the caller of add_param_group.
+    foreach is turned off with a warning if gradient_release is on.
     """
     for name in ("compile", "foreach", "triton", "kahan_sum"):
         if group[name] not in (None, True, False):
@@ -155,18 +138,18 @@ def check_modes(group: Group) -> None:
 def likely_mistakes(
     groups: list[Group], bounds: list[FunctionalOptimizer], first: int
 ) -> list[str]:
-    """What is allowed in new groups, but hardly meant: each text once.
+    """Return warnings about options of new groups that are probably a mistake.
 
     Args:
         groups: All groups.
-        bounds: The numbers of each.
-        first: The first of the new ones.
+        bounds: The pure optimizer of each.
+        first: The index of the first new group.
 
     Raises:
-        ValueError: A storage that changes nothing about any group that asks for it.
+        ValueError: A storage that changes nothing in all groups that ask for it.
     """
     found: list[str] = []
-    # A storage may be for one group's parameters alone, as where norms are float32.
+    # Checked over all groups, because one of them may have only float32 norms.
     asked: dict[Storage, tuple[list[Any], list[Tensor]]] = {}
     storages = list(map(group_storage, groups))
     for storage, group, bound in zip(storages, groups, bounds):
@@ -188,41 +171,29 @@ def likely_mistakes(
                 f"lr={lr} with storage.param='kahan8': steps below 2^-16 of a "
                 "weight are lost in its 24 bits: 'exact' keeps 32"
             )
-    # One warning for all groups, with the highest.
+    # One warning for all groups, with the largest value.
     decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds[first:]])
     return list(dict.fromkeys([*found, *decays]))
 
 
-def on_host(x: Any) -> Any:
-    """A number of a group as a Python number."""
-    return x.item() if isinstance(x, Tensor) else x
+def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
+    """Convert a tensor among the hyperparameters to a Python number.
 
-
-def on_device(x: Any) -> Any:
-    """A number of a group; a tensor stays on its device, as a 0-d float64."""
-    return x.reshape(()).double() if isinstance(x, Tensor) else x
-
-
-def unwaited(params: list[Tensor]) -> Callable[[Any], Any]:
-    """As `on_host`, but for a tensor on the GPU of these parameters: it stays there.
-
-    The host would wait at every step for whatever the GPU still has to do.
+    It stays a 0-d float64 tensor if `capturable`, or if it is on the GPU of all `params`,
+    because reading it would make the host wait for the GPU at every step.
     """
-
-    def number(x: Any) -> Any:
-        stays = isinstance(x, Tensor) and x.is_cuda
-        stays = stays and all([p.device == x.device for p in params])
-        return on_device(x) if stays else on_host(x)
-
-    return number
+    if not isinstance(x, Tensor):
+        return x
+    near = x.is_cuda and bool(params) and all([p.device == x.device for p in params])
+    return x.reshape(()).double() if capturable or near else x.item()
 
 
 class GroupNumbers:
-    """The numbers of an optimizer's groups, bound to its rule and kept while they last.
+    """The pure optimizers of param groups, cached while hyperparameters do not change.
 
     Args:
-        factory: Makes the optimizer as a value.
-        keywords: What the factory takes, read from a group; lr first.
+        factory: Makes the pure optimizer.
+        keywords: The factory's, which are read from a group; lr first.
     """
 
     def __init__(
@@ -233,31 +204,34 @@ class GroupNumbers:
         self._bound: dict[int, tuple[Any, Any]] = {}
 
     def keywords(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the factory of a group takes, and what of it are no numbers."""
+        """Return the factory's keywords, and those of them that are no numbers."""
         del group
         return self._keywords, getattr(self._factory, "choices", ())
 
     def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
-        """Those of the group's numbers that are tensors, by name."""
+        """Return the group's hyperparameters that are tensors, with their names."""
         given = zip(self._keywords, self._given(group))
         flat = [
             (k, y) for k, x in given for y in (x if isinstance(x, tuple | list) else (x,))
         ]
         return [(name, x) for name, x in flat if isinstance(x, Tensor)]
 
-    def bind(self, group: Group, number: Callable[[Any], Any]) -> FunctionalOptimizer:
-        """The group's numbers as they are now, bound to the rule.
+    def bind(
+        self, group: Group, params: Sequence[Tensor] = (), capturable: bool = False
+    ) -> FunctionalOptimizer:
+        """Return the pure optimizer with the group's present hyperparameters.
 
         Args:
             group: The group.
-            number: What becomes of each: `on_host`, `on_device` or `unwaited(...)`.
+            params: As for `as_scalar`; none reads all tensors.
+            capturable: As for `as_scalar`.
 
         Raises:
-            ValueError: A number out of its range.
+            ValueError: A hyperparameter out of its range.
         """
         given = self._given(group)
         last, bound = self._bound.get(id(group), (None, None))
-        # Numbers that are the same objects as before need not be checked again.
+        # Values that are the same objects as before were checked before.
         if last is not None and all(map(is_, given[1:], last[1:])):
             if given[0] is last[0]:
                 return bound
@@ -265,7 +239,12 @@ class GroupNumbers:
                 bound = bound.with_lr(given[0])
                 self._bound[id(group)] = given, bound
                 return bound
-        chosen = {name: _resolved(group[name], number) for name in self._keywords}
+        chosen = {
+            name: tuple(as_scalar(y, params, capturable) for y in x)
+            if isinstance(x, tuple | list)
+            else as_scalar(x, params, capturable)
+            for name, x in zip(self._keywords, given)
+        }
         bound = self._factory(**chosen)
         flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
         mutable = any(isinstance(x, Tensor | list) for x in flat)
@@ -273,35 +252,31 @@ class GroupNumbers:
         return bound
 
 
-def _resolved(x: Any, number: Callable[[Any], Any]) -> Any:
-    return tuple(number(y) for y in x) if isinstance(x, tuple | list) else number(x)
-
-
 def scalars_after(
     bound: FunctionalOptimizer, counts: list[tuple[Any, Any]], coded: bool
 ) -> tuple[list[Scalars], list[Any]]:
-    """The numbers of the steps that follow these counts, and the running ones after them.
+    """Return the scalars of the steps after these counts, and the running scalars then.
 
     Args:
-        bound: The group's.
-        counts: Steps taken, and the running numbers after them.
-        coded: Whether any state is kept in codes, which are rounded by a number too.
+        bound: The group's pure optimizer.
+        counts: Pairs of steps taken and the running scalars after them.
+        coded: True if any state is in codes, so that the step needs a dither.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     now = bound.rates(lr, decay, bound.max_lr)
-    numbers_of = bound.rule.running
+    kind_of_running = bound.rule.running
     found: list[Scalars] = []
     after: list[Any] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-        coeffs, running = bound.advance(t, numbers_of(*running))
+        coeffs, running = bound.advance(t, kind_of_running(*running))
         found.append(Scalars(coeffs, now, dither_at(t) if coded else NEAREST))
         after.append(running)
     return found, after
 
 
 def executor_of(group: Group) -> Executor:
-    """How the group's options ask for the step to be run."""
+    """Return the executor that a group's options ask for."""
     if group["foreach"]:
         return "foreach"
     if group["compile"] is False:
@@ -309,32 +284,10 @@ def executor_of(group: Group) -> Executor:
     return "kernels" if group["compile"] or group["triton"] else "auto"
 
 
-def named_params(group: Group) -> list[tuple[str, Tensor]]:
-    """The group's parameters with their names.
-
-    Raises:
-        ValueError: Parameters without names.
-    """
-    if group["params"] and "param_names" not in group:
-        raise ValueError(
-            "this optimizer's parameters have no names: make it with "
-            "model.named_parameters()"
-        )
-    return list(zip(group.get("param_names", ()), group["params"]))
-
-
-def first_param(groups: list[Group]) -> Tensor:
-    """Any parameter; a tensor of its own where there is none."""
-    for group in groups:
-        if group["params"]:
-            return group["params"][0]
-    return torch.empty(0)
-
-
 class Path:
-    """How errors call a parameter: by its name, or its place in the group.
+    """A parameter's name in errors, or its index in the group if it has none.
 
-    Found when it is asked for: of ten thousand parameters each would look through all.
+    Found only when it is formatted, because the search takes time for each parameter.
     """
 
     def __init__(self, group: Group, p: Tensor) -> None:

@@ -1,8 +1,4 @@
-"""Steps of tensors without memory: on the meta device, or in FakeTensorMode.
-
-Programs that estimate memory train there, and step the optimizer to see what it keeps.
-There is nothing to plan for: each operation says what its result would be.
-"""
+"""Steps of meta and fake tensors, which programs take to estimate memory."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -14,17 +10,9 @@ from optimi_func._checks import check_grad
 from optimi_func._leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func._rule import WHOLE_BATCH, Leaf, Microbatch
 from optimi_func._saved import Entry
-from optimi_func._storage import state_in
-from optimi_func.execution.plans import Spec
-from optimi_func.execution.tensors import flat_leaf, has_memory, write_back
-from optimi_func.optimizers._groups import (
-    Group,
-    GroupNumbers,
-    Path,
-    group_storage,
-    on_host,
-    scalars_after,
-)
+from optimi_func._storage import entry_of, group_storage, state_in
+from optimi_func._torch import has_memory
+from optimi_func.optimizers._groups import Group, GroupNumbers, Path, scalars_after
 from optimi_func.optimizers._state import ensure_state, insert_made
 
 
@@ -38,40 +26,27 @@ def step_without_memory(
     write: bool,
     count: bool,
 ) -> None:
-    """Step a group's parameters one by one.
-
-    Args:
-        numbers: The groups' numbers.
-        states: The optimizer's; what is made joins it.
-        group: The group.
-        params: Its parameters.
-        grads: The gradient of each.
-        microbatches: What each is to its step; None: the whole of it.
-        write: False moves the state alone.
-        count: Whether the step ends here.
-
-    Raises:
-        ValueError, TypeError: What does not fit; before any write.
-    """
-    bound = numbers.bind(group, on_host)
-    spec = Spec(bound.rule, group_storage(group), group["capturable"])
+    """Step a group's parameters one by one, with the arguments of `Stepper.run`."""
+    bound = numbers.bind(group)
+    rule, running_names = bound.rule, bound.rule.running._fields
+    how = rule, group_storage(group), group["capturable"]
     made: dict[Tensor, Entry] = {}
     with torch.no_grad():
         for p, g in zip(params, grads):
-            check_grad(Path(group, p), p, g)
-            ensure_state(states, group, spec, p, made)
+            check_grad(path := Path(group, p), p, g)
+            ensure_state(states, made, path, p, *how)
         insert_made(states, made)
-        for i, (p, g) in enumerate(zip(params, grads)):
+        for p, g, batch in zip(params, grads, microbatches or [WHOLE_BATCH] * len(params)):
             entry = made[p]
-            # A count that is not there is the first step's.
-            steps = _number(entry["step"])
-            running = tuple([_number(entry[name]) for name in bound.rule.running._fields])
-            (scalars,), (after,) = scalars_after(bound, [(steps, running)], coded=True)
-            microbatch = WHOLE_BATCH if microbatches is None else microbatches[i]
-            scalars = microbatch_scalars(bound.rule, scalars, microbatch, write)
-            leaf = Leaf(p, *state_in(bound.rule, entry))
-            new = leaf_step(bound.rule, leaf, g, scalars, write, whole_means)
-            write_back(flat_leaf(leaf), new)
+            running = tuple([_number(entry[name]) for name in running_names])
+            counts = [(_number(entry["step"]), running)]
+            (scalars,), (after,) = scalars_after(bound, counts, coded=True)
+            scalars = microbatch_scalars(rule, scalars, batch, write)
+            leaf = Leaf(p, *state_in(rule, entry))
+            new = leaf_step(rule, leaf, g, scalars, write, whole_means)
+            for old, result in zip(_tensors(leaf), _tensors(new)):
+                if result is not old:
+                    old.copy_(result)
             if count:
                 entry["step"].add_(1.0)
                 for name, x in after._asdict().items():
@@ -79,4 +54,9 @@ def step_without_memory(
 
 
 def _number(x: Tensor) -> float:
+    """Read a count. One without memory is taken for the first step's."""
     return x.item() if has_memory(x) else 0.0
+
+
+def _tensors(leaf: Leaf) -> list[Tensor]:
+    return [leaf.p, *entry_of(leaf.state, leaf.comp).values()]

@@ -1,8 +1,7 @@
-"""The state of a class's parameters: made, checked, completed, saved and loaded.
+"""Entries of `optimizer.state`: made, checked, completed and loaded.
 
-`state[p]` is a flat dict: `step`, the rule's tensors and, where kept, `kahan_comp`, beside
-whatever others put there, which is theirs: it is neither read nor dropped. What other
-libraries and files keep instead is in `_saved`.
+`state[p]` is a flat dict with `step`, the tensors of the rule's state and, if there is one,
+`kahan_comp`. Other code may add values under other names, which are kept but never read.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
@@ -11,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_param, check_taken
+from optimi_func._checks import check_param, check_taken, check_writable, is_expanded
 from optimi_func._codes import alike, recast_remainder, remainder_dtype
 from optimi_func._distributed import (
     all_reduce_all,
@@ -20,113 +19,113 @@ from optimi_func._distributed import (
     to_local,
 )
 from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rule
-from optimi_func._saved import Entry, Match, checked, from_tree, own_names
-from optimi_func._storage import check_codes, entry_of, field_of, has_field, is_scale
+from optimi_func._rule import Rule, Storage
+from optimi_func._saved import Entry, Group, Match, checked, from_tree
+from optimi_func._storage import (
+    check_entry,
+    entry_of,
+    field_of,
+    group_storage,
+    missing_fields,
+    own_names,
+)
 from optimi_func._stored import has_codes, owned, restored
+from optimi_func._torch import has_memory
 from optimi_func._tree import TreeState, running_tensors
-from optimi_func.execution.plans import Spec
-from optimi_func.execution.tensors import check_writable, has_memory, is_expanded, is_plain
-from optimi_func.optimizers._groups import Group, Path, group_storage, named_params
 
 
 def ensure_state(
     states: Mapping[Any, Entry],
-    group: Group,
-    spec: Spec,
-    p: Tensor,
     made: dict[Tensor, Entry],
+    path: object,
+    p: Tensor,
+    rule: Rule[Any, Any],
+    storage: Storage,
+    capturable: bool,
 ) -> Entry:
-    """A parameter's state as its group asks for it now, checked and completed.
+    """Return a parameter's entry, checked, completed and converted to a storage.
 
     Args:
-        states: The optimizer's.
-        group: The parameter's.
-        spec: The group's rule and where it counts steps.
+        states: The optimizer's state. It is not written to.
+        made: Entries for `insert_made`. The result is added, or returned if it is there.
+        path: The parameter's name in errors.
         p: The parameter.
-        made: Where the state is put; what is there already is the answer.
+        rule: Its rule.
+        storage: The storage that its group asks for.
+        capturable: Put the step count and running scalars on p's device.
 
     Raises:
-        ValueError, TypeError: A parameter or a state that no step could use.
+        ValueError, TypeError: A parameter or an entry that no step could use.
     """
     if p in made:
         return made[p]
-    rule, capturable = spec.rule, spec.capturable
-    state = states.get(p, {})
-    path = Path(group, p)
     check_param(path, p)
     check_taken(rule, path, p)
     check_placed(path, p)
     check_writable(path, *to_local([p]))
-    _check_state(rule, path, p, {k: state[k] for k in own_names(rule) if k in state})
-    names = rule.state._fields
-    missing = [name for name in names if not has_field(state, name)]
-    otherwise = _kept_otherwise(spec, p, state)
-    kept = remainder_dtype(p, spec.storage.param)
+    state = states.get(p, {})
+    own = {k: state[k] for k in own_names(rule) if state.get(k) is not None}
+    check_entry(rule, "state", path, p, own)
+    _check_in_place(rule, path, p, own)
+    fields = rule.state._fields
+    missing = missing_fields(rule, state)
+    converted = _fields_to_convert(rule, storage, p, state, missing)
+    dtype = remainder_dtype(p, storage.param)
     comp = state.get("kahan_comp")
-    # A compensation of any floating dtype is one.
-    recast = comp is not None and kept is not None and not alike(comp.dtype, kept)
+    # A compensation of any floating dtype can be used as it is.
+    recast = comp is not None and dtype is not None and not alike(comp.dtype, dtype)
     device = p.device if capturable else torch.device("cpu")
     counted = ("step", *rule.running._fields)
-    astray = [k for k in counted if k in state and state[k].device != device]
-    compensated = comp is None if kept is None else comp is not None and not recast
+    moved = [k for k in counted if k in state and state[k].device != device]
+    compensated = comp is None if dtype is None else comp is not None and not recast
     uncounted = [k for k in counted if k not in state]
-    if uncounted or missing or astray or otherwise or not compensated:
+    if uncounted or missing or moved or converted or not compensated:
         state = dict(state)
-        state.update((name, state[name].to(device)) for name in astray)
-        leaf = init_leaf(rule, p, spec.storage)
+        state.update((name, state[name].to(device)) for name in moved)
+        leaf = init_leaf(rule, p, storage)
         fresh = entry_of(leaf.state, leaf.comp)
-        if "step" not in state or (missing and len(missing) == len(names)):
-            # Also where momentum appears in mid-run: its buffer has a first step.
+        if "step" not in state or (missing and len(missing) == len(fields)):
+            # Restart if momentum is turned on later: its first step initializes the buffer.
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         running = running_tensors(rule.running(), device)
         state.update((k, x) for k, x in running._asdict().items() if k not in state)
         state.update({k: x for k, x in fresh.items() if field_of(k) in missing})
-        for name in otherwise:
+        for name in converted:
             state = restored(rule, p, state, name, getattr(leaf.state, name))
-        if kept is None:
+        if dtype is None:
             state.pop("kahan_comp", None)
         elif comp is None:
             state["kahan_comp"] = fresh["kahan_comp"]
         elif recast:
-            state["kahan_comp"] = recast_remainder(p, comp, kept)
+            state["kahan_comp"] = recast_remainder(p, comp, dtype)
     made[p] = state
     return state
 
 
-def _kept_otherwise(spec: Spec, p: Tensor, state: Entry) -> list[str]:
-    """The fields that are in codes where the storage of now asks for others, or not."""
-    names = [name for name in spec.rule.state._fields if has_field(state, name)]
+def _fields_to_convert(
+    rule: Rule[Any, Any], storage: Storage, p: Tensor, state: Entry, missing: list[str]
+) -> list[str]:
+    """Return the fields that are in codes and should not be, or the other way round."""
+    names = [name for name in rule.state._fields if name not in missing]
     coded = [name for name in names if state.get(name) is None]
-    if not names or (spec.storage.moments != "8bit" and not coded):
+    if not names or (storage.moments != "8bit" and not coded):
         return []
-    fresh = init_leaf(spec.rule, torch.empty_like(p, device="meta"), spec.storage).state
-    wanted = [name for name in names if not isinstance(getattr(fresh, name), Tensor)]
-    return [name for name in names if (name in coded) != (name in wanted)]
+    fresh = init_leaf(rule, torch.empty_like(p, device="meta"), storage).state
+    return [
+        name
+        for name in names
+        if (name in coded) == isinstance(getattr(fresh, name), Tensor)
+    ]
 
 
-def _check_state(
-    rule: Rule[Any, Any], path: object, p: Tensor, state: dict[str, Any]
-) -> None:
-    """Refuse a state that no longer fits its parameter."""
+def _check_in_place(rule: Rule[Any, Any], path: object, p: Tensor, entry: Entry) -> None:
+    """Raise if a step could not write to a tensor of an entry."""
     counted = ("step", *rule.running._fields)
-    for name, x in state.items():
-        if x is None:
-            continue  # as if it were not there
-        if not isinstance(x, Tensor):
-            raise TypeError(f"state{path}[{name!r}]={x!r}: allowed is a tensor")
+    for name, x in entry.items():
         if x.is_inference() and not p.is_inference():
             raise ValueError(
                 f"state{path}[{name!r}] was made under inference_mode and cannot be "
                 "written to: clone it outside"
-            )
-        check_codes(f"state{path}[{name!r}]", name, x, p)
-        if is_scale(name):
-            continue
-        if name not in counted and (x.shape != p.shape or x.device != p.device):
-            raise ValueError(
-                f"state{path}[{name!r}] has shape {tuple(x.shape)} on {x.device}, its "
-                f"parameter {tuple(p.shape)} on {p.device}"
             )
         if is_expanded(x):
             raise ValueError(
@@ -136,15 +135,12 @@ def _check_state(
         if name not in counted and not same_placements(p, x):
             raise ValueError(
                 f"state{path}[{name!r}] is not divided among processes as its parameter "
-                "is: load it anew, after fully_shard or distribute_tensor"
+                "is: load it again, after fully_shard or distribute_tensor"
             )
 
 
 def insert_made(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -> None:
-    """Let the state of parameters be what was made of it.
-
-    A dict that is there already stays the one that others may hold.
-    """
+    """Put entries into the optimizer's state. Dicts that are there are updated in place."""
     for p, entry in made.items():
         known = states.get(p)
         if known is None:
@@ -155,28 +151,22 @@ def insert_made(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -
             known.update(entry)
 
 
-def beside(rule: Rule[Any, Any], state: Entry) -> Entry:
-    """What others keep in a parameter's state."""
-    names = own_names(rule)
-    return {name: x for name, x in state.items() if name not in names}
-
-
 def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
-    """Whether this is the step by which torch.distributed.checkpoint makes state.
+    """Return True if this step only has to make state, for torch.distributed.checkpoint.
 
-    There is no state, every lr is 0, on the host, and so is every gradient, in every
-    process. It would move no parameter, but count as a step, and let L2 decay join
+    Its trial step has no state, every lr 0 on the CPU, and every gradient 0 in all
+    processes. It moves no parameter, but it would count as a step, and L2 decay would join
     the moments.
     """
     try:
-        if any(isinstance(key, Tensor) for key in states):
-            return False
+        for key in states:
+            if isinstance(key, Tensor):
+                return False
     except RuntimeError:
-        return False  # another thread's step puts state there now
+        return False  # another thread's step adds state
     if not all(_is_zero(group["lr"]) for group in groups):
         return False
-    params = [p for group in groups for p in group["params"]]
-    params = [p for p in params if p.grad is not None]
+    params = [p for group in groups for p in group["params"] if p.grad is not None]
     if not all(map(has_memory, params)):
         return False
     with torch.no_grad():
@@ -186,40 +176,30 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
 
 
 def _is_zero(lr: Any) -> bool:
-    """Whether lr is 0, as far as that is known without asking a device."""
+    """Return True if lr is 0 and known without synchronizing with a device."""
     return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
-def without_shared_memory(packed: dict[str, Any], names: set[str]) -> None:
-    """Make a packed state_dict one to save: no memory of others, plain types alone.
+def named_params(group: Group) -> list[tuple[str, Tensor]]:
+    """Return the group's parameters with their names.
 
-    Args:
-        packed: As torch made it.
-        names: Of what is ours in a parameter's state; the rest is saved as it is.
+    Raises:
+        ValueError: Parameters without names.
     """
-    indices = {i for group in packed["param_groups"] for i in group["params"]}
-    packed["state"] = {
-        i: {k: _unshared(v) if k in names else v for k, v in x.items()}
-        if i in indices
-        else x
-        for i, x in packed["state"].items()
-    }
-    for group in packed["param_groups"]:
-        # Of a dtype torch.distributed.checkpoint makes no whole state_dict, and a class
-        # is not loaded with weights_only=True.
-        for name in ("state_dtype", "storage"):
-            if group[name] is not None:
-                group[name] = str(group[name])
+    if group["params"] and "param_names" not in group:
+        raise ValueError(
+            "this optimizer's parameters have no names: make it with "
+            "model.named_parameters()"
+        )
+    return list(zip(group.get("param_names", ()), group["params"]))
 
 
-def _unshared(x: Any) -> Any:
-    """The tensor itself, or a copy where its memory holds more than it."""
-    if not isinstance(x, Tensor):
-        return x
-    (part,) = to_local([x])
-    if not is_plain(part) or part.is_meta:
-        return x
-    return x.clone() if part.untyped_storage().nbytes() > part.nbytes else x
+def first_param(groups: list[Group]) -> Tensor:
+    """Return the first parameter, or an empty tensor if there is none."""
+    for group in groups:
+        if group["params"]:
+            return group["params"][0]
+    return torch.empty(0)
 
 
 def loaded_groups(
@@ -228,16 +208,16 @@ def loaded_groups(
     rule_of: Callable[[Group], Rule[Any, Any]],
     keep_dtypes: bool,
 ) -> tuple[list[Group], dict[Tensor, Entry]]:
-    """What a matched state becomes, checked and copied: groups, and state of parameters.
+    """Return the groups and entries that a saved state becomes, checked and copied.
 
     Args:
-        found: The saved options and entries, laid out as the optimizer is.
-        groups: The optimizer's, as they are.
-        rule_of: A group's rule; refuses numbers out of range.
-        keep_dtypes: Keep the file's, where else they are those of fresh state.
+        found: The saved options and entries.
+        groups: The optimizer's groups.
+        rule_of: Returns a group's rule. Raises for hyperparameters out of range.
+        keep_dtypes: Keep the dtypes of the file instead of those of fresh state.
 
     Raises:
-        ValueError: Numbers, fields or shapes that do not fit.
+        TypeError, ValueError: Hyperparameters, fields or shapes that do not fit.
     """
     loaded: list[Group] = []
     made: dict[Tensor, Entry] = {}
@@ -246,25 +226,26 @@ def loaded_groups(
         places = list(range(first, first + len(entries)))
         group = {**mine, **options, "params": places}
         loaded.append(group)
-        rule = rule_of(group)
+        rule, storage, capturable = rule_of(group), group_storage(mine), mine["capturable"]
         names = group.get("param_names", places)
         for name, p, saved in zip(names, mine["params"], entries):
             if saved is not None:
-                entry = checked(rule, f"state[{name!r}]", p, saved)
-                made[p] = owned(rule, p, group, group_storage(mine), entry, keep_dtypes)
+                entry = checked(rule, "state", name, p, saved)
+                made[p] = owned(rule, p, capturable, storage, entry, keep_dtypes)
     return loaded, made
 
 
 def named_entries(
-    states: Mapping[Any, Entry], group: Group, spec: Spec
+    states: Mapping[Any, Entry], group: Group, rule: Rule[Any, Any]
 ) -> dict[str, Entry]:
-    """By name, the completed state of the parameters that have one or will have.
+    """Return the complete entries, by name, of parameters that have or will have state.
 
     Raises:
         ValueError: Parameters without names.
     """
+    how = rule, group_storage(group), group["capturable"]
     return {
-        name: ensure_state(states, group, spec, p, {})
+        name: ensure_state(states, {}, f"[{name!r}]", p, *how)
         for name, p in named_params(group)
         if "step" in states.get(p, {}) or p.requires_grad
     }
@@ -276,20 +257,20 @@ def loaded_tree(
     groups: list[Group],
     rule_of: Callable[[Group], Rule[Any, Any]],
 ) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
-    """What a pure optimizer's state and parameters become, checked.
+    """Check and copy a pure optimizer's state, whose `leaves` are by name.
 
     Args:
-        state: With `leaves` by name.
-        params: Values for the parameters, by name.
-        groups: The optimizer's.
-        rule_of: A group's rule.
+        state: The state.
+        params: New values of parameters, by name.
+        groups: The optimizer's groups.
+        rule_of: Returns a group's rule.
 
     Returns:
-        The state of parameters, in memory of its own; and the parameters to write, each
-        with its new value.
+        The entries, and the parameters to write with their new values.
 
     Raises:
-        ValueError: Names that no parameter has, shapes or fields that do not fit.
+        TypeError, ValueError: Names that no parameter has, shapes or fields that do not
+            fit.
     """
     home = {name: (group, p) for group in groups for name, p in named_params(group)}
     entries = from_tree(state)
@@ -304,10 +285,9 @@ def loaded_tree(
     made: dict[Tensor, Entry] = {}
     for name, entry in entries.items():
         group, p = home[name]
-        rule = rule_of(group)
-        entry = checked(rule, f"state.leaves[{name!r}]", p, entry)
+        rule, storage = rule_of(group), group_storage(group)
+        entry = checked(rule, "state.leaves", name, p, entry)
+        plain = storage.moments != "8bit" and not has_codes(rule, entry)
         with torch.no_grad():
-            storage = group_storage(group)
-            plain = storage.moments != "8bit" and not has_codes(rule, entry)
-            made[p] = owned(rule, p, group, storage, entry, keep_dtypes=plain)
+            made[p] = owned(rule, p, group["capturable"], storage, entry, plain)
     return made, [(home[name][1], x) for name, x in params.items()]

@@ -17,6 +17,7 @@ from optimi_func._checks import check_grad, warn_user
 from optimi_func._distributed import any_distributed, redistribute_like, to_local
 from optimi_func._rule import Microbatch
 from optimi_func._saved import Entry
+from optimi_func._storage import group_storage
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
 from optimi_func.execution.scalars import Numbers, upload_together
@@ -26,14 +27,10 @@ from optimi_func.optimizers._groups import (
     GroupNumbers,
     Path,
     executor_of,
-    first_param,
-    group_storage,
-    on_device,
     scalars_after,
-    unwaited,
 )
 from optimi_func.optimizers._memoryless import step_without_memory
-from optimi_func.optimizers._state import ensure_state, insert_made
+from optimi_func.optimizers._state import ensure_state, first_param, insert_made
 
 State: TypeAlias = MutableMapping[Any, Entry]
 
@@ -131,7 +128,7 @@ class Stepper:
         capturable = group["capturable"] or any([flag is not None for flag in flags])
         if capturable and made is None:
             return None
-        bound = self._bind(group, on_device if capturable else unwaited(params))
+        bound = self._bind(group, params, capturable)
         apart = capturable and len(set(map(id, flags))) > 1
         key = (*_asked(group), capturable, apart, *map(id, params))
         plan, flat = self.plans.find(key, bound.rule), None
@@ -141,8 +138,11 @@ class Stepper:
             if made is None:
                 return None
             with _uncollected():
-                spec = Spec(bound.rule, group_storage(group), capturable, apart)
-                entries = [ensure_state(states, group, spec, p, made) for p in params]
+                how = bound.rule, group_storage(group), capturable
+                spec = Spec(*how, apart)
+                entries = [
+                    ensure_state(states, made, Path(group, p), p, *how) for p in params
+                ]
                 others = sum(len(group["params"]) for group in groups)
                 plan, flat = self.plans.make(key, spec, params, entries, others)
         if plan.distributed or any_distributed(grads):

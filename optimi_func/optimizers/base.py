@@ -23,9 +23,9 @@ from optimi_func._checks import (
 )
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import WHOLE_BATCH, Microbatch, Storage
+from optimi_func._storage import group_storage
 from optimi_func._torch import uncompiled
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import Checkpoints
 from optimi_func.optimizers._fields import Fields
 from optimi_func.optimizers._groups import (
@@ -34,11 +34,8 @@ from optimi_func.optimizers._groups import (
     check_group,
     check_modes,
     check_torchs_own,
-    group_storage,
     likely_mistakes,
-    on_host,
     plain_number,
-    unwaited,
 )
 from optimi_func.optimizers._state import ensure_state, insert_made, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
@@ -205,7 +202,7 @@ class BaseOptimizer(Fields, Checkpoints):
             keywords, choices = self._numbers.keywords(group)
             group.update({name: plain_number(group[name]) for name in keywords})
             check_group(group, tuple([k for k in keywords if k not in choices]))
-            rule = self._numbers.bind(group, on_host).rule
+            rule = self._numbers.bind(group).rule
             for p in group["params"]:
                 check_taken(rule, Path(group, p), p)
             check_modes(group)
@@ -217,7 +214,7 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""
-        bounds = [self._numbers.bind(group, on_host) for group in self.param_groups]
+        bounds = [self._numbers.bind(group) for group in self.param_groups]
         warn(likely_mistakes(self.param_groups, bounds, first))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -288,11 +285,11 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         made: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
-            spec = Spec(self.rule_of(group), group_storage(group), group["capturable"])
+            how = self.rule_of(group), group_storage(group), group["capturable"]
             for p in group["params"]:
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
-                        ensure_state(self.state, group, spec, p, made)
+                        ensure_state(self.state, made, Path(group, p), p, *how)
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
@@ -363,7 +360,7 @@ class BaseOptimizer(Fields, Checkpoints):
             ValueError, TypeError: A hyperparameter out of its range, or no number.
         """
         for group in self.param_groups:
-            self._numbers.bind(group, unwaited(group["params"]))
+            self._numbers.bind(group, group["params"])
 
     def check_accumulates(self) -> None:
         """Raise if the state cannot accumulate a step's gradient in parts.

@@ -1,7 +1,7 @@
 """One optimizer whose parameters follow several rules, chosen by their names."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,14 @@ from optimi_func._saved import (
     same_names,
 )
 from optimi_func._tree import TreeState
-from optimi_func.execution.plans import Spec
 from optimi_func.optimizers._checkpoints import counterparts_of
 from optimi_func.optimizers._describe import listed
 from optimi_func.optimizers._evaluation import Evaluated
 from optimi_func.optimizers._groups import (
     Group,
     GroupNumbers,
-    first_param,
-    group_storage,
-    on_host,
 )
-from optimi_func.optimizers._state import loaded_tree, named_entries
+from optimi_func.optimizers._state import first_param, loaded_tree, named_entries
 from optimi_func.optimizers.base import BaseOptimizer, Params
 from optimi_func.transforms.partition import (
     Elsewhere,
@@ -71,8 +67,10 @@ class MixedNumbers(GroupNumbers):
     def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
         return self._of(group).tensors(group)
 
-    def bind(self, group: Group, number: Callable[[Any], Any]) -> FunctionalOptimizer:
-        return self._of(group).bind(group, number)
+    def bind(
+        self, group: Group, params: Sequence[Tensor] = (), capturable: bool = False
+    ) -> FunctionalOptimizer:
+        return self._of(group).bind(group, params, capturable)
 
 
 def rule_name(value: FunctionalOptimizer) -> str:
@@ -286,9 +284,8 @@ class Mixed(Evaluated):
         states: list[TreeState] = []
         like = first_param(self.param_groups)
         for group in self.param_groups:
-            bound = self._numbers.bind(group, on_host)
-            spec = Spec(bound.rule, group_storage(group), group["capturable"])
-            entries = named_entries(self.state, group, spec)
+            bound = self._numbers.bind(group)
+            entries = named_entries(self.state, group, bound.rule)
             if entries:
                 made.append((Named(list(entries)), bound))
                 states.append(as_tree(bound.rule, entries, like))

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func._functional import Number, resolve
-from optimi_func._norms import clip_factor, total_norm
 from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func._torch import clip_factor, total_norm
 from optimi_func._tree import flatten_params
 from optimi_func.transforms._trees import (
     Around,

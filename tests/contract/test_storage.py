@@ -318,7 +318,7 @@ def test_codes_that_lost_their_strides_find_them_again(saved: Any) -> None:
     # Into a parameter that never had them, it cannot be known what belongs together.
     ps = [p.contiguous().requires_grad_() for p in starts()]
     third = AdamW(ps, lr=0.01, storage="compact", compile=False)
-    with pytest.raises(ValueError, match="have lost its order"):
+    with pytest.raises(ValueError, match="have lost its memory order"):
         third.load_state_dict(state)
     assert not third.state
     # With them, codes are made anew.

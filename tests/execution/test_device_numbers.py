@@ -24,7 +24,7 @@ from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
 from optimi_func.execution.scalars import ALIGNMENT, PackedScalars, upload_together
 from optimi_func.optimizers import _step, base
-from optimi_func.optimizers._groups import unwaited
+from optimi_func.optimizers._groups import as_scalar
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -333,10 +333,10 @@ def test_an_lr_on_the_gpu_stays_there() -> None:
     with FakeTensorMode():
         here = [torch.ones(2, device="cuda"), torch.ones(3, device="cuda")]
         lr = torch.tensor([0.1], device="cuda")
-        found = unwaited(here)(lr)
+        found = as_scalar(lr, here, False)
         assert found.device == here[0].device and found.dim() == 0
         # For others it is read, which a fake tensor cannot be.
         with pytest.raises(Exception, match=r"item|_local_scalar_dense"):
-            unwaited([*here, torch.ones(2)])(lr)
-    assert unwaited([torch.ones(2)])(torch.tensor(0.5)) == 0.5
-    assert unwaited([])(0.5) == 0.5
+            as_scalar(lr, [*here, torch.ones(2)], False)
+    assert as_scalar(torch.tensor(0.5), [torch.ones(2)], False) == 0.5
+    assert as_scalar(0.5, [], False) == 0.5

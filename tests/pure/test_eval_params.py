@@ -124,11 +124,11 @@ def test_numbers_of_a_state_that_do_not_fit() -> None:
     assert leaf.lr_max.item() == pytest.approx(0.1)
     assert "weight_sum" in repr(leaf)
     bare = optimi_func.LeafState(leaf.rule_state, None)
-    with pytest.raises(ValueError, match=r"running numbers \(\)"):
+    with pytest.raises(ValueError, match=r"running scalars \(\)"):
         optimizer.step(params, params, state._replace(leaves={"w": bare, "b": bare}))
     vector = leaf.running._replace(lr_max=torch.ones(2))
     odd = optimi_func.LeafState(leaf.rule_state, None, vector)
-    with pytest.raises(ValueError, match=r"lr_max=.*shape \(\)"):
+    with pytest.raises(ValueError, match=r"'lr_max'\] has shape \(2,\).*shape \(\)"):
         optimizer.step(params, params, state._replace(leaves={"w": odd, "b": odd}))
 
 

@@ -554,6 +554,7 @@ def train(seed: int, how: dict[str, Any], ends: dict[int, list[Tensor]]) -> None
     ends[seed] = [p.detach().clone() for p in model]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 def test_two_optimizers_on_two_threads(how: dict[str, Any]) -> None:
     alone: dict[int, list[Tensor]] = {}

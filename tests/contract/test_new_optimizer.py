@@ -179,7 +179,11 @@ def test_class(how: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize(
     "step",
-    [signsgd_step, compiled_signsgd_step, compiled_signsgd_step_],
+    [
+        signsgd_step,
+        pytest.param(compiled_signsgd_step, marks=pytest.mark.full),
+        pytest.param(compiled_signsgd_step_, marks=pytest.mark.full),
+    ],
     ids=lambda step: step.__name__,
 )
 def test_functions(step) -> None:

@@ -5,11 +5,13 @@ import inspect
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import CLASSES, NAMES, assert_moved_alike, shown
 from forked import run_script
+from tiers import row
 from torch.optim import lr_scheduler
 
 import optimi_func
@@ -321,6 +323,7 @@ def test_a_bad_group_is_not_added() -> None:
     assert optimizer.state[ps[1]]["step"] == 1
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"compile": True}], ids=str)
 def test_nothing_is_half_updated(how) -> None:
     ps = params((9000,), (3,), (4,))
@@ -510,6 +513,7 @@ def test_step_param_is_for_gradient_release() -> None:
         optimizer.step(param=other[0])
 
 
+@pytest.mark.kernels
 def test_first_step_in_inference_mode_leaves_ordinary_state() -> None:
     for how in (EAGER, {"foreach": True}, {"compile": True}):
         ps = params((3,), (9000,))
@@ -521,6 +525,7 @@ def test_first_step_in_inference_mode_leaves_ordinary_state() -> None:
         assert not optimizer.state[ps[0]]["exp_avg"].is_inference()
 
 
+@pytest.mark.kernels
 def test_under_a_dispatch_mode_the_step_is_eager_and_no_kernel_is_harmed() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -652,7 +657,13 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def edits() -> list[Any]:
+    """Return a row for each edit; amsgrad takes a kernel of its own."""
+    tiers = {"amsgrad on": "full"}
+    return [row(f, id=name, tier=tiers.get(name, "kernels")) for name, f in EDITS.items()]
+
+
+@pytest.mark.parametrize("edit", edits())
 def test_what_is_remembered_of_a_parameter_is_checked(edit) -> None:
     ends = []
     for ps, optimizer in pair_of_steppers():
@@ -712,6 +723,7 @@ def test_accumulating_does_not_touch_the_parameters_version() -> None:
         assert p._version == before
 
 
+@pytest.mark.kernels
 def test_state_from_inference_mode_is_made_ordinary_or_refused() -> None:
     ps = params((128, 128))
     optimizer = AdamW(ps, lr=0.1, compile=True)
@@ -757,6 +769,7 @@ def test_wrapper_subclasses_are_stepped_through_their_own_dispatch(size: int) ->
         SGD([p], lr=0.1, compile=True).step()
 
 
+@pytest.mark.kernels
 def test_a_parameter_that_is_a_negated_view() -> None:
     p = params((128, 128))[0]
     optimizer = SGD([p], lr=1.0)

@@ -128,6 +128,7 @@ def saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
 HOW = {"eager": EAGER, "foreach": {"foreach": True}, "kernels": {"compile": True}}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("wrapper", [Lookahead, ScheduleFree])
 def test_wrappers_train_as_around_torchs_class_and_resume(wrapper: Any, how: str) -> None:
@@ -209,6 +210,7 @@ def assert_kept(optimizer: Any, kept: list[dict[str, Any]]) -> None:
     assert optimizer.state["count"] == 5
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -520,6 +520,7 @@ def test_every_way_to_step_advances_the_numbers() -> None:
         torch.testing.assert_close(x, p)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "way", [{"compile": False}, {"compile": True}, {"capturable": True}]
 )

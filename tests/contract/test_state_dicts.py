@@ -399,6 +399,7 @@ def torch_saved(ps: list[Tensor]) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
+@pytest.mark.kernels
 def test_state_beside_the_parameters_is_carried_along() -> None:
     found = []
     for optimizer in both(params()):

@@ -91,6 +91,7 @@ def test_low_precision_bad_arguments() -> None:
         to_low_precision(Model(), "bfloat16")
 
 
+@pytest.mark.kernels
 def test_warnings_are_of_the_line_that_led_to_them() -> None:
     """However deep within the package, and behind torch's own wrappers, they arise."""
     w = torch.ones(2, requires_grad=True)

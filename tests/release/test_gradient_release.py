@@ -39,6 +39,7 @@ def test_release_is_the_ordinary_step_bit_for_bit(cls, dtype) -> None:
     assert_same(*pair)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("options", [EAGER, {"compile": True}], ids=str)
 def test_small_gradients_keep_their_memory_order(options) -> None:
     """A mean over a channels_last gradient is summed in its order, also while it waits."""

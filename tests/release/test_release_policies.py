@@ -1016,6 +1016,7 @@ def test_options_that_cannot_be_honoured(options, message) -> None:
 # A pure optimizer behind the hooks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, BUFFER])
 def test_a_functional_optimizer_is_the_pure_step(options, dtype) -> None:

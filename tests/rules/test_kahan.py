@@ -61,6 +61,7 @@ def test_kahan_stays_closer_to_float64(name: str) -> None:
     assert error["kahan"] * 5 < error["plain"]
 
 
+@pytest.mark.full
 def test_kahan_survives_users_compilers() -> None:
     """Inductor folds x.to(bfloat16).to(float32) into x; the compensation must not go."""
     p = torch.ones(4, dtype=torch.bfloat16)
@@ -136,6 +137,7 @@ def test_wider_gradients_are_used_as_they_are(dtype: torch.dtype) -> None:
     assert (state.leaves.momentum_buffer == g).all()
 
 
+@pytest.mark.full
 def test_compiled_kernels_compensate() -> None:
     p = torch.ones(4, dtype=torch.bfloat16)
     state = optimi_func.adamw_init(p)

@@ -219,6 +219,7 @@ def test_parameters_that_it_does_not_take(options: Any, shape: Any, text: str) -
     assert (good == 1).all() and not optimizer.state
 
 
+@pytest.mark.kernels
 def test_groups_are_json_and_keep_their_options() -> None:
     options = {"ns_dtype": torch.float32, "split": [2, 2], "ns_coefficients": [[1, 2, 3]]}
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 2))], **options)

@@ -123,6 +123,7 @@ def plan(
                 traced = trace(model, loss_fn, batch, dtype, device == "cuda")
             traces[dtype] = traced
         traced = traces[dtype]
+        attention = traced is not None and traced.attention and device == "cuda"
         sizes = _sizes(model, params, meta, found, ranks, device)
         fixed = _fixed(model, meta, ranks, device)
         for release, buffer in _variants(dtype, accumulation_steps):
@@ -148,7 +149,7 @@ def plan(
                 scratch=peak.scratch,
                 phase=peak.phase,
                 fits=fixed + found.state + peak.total <= limit,
-                estimated=_estimated(traced, device, sharded),
+                estimated=("activations",) * attention + ("scratch",) * sharded,
                 optimizer=optimizer,
                 options=dict(options),
             )
@@ -215,11 +216,6 @@ def _divisor(params: Mapping[str, Tensor]) -> int:
     whole = sum(p.numel() for p in params.values())
     here = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
     return -(-whole // here)
-
-
-def _estimated(traced: Trace | None, device: str, sharded: bool) -> tuple[str, ...]:
-    attention = traced is not None and traced.attention and device == "cuda"
-    return ("activations",) * attention + ("scratch",) * sharded
 
 
 def _name(name: str, release: bool, buffer: torch.dtype | None) -> str:

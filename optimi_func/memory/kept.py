@@ -121,11 +121,7 @@ def kept(
     device: str,
     ranks: int,
 ) -> Kept:
-    """Make the optimizer of meta parameters, and count its state and temporaries.
-
-    Raises:
-        Exception: The optimizer refuses these parameters or this storage.
-    """
+    """Make the optimizer of meta parameters, and count its state and temporaries."""
     options = {**options, "storage": storage}
     made = made_of(optimizer, params, options)
     made.init_state()

@@ -8,11 +8,7 @@ _COLORS = ("#4c78a8", "#e45756", "#9ecae9", "#f2b950", "#8c8c8c")
 
 
 def save(path: Any, plan: MemoryPlan) -> None:
-    """Draw a plan into a file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw a plan into a file, or raise if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

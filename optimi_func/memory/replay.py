@@ -120,9 +120,9 @@ class _Run:
 
     def look(self, phase: str, scratch: int = 0) -> None:
         """Make this moment the peak if no earlier one had as much."""
-        now = Peak(self._gradients, self._activations, scratch, phase)
-        if now.total > self.peak.total:
-            self.peak = now
+        total = self._gradients + self._activations + scratch
+        if total > self.peak.total:
+            self.peak = Peak(self._gradients, self._activations, scratch, phase)
 
     def play(self, events: Sequence[Event], keep: bool, update: bool) -> None:
         """Replay a forward and backward that keeps gradients, or updates with them."""

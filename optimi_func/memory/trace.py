@@ -74,11 +74,6 @@ class Counter(TorchDispatchMode):
         self.events.append(Event("done", block, p.grad.nbytes, param))
         p.grad = None
 
-    def begin_backward(self) -> None:
-        """Record that the backward begins."""
-        self.in_backward = True
-        self.events.append(Event("backward"))
-
     def finish(self) -> list[Event]:
         """Return the events until now."""
         self._settle()
@@ -206,7 +201,8 @@ def trace(
         with torch.enable_grad(), calls, counter:
             loss = _called(inside, loss_fn, fake, batch)
             _check(loss, calls)
-            counter.begin_backward()
+            counter.events.append(Event("backward"))
+            counter.in_backward = True
             _called(inside, loss.backward)
         return Trace(counter.finish(), calls.attention)
 

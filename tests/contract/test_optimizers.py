@@ -190,7 +190,7 @@ def test_a_foreign_state_changes_nothing() -> None:
         (lambda s: s["state"][1].pop("step"), r"state\[1\] holds"),
         (
             lambda s: s["state"][0].update(exp_avg=torch.ones(9)),
-            r"\['exp_avg'\] is \(9,\)",
+            r"\['exp_avg'\] has shape \(9,\)",
         ),
         (
             lambda s: s["param_groups"].clear(),

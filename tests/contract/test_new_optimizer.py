@@ -1,12 +1,17 @@
-"""What an optimizer takes: one that the package does not have, through all of it.
+"""An optimizer that the package does not have, through all of the package.
 
 Sign-SGD with momentum (Bernstein et al. 2018, arXiv:1802.04434). The lines between markers
 are shown by docs/house.md, step by step.
 """
 
-# --8<-- [start:imports]
+import copy
+import dataclasses
+import inspect
 import io
-from dataclasses import dataclass
+import pickle
+
+# --8<-- [start:imports]
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +23,13 @@ from optimi_func import compiled, population, prepare_for_gradient_release
 from optimi_func._checks import check_number
 from optimi_func._functional import FunctionalOptimizer, Number
 from optimi_func._math import moment
-from optimi_func._rule import Direction, Rule, Scalar, Storage
-from optimi_func.optimizers._forms import group_defaults, init_function, step_functions
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func._rule import Direction, Rule, Scalar
+from optimi_func.optimizers._forms import (
+    compiled_functions,
+    init_function,
+    step_function,
+)
+from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.transforms import inject
 
 # --8<-- [end:imports]
@@ -63,22 +72,17 @@ signsgd_rule = Rule(
 
 # --8<-- [start:value]
 @dataclass(frozen=True, kw_only=True)
-class signsgd(FunctionalOptimizer):
+class signsgd(FunctionalOptimizer, rule=signsgd_rule):
     momentum: Number = 0.9
-
-    @property
-    def rule(self) -> Rule[Any, Any]:
-        return signsgd_rule
 
     def check(self) -> None:
         super().check()
         check_number("momentum", "momentum", self.momentum, below=1.0)
 
 
-signsgd_init = init_function(signsgd_rule, "signsgd")
-signsgd_step, compiled_signsgd_step, compiled_signsgd_step_ = step_functions(
-    signsgd, "signsgd"
-)
+signsgd_init = init_function(signsgd_rule)
+signsgd_step = step_function(signsgd)
+compiled_signsgd_step, compiled_signsgd_step_ = compiled_functions(signsgd)
 # --8<-- [end:value]
 
 # The class
@@ -88,32 +92,17 @@ signsgd_step, compiled_signsgd_step, compiled_signsgd_step_ = step_functions(
 class SignSGD(BaseOptimizer):
     factory = signsgd
 
-    @group_defaults
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        *,
-        compile: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-        cautious_decay: bool = False,
-        corrected_decay: bool = False,
-        cautious: bool = False,
-    ) -> None: ...
+    lr: InitVar[float | Tensor]
+    momentum: InitVar[float] = 0.9
+    weight_decay: InitVar[float] = 0.0
 
 
 # --8<-- [end:class]
+
+
+@dataclass(frozen=True, kw_only=True)
+class clipped(signsgd, rule=signsgd_rule):
+    limit: Number = 1.0
 
 
 # What it is given
@@ -237,6 +226,48 @@ def test_transforms_and_populations() -> None:
     after = population.step(signsgd, members, torch.stack([g, g])).params
     assert after[:, 0].tolist() == pytest.approx([0.9, 0.8])
     assert vmap(signsgd_init)(torch.ones(3, 2)).leaves.momentum_buffer.shape == (3, 2)
+
+
+def test_the_constructor_is_made_of_the_fields() -> None:
+    names = list(inspect.signature(SignSGD).parameters)
+    assert names[:5] == ["params", "lr", "momentum", "weight_decay", "decouple_lr"]
+    net = model()
+    optimizer = SignSGD(net.parameters(), 0.1, 0.8, maximize=True)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["maximize"]) == (0.1, 0.8, True)
+    assert not hasattr(optimizer, "momentum") and not hasattr(optimizer, "maximize")
+    with pytest.raises(TypeError, match="missing a required argument: 'lr'"):
+        SignSGD(net.parameters())  # type: ignore
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
+        SignSGD(net.parameters(), lr=0.1, momentun=0.8)  # type: ignore
+    with pytest.raises(TypeError, match=r"which lacks \['weight_decay', 'momentum'\]"):
+        type("Lacking", (BaseOptimizer,), {"factory": signsgd})
+
+
+def test_a_subclass_inherits_the_fields() -> None:
+    class Clipped(SignSGD):
+        factory = clipped
+        limit: InitVar[float] = 1.0
+
+    names = list(inspect.signature(Clipped).parameters)
+    assert names[:5] == ["params", "lr", "momentum", "weight_decay", "limit"]
+    group = Clipped(model().parameters(), lr=0.1).param_groups[0]
+    assert (group["momentum"], group["limit"]) == (0.9, 1.0)
+
+
+def test_a_value_keeps_its_rule_through_copies() -> None:
+    value = signsgd(lr=0.1, momentum=0.8)
+    for again in (
+        copy.copy(value),
+        copy.deepcopy(value),
+        pickle.loads(pickle.dumps(value)),
+        dataclasses.replace(value),
+    ):
+        assert again == value and hash(again) == hash(value)
+        assert again.rule is signsgd_rule and again.numbers == {"momentum": 0.8}
+    other = value.with_lr(0.2)
+    assert (other.lr, other.rule, other.numbers) == (0.2, signsgd_rule, value.numbers)
+    assert dataclasses.replace(value, momentum=0.7).numbers == {"momentum": 0.7}
 
 
 def test_errors_name_the_argument() -> None:

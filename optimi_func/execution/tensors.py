@@ -1,21 +1,20 @@
-"""What executors ask of tensors: whether they are plain memory, and in which order."""
+"""Facts about tensors: memory, layout and order of elements."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, _utils
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from optimi_func._rule import Leaf
-from optimi_func._storage import tensors_of
+from optimi_func._rule import Leaf, Rule
+from optimi_func._storage import state_of, tensors_of
 
 T = TypeVar("T")
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is memory, and not a wrapper with a dispatch of its own or a mere zero."""
+    """Return True if x is memory: no subclass with its own dispatch, no zero tensor."""
     kind: Any = type(x)
     return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
 
@@ -24,30 +23,30 @@ _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether there is anything in x: not on the meta device, nor under FakeTensorMode."""
-    # Whoever has a fake one has imported it; no public name tells one.
+    """Return False for meta and fake tensors."""
+    # A fake tensor exists only if its module is imported; torch has no public test.
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what this thread launches on a device is captured in a CUDA graph."""
+    """Return True if launches of this thread are captured in a CUDA graph."""
     built = device.type == "cuda" and torch.backends.cuda.is_built()
     return built and torch.cuda.is_current_stream_capturing()
 
 
 def is_plainly_strided(x: Tensor) -> bool:
-    """Whether x is memory that holds its very elements, with strides."""
+    """Return True if x is strided memory without a pending negation."""
     return x.layout == torch.strided and is_plain(x) and not x.is_neg()
 
 
 def is_expanded(x: Tensor) -> bool:
-    """Whether several of x's elements are one place in memory."""
+    """Return True if several elements of x share one place in memory."""
     return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
 
 
 def check_writable(path: object, p: Tensor) -> None:
-    """Refuse a parameter that is expanded."""
+    """Raise ValueError if a parameter is expanded, because it cannot be written to."""
     if is_expanded(p):
         raise ValueError(
             f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
@@ -56,13 +55,13 @@ def check_writable(path: object, p: Tensor) -> None:
 
 
 def same_order(p: Tensor, x: Tensor) -> bool:
-    """Whether x has p's elements in p's order in memory, p being dense."""
+    """Return True if x has the memory order of p, which is dense."""
     # Strides of dimensions of size 1 may differ and mean nothing.
     return x.stride() == p.stride() or (x.is_contiguous() and p.is_contiguous())
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether x covers a range of memory without gaps or overlap, in any order."""
+    """Return True if x covers a range of memory without gaps or overlap, in any order."""
     if x.is_contiguous():
         return True
     expected = 1
@@ -75,7 +74,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[list[T]]:
-    """Runs of items of at most `size` elements together, or of one larger item."""
+    """Yield runs of items with at most `size` elements in all, or of one larger item."""
     chunk: list[T] = []
     total = 0
     for item in items:
@@ -93,28 +92,13 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:
-    """Add a number to each tensor: to all the same, or to each its own."""
+    """Add one number to all tensors, or a list's numbers to one tensor each."""
     if tensors:
         torch._foreach_add_(tensors, number)
 
 
-def flatten(tensors: list[Tensor]) -> Tensor:
-    """One 1-D tensor with the elements of all, each in its logical order.
-
-    As torch.cat of reshaped tensors, without Python's share of a call for each.
-    """
-    if len(tensors) == 1:
-        return torch.cat([tensors[0].reshape(-1)])  # of one, the other makes an alias
-    return _utils._flatten_dense_tensors(tensors)
-
-
-def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Views of `flat`, one of the shape of each."""
-    return list(_utils._unflatten_dense_tensors(flat, like))
-
-
 def flat_leaf(leaf: Leaf) -> list[Tensor]:
-    """P, state, comp: the tensors that a step writes."""
+    """Return the tensors that a step writes: parameter, state, compensation."""
     tensors = [leaf.p]
     for field in leaf.state:
         tensors += tensors_of(field)
@@ -124,14 +108,17 @@ def flat_leaf(leaf: Leaf) -> list[Tensor]:
 
 
 def write_back(targets: Sequence[Tensor], new: Leaf) -> None:
-    """Copy a step's results onto their targets; what did not change is the target."""
+    """Copy a step's results onto their targets, without those that are the target."""
     for target, result in zip(targets, flat_leaf(new)):
         if result is not target:
             target.copy_(result)
 
 
-def select(finite: Tensor, old: Leaf, new: Leaf) -> Leaf:
-    """The new leaf where finite, a 0-d bool, is true; without asking the device."""
-    return pytree.tree_map(
-        lambda n, o: n if n is o else torch.where(finite, n, o), new, old
-    )
+def leaf_of(
+    rule: Rule[Any, Any], codes: tuple[bool, ...], tensors: Sequence[Tensor]
+) -> Leaf:
+    """Make a leaf of a parameter, its state's tensors and, if it has one, compensation."""
+    p, *rest = tensors
+    left = iter(rest)
+    state = state_of(rule.state, left, codes or (False,) * len(rule.state._fields))
+    return Leaf(p, state, next(left, None))

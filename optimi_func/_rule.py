@@ -60,13 +60,11 @@ class Means(NamedTuple):
             `shared` from `direction`.
         settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
             -(lr * scale * d + decay * decaying).
-        reads_x: Whether `measure` needs x or `decaying`.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
     settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor]
-    reads_x: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +153,9 @@ def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
     """Its direction, which leaves any state as it is."""
     del c
     return Direction(g, s)
+
+
+sgd_rule: Rule[NoState, NoState] = Rule("sgd", NoState, no_init, no_coeffs, along_gradient)
 
 
 class Rates(NamedTuple):

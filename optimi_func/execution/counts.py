@@ -1,6 +1,7 @@
-"""Step counts and running numbers of a list of parameters: 0-d tensors in their state.
+"""Counts: the step counts of a plan's parameters, with the rule's running scalars.
 
-Parameters in which all of these are equal share the numbers of a step.
+Both are 0-d tensors in the state. Parameters for which all of them are equal share the
+scalars of a step.
 """
 
 from array import array
@@ -13,20 +14,21 @@ from torch import Tensor
 
 from optimi_func._rule import Scalar
 from optimi_func.execution.cpp import Native, address, loaded
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import foreach_add_, is_capturing
 
 _version = attrgetter("_version")
 
 
 class Counts:
-    """What they are, as far as the host knows, and whether anybody else has written to them.
+    """The values of the counts, and a check that nothing else has written to them.
 
     Args:
-        tensors: The step counts, then the first running number of all parameters, and so on.
-        rows: How many parameters there are.
-        on_host: Whether the host reads and computes them.
-        apart: Each parameter's go their own way, because flags on a device decide it.
+        tensors: The step counts, then the first running scalar of each, and so on.
+        rows: Number of parameters.
+        on_host: The host reads and computes them.
+        apart: They may differ between parameters, because a flag on the device decides
+            which ones are updated.
     """
 
     def __init__(
@@ -37,32 +39,29 @@ class Counts:
         if on_host:
             found = [x.item() for x in tensors]
         elif not (apart or is_capturing(tensors[0].device)):
-            # The host waits for the device once, here.
-            found = torch.stack([x.double() for x in tensors]).tolist()
+            # The host waits for the device once, here. Their dtypes differ.
+            parts = [x for x in (tensors[:rows], tensors[rows:]) if x]
+            found = [value for part in parts for value in torch.stack(part).tolist()]
         keys: Sequence[Any] = range(rows)
         if found:
             keys = list(zip(*[found[i : i + rows] for i in range(0, len(found), rows)]))
-        # Of each parameter the place of its numbers among those that differ.
-        places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        # For each parameter, the index of its counts among the different ones.
+        first = dict(reversed(list(zip(keys, range(rows)))))
+        self._firsts = sorted(first.values())
+        places = {keys[row]: i for i, row in enumerate(self._firsts)}
         self.at = [places[key] for key in keys]
-        self._firsts = [self.at.index(i) for i in range(len(places))]
         self._expected = array("d", found if on_host else ())
         self._versions = list(map(_version, tensors))
         self._addresses = array("q", map(Tensor.data_ptr, tensors))
         wide = [torch.float32] * rows + [torch.float64] * (len(tensors) - rows)
         plain = on_host and len(set(self._addresses)) == len(tensors)
-        # Whether C++ may read and write them, all in one call, once it is compiled.
+        # C++ may read and write them, once it is compiled.
         self._plain = plain and [x.dtype for x in tensors] == wide
         self._native: Native | None = None
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
 
-    @property
-    def native(self) -> bool:
-        """Whether no operation of torch's reads or writes them."""
-        return self._native is not None
-
     def hold(self, tensors: list[Tensor]) -> bool:
-        """Whether nobody else has written to them."""
+        """Return True if nothing else has written to them."""
         if self._native is not None:
             return bool(self._native.counts_hold(*self._tables))
         if self._on_host:
@@ -70,18 +69,23 @@ class Counts:
         return self._apart or list(map(_version, tensors)) == self._versions
 
     def now(self, tensors: list[Tensor]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
-        """Those that differ, count and running numbers: on the host, else tensors."""
-        numbers: Sequence[Any] = self._expected if self._on_host else tensors
-        rows, end = self._rows, len(numbers)
-        return [(numbers[i], tuple(numbers[i + rows : end : rows])) for i in self._firsts]
+        """Return the different counts with their running scalars, numbers or tensors."""
+        values: Sequence[Any] = self._expected if self._on_host else tensors
+        rows, end = self._rows, len(values)
+        return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
 
-    def advance(self, tensors: list[Tensor], after: list[Any], numbers: Numbers) -> None:
-        """Count one step more; where there is a flag, only if it is true.
+    def advance(
+        self, tensors: list[Tensor], after: list[Any], packed: list[Packed], at: list[int]
+    ) -> None:
+        """Count a step; parameters whose `finite` flag is false do not count it.
+
+        Past autograd, if `hold` reads them in C++.
 
         Args:
-            tensors: As the constructor's.
-            after: Of those that differ the running numbers after the step.
-            numbers: Of the step.
+            tensors: As in the constructor.
+            after: The running scalars after the step, for the different ones.
+            packed: The scalars of the step.
+            at: For each parameter the index of its own.
         """
         news = [x for column in zip(*after) for x in map(column.__getitem__, self.at)]
         if self._native is not None:
@@ -90,7 +94,7 @@ class Counts:
             self._native.counts_advance(*self._tables)
             return
         steps, running = tensors[: self._rows], tensors[self._rows :]
-        flags = [numbers.finite[i] for i in numbers.at]
+        flags = [packed[i].finite for i in at]
         for i, (x, new) in enumerate(zip(running, news)):
             flag = flags[i % self._rows]
             if flag is not None:

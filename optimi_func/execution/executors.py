@@ -1,11 +1,11 @@
-"""Executors: from updates to launches, through kernels, torch._foreach_* or single ops.
+"""Executors: plan launches of kernels, of torch._foreach_* or of single operations.
 
-Kernels are handed tensors that fill their memory; the others are copied into flat ones.
-Where there are list kernels, one launch takes all that share dtypes and numbers.
-Elsewhere large tensors are a call each, and small ones are copied into a flat tensor too.
+Kernels are given tensors that fill their memory in one order; others step eagerly. A list
+kernel takes all tensors that share dtypes and scalars. Without one, a kernel is called for
+each tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import compress
 from typing import Any, Literal, TypeAlias
@@ -16,7 +16,6 @@ from optimi_func._checks import warn_user
 from optimi_func._codes import GROUP
 from optimi_func._leaf import count_means
 from optimi_func._rule import Rule
-from optimi_func.execution.aliasing import split_aliasing
 from optimi_func.execution.codecs import arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
@@ -25,20 +24,16 @@ from optimi_func.execution.kernels import (
     Kernel,
     Pass,
     SwitchedOffError,
-    coded_key,
     has_list_kernels,
     kernel,
     kernel_key,
 )
 from optimi_func.execution.launches import (
     EagerLaunch,
-    FlattenedLaunch,
     KernelLaunch,
     Launch,
     ListLaunch,
-    MeanKernel,
     ShardedLaunch,
-    TableLaunch,
     Update,
     alike,
 )
@@ -47,19 +42,18 @@ from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import plan_wholes
 
-# Below this many elements a kernel call costs more than copying there and back.
+# Parameters with fewer elements share an update where others have their own, because a
+# call costs as much as some thousand elements.
 SMALL = 1 << 13
-# Elements copied into one flat tensor, which bounds the scratch memory.
-FLATTENED = 1 << 20
-# Elements measured before they are moved: they are still in a cache then.
+# Elements that are measured before they are moved, so that they are still in a cache.
 MEASURED = 1 << 20
 
-# Found out once a process: types of devices for which the compiler has failed.
+# Types of devices for which the compiler has failed in this process.
 _uncompilable: set[str] = set()
-# And of which devices it was said that nothing is compiled.
+# Types of devices about which it was warned that torch.compile is switched off.
 _said_switched_off: set[str] = set()
 
-# "auto": kernels where a compiler is found, else eager.
+# "auto" takes kernels if a compiler is found, else "eager".
 Executor: TypeAlias = Literal["auto", "kernels", "foreach", "eager"]
 Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]
 
@@ -70,56 +64,54 @@ def plan_launches(
     updates: list[Update],
     write: bool,
 ) -> list[Launch]:
-    """Launches of some updates; whatever has to be compiled is, by the time this returns.
+    """Plan launches of updates, and compile their kernels.
 
     Args:
-        executor: What runs them.
-        rule: The mathematics.
-        updates: In an order that all processes share.
+        executor: What runs the updates.
+        rule: Their rule.
+        updates: In the same order on all processes.
         write: False moves the state alone.
 
     Raises:
-        Exception: With "kernels" whatever the compiler raised. Nothing has been written.
+        Exception: With "kernels" any error of the compiler. Nothing has been written.
     """
     if rule.whole is not None and write:
         return plan_wholes(rule, updates, partial(plan_launches, executor))
-    if executor == "auto":
-        return _plan_auto(rule, updates, write)
     planners: dict[str, Planner] = {
+        "auto": _plan_auto,
         "kernels": _plan_kernels,
         "foreach": plan_foreach,
         "eager": _plan_eager,
     }
-    plan = planners[executor]
+
+    def planned(some: Iterator[Update]) -> list[Launch]:
+        plan = planners[executor]
+        return [x for group in alike(list(some)) for x in plan(rule, group, write)]
+
     together = [
         write
         and u.slot.shard is not None
         and count_means(rule, u.scalars.scalars.rates) > 0
         for u in updates
     ]
-    launches = plan(rule, [u for u, held in zip(updates, together) if not held], write)
+    launches = planned(compress(updates, [not held for held in together]))
     if any(together):
         sharded = list(compress(updates, together))
-        here = [u for u in sharded if u.slot.numel]
-        launches.append(ShardedLaunch(rule, plan(rule, here, write), sharded))
+        launches.append(ShardedLaunch(rule, planned(iter(sharded)), sharded))
     return launches
 
 
 def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
-    odd = [u for u in updates if not u.plain]
-    if odd:
-        # Tensor subclasses: their own dispatch knows what an operation means.
-        plain = [u for u in updates if u.plain]
-        rest = _plan_auto(rule, plain, write) if plain else []
-        return rest + plan_launches("eager", rule, odd, write)
+    """Plan updates of one kind through kernels, or eagerly if there is no compiler."""
     device = updates[0].g.device.type
-    if device not in _uncompilable:
+    # A tensor subclass's own dispatch knows what an operation means.
+    if updates[0].plain and device not in _uncompilable:
         try:
-            return plan_launches("kernels", rule, updates, write)
+            return _plan_kernels(rule, updates, write)
         except CaptureError:
             raise
         except DispatchModeError:
-            pass  # What watches single operations gets single operations.
+            pass  # A mode that watches single operations sees single operations.
         except SwitchedOffError as error:
             if device not in _said_switched_off:
                 _said_switched_off.add(device)
@@ -139,7 +131,7 @@ def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list
                 "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
                 "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
             )
-    return plan_launches("eager", rule, updates, write)
+    return _plan_eager(rule, updates, write)
 
 
 def _plan_eager(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
@@ -147,105 +139,81 @@ def _plan_eager(rule: Rule[Any, Any], updates: list[Update], write: bool) -> lis
 
 
 def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
-    launches: list[Launch] = []
-    for some in alike(updates):
-        odd = next((u for u in some if not u.plain), None)
-        if odd is not None:
-            raise TypeError(
-                f"compiled steps take plain tensors, not {type(odd.p).__name__} with a "
-                f"gradient of {type(odd.g).__name__}: pass compile=False"
-            )
-        launches += _plan_alike(rule, some, write)
-    return launches
-
-
-def _plan_alike(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
-    """Launches of updates that share their kernels and numbers."""
-    slot, device = updates[0].slot, updates[0].g.device
-    # On CPU the codecs are C++ around the kernel, elsewhere in it.
+    """Plan updates of one kind through kernels, and eagerly what no kernel takes."""
+    first, slot, device = updates[0], updates[0].slot, updates[0].g.device
+    if not first.plain:
+        raise TypeError(
+            f"compiled steps take plain tensors, not {type(first.p).__name__} with a "
+            f"gradient of {type(first.g).__name__}: pass compile=False"
+        )
+    # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
     around = slot.coded and has_list_kernels(device)
-    if around and not (updates[0].target is slot and can_run(slot)):
+    if not slot.dense or (around and (slot.into or not can_run(slot))):
         return _plan_eager(rule, updates, write)
-    count = count_means(rule, updates[0].scalars.scalars.rates) if write else 0
-    measures = count > 0
-
-    def made(part: Pass, first: Update) -> Kernel:
-        if not around:
-            key = (coded_key if slot.coded else kernel_key)(rule, first, write, part)
-            return kernel(key, first.scalars.scalars)
-        # Nothing of it is called where the flag is false.
-        key = kernel_key(rule, first._replace(guarded=False), write, part)
-        widens = measures and widens_gradients(slot, first.g)
-        if widens:
-            p, _, *rest = key.dtypes
-            key = key._replace(dtypes=(p, torch.float32, *rest))
-        found = kernel(key, first.scalars.scalars)
-        if not isinstance(found, ListKernel):
-            return found
-        return found.on_codes(arguments_of(slot, write, part != "mean", widens))
-
-    launches: list[Launch] = []
-    direct = [u for u in updates if u.dense]
-    if any(slot.codes) and not around:
-        # Of others the last row is none.
-        direct = [u for u in direct if u.slot.numel % GROUP == 0]
-    if direct:
-        run = made("move" if measures else "whole", direct[0])
-        # Its table would be uploaded in the capture, from memory that goes.
-        capturing = is_capturing(device)
-        if isinstance(run, TritonListKernel) and capturing:
-            run = run.single
-        least = _least(run, measures, capturing)
-        direct = [u for u in direct if not (u.aligned and u.slot.numel < least)]
-        mean = None
-        if direct and measures:
-            reads_x = rule.means is not None and rule.means.reads_x
-            mean = MeanKernel(made("mean", direct[0]), count, reads_x)
-        both = [run] if mean is None else [run, mean.kernel]
-        if around and not all([isinstance(x, ListKernel) for x in both]):
-            # Compiled, but for tensors that are decoded.
-            return _plan_eager(rule, updates, write)
-        launches += _plan_direct(run, mean, direct)
-    places = {u.place for u in direct}
-    flattened = [u for u in updates if u.place not in places]
-    if slot.coded:
-        return launches + _plan_eager(rule, flattened, write)
-    for chunk in chunks(flattened, FLATTENED, _numel) if flattened else ():
-        if measures or sum(map(_numel, chunk)) < 2:
-            # Each needs a mean of its own, which a concatenation does not have.
-            launches += plan_foreach(rule, chunk, write)
+    count = count_means(rule, first.scalars.scalars.rates) if write else 0
+    made = partial(_kernel, rule, first, write, around, count > 0)
+    run, mean = made("move"), made("mean") if count else None
+    # It would upload its table within the capture, from memory that is freed.
+    if isinstance(run, TritonListKernel) and is_capturing(device):
+        run = run.single
+    listed = all(isinstance(x, ListKernel) for x in (run, mean or run))
+    if around and not listed:
+        return _plan_eager(rule, updates, write)
+    # Length 1 would specialise the graph of a single kernel.
+    least = 1 if listed or (isinstance(run, TritonListKernel) and not count) else 2
+    group = GROUP if any(slot.codes) and not around else 1
+    fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
+    launches = _plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
+    direct = list(compress(updates, fit))
+    if not isinstance(run, ListKernel | TritonListKernel):
+        return [*launches, KernelLaunch(run, mean, count, direct)] if direct else launches
+    for some in split_twins(direct):
+        if isinstance(run, ListKernel) and (mean is None or isinstance(mean, ListKernel)):
+            parts = [some] if mean is None else chunks(some, MEASURED, _numel)
+            launches += [ListLaunch(run, mean, count, part) for part in parts]
         else:
-            # The copies are the kernel's to write; a flag decides on the way back.
-            first = chunk[0]._replace(target=chunk[0].slot, guarded=False)
-            launches.append(FlattenedLaunch(made("whole", first), chunk, write))
+            launches.append(KernelLaunch(run, mean, count, some))
     return launches
 
 
-def _least(run: Kernel, measures: bool, capturing: bool) -> int:
-    """The elements below which a tensor is copied into a flat one."""
-    if isinstance(run, ListKernel) or (isinstance(run, TritonListKernel) and not measures):
-        return 0
-    # Length 1 would specialise the graph. A capture has compiled no kernel of copies.
-    return 2 if measures or capturing else SMALL
+def _kernel(
+    rule: Rule[Any, Any], u: Update, write: bool, around: bool, measures: bool, part: Pass
+) -> Kernel:
+    """Compile a kernel for updates like `u`.
+
+    Args:
+        rule: The rule.
+        u: One of them.
+        write: False moves the state alone.
+        around: The kernel is called within `codecs`.
+        measures: The step has means.
+        part: Of two kernels if it has.
+    """
+    decodes = u.slot.coded and not around
+    key = kernel_key(rule, u.slot, u.g, u.scalars.statics, write, decodes)
+    widens = around and measures and widens_gradients(u.slot, u.g)
+    if widens:
+        p, _, *rest = key.dtypes
+        key = key._replace(dtypes=(p, torch.float32, *rest))
+    found = kernel(key._replace(part=part), u.scalars.scalars)
+    if around and isinstance(found, ListKernel):
+        return found.on_codes(arguments_of(u.slot, write, part == "move", widens))
+    return found
 
 
-def _plan_direct(
-    run: Kernel, mean: MeanKernel | None, updates: list[Update]
-) -> list[Launch]:
-    """Launches of tensors that kernels are handed as they are."""
-    if not updates:
-        return []
-    if isinstance(run, ListKernel) and (
-        mean is None or isinstance(mean.kernel, ListKernel)
-    ):
-        launches: list[Launch] = []
-        for apart in split_aliasing(updates):
-            together = [apart] if mean is None else chunks(apart, MEASURED, _numel)
-            launches += [ListLaunch(run, mean, chunk) for chunk in together]
-        return launches
-    if isinstance(run, TritonListKernel):
-        return [TableLaunch(run, mean, apart) for apart in split_aliasing(updates)]
-    return [KernelLaunch(run, mean, updates)]
+def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
+    """Yield runs of updates with different addresses, so that tied weights take turns."""
+    run: list[Update] = []
+    taken: set[int] = set()
+    for u in updates:
+        written = u.slot.into or u.slot.addresses
+        if not taken.isdisjoint(written):
+            yield run
+            run, taken = [], set()
+        run.append(u)
+        taken.update(written)
+    if run:
+        yield run
 
 
 def _numel(u: Update) -> int:

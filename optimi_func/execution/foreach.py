@@ -1,11 +1,12 @@
-"""The same rule through torch._foreach_*: many tensors an operation, and no compiler.
+"""The foreach step: `leaf_step` on lists of tensors through torch._foreach_*.
 
-The pipeline runs on lists of tensors in place of tensors: `Many` turns each of its operations
-into one call for the whole list. No formula stands here.
+`Many` is a list of tensors that `leaf_step` computes with like with one tensor. Each
+operation is one call for the list.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +20,15 @@ from optimi_func.execution.launches import (
     Launch,
     StepInputs,
     Update,
-    alike,
-    leaf_of,
 )
-from optimi_func.execution.tensors import chunks, foreach_copy_
+from optimi_func.execution.tensors import chunks, foreach_copy_, leaf_of
 
-# float32 (float64) numbers an element that are alive at once, at most: those of Adan with a
-# compensation.
+T = TypeVar("T")
+
+# Temporaries that are alive at once, at most: those of Adan with Kahan summation.
 TEMPORARIES = 18
-# Elements that are updated together, at most and at least: between the two, as many as
-# leave the temporaries smaller than the parameters.
+# Elements that are updated together, at most and at least. Between the two, as many as
+# keep the temporaries smaller than the parameters.
 CHUNK = 1 << 18
 LEAST = 1 << 12
 
@@ -40,31 +40,36 @@ _TURNED = {"__rsub__": ("neg", "add"), "__rtruediv__": ("reciprocal", "mul")}
 
 
 class Many:
-    """Tensors of one dtype, computed with as with one."""
+    """Tensors of one dtype that are computed with like one tensor."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of all."""
         return self.tensors[0].dtype
 
     def is_floating_point(self) -> bool:
+        """Return True for a floating dtype."""
         return self.dtype.is_floating_point
 
     def to(self, dtype: torch.dtype) -> "Many":
+        """Cast each tensor."""
         casted = [torch.empty_like(x, dtype=dtype) for x in self.tensors]
         foreach_copy_(casted, self.tensors)
         return Many(casted)
 
     def __getattr__(self, name: str) -> Any:
-        """A method of Tensor's, on each, or on all at once."""
+        """Return a method of Tensor for all tensors."""
         return lambda *more: _call(name, getattr(Tensor, name), [self, *more])
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if kwargs:  # which the operations on lists would not see
+            return _call("", partial(func, **kwargs), list(args))
         return _call(func.__name__, func, list(args))
 
 
@@ -84,82 +89,82 @@ def _call(name: str, func: Callable[..., Tensor], args: list[Any]) -> Many:
         return _call(then, func, [Many(list(turned)), *more])
     name = _SPELLED.get(name, name)
     if name in ("add", "mul") and not isinstance(first, Many):
-        (first, *more) = more[0], first
+        first, *more = more[0], first
     if isinstance(first, Many) and (name in _LISTED or name in _ALONE):
-        # torch takes a list of numbers where it does not take a number on the device.
+        # torch._foreach_* takes lists of 0-d tensors, but not always one 0-d tensor.
         count = len(first.tensors)
         others = [x.tensors if isinstance(x, Many) else x for x in more]
         others = [[x] * count if isinstance(x, Tensor) else x for x in others]
         return Many(list(getattr(torch, f"_foreach_{name}")(first.tensors, *others)))
     count = next(len(x.tensors) for x in args if isinstance(x, Many))
-    rows = [x.tensors if isinstance(x, Many) else [x] * count for x in args]
-    return Many([func(*row) for row in zip(*rows)])
+    each = [x.tensors if isinstance(x, Many) else [x] * count for x in args]
+    return Many([func(*row) for row in zip(*each)])
 
 
 class _Slice(NamedTuple):
-    """A parameter, or a stretch of one: what a large one is cut into."""
+    """A parameter, or a part of a large one."""
 
     update: Update
     numel: int
-    start: int | None  # of a stretch; None takes the tensors as they are
+    start: int | None  # None: the whole parameter
 
 
 def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
-    """Launches of chunks of updates that share dtypes and numbers."""
-    launches: list[Launch] = []
-    for some in alike(updates):
-        first = some[0]
-        if first.slot.coded:
-            launches += [EagerLaunch(rule, u, write) for u in some]
-            continue
-        measures = write and count_means(rule, first.scalars.scalars.rates) > 0
-        wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        room = sum(u.p.nbytes for u in some) // (TEMPORARIES * wide.itemsize)
-        size = min(CHUNK, max(LEAST, room))
-        slices = [s for u in some for s in _slices(u, size, measures)]
-        for chunk in chunks(slices, size, lambda s: s.numel):
-            launches.append(ForeachLaunch(rule, chunk, write))
-    return launches
+    """Plan updates of one kind, in chunks."""
+    first = updates[0]
+    if first.slot.coded:
+        return [EagerLaunch(rule, u, write) for u in updates]
+    measures = write and count_means(rule, first.scalars.scalars.rates) > 0
+    wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
+    room = sum(u.p.nbytes for u in updates) // (TEMPORARIES * wide.itemsize)
+    size = min(CHUNK, max(LEAST, room))
+    slices = [s for u in updates for s in _slices(u, size, measures)]
+    found = chunks(slices, size, lambda s: s.numel)
+    return [ForeachLaunch(rule, chunk, write) for chunk in found]
 
 
 def _slices(u: Update, size: int, measures: bool) -> list[_Slice]:
     count = u.slot.numel
-    if count <= size or measures or not (u.dense and u.aligned):
+    if count <= size or measures or not (u.slot.dense and u.aligned):
         return [_Slice(u, count, None)]
     starts = range(0, count, size)
     return [_Slice(u, min(size, count - start), start) for start in starts]
 
 
 class ForeachLaunch(Launch):
-    """The pipeline on lists of tensors."""
+    """A chunk of parameters, which is updated by operations on lists."""
 
     def __init__(self, rule: Rule[Any, Any], slices: list[_Slice], write: bool) -> None:
         super().__init__([s.update for s in slices])
         self._rule, self._write = rule, write
         self._stretches = [(s.start, s.numel) for s in slices]
 
-    def _take(self, role: list[Tensor]) -> list[Tensor]:
-        return [
-            role[i] if start is None else _stretch(role[i], start, numel)
-            for i, (start, numel) in zip(self.places, self._stretches)
-        ]
+    def pick(self, items: list[T]) -> list[T]:
+        """Pick the tensors of this launch, or the parts of them that it updates."""
+        found: list[Any] = []
+        for i, (start, numel) in zip(self.places, self._stretches):
+            x: Any = items[i]
+            whole = start is None or x is None
+            found.append(x if whole else _flat(x).narrow(0, start, numel))
+        return found
 
     def _given(self, inputs: StepInputs) -> tuple[Leaf, Any, Scalars]:
-        kept: list[Any] = [Many(self._take(inputs.roles[i])) for i in self._roles]
+        kept: list[Any] = list(map(Many, self.columns(inputs.roles)))
         packed = self.scalars(inputs)
         scalars = packed.scalars
         if not packed.on_host:
-            device = kept[0].tensors[0].device
-            values: Any = packed.values(self.dtype, device)
+            values = packed.tensor(self.dtype, kept[0].tensors[0].device).unbind()
             scalars = fill(packed.statics, pytree.tree_structure(scalars), values)
-        g: Any = Many(self._take(inputs.grads))
+        g: Any = Many(self.pick(inputs.grads))
         return leaf_of(self._rule, self._codes, kept), g, scalars
 
     def measure(self, inputs: StepInputs) -> Tensor:
+        """Return the means, a row for each parameter."""
         found: Any = leaf_means(self._rule, *self._given(inputs))
         return torch.stack([torch.stack(x.tensors) for x in found], dim=1)
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+        """Update the parameters."""
         known = [] if means is None else [Many(list(x.unbind())) for x in means.unbind(1)]
 
         def take(measured: list[Any]) -> list[Any]:
@@ -168,18 +173,15 @@ class ForeachLaunch(Launch):
 
         leaf, g, scalars = self._given(inputs)
         new: Any = leaf_step(self._rule, leaf, g, scalars, self._write, take)
-        finite = self.finite(inputs)
-        for i, old, result in zip(self._roles, _listed(leaf), _listed(new)):
+        targets = self.columns(inputs.targets)
+        for target, old, result in zip(targets, _listed(leaf), _listed(new)):
             if result is not old:
-                target, made = self._take(inputs.targets[i]), result.tensors
-                if finite is not None:
-                    made = [torch.where(finite, r, t) for r, t in zip(made, target)]
-                foreach_copy_(target, made)
+                foreach_copy_(target, result.tensors)
 
 
 def _listed(leaf: Leaf) -> list[Any]:
     return [x for x in (leaf.p, *leaf.state, leaf.comp) if x is not None]
 
 
-def _stretch(x: Tensor, start: int, numel: int) -> Tensor:
-    return x.as_strided((x.numel(),), (1,)).narrow(0, start, numel)
+def _flat(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel(),), (1,))

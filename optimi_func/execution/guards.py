@@ -1,4 +1,4 @@
-"""Whether tensors are still what they were when something was planned for them."""
+"""Guards: a check that tensors are still what a plan was made for."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a launch depends on, beside where the tensors lie. Strides come last, because not
-# every layout has them.
+# What a launch depends on, besides the addresses. Strides come last, because not every
+# layout has them.
 _FACTS: list[Callable[[Tensor], Any]] = [
     type,
     attrgetter("layout"),
@@ -23,10 +23,7 @@ _FACTS: list[Callable[[Tensor], Any]] = [
 
 
 class Guard:
-    """What was true of a list of tensors, and whether it is true of another one.
-
-    Keeps no tensor alive.
-    """
+    """The facts about a list of tensors. It keeps no tensor alive."""
 
     def __init__(self, tensors: Sequence[Tensor], addresses: bool) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
@@ -34,7 +31,7 @@ class Guard:
         self._check = tensor_guards(tensors)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are alike and, if asked for, at the same addresses."""
+        """Return True if these tensors have the same facts and, if kept, addresses."""
         if self._addresses is not None:
             if list(map(Tensor.data_ptr, tensors)) != self._addresses:
                 return False
@@ -50,12 +47,12 @@ class Guard:
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Dynamo's check of tensors against others, one call; None where it cannot be had."""
+    """Return Dynamo's check of tensors, one call in C++; None if it is not usable."""
     return _make_guards(tensors) if tensors and _guards_work(_within_operation()) else None
 
 
 def _within_operation() -> bool:
-    """Whether torch looks at tensors from within an operation, as less than they are."""
+    """Return True within an operation of torch, where tensors hide some of their facts."""
     # Private, in torch 2.11 to 2.15.
     excluded = getattr(torch._C, "_dispatch_tls_is_dispatch_key_excluded", None)
     return excluded is not None and excluded(torch._C.DispatchKey.Negative)
@@ -72,10 +69,10 @@ def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 @functools.cache
 def _guards_work(within_operation: bool) -> bool:
-    """Whether torch's private guards notice what they are relied on for.
+    """Return True if torch's private guards notice every change that plans rely on.
 
-    Within an operation, as a compiled training step is one, they do not: this is found out
-    for each of the two.
+    Within an operation, such as a compiled training step, they do not. Both cases are
+    tried out.
     """
 
     def notices(change: Callable[[Tensor], Tensor]) -> bool:

@@ -1,12 +1,12 @@
-"""A compiled function, called without what torch.compile does at every call.
+"""Calling the code that Inductor generated without torch.compile around it.
 
 torch.compile checks its guards and unwraps its arguments for some 30 us a call, ten times
-what a small update takes. A kernel's arguments are flat tensors that differ in length
-alone, so there is nothing to check: what Inductor generated is kept from the one
-compilation, with the order of its arguments, and called by itself.
+what a small update takes. A kernel's arguments are flat tensors that differ only in
+length, so there is nothing to check: the generated code is kept from the one compilation,
+with the order of its arguments, and is called directly.
 
-This is the one module that reaches into Inductor's private parts. Where they are not as
-expected, `compile_flat` gives torch.compile's own function, which does the same, slower.
+This is the only module that uses private parts of Inductor. If they are not as expected,
+`compile_flat` returns torch.compile's own function, which does the same, slower.
 """
 
 import inspect
@@ -22,15 +22,15 @@ from optimi_func.execution.triton_list import triton_list_kernel_of
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])
-# A function of 1-D tensors that returns nothing and writes to some of them.
+# A function that writes to some of its 1-D tensors and returns nothing.
 Flat = Callable[..., None]
 Generated = Callable[[list[Any]], Any]
 
-# Building torch's C++ headers for kernels to come takes as long as four kernels without.
+# Precompiling torch's C++ headers takes as long as four kernels without them.
 PRECOMPILE_HEADERS = False
-# Every combination of ambient state is a graph; torch stops at 8 of them and raises.
+# Every combination of ambient state is a graph, and torch raises after 8 of them.
 _RECOMPILE_LIMIT = 64
-# Inductor indexes with 32 bits where its example allowed it, and guards on that.
+# Inductor indexes with 32 bits if its example allows it, and guards on that.
 _LONGEST = 2**31 - 1
 
 
@@ -39,55 +39,61 @@ def compile_flat(function: Flat, example: Sequence[Tensor], row: int) -> Flat:
 
     Args:
         function: Takes a 1-D tensor of fixed length, then 1-D tensors of one common
-            length, which is free; writes to its arguments and returns nothing.
+            length, which is free. It writes to its arguments and returns nothing.
         example: Arguments of a typical length, which are written to.
-        row: The elements of a row, where the function takes rows (see `in_rows`), else 1.
+        row: The elements of a row if the function takes rows (see `in_rows`), else 1.
 
     Returns:
-        The compiled function, for every length of 2 and more. It takes dense tensors of
-        any shape, as long as their elements lie in memory in one order, and what it
-        writes is not seen by autograd. On CUDA it is, where that can be had, a
-        TritonListKernel.
+        The compiled function, for every length from 2. It takes dense tensors of any
+        shape with one order of elements in memory, and autograd does not see its writes.
+        On CUDA it is a TritonListKernel if one can be made.
 
     Raises:
-        Exception: Whatever the compiler raised.
+        Exception: Any error of the compiler.
     """
 
     def made() -> Flat:
         kind = example[0].device.type
-        options = {} if kind == "cpu" else _one_pass()
-        public, record = _compile(function, example, options)
-        order = record.order(example)
-        if record.generated is None or order is None:
-            return _Public(public, row).run
-        single = _Direct(public, record.generated, order, row).run
+        public, found = _compile(function, example, {} if kind == "cpu" else _one_pass())
+
+        def guarded(*tensors: Tensor) -> None:
+            # torch.compile guards on shapes, so it gets flat aliases.
+            numbers, *flat = map(_alias, tensors)
+            public(numbers, *in_rows(flat, row))
+
+        if found is None:
+            return guarded
+        generated, order = found
+
+        def direct(*tensors: Tensor) -> None:
+            length = tensors[1].numel()
+            if length > _LONGEST:
+                guarded(*tensors)
+            else:
+                generated([tensors[i] if i >= 0 else length // row for i in order])
+
         if kind != "cuda" or row > 1:
-            return single
-        many = triton_list_kernel_of(single, record.generated, order, example)
-        return many or single
+            return direct
+        return triton_list_kernel_of(direct, generated, order, example) or direct
 
     return _with_vectors(made)
 
 
 def compile_list_kernel(function: Flat, example: Sequence[Tensor]) -> ListKernel | None:
-    """As `compile_flat`, for CPU and lists of tensors; None where that cannot be had."""
+    """Compile `function` for lists of tensors on CPU; None if that is not possible."""
 
     def made() -> ListKernel | None:
-        _, record = _compile(function, example, {"cpp.threads": 1})
-        order = record.order(example)
-        if record.generated is None or order is None:
-            return None
-        return list_kernel_of(record.generated, order, example)
+        _, found = _compile(function, example, {"cpp.threads": 1})
+        return None if found is None else list_kernel_of(*found, example)
 
     return _with_vectors(made)
 
 
 def _one_pass() -> dict[str, Any]:
-    """Options by which nothing as long as a parameter lies in memory between operations.
+    """Return options that keep Inductor from storing temporaries as long as a parameter.
 
-    Inductor keeps what was computed from many reads or by many operations, and each of a
-    kernel's numbers counts as a read: a mean, which cannot be fused back into what it was
-    kept for, would take twice the memory traffic, and a tensor of its own.
+    By default it stores what took many reads or operations, and each of a kernel's scalars
+    counts as a read. A mean over such a temporary would take twice the memory traffic.
     """
     from torch._inductor import config
 
@@ -101,22 +107,81 @@ def _with_vectors(made: Callable[[], S]) -> S:
         with unprobed_vectors():
             return made()
     except Exception:
-        # Perhaps the compiler knows fewer instructions than the processor: find out.
+        # The compiler may know fewer instructions than the processor.
         probe_vectors()
         return made()
 
 
 def _compile(
     function: Flat, example: Sequence[Tensor], options: dict[str, Any]
-) -> tuple[Flat, "_Record"]:
-    record = _Record(options)
-    public = torch_compile(function, {"dynamic": True, "backend": record.backend})
+) -> tuple[Flat, tuple[Generated, list[int]] | None]:
+    """Return torch.compile's function, and the generated code with `argument_order`."""
     from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx_inner
 
+    codes: list[Generated | None] = []
+    calls: list[Sequence[Any]] = []
+
+    def inner(graph: Any, given: Any, **more: Any) -> Any:
+        compiled: Any = compile_fx_inner(graph, given, **more)
+        codes.append(generated_code(compiled))
+        call = compiled.__call__
+
+        def first(arguments: list[Any]) -> Any:
+            if not calls:
+                calls.append(list(arguments))
+            return call(arguments)
+
+        first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return first
+
+    def backend(graph: Any, given: Any) -> Any:
+        return lower(graph, given, inner, options)
+
+    public = torch_compile(function, {"dynamic": True, "backend": backend})
+    # A hit in that cache would not call `inner`.
     with config.patch(enable_autograd_cache=False):
-        # A hit in that cache would bring the function without the part that we keep.
         public(*example)
-    return public, record
+    order = argument_order(calls[0] if calls else (), example)
+    calls[:] = [()]  # frees the example
+    generated = codes[-1] if codes else None
+    return public, None if generated is None or order is None else (generated, order)
+
+
+def lower(graph: Any, example: Any, inner: Any, options: dict[str, Any]) -> Any:
+    """Compile a graph by Inductor, `inner` being its last stage."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    # Without size asserts the generated code takes any dense tensor for a flat one.
+    patches = {"size_asserts": False, **options}
+    # Attention, convolutions: patterns that no update has, and that take long to load.
+    for name in ("use_pre_grad_passes", "use_joint_graph_passes"):
+        if hasattr(config, name):
+            patches[name] = False
+    if hasattr(config, "cpp_cache_precompile_headers"):
+        patches["cpp_cache_precompile_headers"] = PRECOMPILE_HEADERS
+    return compile_fx(graph, example, inner_compile=inner, config_patches=patches)
+
+
+def argument_order(given: Sequence[Any], example: Sequence[Tensor]) -> list[int] | None:
+    """Return for each generated argument the index of ours, -1 for the length."""
+    found: list[int] = []
+    places = {x.data_ptr(): i for i, x in enumerate(example)}
+    length = len(example[1])
+    for argument in given:
+        if isinstance(argument, int) and argument == length:
+            found.append(-1)
+        elif isinstance(argument, Tensor) and argument.data_ptr() in places:
+            found.append(places[argument.data_ptr()])
+        else:
+            return None
+    return found if -1 in found else None
+
+
+def generated_code(compiled: Any) -> Generated | None:
+    """Return what Inductor wrote, if it is where torch 2.11 to 2.15 have it."""
+    return getattr(compiled, "current_callable", None)
 
 
 @contextmanager
@@ -124,13 +189,12 @@ def unprobed_vectors() -> Generator[None]:
     """Compile for this processor's vector instructions without trying them out first.
 
     By default Inductor compiles and loads a test program for each instruction set, which
-    takes a fifth of a first step (pytorch/pytorch#140970). Its setting for this,
-    `torch._inductor.config.cpp.vec_isa_ok` (environment TORCHINDUCTOR_VEC_ISA_OK), is set
-    in this thread alone and for the time of the compilation. A value that the user has
-    set stays.
+    takes a fifth of a first step (pytorch/pytorch#140970). For the time of the compilation
+    and in this thread only, `torch._inductor.config.cpp.vec_isa_ok` (environment
+    TORCHINDUCTOR_VEC_ISA_OK) turns that off, unless the user has set it.
 
-    From torch 2.13, where such a setting belongs to one thread. Before, two compilations
-    at a time could leave it set for the whole process: there Inductor tries out.
+    Before torch 2.13 two compilations at a time could leave the setting on for the whole
+    process, so there it is left alone.
     """
     if torch.__version__ < "2.13":
         yield
@@ -145,91 +209,20 @@ def unprobed_vectors() -> Generator[None]:
 
 
 def probe_vectors() -> None:
-    """Have Inductor try out the vector instructions after all, after a failed compilation.
+    """Have Inductor try out the vector instructions, after a failed compilation.
 
-    It keeps the list of instruction sets for the process (`functools.cache`), also one
-    made while `unprobed_vectors` was in effect. A compilation that has succeeded with that
-    list has tried it out.
+    It keeps its list of instruction sets for the process, even if it was made within
+    `unprobed_vectors`.
     """
     from torch._inductor import cpu_vec_isa
 
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
-class _Record:
-    """What Inductor made of the one graph, and the arguments it was first called with."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options  # of Inductor
-        self.generated: Generated | None = None
-        self.arguments: list[Any] | None = None
-
-    def backend(self, graph: Any, example: Any) -> Any:
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx
-
-        # Without size asserts the generated code takes any dense tensor for a flat one.
-        patches = {"size_asserts": False, **self.options}
-        # Attention, convolutions: patterns that no leaf has, and that take long to load.
-        for name in ("use_pre_grad_passes", "use_joint_graph_passes"):
-            if hasattr(config, name):
-                patches[name] = False
-        if hasattr(config, "cpp_cache_precompile_headers"):
-            patches["cpp_cache_precompile_headers"] = PRECOMPILE_HEADERS
-        return compile_fx(
-            graph, example, inner_compile=self._compile, config_patches=patches
-        )
-
-    def _compile(self, graph: Any, example: Any, **options: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx_inner
-
-        compiled: Any = compile_fx_inner(graph, example, **options)
-        self.generated = generated_code(compiled)
-        call = compiled.__call__
-
-        def first(arguments: list[Any]) -> Any:
-            if self.arguments is None:
-                self.arguments = list(arguments)
-            return call(arguments)
-
-        first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-        return first
-
-    def order(self, example: Sequence[Tensor]) -> list[int] | None:
-        """For each generated argument, the index of ours, or -1 for the length."""
-        found: list[int] = []
-        places = {x.data_ptr(): i for i, x in enumerate(example)}
-        length = len(example[1])
-        for argument in self.arguments or ():
-            if isinstance(argument, int) and argument == length:
-                found.append(-1)
-            elif isinstance(argument, Tensor) and argument.data_ptr() in places:
-                found.append(places[argument.data_ptr()])
-            else:
-                return None
-        return found if -1 in found else None
-
-
-def generated_code(compiled: Any) -> Generated | None:
-    """What Inductor wrote, if it is where it was."""
-    return getattr(compiled, "current_callable", None)
-
-
-class _Public:
-    """torch.compile's own function, which guards on shapes: it gets flat aliases."""
-
-    def __init__(self, public: Flat, row: int) -> None:
-        self.public, self.row = public, row
-
-    def run(self, *tensors: Tensor) -> None:
-        numbers, *flat = map(_alias, tensors)
-        self.public(numbers, *in_rows(flat, self.row))
-
-
 def in_rows(tensors: list[Tensor], row: int) -> list[Tensor]:
-    """1-D tensors in rows of so many elements; those shorter than the first are left.
+    """View 1-D tensors as rows of `row` elements, except scales.
 
-    One has an element a row already, where others have one an element.
+    Scales have one element for each row, so they are shorter than the first tensor.
     """
     if row == 1:
         return tensors
@@ -237,45 +230,25 @@ def in_rows(tensors: list[Tensor], row: int) -> list[Tensor]:
     rows = [x.view(-1, row) if x.numel() == count else x for x in tensors]
     for x in rows:
         if x.dim() > 1:
-            # The number of rows alone is free.
+            # Only the number of rows is free.
             torch._dynamo.mark_static(x, 1)
     return rows
 
 
 def _alias(x: Tensor) -> Tensor:
-    # Not a view: guards look at a view's base, and would make a graph for each rank.
-    # Always an object of its own: guards tell when two arguments are one.
+    # Guards look at a view's base, and would make a graph for each rank. They also notice
+    # if two arguments are one object, so this is always a new one.
     alias = torch.empty(0, dtype=x.dtype, device=x.device)
     return alias.set_(x.untyped_storage(), x.storage_offset(), (x.numel(),), (1,))
 
 
-class _Direct:
-    """The generated code, with torch.compile's function for what it was not made for."""
-
-    def __init__(
-        self, public: Flat, generated: Generated, order: list[int], row: int
-    ) -> None:
-        self.public = _Public(public, row)
-        self.generated = generated
-        self.order = order
-        self.row = row
-
-    def run(self, *tensors: Tensor) -> None:
-        length = tensors[1].numel()
-        if length > _LONGEST:
-            self.public.run(*tensors)
-            return
-        count = length // self.row
-        self.generated([tensors[i] if i >= 0 else count for i in self.order])
-
-
 def torch_compile(function: T, options: dict[str, Any]) -> T:
-    """torch.compile as one graph, with room for every combination of ambient state."""
+    """Apply torch.compile as one graph, with room for every kind of ambient state."""
     compiler: Any = torch.compile
     if "recompile_limit" in inspect.signature(compiler).parameters:
         return compiler(
             function, fullgraph=True, recompile_limit=_RECOMPILE_LIMIT, **options
         )
-    # Before torch 2.13 the limit is looked up at each call.
+    # Before torch 2.13 the limit is read at each call.
     patch = torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)
     return patch(compiler(function, fullgraph=True, **options))

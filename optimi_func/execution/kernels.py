@@ -1,9 +1,9 @@
-"""Compiled kernels: the pipeline of one leaf on flat tensors, one a (rule, dtypes).
+"""Kernels: the update of one flat tensor, compiled once for each rule and dtypes.
 
-A kernel takes 1-D tensors of any length from 2 up, and all scalars as one small tensor:
-neither a shape nor a number is part of its graph. Grad mode, inference mode and autocast
-are fixed on entry, and what torch.compile guards on beside them is left out by calling its
-result directly.
+A kernel takes 1-D tensors of any length from 2, and all scalars as one small tensor, so
+neither a shape nor a scalar is part of its graph. Grad mode, inference mode and autocast
+are fixed on entry. torch.compile's other guards are left out by calling the generated
+code directly.
 """
 
 import threading
@@ -19,36 +19,29 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func._codes import GROUP
-from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step, whole_means
-from optimi_func._rule import Leaf, Rule, Scalars
-from optimi_func._storage import state_of
+from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step
+from optimi_func._rule import Rule, Scalars
 from optimi_func.execution.inductor import (
     Flat,
     compile_flat,
     compile_list_kernel,
     in_rows,
 )
-from optimi_func.execution.launches import Update
 from optimi_func.execution.list_kernel import ListKernel
-from optimi_func.execution.slots import scale_places
-from optimi_func.execution.tensors import (
-    flat_leaf,
-    is_capturing,
-    select,
-    write_back,
-)
+from optimi_func.execution.slots import Slot, scale_places
+from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
 T = TypeVar("T")
 
 # Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
 _COMPILE_LENGTH = 1 << 20
 
-# `run(numbers, p, g, *state, *comp, *targets)`, or of a ListKernel a list of such.
+# `run(scalars, p, g, *state, *comp, *targets)`, or a ListKernel of it.
 Kernel: TypeAlias = Flat | ListKernel
-# A step that needs means over the tensor takes two kernels: "mean" writes them behind the
-# numbers, where "move" finds them. One graph would keep all that it computes before the
-# means in tensors as long as the parameter.
-Pass: TypeAlias = Literal["whole", "mean", "move"]
+# A step with means over the tensor takes two kernels: "mean" writes them behind the
+# scalars, where "move" reads them. One graph would keep everything that it computes before
+# the means in tensors as long as the parameter.
+Pass: TypeAlias = Literal["move", "mean"]
 
 
 class KernelKey(NamedTuple):
@@ -56,69 +49,65 @@ class KernelKey(NamedTuple):
 
     rule: Rule[Any, Any]
     statics: tuple[bool | None, ...]  # the scalars that choose a graph
-    write: bool  # False: the state alone moves
-    in_place: bool  # results onto the inputs, or onto tensors passed beside them
-    guarded: bool  # one number more, behind the others: where it is 0 nothing changes
+    write: bool  # False moves the state alone
+    in_place: bool  # False: results go to more arguments, the targets
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
-    part: Pass
-    # Of the state's fields those that the kernel is given in codes: two tensors each.
+    part: Pass = "move"
+    # Fields of the state that the kernel itself decodes: two tensors each.
     codes: tuple[bool, ...] = ()
 
     @property
     def compensated(self) -> bool:
-        """Whether the last of the tensors is kept beside the parameter."""
+        """Return True if the last tensor is the compensation."""
         return len(self.dtypes) > 2 + len(self.rule.state._fields) + sum(self.codes)
 
     @property
     def row(self) -> int:
-        """The elements of a row: where there are codes, those that share a scale."""
+        """Return the elements of a row: those that share a scale, else 1."""
         return GROUP if any(self.codes) else 1
 
     @property
     def name(self) -> str:
-        """For profiles and logs."""
+        """Return a name for profiles and logs."""
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
-        flags = ("write", "in_place", "compensated", "guarded")
-        flags = [f for f in flags if getattr(self, f)]
+        flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
         chosen = [str(s) for s in self.statics if s is not None]
         part = ["mean"] if self.part == "mean" else []
         codes = ["codes"] if any(self.codes) else []
         return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes])
 
 
-def kernel_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
-    """The kernel that an update needs."""
-    p, *rest = u.slot.decoded
-    in_place = u.target is u.slot
-    dtypes = (p, u.g.dtype, *rest)
-    statics, device = u.scalars.statics, u.g.device
-    return KernelKey(rule, statics, write, in_place, u.guarded, dtypes, device, part)
-
-
-def coded_key(rule: Rule[Any, Any], u: Update, write: bool, part: Pass) -> KernelKey:
-    """Likewise of a kernel that decodes and encodes by itself."""
-    p, *rest = u.slot.dtypes
-    key = kernel_key(rule, u, write, part)
-    return key._replace(dtypes=(p, u.g.dtype, *rest), codes=u.slot.codes)
+def kernel_key(
+    rule: Rule[Any, Any],
+    slot: Slot,
+    g: Tensor,
+    statics: tuple[bool | None, ...],
+    write: bool,
+    decodes: bool,
+) -> KernelKey:
+    """Return the key of the kernel that moves a slot; `decodes` if it is given codes."""
+    p, *rest = slot.dtypes if decodes else slot.decoded
+    dtypes, codes = (p, g.dtype, *rest), slot.codes if decodes else ()
+    return KernelKey(rule, statics, write, not slot.into, dtypes, g.device, codes=codes)
 
 
 def has_list_kernels(device: torch.device) -> bool:
-    """Whether a device's kernels update a whole list of tensors in one call."""
+    """Return True if the device's kernels update a list of tensors in one call."""
     return device.type == "cpu" and device.type not in _without_lists
 
 
-# Made once a process, and on a CPU without list kernels once a number of threads, which
-# Inductor writes into its loops.
+# One for each process and, on a CPU without list kernels, for each number of threads,
+# because Inductor writes that into its loops.
 _kernels: dict[tuple[KernelKey, int], Kernel] = {}
-# Types of devices where list kernels were tried, and torch was not as expected.
+# Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
-# Compiled, or traced, by one thread, found by the others.
+# One thread compiles, the others find the kernel.
 lock = threading.RLock()
 
 
 class DispatchModeError(RuntimeError):
-    """No kernel can run now, though it could at another time."""
+    """A TorchDispatchMode is active, under which no kernel can run."""
 
 
 class CaptureError(RuntimeError):
@@ -126,7 +115,7 @@ class CaptureError(RuntimeError):
 
 
 class SwitchedOffError(RuntimeError):
-    """torch.compile does nothing, because somebody said so."""
+    """torch.compile is switched off."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -135,21 +124,20 @@ class SwitchedOffError(RuntimeError):
         )
 
 
-# Modules whose warnings are not about the user's program while a kernel is compiled.
+# Modules whose warnings while a kernel compiles are not about the user's program.
 _COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_func)(\.|$)"
 
 
 def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
-    """The compiled kernel of a key.
+    """Return the kernel of a key, compiled now on tensors of its own if it is new.
 
-    Compiled here and now, on tensors of its own, so that a compiler that fails has not
-    touched anybody's parameters; of the scalars only their structure counts.
+    So no parameter has been written if the compiler fails. Only the structure of the
+    scalars matters.
 
     Raises:
-        RuntimeError: torch.compile is switched off, or a TorchDispatchMode is active,
-            which sees operations and not kernels; or a CUDA graph is being captured, and
-            the kernel is a new one.
-        Exception: Whatever the compiler raised.
+        RuntimeError: torch.compile is switched off, a TorchDispatchMode is active, or a
+            new kernel is asked for while a CUDA graph is captured.
+        Exception: Any error of the compiler.
     """
     if any_torch_dispatch_mode_on_stack():
         raise DispatchModeError(
@@ -180,7 +168,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     if config.disable:
         raise SwitchedOffError
     ran_eagerly: list[bool] = []
-    count = count_means(key.rule, scalars.rates)
+    count = count_means(key.rule, scalars.rates) if key.write else 0
     run = _body(key, pytree.tree_structure(scalars), count)
 
     def noticed(*tensors: Tensor) -> None:
@@ -190,13 +178,12 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
 
     tensors = _example(key)
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    own = 0 if key.part == "whole" else count
-    own += sum(s is None for s in key.statics) + key.guarded
+    own = count + sum(s is None for s in key.statics)
     numbers = torch.ones(own, dtype=compute_dtype(*key.dtypes), device=key.device)
     example = [numbers, *tensors, *targets]
     compiled: Kernel | None = None
     with kernel_context(key.device), warnings.catch_warnings():
-        # Torch's own, of its settings and parts: as errors they would be no compiler.
+        # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
         if has_list_kernels(key.device) and not key.codes:
             body = with_own_code_object(noticed, key.name)
@@ -212,8 +199,8 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
 
 
 def _example(key: KernelKey) -> list[Tensor]:
-    """Tensors to compile a kernel on, in rows where it is for rows."""
-    # Scales have one element a row; the state comes behind p and g.
+    """Return tensors to compile a kernel on, in rows if the key has rows."""
+    # Scales have one element for each row. The state comes after p and g.
     scales = scale_places(key.codes, 2)
     lengths = [
         _COMPILE_LENGTH // key.row if i in scales else _COMPILE_LENGTH
@@ -224,23 +211,21 @@ def _example(key: KernelKey) -> list[Tensor]:
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Flat:
-    """What a kernel does, to be compiled; `count` is how many means the step takes."""
+    """Return the function to compile; `count` is the number of means in a step."""
     rule, inputs = key.rule, len(key.dtypes)
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
         values = numbers.unbind()
         scalars = fill(key.statics, spec, values)
-        leaf, g = unpack(rule, key.compensated, tensors[:inputs], key.codes)
+        p, g, *rest = tensors[:inputs]
+        leaf = leaf_of(rule, key.codes, [p, *rest])
         if key.part == "mean":
             found = leaf_means(rule, leaf, g, scalars)
             for place, mean in zip(numbers.split(1)[-len(found) :], found):
                 place.copy_(mean.reshape(1))
             return
-        known = () if key.part == "whole" else values[-count:]
-        take = whole_means if key.part == "whole" else lambda _: list(known)
-        new = leaf_step(rule, leaf, g, scalars, key.write, take)
-        if key.guarded:
-            new = select(values[-1 - len(known)] != 0, leaf, new)
+        known = list(values[len(values) - count :])
+        new = leaf_step(rule, leaf, g, scalars, key.write, lambda _: known)
         write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
 
     return run
@@ -249,35 +234,15 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Flat:
 def fill(
     statics: tuple[bool | None, ...], spec: pytree.TreeSpec, values: Sequence[Tensor]
 ) -> Scalars:
-    """The scalars of a step from its static choices and the rest of its numbers."""
+    """Return scalars from their static choices and the values of the others."""
     rest = iter(values)
     return pytree.tree_unflatten([next(rest) if s is None else s for s in statics], spec)
 
 
-def unpack(
-    rule: Rule[Any, Any],
-    compensated: bool,
-    tensors: Sequence[Tensor],
-    codes: tuple[bool, ...],
-) -> tuple[Leaf, Tensor]:
-    """The leaf and its gradient from p, g, the state's fields and the compensation.
-
-    Args:
-        rule: The mathematics.
-        compensated: Whether something is kept beside p.
-        tensors: All of these, a field in codes as two.
-        codes: Which fields are; empty for none.
-    """
-    p, g, *rest = tensors
-    comp = rest.pop() if compensated else None
-    plain = (False,) * len(rule.state._fields)
-    return Leaf(p, state_of(rule.state, iter(rest), codes or plain), comp), g
-
-
 def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:
-    """A function with a code object of its own, by which Dynamo counts recompilations.
+    """Return a function with its own code object.
 
-    Closures of one body would share it.
+    Dynamo counts recompilations by code object, and closures of one body share it.
     """
     assert isinstance(fn, types.FunctionType)
     code = fn.__code__.replace(co_name=name)
@@ -285,24 +250,27 @@ def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:
 
 
 class kernel_context:
-    """Fix the modes that kernels guard on, and that no update should depend on."""
+    """Switch off grad mode, inference mode and autocast, which no update depends on."""
 
-    __slots__ = ("_device", "_stack")
+    __slots__ = ("_device", "_grad", "_modes")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def __enter__(self) -> None:
-        kinds = ("cpu",) if self._device.type == "meta" else (self._device.type, "cpu")
-        modes: list[AbstractContextManager[Any]] = [torch.no_grad()]
+        self._modes: list[AbstractContextManager[Any]] = []
         if torch.is_inference_mode_enabled():
-            modes.insert(0, torch.inference_mode(False))
-        for kind in dict.fromkeys(k for k in kinds if torch.is_autocast_enabled(k)):
-            modes.append(torch.autocast(kind, enabled=False))
-        self._stack = modes
-        for mode in modes:
+            self._modes.append(torch.inference_mode(False))
+        for kind in {"cpu", self._device.type} - {"meta"}:
+            if torch.is_autocast_enabled(kind):
+                self._modes.append(torch.autocast(kind, enabled=False))
+        for mode in self._modes:
             mode.__enter__()
+        # torch.no_grad() takes five times as long, which every step would notice.
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._stack):
+        torch._C._set_grad_enabled(self._grad)
+        for mode in reversed(self._modes):
             mode.__exit__(*error)

@@ -1,7 +1,7 @@
-"""Plans: the launches of a list of parameters, kept for the steps that are alike.
+"""Plans: the launches of a list of parameters, kept for later steps.
 
-A plan is a cache: `state[p]` is the truth. Whoever loads, copies, casts, moves or edits it
-is noticed at the next step, which then plans anew. Plans keep no tensor alive.
+A plan is a cache, and `state[p]` is the truth. If state is loaded, copied, cast, moved or
+edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
 from itertools import chain
@@ -18,136 +18,89 @@ from optimi_func._storage import names_in
 from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
-from optimi_func.execution.launches import Launch, StepInputs, Update
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.launches import Launch, StepInputs, Update, run_launches
 from optimi_func.execution.slots import Roles, Slot, make_slots
 
-# Kinds of gradients and numbers for which a plan keeps launches: Ranger has two.
+# Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
 _KINDS = 8
-# Lists that are kept beside one for each parameter: where they never come again, as with
-# experts, the oldest go.
+# Plans that are kept, besides one for each parameter. If lists of parameters never come
+# again, as with experts, the oldest plans are dropped.
 _LISTS = 32
 
 
-class Launches(NamedTuple):
-    """The launches of one kind of step, and what its gradients were."""
-
-    grads: Guard
-    launches: list[Launch]
-    on_host: bool  # whether they run no operation of torch, which modes of a thread change
-
-
-class Plan:
-    """The launches of a list of parameters, by the kind of their gradients and numbers."""
-
-    def __init__(
-        self, rule: Rule[Any, Any], slots: list[Slot], targets: list[Slot]
-    ) -> None:
-        self.rule = rule
-        self._slots, self._targets = slots, targets
-        self.inference = any([slot.inference for slot in targets])
-        self.coded = any([slot.coded for slot in slots])
-        self._known: dict[Any, Launches] = {}
-
-    def _kind(self, executor: Executor, numbers: Numbers, write: bool) -> Any:
-        scalars, at, finite = numbers
-        if len(scalars) == 1:
-            statics, guarded, places = scalars[0].statics, finite[0] is not None, None
-        else:
-            statics = tuple([x.statics for x in scalars])
-            guarded, places = tuple([x is not None for x in finite]), tuple(at)
-        # What watches single operations is to see them.
-        watched = any_torch_dispatch_mode_on_stack()
-        return executor, write, statics, guarded, places, watched
-
-    def find(
-        self, executor: Executor, grads: list[Tensor], numbers: Numbers, write: bool
-    ) -> Launches | None:
-        """The launches of an earlier step that was like this one."""
-        known = self._known.get(self._kind(executor, numbers, write))
-        return known if known is not None and known.grads.holds(grads) else None
-
-    def make(
-        self,
-        executor: Executor,
-        params: list[Tensor],
-        grads: list[Tensor],
-        numbers: Numbers,
-        write: bool,
-    ) -> Launches:
-        """New launches, to be found by steps like this one.
-
-        Args:
-            executor: What runs them.
-            params: What lies here of each parameter.
-            grads: Likewise of its gradient.
-            numbers: Of the step.
-            write: False moves the state alone.
-        """
-        scalars, at, finite = numbers
-        parts = zip(self._slots, self._targets, params, grads, at)
-        updates = [
-            Update(i, slot, target, p, g, j, scalars[j], finite[j] is not None)
-            for i, (slot, target, p, g, j) in enumerate(parts)
-        ]
-        launches = plan_launches(executor, self.rule, updates, write)
-        if len(self._known) >= _KINDS:
-            self._known.clear()
-        on_host = all([x.on_host for x in launches])
-        made = Launches(Guard(grads, addresses=False), launches, on_host)
-        self._known[self._kind(executor, numbers, write)] = made
-        return made
-
-    def run(self, launches: list[Launch], inputs: StepInputs, write: bool) -> None:
-        """Write every result."""
-        for launch in launches:
-            launch.run(inputs)
-        # Tell autograd of what kernels wrote: a backward that saved it must raise.
-        p, *fields, comps = inputs.targets
-        written: list[Tensor] = []
-        for role in (p, *fields, comps) if write else fields:
-            for launch in launches:
-                if launch.raw:
-                    written += [x for x in launch.pick(role) if x is not None]
-        if self.inference:
-            written = [x for x in written if not x.is_inference()]  # these have no version
-        torch.autograd.graph.increment_version(written)
-
-
 class Spec(NamedTuple):
-    """What a group asks of its parameters' state."""
+    """What a param group asks of its parameters' state."""
 
     rule: Rule[Any, Any]
     storage: Storage
-    capturable: bool  # counts lie on the parameters' device
-    apart: bool = False  # each count goes its own way: flags there say which step counts
+    capturable: bool  # step counts are on the parameters' device
 
 
-class StatePlan(Plan):
-    """A plan for parameters whose state lies in `optimizer.state[p]`."""
+def make_launches(
+    executor: Executor,
+    rule: Rule[Any, Any],
+    slots: list[Slot],
+    inputs: StepInputs,
+    write: bool,
+) -> list[Launch]:
+    """Plan the launches of a step, and compile their kernels."""
+    params, grads, packed = inputs.roles[0], inputs.grads, inputs.packed
+    updates = [
+        Update(i, slot, p, g, at, packed[at])
+        for i, (slot, p, g, at) in enumerate(zip(slots, params, grads, inputs.at))
+    ]
+    return plan_launches(executor, rule, updates, write)
+
+
+def raise_versions(written: list[Tensor], inference: bool) -> None:
+    """Tell autograd that tensors were written, because kernels write past it.
+
+    Otherwise a backward that saved one of them would not notice.
+    """
+    if inference:
+        written = [x for x in written if not x.is_inference()]  # which have no version
+    torch.autograd.graph.increment_version(written)
+
+
+class Plan:
+    """The launches of a list of parameters, for each kind of gradients and scalars.
+
+    Args:
+        spec: What the group asks for.
+        apart: Each parameter has counts of its own (see `Counts`).
+        params: The parameters.
+        entries: Their state, complete.
+    """
 
     def __init__(
-        self, spec: Spec, params: list[Tensor], entries: list[dict[str, Any]]
+        self,
+        spec: Spec,
+        apart: bool,
+        params: list[Tensor],
+        entries: list[dict[str, Any]],
     ) -> None:
+        self.rule = spec.rule
         fields = spec.rule.state._fields
         found = [names_in(fields, entry) for entry in entries]
         self._all = all([some == found[0] for some in found])
         every = names_in(fields, dict.fromkeys(chain.from_iterable(found)))
         counted = ["step", *spec.rule.running._fields]
         self._names, self._counted = [*counted, *every], len(counted)
-        # Of one name itemgetter would give no tuple.
+        # With one name itemgetter would return no tuple.
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
         self.distributed = any_distributed(params)
-        # Read once: another thread may put other tensors there meanwhile.
-        flat = self.made = self.flat(params, entries)
+        # Read once, because another thread may replace them meanwhile.
+        flat = self.made = self._flat(params, entries)
         self._guard = Guard(self._present(flat), addresses=True)
+        self.counts = Counts(self.counted(flat), len(params), not spec.capturable, apart)
         names = [name for name in every if name != "kahan_comp"]
-        slots = make_slots(names, fields, self.roles(flat), list(map(shards_of, params)))
-        super().__init__(spec.rule, slots, slots)
-        counts = self.counted(flat)
-        self.counts = Counts(counts, len(params), not spec.capturable, spec.apart)
+        roles = self.roles(flat)
+        self._slots = make_slots(names, fields, roles, roles, list(map(shards_of, params)))
+        self._inference = any(map(Tensor.is_inference, self._present(flat)))
+        self.coded = any([slot.coded for slot in self._slots])
+        self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
@@ -155,28 +108,30 @@ class StatePlan(Plan):
     def _present(self, flat: list[Any]) -> list[Tensor]:
         return flat if self._all else [x for x in flat if x is not None]
 
-    def flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Any]:
-        """What lies here of the parameters, then of each its count, state, compensation."""
+    def _flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Any]:
         flat = [*params, *chain.from_iterable(map(self._getter, entries))]
         return to_local(flat) if self.distributed else flat
 
     def current(
         self, params: list[Tensor], entries: list[dict[str, Any] | None]
     ) -> list[Any] | None:
-        """The tensors as they are now, if all is as it was when the plan was made."""
+        """Return the local tensors, or None if the plan is no longer true.
+
+        They are the parameters, then for each its counts, state and compensation.
+        """
         whole = cast(list[dict[str, Any]], entries)
         try:
             if list(map(len, whole)) != self._lengths:
                 return None
-            flat = self.flat(params, whole)
+            flat = self._flat(params, whole)
             same = self._guard.holds(self._present(flat))
             same = same and self.counts.hold(self.counted(flat))
         except (KeyError, TypeError):
-            return None  # a field has gone, or a whole state, or is no tensor
+            return None  # a field or a whole entry is missing, or is no tensor
         return flat if same else None
 
     def counted(self, flat: list[Any]) -> list[Tensor]:
-        """The step counts, then the first running number of all parameters, and so on."""
+        """Return the step counts, then the first running scalar of all, and so on."""
         first, width = len(self._lengths), len(self._names)
         found = flat[first::width]
         for i in range(1, self._counted):
@@ -184,88 +139,87 @@ class StatePlan(Plan):
         return found
 
     def roles(self, flat: list[Any]) -> Roles:
-        """The parameters, each field of their state, and their compensations."""
+        """Return the parameters, each field of their state, and their compensations."""
         count, width = len(self._lengths), len(self._names)
-        fields = range(self._counted, width)
-        roles = [flat[:count], *(flat[count + i :: width] for i in fields)]
+        roles = [flat[:count]]
+        for i in range(self._counted, width):
+            roles.append(flat[count + i :: width])
         if self._names[-1] != "kahan_comp":
             roles.append([None] * count)
         return roles
+
+    def launches(
+        self, executor: Executor, inputs: StepInputs, write: bool, new: bool
+    ) -> Any:
+        """Return the launches of a step.
+
+        Args:
+            executor: What runs them.
+            inputs: What the step reads and writes.
+            write: False moves the state alone.
+            new: Plan and keep new ones. False: return those of an earlier step with
+                gradients and scalars of the same kind, or None.
+        """
+        packed = inputs.packed
+        # A dispatch mode that watches single operations has to see them.
+        watched = any_torch_dispatch_mode_on_stack()
+        kind: Any = executor, write, watched, packed[0].statics
+        if len(packed) > 1:
+            kind = *kind, tuple([x.statics for x in packed]), tuple(inputs.at)
+        if not new:
+            guard, found = self._known.get(kind, (None, None))
+            return found if guard is not None and guard.holds(inputs.grads) else None
+        made = make_launches(executor, self.rule, self._slots, inputs, write)
+        if len(self._known) >= _KINDS:
+            self._known.clear()
+        self._known[kind] = Guard(inputs.grads, addresses=False), made
+        return made
+
+    def run(
+        self,
+        launches: list[Launch],
+        flat: list[Any],
+        inputs: StepInputs,
+        after: list[Any],
+        moved: list[Tensor],
+        write: bool,
+        count: bool,
+    ) -> None:
+        """Write every result, and if `count` is true, count the step.
+
+        Args:
+            launches: From `launches`.
+            flat: From `current`, or `made`.
+            inputs: The same as roles.
+            after: The running scalars after the step.
+            moved: More tensors that share memory with what is written.
+            write: False moves the state alone.
+            count: False: the step goes on.
+        """
+        roles = inputs.roles if write else inputs.roles[1:-1]
+        run_launches(launches, inputs, roles)
+        counted = self.counted(flat) if count else []
+        written = [*self._present(flat), *moved]
+        if not (write and count):
+            written = [x for x in chain(*roles, counted, moved) if x is not None]
+        raise_versions(written, self._inference)
+        if count:
+            self.counts.advance(counted, after, inputs.packed, inputs.at)
 
 
 class PlanCache:
     """The plans of an optimizer's lists of parameters."""
 
     def __init__(self) -> None:
-        self._plans: dict[Any, StatePlan] = {}
+        self._plans: dict[Any, Plan] = {}
 
-    def find(self, key: Any, rule: Rule[Any, Any]) -> StatePlan | None:
-        """The plan of a list, which may no longer be true."""
+    def find(self, key: Any, rule: Rule[Any, Any]) -> Plan | None:
+        """Return the plan of a list, which may no longer be true."""
         plan = self._plans.get(key)
         return plan if plan is not None and plan.rule is rule else None
 
-    def make(
-        self,
-        key: Any,
-        spec: Spec,
-        params: list[Tensor],
-        entries: list[dict[str, Any]],
-        others: int,
-    ) -> tuple[StatePlan, list[Any]]:
-        """A new plan, to be found by later steps, and the tensors that it is of.
-
-        Args:
-            key: By which to find it.
-            spec: What the group asks for.
-            params: The list.
-            entries: The state of each, complete.
-            others: For so many lists there is room, beside some more.
-        """
+    def keep(self, key: Any, plan: Plan, others: int) -> None:
+        """Keep a plan, in the place of the oldest if there are `others` and some more."""
         while len(self._plans) >= _LISTS + others:
             self._plans.pop(next(iter(self._plans)), None)
-        plan = StatePlan(spec, params, entries)
-        flat, plan.made = plan.made, []
         self._plans[key] = plan
-        return plan, flat
-
-
-class PreparedStep(NamedTuple):
-    """A step of several parameters, checked and compiled: what is left is to run it."""
-
-    plan: StatePlan
-    found: Launches
-    flat: list[Any]
-    grads: list[Tensor]
-    numbers: Numbers
-    after: list[Any]  # the running numbers after the step, of those that differ
-    write: bool
-
-    @property
-    def on_host(self) -> bool:
-        """Whether it runs no operation of torch, which modes of a thread change."""
-        host = self.found.on_host and self.plan.counts.native
-        return host and all([x.on_host for x in self.numbers.scalars])
-
-    def run(self, count: bool) -> None:
-        """Write every result, and if asked to, count the step."""
-        plan, numbers, flat = self.plan, self.numbers, self.flat
-        launches = self.found.launches
-        if (
-            len(launches) == 1
-            and self.write
-            and count
-            and self.on_host
-            and (not plan.inference)
-        ):
-            # With a few small tensors, lists of them are what a step costs.
-            launches[0].run(StepInputs([], [], self.grads, numbers))
-            torch.autograd.graph.increment_version(flat)
-            plan.counts.advance([], self.after, numbers)
-            return
-        roles, counted = plan.roles(flat), plan.counted(flat)
-        plan.run(launches, StepInputs(roles, roles, self.grads, numbers), self.write)
-        if count:
-            native = plan.counts.native
-            plan.counts.advance(counted, self.after, numbers)
-            if native:
-                torch.autograd.graph.increment_version(counted)

@@ -1,4 +1,4 @@
-"""Slots: parameters with their state, as executors see them."""
+"""Slots: the facts about a parameter and its state that launches are planned by."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -8,45 +8,40 @@ from torch import Tensor
 from optimi_func._distributed import ShardSpec
 from optimi_func.execution.tensors import is_dense, is_plainly_strided, same_order
 
-# Of each role (p, the state's fields, the compensation) a tensor for each parameter; None
-# where a parameter has no compensation.
+# roles[i][k] is tensor i of parameter k: the parameter itself, its state's tensors, and
+# last what Kahan summation keeps (None if it keeps nothing).
 Roles: TypeAlias = list[list[Any]]
 
 
 class Slot(NamedTuple):
-    """One parameter with its state: what executors need to know of the local tensors.
+    """Facts about the local tensors of one parameter and its state.
 
-    Facts alone: whoever takes a tensor out of `optimizer.state` frees its memory.
+    It holds no tensor, so a tensor that is taken out of `optimizer.state` is freed.
     """
 
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
     addresses: tuple[int, ...]
-    numel: int  # of the parameter, as far as it lies here
-    roles: tuple[int, ...]  # of each of them, which of the plan's roles it is
-    codes: tuple[bool, ...]  # of each field of the rule's state whether it is in codes
-    plain: bool  # whether all are memory that holds their very elements
-    dense: bool  # whether all fill their memory in one and the same order
-    inference: bool  # whether any was made under inference_mode
-    shard: ShardSpec | None  # where more of the parameter lies elsewhere
+    numel: int  # of the local shard
+    roles: tuple[int, ...]  # the plan's role of each tensor
+    codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
+    plain: bool  # memory, strided, without pending negation
+    dense: bool  # all fill their memory in one order
+    shard: ShardSpec | None  # None if the whole parameter is local
+    into: tuple[int, ...] = ()  # addresses of the results; empty: in place
 
     @property
     def compensated(self) -> bool:
-        """Whether the last of the tensors is kept beside the parameter."""
+        """Return True if the last tensor is the compensation."""
         return len(self.dtypes) > 1 + len(self.codes) + sum(self.codes)
 
     @property
-    def scales(self) -> list[int]:
-        """Which of the tensors are scales, of which a group of elements shares one."""
-        return scale_places(self.codes, 1)
-
-    @property
     def coded(self) -> bool:
-        """Whether the tensors are not what the rule computes with."""
+        """Return True if a tensor has to be decoded for the rule."""
         return any(self.codes) or not self.dtypes[-1].is_floating_point
 
     @property
     def decoded(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of what the rule computes with."""
+        """Return the dtypes that the rule computes with."""
         p, *rest = self.dtypes
         comp = [rest.pop()] if self.compensated else []
         if comp and not comp[0].is_floating_point:
@@ -60,12 +55,7 @@ class Slot(NamedTuple):
 
 
 def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
-    """Where scales stand among tensors, of which those of a state begin at `first`.
-
-    Args:
-        codes: Of each field of the state whether it is two tensors, codes and their scales.
-        first: How many stand before them.
-    """
+    """Return the indices of scales among tensors whose state begins at `first`."""
     found: list[int] = []
     place = first - 1
     for coded in codes:
@@ -76,29 +66,42 @@ def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
 
 
 def make_slots(
-    names: list[str], fields: tuple[str, ...], roles: Roles, shards: list[ShardSpec | None]
+    names: list[str],
+    fields: tuple[str, ...],
+    roles: Roles,
+    targets: Roles,
+    shards: list[ShardSpec | None],
 ) -> list[Slot]:
-    """The slots of parameters.
+    """Make the slots of parameters.
 
     Args:
-        names: Of the roles between the parameter and its compensation.
-        fields: The rule's, which are one role, or two in codes.
-        roles: What lies here of each parameter: it, those, its compensation.
-        shards: Who holds others of its elements.
+        names: Names of the roles between the parameter and its compensation.
+        fields: The rule's fields; a field in codes is two roles.
+        roles: Local tensors that are read.
+        targets: Local tensors that are written; `roles` itself for a step in place.
+        shards: How each parameter is sharded.
     """
-    return [
-        _make_slot(names, fields, column, shard) for shard, *column in zip(shards, *roles)
-    ]
+    into = targets if targets is not roles else [[None] * len(shards)]
+    rows = zip(zip(*roles), zip(*into), shards)
+    return [_make_slot(names, fields, *row) for row in rows]
 
 
 def _make_slot(
-    names: list[str], fields: tuple[str, ...], column: list[Any], shard: ShardSpec | None
+    names: list[str],
+    fields: tuple[str, ...],
+    column: tuple[Any, ...],
+    into: tuple[Any, ...],
+    shard: ShardSpec | None,
 ) -> Slot:
     present = tuple([i for i, x in enumerate(column) if x is not None])
-    p, *rest = tensors = [column[i] for i in present]
+    tensors: list[Tensor] = [column[i] for i in present]
     own = {names[i - 1] for i in present[1:] if i <= len(names)}
+    targets = [x for x in into if x is not None]
+    p, every = tensors[0], [*tensors, *targets]
     # Scales have another shape than the parameter, and one order.
-    ordered = [same_order(p, x) if x.shape == p.shape else x.is_contiguous() for x in rest]
+    ordered = [
+        same_order(p, x) if x.shape == p.shape else x.is_contiguous() for x in every[1:]
+    ]
     return Slot(
         tuple([x.dtype for x in tensors]),
         tuple(map(Tensor.data_ptr, tensors)),
@@ -107,6 +110,6 @@ def _make_slot(
         tuple([field not in own for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
-        any(map(Tensor.is_inference, tensors)),
         shard,
+        tuple(map(Tensor.data_ptr, targets)),
     )

@@ -1,4 +1,4 @@
-"""The compiled step of a parameter tree: into new tensors, or in place, some or all."""
+"""The compiled step of a parameter tree, into new tensors or in place."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from optimi_func import _tree as _f
 from optimi_func._distributed import (
-    any_distributed,
     check_placed,
+    is_distributed,
     leaf_to_local,
     redistribute_like,
     shards_of,
@@ -23,17 +23,20 @@ from optimi_func._storage import entry_of, names_in
 from optimi_func._tree import FlatTree, TreeState
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import StepInputs
-from optimi_func.execution.plans import Plan
-from optimi_func.execution.scalars import Numbers, upload_together
+from optimi_func.execution.launches import StepInputs, run_launches
+from optimi_func.execution.plans import make_launches, raise_versions
+from optimi_func.execution.scalars import Packed, pack
 from optimi_func.execution.slots import Roles, make_slots
 from optimi_func.execution.tensors import check_writable, is_capturing
 
 
 class TreeStep:
-    """One step of a tree's leaves, some at a time; the caller counts it.
+    """One step of a tree's leaves, some at a time. The caller counts it.
 
-    The numbers are those of the step that `tree.state` has taken last, read once.
+    Args:
+        optimizer: Its hyperparameters are read once.
+        tree: The checked trees, at the step that `state` has taken last.
+        executor: What runs the updates.
     """
 
     def __init__(
@@ -68,14 +71,14 @@ class TreeStep:
         """Update leaves by these gradients.
 
         Args:
-            places: Which of the tree's leaves.
+            places: Indices of the leaves.
             grads: The gradient of each.
             microbatches: What each is to its step; None: the whole of it.
             write: False moves the state alone.
-            into: Where the results of each go; None: in place.
+            into: Leaves for the results; None: in place.
 
         Raises:
-            ValueError, TypeError: What does not fit; before any write.
+            ValueError, TypeError: A gradient or leaf that does not fit; before any write.
         """
         leaves, local = [self._tree.leaves[i] for i in places], []
         for i, leaf, g in zip(places, leaves, grads):
@@ -85,50 +88,43 @@ class TreeStep:
                 check_writable(path, *to_local([leaf.p]))
             _f.check_grad(path, leaf.p, g)
             local += to_local([redistribute_like(path, leaf.p, g)])
-        read = list(map(leaf_to_local, leaves))
-        written = read if into is None else list(map(leaf_to_local, into))
-        shards = [shards_of(leaf.p) for leaf in leaves]
-        names, roles = self._roles(read)
-        fields = self._rule.state._fields
-        targets = slots = make_slots(names, fields, roles, shards)
-        to = roles
+        names, roles = self._roles(list(map(leaf_to_local, leaves)))
+        targets = roles
         if into is not None:
-            names, to = self._roles(written)
-            targets = make_slots(names, fields, to, [None] * len(leaves))
+            _, targets = self._roles(list(map(leaf_to_local, into)))
+        rule, shards = self._rule, [shards_of(leaf.p) for leaf in leaves]
+        slots = make_slots(names, rule.state._fields, roles, targets, shards)
         at = [self._at[i] for i in places]
-        numbers = Numbers.of(self._rule, self._scalars, at, microbatches, write)
-        upload_together(numbers.scalars)
-        plan = Plan(self._rule, slots, targets)
-        launches = plan.make(self._executor, roles[0], local, numbers, write)
-        inputs = StepInputs(
-            *(roles, to, local, numbers),
-        )
-        plan.run(launches.launches, inputs, write)
-        if write and into is None and self._rule.running._fields:
-            self._advance(places, numbers)
-        moved = [leaf.p for leaf in leaves]
-        if write and into is None and any_distributed(moved):
-            # Autograd has not seen their local parts written.
-            torch.autograd.graph.increment_version(moved)
+        packed, at = pack(rule, self._scalars, at, microbatches, write)
+        inputs = StepInputs(roles, targets, local, packed, at)
+        launches = make_launches(self._executor, rule, slots, inputs, write)
+        written = targets if write else targets[1:-1]
+        run_launches(launches, inputs, written)
+        moved = [x for role in written for x in role if x is not None]
+        if write and into is None:
+            self._advance(places, packed, at)
+            # Autograd has not seen that their local shards were written.
+            moved += [leaf.p for leaf in leaves if is_distributed(leaf.p)]
+        raise_versions(moved, any(map(Tensor.is_inference, moved)))
 
     def running(self) -> list[Any]:
-        """Each leaf's running numbers after the step, new tensors."""
+        """Return each leaf's running scalars after the step, as new tensors."""
         return [
             _f.running_tensors(after, s.running[0].device) if s.running else s.running
             for after, s in zip(self._after, self._tree.states)
         ]
 
-    def _advance(self, places: Sequence[int], numbers: Numbers) -> None:
-        """Write the running numbers; where there is a flag, only if it is true."""
-        for i, k in zip(places, numbers.at):
-            flag = numbers.finite[k]
+    def _advance(self, places: Sequence[int], packed: list[Packed], at: list[int]) -> None:
+        """Write the running scalars of leaves whose `finite` flag is not false."""
+        for i, k in zip(places, at):
+            flag = packed[k].finite
             for old, new in zip(self._tree.states[i].running, self._after[i]):
                 if flag is not None:
                     new = torch.where(flag.to(old.device), new, old)
                 old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
 
     def _roles(self, leaves: list[Leaf]) -> tuple[list[str], Roles]:
-        """What the leaves have between parameter and compensation, by name; and all."""
+        """Return the names between parameter and compensation, and the roles."""
         entries = [entry_of(leaf.state, leaf.comp) for leaf in leaves]
         names = dict.fromkeys(name for entry in entries for name in entry)
         every = names_in(self._rule.state._fields, names)
@@ -141,7 +137,7 @@ class TreeStep:
 def step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """The step through compiled kernels, into new tensors."""
+    """Step through compiled kernels, into new tensors."""
     tree = _checked(optimizer, params, grads, state)
     with kernel_context(state.step.device):
         places = [i for i, g in enumerate(tree.grads) if g is not None]
@@ -153,11 +149,9 @@ def step(
 def step_(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """The step through compiled kernels, written into params and state."""
+    """Step through compiled kernels, writing into params and state."""
     tree = _checked(optimizer, params, grads, state)
     with kernel_context(state.step.device):
-        for path, leaf in zip(tree.paths, tree.leaves):
-            check_writable(path, *to_local([leaf.p]))
         _update(optimizer, tree, None)
         state.step.add_(1.0)
     return params, state
@@ -179,7 +173,7 @@ def _checked(
 def _update(
     optimizer: FunctionalOptimizer, tree: FlatTree, into: list[Leaf] | None
 ) -> list[Any]:
-    """Update the leaves that have a gradient; of each leaf the running numbers after it."""
+    """Update the leaves that have a gradient, and return all running scalars after it."""
     places = [i for i, g in enumerate(tree.grads) if g is not None]
     if not places:
         return [s.running for s in tree.states]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from optimi_func._codes import GROUP
 from optimi_func._distributed import any_distributed, is_distributed, to_local
 from optimi_func._rule import WHOLE_BATCH, Storage
-from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.trace import Counter, most_alive
 from optimi_func.optimizers import BaseOptimizer
@@ -164,7 +163,7 @@ def _has_kernel(p: Tensor, entry: Mapping[str, Any], device: str) -> bool:
     if not coded or has_list_kernels(torch.device(device)):
         return True
     in_groups = any(name.endswith("_scale") for name in entry)
-    return p.numel() >= SMALL and not (in_groups and p.numel() % GROUP)
+    return p.numel() > 1 and not (in_groups and p.numel() % GROUP)
 
 
 def _temporaries(made: BaseOptimizer, p: Tensor, device: str) -> int:

@@ -1,16 +1,15 @@
-"""A step of a class: the work of its groups, each by a plan that is found or made.
+"""The step of a class: its groups' updates, each by a plan that is found or made.
 
-Everything is checked and compiled before anything is written. A step like the last one
-reads groups and gradients, checks what the plan relies on, and runs its launches.
+Everything is checked and compiled before anything is written.
 """
 
 import gc
-from collections.abc import Generator, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from optimi_func._checks import check_grad, warn_user
@@ -19,8 +18,9 @@ from optimi_func._rule import Microbatch
 from optimi_func._saved import Entry
 from optimi_func._storage import group_storage
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import PlanCache, PreparedStep, Spec
-from optimi_func.execution.scalars import Numbers, upload_together
+from optimi_func.execution.launches import StepInputs
+from optimi_func.execution.plans import Plan, PlanCache, Spec
+from optimi_func.execution.scalars import pack
 from optimi_func.execution.tensors import has_memory, is_capturing
 from optimi_func.optimizers._groups import (
     Group,
@@ -45,16 +45,15 @@ class Work(NamedTuple):
 
 
 class Stepper:
-    """Carries out an optimizer's steps. It keeps plans, and neither parameters nor state.
+    """Runs an optimizer's steps. It keeps plans, but no parameter and no state.
 
     Args:
-        numbers: The groups' numbers, bound.
+        numbers: The groups' hyperparameters.
     """
 
     def __init__(self, numbers: GroupNumbers) -> None:
         self.plans = PlanCache()
-        self._numbers, self._bind = numbers, numbers.bind
-        self._tensors = numbers.tensors
+        self._numbers = numbers
 
     def run(
         self,
@@ -64,45 +63,31 @@ class Stepper:
         write: bool,
         count: bool,
     ) -> None:
-        """Check everything, compile everything, and only then write.
+        """Check everything, compile everything, and then write.
 
         Args:
-            groups: All of the optimizer's.
-            states: The optimizer's; what is made joins it.
-            works: What is to be updated.
+            groups: All groups of the optimizer.
+            states: The optimizer's state. Missing entries are added.
+            works: The updates.
             write: False moves the state alone.
-            count: Whether the step ends here, for the step counts.
+            count: False: the step goes on, so the step counts stay.
 
         Raises:
-            ValueError, TypeError: What does not fit; before any write.
-            RuntimeError: What a CUDA graph that is being captured could not repeat.
+            ValueError, TypeError: A gradient or a state that does not fit; before any
+                write.
+            RuntimeError: A step that a CUDA graph being captured could not repeat.
         """
-        for work in works:
-            if is_capturing(work.params[0].device):
-                _check_capture(states, work, self._tensors(work.group))
-        steps = [self._prepare(groups, states, work, write, None) for work in works]
-        if all([step is not None and step.on_host for step in steps]):
-            for step in cast(list[PreparedStep], steps):
-                step.run(count)
+        if not works:
             return
-        if not all(has_memory(p) for work in works for p in work.params):
-            for work in works:
-                step_without_memory(self._numbers, states, *work, write, count)
-            return
-        with kernel_context(first_param(groups).device):
-            # What a first gradient makes joins the optimizer once nothing can fail.
+        device = works[0].params[0].device
+        with kernel_context(device):
+            # First gradients make state, which joins the optimizer once nothing can fail.
             made: dict[Tensor, Entry] = {}
-            found = [
-                self._prepare(groups, states, work, write, made) if step is None else step
-                for step, work in zip(steps, works)
-            ]
-            insert_made(states, made)
-            upload_together([x for step in found if step for x in step.numbers.scalars])
-            for step, work in zip(cast(list[PreparedStep], found), works):
-                step.run(count)
-                if write and step.plan.distributed:
-                    # Autograd has not seen their local parts written.
-                    torch.autograd.graph.increment_version(work.params)
+            runs = [self._prepare(groups, states, x, write, count, made) for x in works]
+            if made:
+                insert_made(states, made)
+            for run in runs:
+                run()
 
     def _prepare(
         self,
@@ -110,72 +95,65 @@ class Stepper:
         states: State,
         work: Work,
         write: bool,
-        made: dict[Tensor, Entry] | None,
-    ) -> PreparedStep | None:
-        """Everything about a group's step but the writing.
-
-        Args:
-            groups: All of the optimizer's.
-            states: The optimizer's.
-            work: The group's parameters and gradients.
-            write: False moves the state alone.
-            made: Where to put state that is made. None: if anything has to be made, or
-                computed on a device, there is no step.
-        """
+        count: bool,
+        made: dict[Tensor, Entry],
+    ) -> Callable[[], None]:
+        """Check and compile a group's update, and return what runs it."""
         group, params, grads, microbatches = work
+        if is_capturing(params[0].device):
+            _check_capture(states, work, self._numbers.tensors(group))
         # A step that the device may skip is counted there.
         flags = [] if microbatches is None else [m.finite for m in microbatches]
         capturable = group["capturable"] or any([flag is not None for flag in flags])
-        if capturable and made is None:
-            return None
-        bound = self._bind(group, params, capturable)
+        bound = self._numbers.bind(group, params, capturable)
         apart = capturable and len(set(map(id, flags))) > 1
         key = (*_asked(group), capturable, apart, *map(id, params))
         plan, flat = self.plans.find(key, bound.rule), None
         if plan is not None:
             flat = plan.current(params, list(map(states.get, params)))
         if plan is None or flat is None:
-            if made is None:
-                return None
+            if not all(map(has_memory, params)):
+                numbers = self._numbers
+                return partial(step_without_memory, numbers, states, *work, write, count)
             with _uncollected():
                 how = bound.rule, group_storage(group), capturable
-                spec = Spec(*how, apart)
                 entries = [
                     ensure_state(states, made, Path(group, p), p, *how) for p in params
                 ]
-                others = sum(len(group["params"]) for group in groups)
-                plan, flat = self.plans.make(key, spec, params, entries, others)
-        if plan.distributed or any_distributed(grads):
-            if made is None:
-                return None
+                plan = Plan(Spec(*how), apart, params, entries)
+                flat, plan.made = plan.made, []
+                others = sum([len(group["params"]) for group in groups])
+                self.plans.keep(key, plan, others)
+        if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
-        on_host = not capturable
-        steps = plan.counts.now([] if on_host else plan.counted(flat))
-        scalars, after = scalars_after(bound, steps, plan.coded)
-        numbers = Numbers.of(bound.rule, scalars, plan.counts.at, microbatches, write)
-        executor = executor_of(group)
-        launches = plan.find(executor, grads, numbers, write)
+        counts = plan.counts.now(plan.counted(flat) if capturable else [])
+        scalars, after = scalars_after(bound, counts, plan.coded)
+        packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
+        roles, executor = plan.roles(flat), executor_of(group)
+        inputs = StepInputs(roles, roles, grads, packed, at)
+        launches = plan.launches(executor, inputs, write, new=False)
         if launches is None:
-            if made is None:
-                return None
-            roles = plan.roles(flat)
+            if any_distributed(grads):
+                _aligned(group, params, grads)  # raises, because their parameters are none
             for p, part, g in zip(params, roles[0], grads):
                 check_grad(Path(group, p), part, g)
-            launches = plan.make(executor, roles[0], grads, numbers, write)
-        return PreparedStep(plan, launches, flat, grads, numbers, after, write)
+            launches = plan.launches(executor, inputs, write, new=True)
+        # Autograd has not seen that the local shards of these were written.
+        moved = params if write and plan.distributed else []
+        return partial(plan.run, launches, flat, inputs, after, moved, write, count)
 
 
-# What a group asks for beside its numbers, as far as it decides on a plan.
+# The options of a group that a plan depends on.
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 
 
 def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]]) -> None:
-    """Refuse what the replays of a CUDA graph would do otherwise than a step does.
+    """Raise if the replays of a CUDA graph would differ from steps.
 
     Args:
-        states: The optimizer's.
-        work: What is to be updated.
-        tensors: Those of the group's numbers that are tensors, by name.
+        states: The optimizer's state.
+        work: The update.
+        tensors: Hyperparameters of the group that are tensors, by name.
     """
     group, params, *_ = work
     if not group["capturable"]:
@@ -207,7 +185,7 @@ def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]])
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """Without Python's collector: for every hundred thousand objects it looks at all."""
+    """Switch the garbage collector off, which many new objects would start often."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -218,7 +196,7 @@ def _uncollected() -> Generator[None]:
 
 
 def _aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Gradients that lie as their parameters do."""
+    """Return gradients with the placements of their parameters."""
     for p, g in zip(params, grads):
         check_grad(Path(group, p), p, g)
     return [redistribute_like(Path(group, p), p, g) for p, g in zip(params, grads)]

@@ -44,7 +44,7 @@ def settle(
 lamb_rule = Rule(
     *("lamb", adam.State, init, adam.coeffs, adam.direction),
     accumulate=adam.accumulate,
-    means=Means(4, measure, settle, reads_x=True),
+    means=Means(4, measure, settle),
 )
 
 # The pure optimizer

@@ -12,14 +12,11 @@ from optimi_func._math import choose, moment
 from optimi_func._rule import (
     Direction,
     MomentStorage,
-    NoState,
     PyTree,
     Rule,
     Scalar,
     Storage,
-    along_gradient,
-    no_coeffs,
-    no_init,
+    sgd_rule,
 )
 from optimi_func._saved import Counterparts
 from optimi_func._storage import storage_of
@@ -71,7 +68,6 @@ def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
     return Direction(g + c.nesterov_momentum * b, new)
 
 
-sgd_rule = Rule("sgd", NoState, no_init, no_coeffs, along_gradient)
 momentum_rule = Rule("sgd_momentum", State, init, coeffs, direction, None, accumulate)
 nesterov_rule = Rule("sgd_nesterov", State, init, coeffs, look_ahead, None, accumulate)
 

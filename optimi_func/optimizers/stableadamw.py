@@ -41,7 +41,7 @@ def settle(
 stableadamw_rule = Rule(
     *("stableadamw", adam.State, adam.init, adam.coeffs, direction),
     accumulate=adam.accumulate,
-    means=Means(1, measure, settle, reads_x=False),
+    means=Means(1, measure, settle),
 )
 
 # The pure optimizer

@@ -13,7 +13,7 @@ from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rates, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey
-from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 
 
@@ -25,7 +25,7 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     leaf = init_leaf(rule, p, Storage())
     coeffs, _ = optimizer.advance(t, rule.running())
     scalars = Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0))
-    numbers = PackedScalars(scalars)
+    numbers = Packed(scalars)
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     key = KernelKey(rule, numbers.statics, True, True, False, dtypes, p.device, "whole")
     traced = trace(key, numbers.scalars)

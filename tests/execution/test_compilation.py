@@ -15,7 +15,7 @@ from optimi_func._leaf import init_leaf
 from optimi_func._rule import Rates, Scalars, Storage
 from optimi_func.execution import inductor, kernels, list_kernel
 from optimi_func.execution.kernels import KernelKey, Pass, kernel
-from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 
 SHAPES = [
@@ -92,10 +92,10 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     p = torch.ones(4, dtype=dtype)
     leaf = init_leaf(optimizer.rule, p, Storage())
     coeffs, _ = optimizer.advance(1, optimizer.rule.running())
-    numbers = PackedScalars(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
+    numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
-    rule, options = optimizer.rule, (numbers.statics, True, True, False, dtypes, p.device)
-    parts: list[Pass] = ["mean", "move"] if rule.means else ["whole"]
+    rule, options = optimizer.rule, (numbers.statics, True, True, dtypes, p.device)
+    parts: list[Pass] = ["mean", "move"] if rule.means else ["move"]
     keys = [KernelKey(rule, *options, part) for part in parts]
     _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])
     return code
@@ -278,7 +278,7 @@ PARTS = {
     "compiler": (list_kernel, "native", lambda: None),
     "machine code": (list_kernel, "_machine_code", lambda *a: None),
     "generated": (inductor, "generated_code", lambda compiled: None),
-    "arguments": (inductor._Record, "order", lambda self, example: None),
+    "arguments": (inductor, "argument_order", lambda given, example: None),
 }
 
 
@@ -290,8 +290,8 @@ def stepped() -> tuple[torch.Tensor, str]:
     for i in range(3):
         grads = [torch.full_like(p, i + 1.0) for p in params]
         compiled.step_(optimizer, params, grads, state)
-    made = [getattr(c, "__self__", c) for c in kernels._kernels.values()]
-    return torch.cat([p.flatten() for p in params]), type(made[-1]).__name__
+    made = list(kernels._kernels.values())[-1]
+    return torch.cat([p.flatten() for p in params]), getattr(made, "__name__", "list")
 
 
 @pytest.fixture(scope="module")
@@ -304,12 +304,12 @@ def as_it_is() -> tuple[torch.Tensor, str]:
 def test_without_inductors_private_parts_the_same_is_done(part, as_it_is, monkeypatch):
     """The fallbacks of compiled/, and that they are not what runs here."""
     fast, way = as_it_is
-    assert way == "ListKernel"
+    assert way == "list"
     monkeypatch.setattr(kernels, "_without_lists", set())
     monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setattr(*PARTS[part])
     slow, way = stepped()
-    assert way == ("_Public" if part in ("generated", "arguments") else "_Direct")
+    assert way == ("guarded" if part in ("generated", "arguments") else "direct")
     assert torch.equal(fast, slow)
     # It is not tried again.
     assert not kernels.has_list_kernels(torch.device("cpu"))
@@ -408,7 +408,7 @@ def test_vector_instructions_are_tried_out_where_a_compilation_fails(monkeypatch
         seen.append((config.cpp.vec_isa_ok, cpu_vec_isa.valid_vec_isa_list.cache_info()))
         if len(seen) == 1:
             raise RuntimeError("unknown instruction")
-        return function, inductor._Record(options)
+        return function, None
 
     monkeypatch.setattr(inductor, "_compile", compile_)
     inductor.compile_flat(lambda *xs: None, [torch.ones(1), torch.ones(2)], 1)

@@ -54,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches()
     monkeypatch.setattr(executors, "kernel", made.kernel)
     # All addresses are 0 on meta, so any two tensors would count as tied.
-    monkeypatch.setattr(executors, "split_aliasing", lambda updates: [updates])
+    monkeypatch.setattr(executors, "split_twins", lambda updates: [updates])
     monkeypatch.setattr(_step, "has_memory", lambda _: True)  # as a device's would
     for module in (_step, base):
         monkeypatch.setattr(module, "kernel_context", lambda _: kernels.kernel_context(CPU))

@@ -22,7 +22,7 @@ from optimi_func._rule import Rates, Scalars
 from optimi_func.execution import executors, kernels, launches, plans, scalars, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
-from optimi_func.execution.scalars import ALIGNMENT, PackedScalars, upload_together
+from optimi_func.execution.scalars import ALIGNMENT, Packed
 from optimi_func.optimizers import _step, base
 from optimi_func.optimizers._groups import as_scalar
 
@@ -71,7 +71,7 @@ def meta_params(count: int, numel: int = LARGE) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_the_numbers_of_all_groups_are_one_upload(
+def test_the_scalars_of_a_group_are_one_upload(
     name: str, called: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads: list[int] = []
@@ -84,28 +84,12 @@ def test_the_numbers_of_all_groups_are_one_upload(
         uploads.clear()
         called.clear()
         optimizer.step()
-        assert len(uploads) == 1
+        assert len(uploads) == len(groups)
     each = 2 if name in MEASURED else 1  # its means, and its move
     assert len(called) == each * len(ps)
     for values, *_ in called:
         assert values.storage_offset() * values.element_size() % ALIGNMENT == 0
         assert values.is_contiguous()
-
-
-def test_numbers_that_travel_together_are_those_of_each() -> None:
-    given = [
-        Scalars((0.1 * i, 1.0 / 3.0)[: i % 3], Rates(i, 0.2, 0.0, -1.0)) for i in range(5)
-    ]
-    for dtype in (torch.float32, torch.float64):
-        alone = [PackedScalars(x) for x in given]
-        together = [PackedScalars(x) for x in given]
-        upload_together(together)
-        for x, y in zip(alone, together):
-            assert y._upload is not None
-            upload, place = y._upload
-            part = upload.part(place, dtype, CPU)
-            assert part.equal(x.packed(dtype, CPU)) and part.dtype == dtype
-            assert part.storage_offset() * part.element_size() % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("name", ["adamw", "stableadamw"])
@@ -175,7 +159,7 @@ def test_numbers_from_host_and_device_are_each_rounded_once() -> None:
     numbers = Scalars((0.1, third, True), Rates(third * 2, 0.7, 0.0, torch.tensor(0.25)))
     values = [0.1, 1.0 / 3.0, 2.0 / 3.0, 0.7, 0.0, 0.25, 0.5]
     for dtype in (torch.float32, torch.float64):
-        packed = PackedScalars(numbers).packed(dtype, CPU)
+        packed = Packed(numbers).tensor(dtype, CPU)
         assert packed.equal(torch.tensor(values, dtype=torch.float64).to(dtype))
 
 
@@ -281,11 +265,11 @@ def test_a_graph_gets_no_numbers_from_memory_of_the_host(
         Scalars((0.9, 1.0 / count), Rates(1.0 / 3.0, 0.0, 0.0, 1.0)),
     ):
         for dtype in (torch.float32, torch.float64):
-            want = PackedScalars(numbers).packed(dtype, CPU)
+            want = Packed(numbers).tensor(dtype, CPU)
             with monkeypatch.context() as patch:
                 patch.setattr(scalars, "is_capturing", lambda _: True)
                 patch.setattr(torch, "frombuffer", None)
-                assert PackedScalars(numbers).packed(dtype, CPU).equal(want)
+                assert Packed(numbers).tensor(dtype, CPU).equal(want)
 
 
 @pytest.mark.parametrize("compile", [None, True])

@@ -282,33 +282,6 @@ def test_any_hyperparameters(betas, eps, weight_decay, problem: Problem) -> None
     check(case, problem, torch.float32, ALL)
 
 
-def test_foreach_names_an_operation_it_does_not_know() -> None:
-    from optimi_func._rule import (
-        Direction,
-        NoState,
-        Rates,
-        Rule,
-        Scalars,
-        no_coeffs,
-        no_init,
-    )
-    from optimi_func.execution.foreach import trace
-    from optimi_func.execution.kernels import KernelKey
-
-    odd = Rule(
-        "odd",
-        NoState,
-        no_init,
-        no_coeffs,
-        lambda g, s, c: Direction(torch.erfinv(g), s),
-    )
-    scalars = Scalars(NoState(), Rates(0.1, 0.0, 0.0, 1.0))
-    dtypes, device = (torch.float32,) * 2, torch.device("cpu")
-    key = KernelKey(odd, (None,) * 5, True, True, False, dtypes, device, "whole")
-    with pytest.raises(NotImplementedError, match="erfinv"):
-        trace(key, scalars)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted({*ELEMENTWISE} - {*MEASURED}))
 def test_foreach_needs_no_more_than_the_parameters_again(name, dtype, tmp_path) -> None:

@@ -13,9 +13,9 @@ from optimi_func import Muon, compiled, muon_init, muon_step
 from optimi_func._leaf import leaf_step, rates, whole_means
 from optimi_func._rule import Leaf, Means, Rule, Scalar, Scalars
 from optimi_func.execution import wholes
-from optimi_func.execution.launches import StepInputs
-from optimi_func.execution.plans import Plan
-from optimi_func.execution.scalars import Numbers
+from optimi_func.execution.launches import StepInputs, run_launches
+from optimi_func.execution.plans import make_launches
+from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
 from optimi_func.optimizers.sgd import Coeffs, State, accumulate, init, look_ahead
 
@@ -206,14 +206,13 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
     ]
     into = [[None if x is None else torch.empty_like(x) for x in role] for role in roles]
     names = ["momentum_buffer"]
-    slots = make_slots(names, State._fields, roles, [None, None])
-    targets = make_slots(names, State._fields, into, [None, None])
-    numbers = Numbers.of(rule, [scalars], [0, 0], None, True)
-    for to, there in ((targets, into), (slots, roles)):
-        plan = Plan(rule, slots, to)
+    packed, at = pack(rule, [scalars], [0, 0], None, True)
+    for there in (into, roles):
+        slots = make_slots(names, State._fields, roles, there, [None, None])
+        inputs = StepInputs(roles, there, grads, packed, at)
         with torch.no_grad():
-            launches = plan.make(executor, roles[0], grads, numbers, True)
-            plan.run(launches, StepInputs(roles, there, grads, numbers), True)
+            launches = make_launches(executor, rule, slots, inputs, True)
+            run_launches(launches, inputs, there)
         for i, want in enumerate(wanted):
             torch.testing.assert_close(there[0][i], want.p, rtol=1e-2, atol=1e-5)
             buffer = want.state.momentum_buffer
@@ -228,7 +227,7 @@ def test_a_map_goes_with_no_other_cut() -> None:
     def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> Any:
         return u, s
 
-    means = Means(1, lambda *_: [], lambda *_: torch.ones(()), reads_x=False)
+    means = Means(1, lambda *_: [], lambda *_: torch.ones(()))
     for more in ({"after": after}, {"means": means}):
         with pytest.raises(ValueError, match="centred: whole goes with neither after nor"):
             Rule("centred", State, init, coeffs, look_ahead, whole=centred, **more)

@@ -14,7 +14,7 @@ from optimi_func._leaf import init_leaf, leaf_step, rates, whole_means
 from optimi_func._rule import Leaf, Rule, Scalars, Storage
 from optimi_func._storage import storage_of
 from optimi_func.execution.kernels import KernelKey, Pass, fill
-from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 
 triton = pytest.importorskip("triton")
@@ -70,12 +70,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     dtypes = tuple(x.dtype for x in (p, g, *rest))
     codes = tuple([not isinstance(x, Tensor) for x in leaf.state])
     now = scalars(case, T)
-    statics = PackedScalars(now).statics
+    statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if rule.means else ["whole"]
+    parts: list[Pass] = ["mean", "move"] if rule.means else ["move"]
     for part in parts:
         device = offline_cuda.DEVICE
-        key = KernelKey(rule, statics, True, True, False, dtypes, device, part, codes)
+        key = KernelKey(rule, statics, True, True, dtypes, device, part, codes)
         own = Path(folder, part)
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
@@ -87,7 +87,7 @@ def stepped(made: Made, build: int) -> tuple[list[Tensor], dict[KernelKey, Any]]
     leaf, g = leaves(made.case)
     p, *rest = flat_leaf(leaf)
     tensors = [x.clone() for x in (p, g, *rest)]
-    numbers = PackedScalars(scalars(made.case, T)).packed(torch.float32, p.device)
+    numbers = Packed(scalars(made.case, T)).tensor(torch.float32, p.device)
     if made.rule.means:
         numbers = torch.cat([numbers, numbers.new_zeros(1)])
     runs = {key: x.run([numbers, *tensors], build) for key, x in made.programs.items()}
@@ -122,8 +122,8 @@ def test_each_byte_is_read_and_written_once(made: Made) -> None:
 
 def test_it_computes_what_eager_does(made: Made) -> None:
     leaf, g = leaves(made.case)
-    packed = PackedScalars(scalars(made.case, T))
-    values = packed.packed(torch.float32, torch.device("cpu")).unbind()
+    packed = Packed(scalars(made.case, T))
+    values = packed.tensor(torch.float32, torch.device("cpu")).unbind()
     now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
     want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
     start = leaf.p

@@ -29,7 +29,7 @@ from optimi_func._leaf import (
 from optimi_func._rule import Leaf, Rule, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey, Pass, fill
-from optimi_func.execution.scalars import PackedScalars
+from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 from optimi_func.execution.triton_list import BLOCK, DeviceTable
 
@@ -90,11 +90,11 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     p, *rest = flat_leaf(leaf)
     dtypes = tuple(x.dtype for x in (p, g, *rest))
     now = scalars(case, T)
-    statics = PackedScalars(now).statics
+    statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if count_means(rule, now.rates) else ["whole"]
+    parts: list[Pass] = ["mean", "move"] if count_means(rule, now.rates) else ["move"]
     for part in parts:
-        key = KernelKey(rule, statics, True, True, False, dtypes, offline_cuda.DEVICE, part)
+        key = KernelKey(rule, statics, True, True, dtypes, offline_cuda.DEVICE, part)
         own = Path(folder, part)
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
@@ -113,8 +113,8 @@ def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKe
     p, *rest = flat_leaf(leaf)
     tensors = [x.clone() for x in (p, g, *rest)]
     keys = list(made.programs)
-    packed = PackedScalars(scalars(made.case, T))
-    numbers = packed.packed(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
+    packed = Packed(scalars(made.case, T))
+    numbers = packed.tensor(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
     if keys[0].part != "whole":
         count = count_means(made.rule, packed.scalars.rates)
         numbers = torch.cat([numbers, numbers.new_zeros(count)])
@@ -192,10 +192,10 @@ def needed(key: KernelKey, now: Scalars) -> tuple[int, int]:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_it_computes_what_eager_does(made: Made, n: int) -> None:
     leaf, g = leaves(made.case, n)
-    packed = PackedScalars(scalars(made.case, T))
+    packed = Packed(scalars(made.case, T))
     # As kernels get them: rounded once.
     dtype = compute_dtype(*next(iter(made.programs)).dtypes)
-    values = packed.packed(dtype, torch.device("cpu")).unbind()
+    values = packed.tensor(dtype, torch.device("cpu")).unbind()
     now = fill(packed.statics, pytree.tree_structure(packed.scalars), values)
     want = flat_leaf(leaf_step(made.rule, leaf, g, now, True, whole_means))
     if leaf.comp is not None:
@@ -239,8 +239,8 @@ def moving(made: Made) -> Any:
 
 def of_rows(made: Made) -> tuple[Tensor, list[list[Tensor]]]:
     """A row of numbers for each tensor, a mean of its own among them; and all columns."""
-    packed = PackedScalars(scalars(made.case, T))
-    values = packed.packed(torch.float32, torch.device("cpu"))
+    packed = Packed(scalars(made.case, T))
+    values = packed.tensor(torch.float32, torch.device("cpu"))
     numbers = torch.zeros(len(ROWS), 32)
     numbers[:, : len(values)] = values
     numbers[:, len(values)] = torch.arange(len(ROWS)) + 0.5

@@ -1,7 +1,7 @@
 """Facts about tensors: memory, layout and order of elements."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor

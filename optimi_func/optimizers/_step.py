@@ -30,7 +30,7 @@ from optimi_func.optimizers._groups import (
     scalars_after,
 )
 from optimi_func.optimizers._memoryless import step_without_memory
-from optimi_func.optimizers._state import ensure_state, first_param, insert_made
+from optimi_func.optimizers._state import ensure_state, insert_made
 
 State: TypeAlias = MutableMapping[Any, Entry]
 

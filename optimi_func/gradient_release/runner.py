@@ -125,8 +125,8 @@ class Runner:
         o = self.options
         if o.clipping == "lagged" and self.last_norm is not None:
             grad_scale = clip_factor(o.clip_global_norm, self.last_norm)
-        # A hook may call step() and so start another one, which must not overwrite what
-        # waits in this one's staging memory.
+        # A hook may call step() during a backward, which must not overwrite the gradients
+        # that wait in its staging memory.
         staging, self._staging = self._staging, self._staging.new_empty(0)
         return Backward(last, grad_scale, staging)
 
@@ -306,7 +306,7 @@ class Runner:
         self._flush(backward)
 
     def _report(self, backward: Backward) -> None:
-        """Publish the norm of a backward, and keep that of a step for the next."""
+        """Set grad_norm after a backward, and last_norm after a step."""
         o = self.options
         if o.clipping != "lagged" and backward.last:
             self.last_norm = None  # it is not the norm of the last step any more
@@ -385,7 +385,7 @@ class Runner:
     def _finite(
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
     ) -> tuple[list[int], list[Tensor | None]]:
-        """Choose the gradients to apply, each with a flag if a device has to decide."""
+        """Return the indices of gradients to apply, with a flag if a device decides."""
         kept: dict[int, Tensor | None] = {}
         hosts = list(map(self._on_host, params))
         finites = are_finite(grads, norms, hosts)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CLASSES, taken
-from released import EAGER, batch
+from released import EAGER, Net, batch
 from stored import BF16, assert_same_bits, kept_in_codes, meant, same_bits
 from torch import nn
 
@@ -16,23 +16,8 @@ from optimi_func._rule import Storage
 from optimi_func.execution import executors
 
 STORAGES = ["compact", Storage("exact", "8bit"), Storage("kahan", "8bit")]
+# Only middle.weight is large enough to be in codes.
 CODED = [False, False, True, False, False, False, False]
-
-
-class Net(nn.Module):
-    """One weight large enough to be in codes, used twice; the others are not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 128)
-        self.middle = nn.Linear(128, 128)
-        self.norm = nn.LayerNorm(128)
-        self.last = nn.Linear(128, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).relu()
-        x = self.middle(self.middle(x).relu())
-        return self.last(self.norm(x))
 
 
 def make(name: str, storage: Any, release: bool, dtype: Any = BF16, **more: Any) -> Any:
@@ -49,7 +34,7 @@ def backward(model: nn.Module, i: int) -> None:
     model(batch(i, next(model.parameters()).dtype)).float().square().mean().backward()
 
 
-# How a release steps, and what an ordinary loop does in its place.
+# The options of a release, for each of which `ordinary` has the same step without one.
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "buffer": {"accumulation": "buffer", "accumulation_steps": 2},

@@ -24,7 +24,7 @@ from optimi_func.memory.kept import (
     rounded,
 )
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
-from optimi_func.memory.replay import How, Param, peak_of
+from optimi_func.memory.replay import Handling, Param, peak_of
 from optimi_func.memory.shards import largest_unit, sharded_peak
 from optimi_func.memory.trace import LossFn, Trace, trace
 
@@ -129,12 +129,14 @@ def plan(
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
-            how = How.of(release, accumulation_steps, device, dtype, buffer)
+            handling = Handling.of(release, accumulation_steps, device, dtype, buffer)
             if sharded:
                 unit = largest_unit(model, dtype)
-                peak = sharded_peak(traced, sizes, how, unit, max(ranks, _divisor(params)))
+                peak = sharded_peak(
+                    traced, sizes, handling, unit, max(ranks, _divisor(params))
+                )
             else:
-                peak = peak_of(traced, sizes, how)
+                peak = peak_of(traced, sizes, handling)
             recipe = Recipe(
                 name=_name(name, release, buffer),
                 dtype=dtype,

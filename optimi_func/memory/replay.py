@@ -1,7 +1,7 @@
 """The peak memory of a recipe, from the events of one forward and backward.
 
-All recipes of a dtype share the events. A replay adds the recipe's part: how long gradients
-stay, which of them wait for an update, sums of gradients, and temporaries of updates.
+All recipes of a dtype share the events. A replay adds what differs between recipes: the
+lifetime of gradients, gradients that wait for an update, sums, and temporaries of updates.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ class Param(NamedTuple):
     uses: int  # number of names that the model has for it
 
 
-class How(NamedTuple):
-    """How a recipe treats gradients."""
+class Handling(NamedTuple):
+    """The treatment of gradients in a recipe."""
 
     release: bool
     backwards: int  # that make a step
     device: str
-    # All of an element, in bytes.
+    # Bytes per element:
     sum_bytes: int = 0  # in the sum of gradients that a release keeps, if any
     wide_bytes: int = 0  # in last gradient + sum, if that needs memory of its own
     adding_bytes: int = 0  # in temporaries while a gradient is added to the sum
@@ -45,8 +45,8 @@ class How(NamedTuple):
         device: str,
         dtype: torch.dtype,
         buffer: torch.dtype | None,
-    ) -> "How":
-        """Return how gradients of a dtype accumulate, for a release in a buffer's dtype."""
+    ) -> "Handling":
+        """Return the handling of gradients of a dtype, and of a buffer if there is one."""
         if buffer is None:
             return cls(release, backwards, device)
         joined = torch.promote_types(dtype, buffer)
@@ -75,24 +75,24 @@ class Peak(NamedTuple):
         return self.gradients + (self.activations or 0) + self.scratch
 
 
-def peak_of(traced: Trace | None, params: Sequence[Param], how: How) -> Peak:
+def peak_of(traced: Trace | None, params: Sequence[Param], handling: Handling) -> Peak:
     """Return the peak of a step that begins with optimizer state."""
     events = _without_activations(params) if traced is None else traced.events
-    events = [e._replace(bytes=rounded(e.bytes, how.device)) for e in events]
-    sums = sum(p.numel for p in params) * how.sum_bytes
-    if how.release:
-        last = _Run(params, how, sums)
+    events = [e._replace(bytes=rounded(e.bytes, handling.device)) for e in events]
+    sums = sum(p.numel for p in params) * handling.sum_bytes
+    if handling.release:
+        last = _Run(params, handling, sums)
         last.play(events, keep=False, update=True)
     else:
         # If several backwards accumulate, all gradients exist when the last one begins.
-        keep = how.backwards == 1
-        last = _Run(params, how, 0 if keep else sum(p.bytes for p in params))
+        keep = handling.backwards == 1
+        last = _Run(params, handling, 0 if keep else sum(p.bytes for p in params))
         last.play(events, keep, update=False)
         last.look("step", max((p.scratch for p in params), default=0))
     peaks = [last.peak]
-    if how.release and how.backwards > 2:
+    if handling.release and handling.backwards > 2:
         # The first backward has no sums yet, so the second one counts.
-        between = _Run(params, how, sums)
+        between = _Run(params, handling, sums)
         between.play(events, keep=False, update=False)
         peaks.append(between.peak)
     peak = max(peaks, key=lambda peak: peak.total)
@@ -106,8 +106,8 @@ def peak_of(traced: Trace | None, params: Sequence[Param], how: How) -> Peak:
 class _Run:
     """The bytes that are alive in the course of one backward."""
 
-    def __init__(self, params: Sequence[Param], how: How, gradients: int) -> None:
-        self._params, self._how = params, how
+    def __init__(self, params: Sequence[Param], handling: Handling, gradients: int) -> None:
+        self._params, self._handling = params, handling
         self._gradients, self._activations = gradients, 0
         self._phase = "forward"
         self._waiting: list[Param] = []  # small ones, whose gradients are complete
@@ -133,7 +133,7 @@ class _Run:
             elif e.kind == "done" and update:
                 self._arrive(e)
             elif e.kind == "done":
-                adding = self._params[e.param].numel * self._how.adding_bytes
+                adding = self._params[e.param].numel * self._handling.adding_bytes
                 self.look("backward", adding)
             elif e.block not in owners:
                 self._activations += e.bytes if e.kind == "taken" else -e.bytes
@@ -149,15 +149,15 @@ class _Run:
 
     def _arrive(self, e: Event) -> None:
         """Update the parameter of a complete gradient, or let a small one wait."""
-        p, how = self._params[e.param], self._how
-        wide = p.numel * how.wide_bytes
-        self.look("backward", wide + p.numel * how.joining_bytes)
+        p, handling = self._params[e.param], self._handling
+        wide = p.numel * handling.wide_bytes
+        self.look("backward", wide + p.numel * handling.joining_bytes)
         if p.numel >= SMALL:
             self.look("backward", wide + p.scratch)
-            self._gradients -= p.numel * how.sum_bytes
+            self._gradients -= p.numel * handling.sum_bytes
             return
         size = wide or p.bytes
-        if how.device == "cuda":
+        if handling.device == "cuda":
             # Gradients wait in their own blocks.
             self._gradients += wide
             self._held[-2 - e.param if wide else e.block] = wide
@@ -172,7 +172,7 @@ class _Run:
     def _flush(self) -> None:
         """Update the parameters that wait."""
         self.look("backward", max((p.scratch for p in self._waiting), default=0))
-        self._gradients -= sum(p.numel for p in self._waiting) * self._how.sum_bytes
+        self._gradients -= sum(p.numel for p in self._waiting) * self._handling.sum_bytes
         self._gradients -= sum(self._held.values())
         self._held.clear()
         self._waiting.clear()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from optimi_func.memory.replay import How, Param, Peak
+from optimi_func.memory.replay import Handling, Param, Peak
 from optimi_func.memory.trace import Trace, most_alive
 
 
@@ -32,7 +32,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def sharded_peak(
     traced: Trace | None,
     params: Sequence[Param],
-    how: How,
+    handling: Handling,
     unit: tuple[int, int],
     ranks: int,
 ) -> Peak:
@@ -42,9 +42,9 @@ def sharded_peak(
     # Parameters in no block are whole from forward to the end of backward.
     gathered = 2 * (2 * block + rest)
     gradients = sum(p.bytes for p in params)
-    if how.release:
+    if handling.release:
         # Gradients are reduced and released block by block.
-        sums = sum(p.numel for p in params) * how.sum_bytes
+        sums = sum(p.numel for p in params) * handling.sum_bytes
         gradients = sums + max(block, rest) // ranks
     scratch = gathered + max((p.scratch for p in params), default=0)
     activations = None

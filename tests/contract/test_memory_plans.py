@@ -1,4 +1,4 @@
-"""`optimi_func.memory.plan`: the order of recipes, what it makes, and what it refuses."""
+"""`optimi_func.memory.plan`: the order of recipes, `apply`, the table and refusals."""
 
 import sys
 from functools import partial
@@ -149,7 +149,7 @@ def test_sizes() -> None:
 
 
 class Asks(nn.Module):
-    """Asks for a value in the middle of its forward."""
+    """A module that asks for a value in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.sum().item()
@@ -208,7 +208,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 def test_autocast_of_another_device_is_refused() -> None:
-    """CPU tensors are planned with, for which it would do nothing."""
+    """A plan runs on CPU tensors, on which autocast for CUDA has no effect."""
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         before = torch.is_autocast_enabled("cuda")

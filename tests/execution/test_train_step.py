@@ -1,4 +1,4 @@
-"""The whole step as one graph against the loop that it stands for."""
+"""The training step as one graph, compared with an ordinary loop."""
 
 import copy
 import gc
@@ -66,7 +66,7 @@ def loop(
     clip: float | None = None,
     loss_fn: Callable[..., Any] = mean_loss,
 ) -> list[Outcome]:
-    """The same steps as anybody writes them."""
+    """Take the same steps in an ordinary loop."""
     told: list[Outcome] = []
     for batch in given:
         losses, norm = [], None
@@ -96,7 +96,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 @pytest.fixture
 def not_generated(monkeypatch) -> None:
-    """Graphs are traced and run as they are: Inductor's code for them takes seconds.
+    """Trace graphs and run them without Inductor, which takes seconds to compile.
 
     For tests of what becomes a graph, and for a model or a rule that others compile.
     """
@@ -213,7 +213,7 @@ def test_the_mean_of_the_parts_is_the_whole_batch() -> None:
 
 
 class Noisy(nn.Module):
-    """What draws and what counts in training alone."""
+    """Noise, dropout and BatchNorm, which differ between training and evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_dropout_is_the_eager_runs(request) -> None:
 
 
 def function(params: Any, buffers: Any, batch: Any) -> Tensor:
-    """A model without a module, whose buffer counts."""
+    """A model without a module, which counts its calls in a buffer."""
     buffers["calls"].add_(1.0)
     w, b = params["layer"]
     return batch[0] @ w + b * buffers["scale"]
@@ -322,7 +322,7 @@ FUNCTIONAL = {
 @pytest.mark.parametrize("name", FUNCTIONAL)
 @pytest.mark.filterwarnings("ignore:eps=")
 def test_pytrees(name, graphs, tmp_path, request) -> None:
-    """Schedules in one graph, donation, None for what is unused, resuming in the middle."""
+    """Schedules in one graph, donation, unused parameters, resuming in the middle."""
     if name == "chain":  # traced as "transformed" is
         request.getfixturevalue("not_generated")
     optimizer = FUNCTIONAL[name]
@@ -371,7 +371,7 @@ def test_pytrees(name, graphs, tmp_path, request) -> None:
 
 @pytest.mark.full
 def test_a_module_with_a_pure_optimizer() -> None:
-    """The state that init gives is the module's own, by name; a copy is its own."""
+    """The state of init shares the module's memory; a copy of the state does not."""
     model = double(Net())
     other = copy.deepcopy(model)
     step = train_step(model, mean_loss, optimi_func.sgd(lr=LR, momentum=0.9))
@@ -422,7 +422,7 @@ def test_bfloat16_with_kahan_sums_in_float32() -> None:
 
 
 class Switched(nn.Module):
-    """Another parameter is used when an attribute says so."""
+    """A model that uses another parameter if an attribute is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ class Switched(nn.Module):
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("not_generated")
-def test_what_is_unused_is_found_out_anew() -> None:
+def test_unused_parameters_are_found_again() -> None:
     model = Switched()
     optimizer = optimi_func.SGD(model.parameters(), lr=0.1)
     step = train_step(model, lambda output, batch: output.mean(), optimizer)
@@ -451,7 +451,7 @@ def test_what_is_unused_is_found_out_anew() -> None:
 
 @pytest.mark.full
 def test_updates_follow_their_gradients(tmp_path) -> None:
-    """The peak above parameters and state: far less than all gradients."""
+    """The peak above parameters and state is far below the bytes of all gradients."""
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())]
     model = nn.Sequential(*layers)
@@ -476,7 +476,7 @@ def test_updates_follow_their_gradients(tmp_path) -> None:
 
 @pytest.mark.full
 def test_gradients_read_parameters_before_they_move() -> None:
-    """Each product's gradients are the other factors, of which some move earlier."""
+    """The gradients of a product are its other factors, some of which are updated first."""
     sizes = [20000, 20000, 20000, 4, 4, 1]
     params = [torch.rand(n, dtype=torch.float64) for n in sizes]
     params.append(torch.rand((), dtype=torch.float64))
@@ -615,7 +615,7 @@ def test_calls_are_refused_before_any_write() -> None:
     ("name", "bad"), [("lr", -1.0), ("lr", torch.tensor(-1.0)), ("betas", (0.9, 1.5))]
 )
 def test_a_groups_number_is_refused_before_any_write(name: str, bad: Any) -> None:
-    """That of the second group: the first is updated, and buffers written, before it."""
+    """The bad number is in the second group, which is updated after the first."""
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
     groups = [{"params": layer.parameters()} for layer in model]
     optimizer = optimi_func.AdamW(groups, lr=LR)
@@ -657,7 +657,7 @@ def test_states_are_refused_before_any_write() -> None:
 
 
 class Lookup(nn.Module):
-    """Fails on its data: a class that is not there. Lends its weights to whoever calls."""
+    """A model that fails for an index out of range, and returns its weights as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -676,7 +676,7 @@ def lookup_loss(output: Any, batch: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_error_of_the_data_leaves_the_state_as_it_was(traced: bool) -> None:
-    """Of the traced one in its last part, where buffers have changed before."""
+    """The traced step fails in its last part, after buffers have changed."""
     optimizer: Any = optimi_func.adamw(lr=LR)
     if traced:
         optimizer = chain(clip_value(1.0), optimi_func.sgd(lr=LR, momentum=0.9))
@@ -698,7 +698,7 @@ def test_an_error_of_the_data_leaves_the_state_as_it_was(traced: bool) -> None:
 
 @pytest.mark.full
 def test_a_transforms_gradients_are_clipped() -> None:
-    """Traced, they are scaled in the graph."""
+    """The graph of a transform scales the gradients."""
     weight, x = torch.ones(2, dtype=torch.float64), torch.tensor([[3.0, 0], [3.0, 8.0]])
 
     def linear(p: Tensor, buffers: Any, x: Tensor) -> Tensor:

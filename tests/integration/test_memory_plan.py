@@ -1,4 +1,4 @@
-"""`optimi_func.memory.plan`: true to the profiler, to the byte where torch allows it."""
+"""Peaks of `optimi_func.memory.plan` against the peaks that the profiler records."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -46,7 +46,7 @@ def test_the_peak_is_the_profilers(kind: str) -> None:
     found = by_name(plan(make(), AdamW, "1GB", loss_fn, batch, compile=False))
     for name in names:
         measured = trained_peak(make, loss_fn, batch, found[name])
-        # Checkpoints keep the state of the random numbers, which is no tensor's.
+        # Checkpoints save the random state, which the trace does not see.
         assert found[name].peak == pytest.approx(measured, rel=3e-3), name
         if kind != "checkpoint":
             assert abs(found[name].peak - measured) <= 64, name
@@ -69,7 +69,7 @@ def test_the_peak_is_the_profilers_where_gradients_accumulate(steps: int) -> Non
 
 
 def test_small_gradients_wait_as_in_a_release() -> None:
-    """More than a release lets wait, each too small to be updated by itself."""
+    """There are more small gradients than a release lets wait at once."""
 
     def make() -> nn.Module:
         return nn.Sequential(*[nn.Linear(80, 80) for _ in range(60)])
@@ -203,7 +203,7 @@ def test_bytes_of_a_rank() -> None:
 
 
 def test_a_model_that_is_divided_already() -> None:
-    """As `ranks` says beforehand: bytes are those that are here."""
+    """The plan of a sharded model is equal to the plan with `ranks` before fully_shard."""
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     torch.distributed.init_process_group(
         "fake", store=fake_pg.FakeStore(), rank=0, world_size=4

@@ -1,4 +1,4 @@
-"""Populations: members equal those trained alone, in one graph; indexing; bad input."""
+"""Populations: members equal models trained alone, in one graph; indexing; bad input."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ DECAYS = torch.tensor([0.0, 0.1, 0.2], dtype=DOUBLE)
 
 
 def numbers_of(name: str) -> dict:
-    """Everything that a rule has, different for each of three members."""
+    """Return all hyperparameters of a rule, different for each of three members."""
     hyper = {"lr": LRS, "weight_decay": DECAYS}
     if name == "sgd":
         return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
@@ -83,7 +83,7 @@ def train(factory, members, x, y):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
 def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> None:
-    """With every number and the step count of their own; bfloat16 has compensation too."""
+    """Members have their own hyperparameters and step counts; bfloat16 has compensation."""
     factory = getattr(optimi_func, name)
     members = members_of(name, dtype)
     alone = [at(i, (members.params, members.state)) for i in range(3)]
@@ -145,7 +145,7 @@ def test_every_number_changes_the_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", few(NAMES, SOME))
 def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
-    """With compensation, which float32 does without."""
+    """bfloat16 includes Kahan compensation."""
     dtype = torch.bfloat16
     factory = getattr(optimi_func, name)
     members = members_of(name, dtype)
@@ -171,7 +171,7 @@ def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
 
 @pytest.mark.full
 def test_inductor_keeps_the_compensation(graphs) -> None:
-    """Against the same members in float64, where nothing is lost."""
+    """Members are compared with the same members in float64."""
     members = population.init(
         adamw,
         torch.ones(3, 8, dtype=torch.bfloat16),
@@ -202,7 +202,7 @@ class Net(nn.Module):
 
 
 def test_modules_with_buffers_equal_modules_trained_alone() -> None:
-    """BatchNorm in training mode: its buffers are threaded through and come back."""
+    """BatchNorm in training mode returns new buffers as aux."""
     models = [Net(norm=True) for _ in range(3)]
     members = population.init(adamw, models, {"lr": LRS, "weight_decay": DECAYS})
     assert not any(x.requires_grad for x in pytree.tree_leaves(members))
@@ -280,7 +280,7 @@ def test_shared_or_own_data_and_randomness() -> None:
 
 
 class Noisy:
-    """A step that draws a number, as transformed optimizers may."""
+    """An optimizer whose step draws a random number, as transformed ones may."""
 
     def init(self, params):
         return {"count": torch.zeros((), dtype=torch.int64)}
@@ -316,7 +316,7 @@ def test_any_object_with_init_and_step() -> None:
 
 
 def test_transformed_optimizers_with_numbers_by_member() -> None:
-    """Clipped at a bound of each member's own; counts and averages are per member."""
+    """Each member has its own bound for clipping, its own counts and averages."""
 
     def factory(lr, bound):
         clipped = transforms.chain(transforms.clip_global_norm(bound), sgd(lr=lr))
@@ -699,7 +699,7 @@ def test_call_module_is_traced() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_members_whose_state_is_in_codes(dtype: torch.dtype) -> None:
-    """Members are coded apart, and select, clone and perturb take the codes along."""
+    """Members have their own codes, which select, clone and perturb copy."""
     storage = Storage("kahan8" if dtype == torch.bfloat16 else None, "8bit")
     params = {"w": torch.randn(64, 128).to(dtype), "b": torch.randn(3).to(dtype)}
     lrs = torch.tensor([0.01, 0.02, 0.03], dtype=DOUBLE)

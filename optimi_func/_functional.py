@@ -17,16 +17,7 @@ from optimi_func._checks import check_betas, check_eps, check_number, decay_mist
 from optimi_func._codes import dither_at, to
 from optimi_func._leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import (
-    DecayKind,
-    Leaf,
-    PyTree,
-    Rates,
-    Rule,
-    Scalar,
-    Scalars,
-    Storage,
-)
+from optimi_func._rule import DecayKind, Leaf, PyTree, Rates, Rule, Scalar, Scalars, Storage
 from optimi_func._storage import storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 

@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class derived(Generic[T]):
-    """A property that an entry of the instance's `__dict__` replaces, once it is known.
+    """A property that an entry of the same name in the instance's `__dict__` replaces.
 
-    Not `functools.cached_property`, whose lock torch.compile cannot trace.
+    It takes the place of `functools.cached_property`, whose lock torch.compile cannot trace.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -135,7 +135,7 @@ class FunctionalOptimizer:
         return rates(lr, weight_decay, *kind)
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters, and keep what follows from them."""
+        """Check the hyperparameters, and compute the properties that every step reads."""
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)

@@ -17,16 +17,7 @@ from optimi_func._checks import check_betas, check_eps, check_number, decay_mist
 from optimi_func._codes import dither_at, to
 from optimi_func._leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
 from optimi_func._math import scalar_dtype
-from optimi_func._rule import (
-    DecayKind,
-    Leaf,
-    PyTree,
-    Rates,
-    Rule,
-    Scalar,
-    Scalars,
-    Storage,
-)
+from optimi_func._rule import DecayKind, Leaf, PyTree, Rates, Rule, Scalar, Scalars, Storage
 from optimi_func._storage import storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
@@ -36,9 +27,9 @@ T = TypeVar("T")
 
 
 class derived(Generic[T]):
-    """A property that an entry of the instance's `__dict__` replaces, once it is known.
+    """A property that an entry of the same name in the instance's `__dict__` replaces.
 
-    Not `functools.cached_property`, whose lock torch.compile cannot trace.
+    It takes the place of `functools.cached_property`, whose lock torch.compile cannot trace.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -144,7 +135,7 @@ class FunctionalOptimizer:
         return rates(lr, weight_decay, *kind)
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters, and keep what follows from them."""
+        """Check the hyperparameters, and compute the properties that every step reads."""
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)

@@ -1,7 +1,7 @@
-"""The pipeline on one tensor: widen, direct, decay, look ahead, add. Its only home.
+"""The update of one tensor: decode, direction, decay, lookahead, add.
 
-Pure: nothing passed in is written. Executors differ in where they run this function and
-where they put what it returns, never in what it computes.
+Pure: nothing passed in is written. Every executor calls `leaf_step`, so that executors
+differ in where they compute and write, but not in the formula.
 """
 
 from collections.abc import Callable
@@ -26,22 +26,22 @@ from optimi_func._storage import Storage, decode, encode, tensors_of
 
 
 def whole_means(tensors: list[Tensor]) -> list[Tensor]:
-    """The means over a leaf that is one whole tensor."""
+    """Return the mean of each tensor, for a leaf that is no shard."""
     return [x.mean() for x in tensors]
 
 
 def count_means(rule: Rule[Any, Any], rates: Rates) -> int:
-    """How many means over the whole tensor a step that moves it takes."""
+    """Return the number of means over the whole tensor that a step takes."""
     return len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: float64 where anything is, else float32."""
+    """Return the dtype of the arithmetic: float64 if any dtype is, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
-    """The dtype of one leaf's arithmetic."""
+    """Return the dtype of one leaf's arithmetic."""
     fields = [x.dtype for field in leaf.state for x in tensors_of(field)]
     return compute_dtype(leaf.p.dtype, g.dtype, *fields)
 
@@ -54,10 +54,10 @@ def leaf_step(
     write: bool,
     take_means: Callable[[list[Tensor]], list[Tensor]],
 ) -> Leaf:
-    """One step of one parameter.
+    """Return one parameter after one step.
 
-    With state and x, the parameter as it is meant (p + comp where there is one), decoded
-    from how they are kept, and both encoded again at the end:
+    x is the parameter with its compensation, p + comp. State and x are decoded from their
+    storage first, and encoded again at the end:
 
         g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
@@ -66,20 +66,19 @@ def leaf_step(
         u, state <- after(x, u, state)
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
-    Decay is part of the delta: a bfloat16 parameter times 1 - 1e-5 is itself, but its
-    compensation remembers the 1e-5. Cautious decay (arXiv:2510.12402) leaves out decay * x,
-    and a proximal kind's division, where d and x have unlike signs. Cautious updates
-    (arXiv:2411.16085) leave out d where it and g have unlike signs, and divide the rest of
-    it by the share that is left, but by no less than 1e-3.
+    Decay is part of the delta, because a bfloat16 parameter times 1 - 1e-5 is itself, while
+    its compensation keeps the 1e-5. Cautious decay (arXiv:2510.12402) leaves out decay * x,
+    and a proximal kind's division, for elements of d and x that differ in sign. Cautious
+    updates (arXiv:2411.16085) leave out the elements of d that differ from g in sign, and
+    divide the others by their share, but by no less than 1e-3.
 
     Args:
         rule: The mathematics.
         leaf: Parameter, state and compensation, of one shape.
         g: Gradient, same shape.
-        scalars: Numbers for this step.
-        write: False moves the state alone (accumulating) and leaves p and comp as they
-            are.
-        take_means: Gives the means of elementwise quantities over the whole parameter.
+        scalars: Those of this step.
+        write: False moves only the state (accumulating); p and comp do not change.
+        take_means: Returns the mean of each tensor over the whole parameter.
     """
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g)
@@ -95,18 +94,15 @@ def leaf_step(
         if rule.after is not None:
             u, new = rule.after(x, u, new, c)
         p, comp = _add(p, p32, x, comp, u)
-    # What a rule leaves alone stays the object that it is.
+    # Fields that the rule returned unchanged are not encoded again.
     fields = [s if n is o else encode(n, s, dither) for n, o, s in zip(new, old, state)]
     return Leaf(p, type(state)(*fields), comp)
 
 
 def leaf_eval_point(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:
-    """Where to evaluate in place of the parameter, in the dtype of the arithmetic.
+    """Return the parameter to evaluate with, in the dtype of the arithmetic.
 
-    Args:
-        rule: The mathematics; it has an `eval_point`.
-        leaf: Parameter, state and compensation.
-        coeffs: Of the step to come.
+    `coeffs` are those of the next step; the rule has an `eval_point`.
     """
     p, state, comp = leaf
     wide = leaf_dtype(leaf, p)
@@ -125,16 +121,16 @@ def _delta(
     r: Rates,
     take_means: Callable[[list[Tensor]], list[Tensor]],
 ) -> Tensor:
-    """The move of a direction, with decay."""
+    """Return the delta of a direction, with decay."""
     lr, decaying = r.lr, x
     measured: list[Tensor] = []
-    # Signs: the product of two numbers may underflow.
+    # Products of signs, because the product of two values may underflow.
     if r.cautious:
         agrees = (d.sign() * g.sign()).clamp_min(0.0)
         d = agrees * d
         measured.append(agrees)
     for undecayed_lr in r.undecayed_lr:
-        # 0 where signs are unlike, else 1.
+        # 0 if the signs differ, else 1.
         decays = (d.sign() * x.sign()).clamp_max(0.0) + 1.0
         lr = undecayed_lr + decays * (lr - undecayed_lr)
         decaying = decays * x
@@ -154,7 +150,10 @@ def _delta(
 def leaf_means(
     rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars
 ) -> list[Tensor]:
-    """The means that a step of this leaf takes; a trace drops what comes after them."""
+    """Return the means that a step of this leaf takes.
+
+    The rest of the step is computed too; a compiler drops it.
+    """
     means: list[Tensor] = []
 
     def take(tensors: list[Tensor]) -> list[Tensor]:
@@ -168,7 +167,7 @@ def leaf_means(
 def _add(
     p: Tensor, p32: Tensor, x: Tensor, comp: Tensor | None, u: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """P + u in p's dtype, with what the rounding lost where it is kept (Kahan 1965)."""
+    """Return p + u in p's dtype, and the compensation if there is one (Kahan 1965)."""
     if comp is None:
         return to(p32 + u, p.dtype), None
     if not comp.is_floating_point():
@@ -179,7 +178,7 @@ def _add(
 
 
 def init_leaf(rule: Rule[Any, Any], p: Tensor, storage: Storage) -> Leaf:
-    """Fresh state for p."""
+    """Return a leaf with fresh state."""
     dtype = remainder_dtype(p, storage.param)
     comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
     return Leaf(p, rule.init(p, storage.moments or p.dtype), comp)
@@ -188,14 +187,10 @@ def init_leaf(rule: Rule[Any, Any], p: Tensor, storage: Storage) -> Leaf:
 def microbatch_scalars(
     rule: Rule[Any, Any], scalars: Scalars, microbatch: Microbatch, write: bool
 ) -> Scalars:
-    """A step's numbers for a gradient that is a part of it, or scaled.
+    """Return a step's scalars for a gradient that is a part of it, or scaled.
 
-    Args:
-        rule: The mathematics; it has a `accumulate` wherever `microbatch.accumulate`.
-        scalars: The numbers of the whole step.
-        microbatch: What the gradient is to it.
-        write: Whether the parameter moves now. Decay, also that within the gradient,
-            belongs to the moment that it does.
+    If the parameter does not move now (`write`), the gradient has no l2 part, because decay
+    belongs to the move. The rule has `accumulate` if `microbatch.accumulate`.
     """
     coeffs, r, _ = scalars
     if microbatch.accumulate:
@@ -215,7 +210,7 @@ def rates(
     cautious_decay: bool,
     cautious: bool,
 ) -> Rates:
-    """Every kind of decay as numbers.
+    """Return the rates for a kind of decay.
 
     | kind        | the parameter loses, per step                          |
     |-------------|--------------------------------------------------------|
@@ -223,17 +218,11 @@ def rates(
     | decoupled   | lr * weight_decay * p                                  |
     | fully       | lr / max_lr * weight_decay * p                         |
     | corrected   | lr^2 / max_lr * weight_decay * p (arXiv:2506.02285)    |
-    | proximal    | as the three above, applied implicitly, after the move:|
+    | proximal    | like the three above, but implicitly, after the move:  |
     |             | p <- (p - lr * d) / (1 + share)                        |
 
-    Args:
-        lr: Learning rate of this step.
-        weight_decay: Its coefficient.
-        kind: One of the table's.
-        max_lr: The largest scheduled lr; used by the fully and corrected kinds alone.
-        maximize: Climb instead of descend.
-        cautious_decay: Decay only what moves towards 0 anyway; of no use with l2.
-        cautious: Move only what the gradient moves the same way.
+    Only the fully and corrected kinds use max_lr, the largest scheduled lr; with l2,
+    cautious_decay has no effect.
     """
     grad_scale = -1.0 if maximize else 1.0
     masked = (True,) if cautious else ()

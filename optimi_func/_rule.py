@@ -1,8 +1,7 @@
-"""The vocabulary: what a rule, a direction, a leaf and its scalars are.
+"""The vocabulary: rule, direction, leaf, scalars, storage.
 
-An optimizer is a value. A `Rule` says how one tensor's gradient becomes a direction; the
-pipeline in `_leaf` turns directions into deltas and adds them; everything else in the
-package decides where and when that happens.
+A `Rule` turns one tensor's gradient into a direction. The pipeline in `_leaf` turns
+directions into deltas and adds them. All other modules decide where and when it runs.
 """
 
 import inspect
@@ -23,9 +22,9 @@ from typing import (
 import torch
 from torch import Tensor
 
-# A number that may be traced, differentiated or vmapped: 0-d where it is a Tensor.
+# A number that may be traced, differentiated or vmapped: 0-d if it is a Tensor.
 Scalar: TypeAlias = float | Tensor
-# How parameters are kept whose dtype is float16 or bfloat16, and how moments are.
+# Storage of float16 and bfloat16 parameters, and of moments.
 ParamStorage: TypeAlias = Literal["plain", "kahan", "kahan8", "exact"]
 MomentStorage: TypeAlias = torch.dtype | Literal["8bit"]
 # Anything torch.utils._pytree can flatten.
@@ -36,28 +35,28 @@ C = TypeVar("C")
 
 
 class NoRunning(NamedTuple):
-    """The running numbers of a rule without any."""
+    """The running scalars of a rule without any."""
 
 
 class Direction(NamedTuple):
-    """Where a rule wants to go, before learning rate and decay."""
+    """The result of a rule for one gradient, before learning rate and decay."""
 
     d: Tensor  # shape of p; the move is -lr * d
     state: Any  # the rule's State after this gradient
-    shared: Any = None  # what `Means.measure` takes over
+    shared: Any = None  # intermediate results for `Means.measure`
 
 
 class Means(NamedTuple):
-    """What a rule asks about a whole tensor before its move: elementwise means.
+    """Means over a whole tensor by which a rule divides its move.
 
-    They are the pipeline's to take: only it knows whether a tensor is whole, a shard, or
+    The pipeline takes them, because only it knows whether a tensor is whole, a shard, or
     one of many in a list.
 
     Attributes:
-        number: How many.
-        measure: `(g, x, d, decaying, shared, coeffs) -> tensors` whose means are taken, in
-            the shape of the parameter x; `decaying` is x where it decays, else 0, and
-            `shared` from `direction`.
+        number: The number of means.
+        measure: `(g, x, d, decaying, shared, coeffs) -> tensors`, in the shape of the
+            parameter x, whose means are taken. `decaying` is x, and 0 for elements that do
+            not decay; `shared` is that of `Direction`.
         settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
             -(lr * scale * d + decay * decaying).
     """
@@ -69,36 +68,35 @@ class Means(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rule(Generic[S, C]):
-    """One optimizer's mathematics, a value compared by identity.
+    """The mathematics of one optimizer, compared by identity.
 
     Attributes:
-        name: The name by which errors, kernels and graphs call it.
+        name: Its name in errors, kernels and graphs.
         state: The State, a NamedTuple of tensors shaped like the parameter.
         init: `(p, kept) -> State`: fresh tensors, none aliasing another. Moments are made
-            by `moment` and `second_moment`, kept as asked, in a dtype or in codes; whatever
-            must not lose bits is in a dtype of its own choosing.
+            by `moment` and `second_moment`, in a dtype or in codes as `kept` says. Fields
+            that must not lose bits have a dtype of their own.
         coeffs: `(t, *, <numbers>) -> Coeffs`: all the scalar work of step t (1-based),
-            for `t` an int (host, double precision) or a tensor (traced, float64 where the
+            for `t` an int (host, double precision) or a tensor (traced, float64 if the
             device has it). The keywords are the rule's own hyperparameters. A Python bool
-            among the results is static. Of a rule with running numbers
+            among the results is static. A rule with `running` has
             `(t, lr, running, *, <numbers>) -> (Coeffs, running)`.
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
         after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
-            the parameter x (lookahead and its kin).
-        accumulate: `coeffs -> Coeffs`: those by which a further part of one step's gradient
-            joins what the parts before it left in the state. None where the state is no
-            sum over gradients.
+            the parameter x, for example for lookahead.
+        accumulate: `coeffs -> Coeffs` for a further part of one step's gradient, which
+            joins the parts already in the state. None if the state is no sum over
+            gradients.
         means: The means over a whole tensor that its move is divided by, or None.
         whole: `(d, coeffs) -> d`: maps the direction of a whole tensor, in its shape and
-            dtype, before it becomes a delta. All that is not elementwise is in it:
-            executors know no more of it, and gather what several processes hold.
-        refuses: `p -> why`: the reason to refuse a parameter, by its shape; None where the
-            rule takes it.
-        running: Numbers of a leaf that depend on the lrs of all its steps, a NamedTuple of
-            scalars whose defaults they begin with. `coeffs` advances them, and they are
-            kept where the step count is.
-        eval_point: `(x, state, coeffs) -> x`: where to evaluate, if that is not the
-            parameter x, by the coefficients of the step to come. Elementwise.
+            dtype, before it becomes a delta. Executors gather the shards of a tensor for
+            it. It is the place for all operations that are not elementwise.
+        refuses: `p -> why`: the reason to refuse a parameter, by its shape, or None.
+        running: A NamedTuple of scalars of each parameter that depend on the lrs of all its
+            steps; they begin as its defaults. `coeffs` advances them, and they are stored
+            next to the step count.
+        eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
+            not x, given the coefficients of the next step. Elementwise.
         numbers: The names of the keywords of `coeffs`.
     """
 
@@ -127,30 +125,30 @@ class Rule(Generic[S, C]):
     def advance(
         self, t: Scalar, lr: Scalar, running: Any, numbers: Mapping[str, Any]
     ) -> tuple[C, Any]:
-        """The coefficients of step t, and the running numbers after it."""
+        """Return the coefficients of step t, and `running` after it."""
         if not self.running._fields:
             return self.coeffs(t, **numbers), running
         return self.coeffs(t, lr, running, **numbers)
 
 
 class NoState(NamedTuple):
-    """What a rule keeps, and takes, that steps along the gradient."""
+    """State and coefficients of a rule that steps along the gradient."""
 
 
 def no_init(p: Tensor, kept: MomentStorage) -> NoState:
-    """Its state."""
+    """Return no state."""
     del p, kept
     return NoState()
 
 
 def no_coeffs(t: Scalar) -> NoState:
-    """Its coefficients."""
+    """Return no coefficients."""
     del t
     return NoState()
 
 
 def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
-    """Its direction, which leaves any state as it is."""
+    """Return the gradient as direction, and the same state."""
     del c
     return Direction(g, s)
 
@@ -159,33 +157,33 @@ sgd_rule: Rule[NoState, NoState] = Rule("sgd", NoState, no_init, no_coeffs, alon
 
 
 class Rates(NamedTuple):
-    """What turns a direction into a delta.
+    """The scalars that turn a direction into a delta.
 
         u = -(lr * d(grad_scale * g + l2 * p) + decay * p)
 
-    Every kind of decay, maximize and gradient scaling are values of these four numbers,
-    so that none of them is another graph. Cautious decay and cautious updates each are
-    one: they cost operations.
+    All kinds of decay, maximize and gradient scaling are values of these four, so that
+    none of them needs another graph. Cautious decay and cautious updates do need one each,
+    because they cost operations.
     """
 
     lr: Scalar
     decay: Scalar  # share of p to lose in this step: already multiplied by lr or not
     l2: Scalar  # share of p to add to g
     grad_scale: Scalar  # factor on g: -1 to maximize
-    # Cautious decay: the one lr of elements that do not decay, because d and p have unlike
-    # signs. Empty, which pytrees and kernels see nothing of: all decay.
+    # Cautious decay: the lr of elements that do not decay, where d and p differ in sign. An
+    # empty tuple turns it off and adds no kernel argument.
     undecayed_lr: tuple[Scalar, ...] = ()
     # (True,): cautious updates, which move only the elements whose direction and gradient
-    # have one sign. Empty: all move.
+    # have the same sign. An empty tuple turns them off.
     cautious: tuple[bool, ...] = ()
 
 
 class Scalars(NamedTuple):
-    """All the numbers of one step of one leaf."""
+    """All scalars of one step of one leaf."""
 
     coeffs: Any  # the rule's Coeffs
     rates: Rates
-    dither: Scalar = 0.5  # in [0, 1): what codes are rounded by; 0.5 to the nearest
+    dither: Scalar = 0.5  # in [0, 1): for the rounding of codes; 0.5 rounds to the nearest
 
 
 DecayKind: TypeAlias = Literal[
@@ -200,24 +198,24 @@ DecayKind: TypeAlias = Literal[
 
 
 class Microbatch(NamedTuple):
-    """What a gradient is to its step, where it may be less than the whole of it."""
+    """Scale of a gradient, and its part in a step."""
 
-    grad_scale: Scalar  # factor on it: clipping, unscaling
-    accumulate: bool  # another part of the step's gradient was here before
-    finite: Tensor | None  # 0-d bool on the device: False changes nothing at all
+    grad_scale: Scalar  # factor on the gradient: clipping, unscaling
+    accumulate: bool  # True if another part of the step's gradient is already in the state
+    finite: Tensor | None  # 0-d bool on the device: False skips the update
 
 
 WHOLE_BATCH = Microbatch(1.0, False, None)
 
 
 class Storage(NamedTuple):
-    """How parameters and moments are kept.
+    """Storage of parameters and moments.
 
     Attributes:
-        param: Of bfloat16 (and float16) parameters: "plain" as they are; "kahan" with a
+        param: For bfloat16 (and float16) parameters: "plain" as they are; "kahan" with a
             compensation of their own dtype; "kahan8" with one of 8 bits, 24 bits in all;
-            "exact" with 16 bits more, which make a bfloat16 parameter a float32. None:
-            "kahan". float32 parameters are as they are.
+            "exact" with 16 more bits, which make a bfloat16 parameter a float32. None:
+            "kahan". float32 parameters are stored as they are.
         moments: The moments' dtype, or "8bit": 8 bits an element and a float32 for each
             64 of them. None: the parameter's dtype.
     """
@@ -227,19 +225,20 @@ class Storage(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One parameter and everything that moves with it."""
+    """One parameter with its state and compensation."""
 
     p: Tensor
     state: Any  # the rule's State: a NamedTuple of tensors
-    comp: Tensor | None  # Kahan compensation: what rounding took from p so far
+    comp: Tensor | None  # Kahan compensation: the sum of rounding errors of p
 
 
 @runtime_checkable
 class PureOptimizer(Protocol):
-    """Two pure functions over pytrees: what every transform of an optimizer takes and is.
+    """The interface of pure optimizers and of transforms: two functions over pytrees.
 
-    A gradient of None leaves its parameter alone. Neither function writes to what it is
-    given. A state is a pytree of tensors; no step changes its structure, shapes or dtypes.
+    A parameter whose gradient is None does not change. Neither function writes to its
+    arguments. A state is a pytree of tensors; no step changes its structure, shapes or
+    dtypes.
     """
 
     def init(
@@ -250,21 +249,21 @@ class PureOptimizer(Protocol):
         state_dtype: torch.dtype | None = None,
         storage: Storage | str | None = None,
     ) -> Any:
-        """Fresh state for `params`: see `FunctionalOptimizer.init`."""
+        """Return fresh state for `params`: see `FunctionalOptimizer.init`."""
         ...
 
     def step(self, params: PyTree, grads: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """One update: new parameters and new state."""
+        """Return new parameters and new state."""
         ...
 
 
 def check_pure(owner: str, optimizer: Any, others: str) -> PureOptimizer:
-    """Refuse what has no init and step.
+    """Raise if `optimizer` has no init and step, else return it.
 
     Args:
-        owner: What was given the optimizer, for the error.
+        owner: The function that was given the optimizer, for the error.
         optimizer: Anything.
-        others: What the owner takes beside pure optimizers, "" or "... , ".
+        others: Other types that the owner takes, "" or "... , ".
     """
     if not is_pure(optimizer):
         raise TypeError(
@@ -276,10 +275,10 @@ def check_pure(owner: str, optimizer: Any, others: str) -> PureOptimizer:
 
 
 def is_pure(x: Any) -> TypeGuard[PureOptimizer]:
-    """Whether x can initialise and step; a class of such things cannot."""
+    """Return True if x is a pure optimizer, and no class of them."""
     return not isinstance(x, type) and has_init_and_step(x)
 
 
 def has_init_and_step(x: Any) -> bool:
-    """Whether x is a pure optimizer, or a class of them."""
+    """Return True if x is a pure optimizer, or a class of them."""
     return all(callable(getattr(x, method, None)) for method in ("init", "step"))

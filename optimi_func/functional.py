@@ -1,15 +1,15 @@
 """Optimizers as pure functions over pytrees: (params, grads, state) -> (params, state).
 
-For each rule there are three names. `adamw(lr=...)` binds every number and gives a
-`FunctionalOptimizer`; `adamw_init(params)` makes a state; `adamw_step(params, grads, state,
-lr=...)` makes a step. Nothing passed in is ever written, what comes out shares no memory
-with what went in, and everything composes with torch.compile, vmap, grad and jvp.
+Each rule has three names. `adamw(lr=...)` binds all hyperparameters and returns a
+`FunctionalOptimizer`, `adamw_init(params)` makes a state, and `adamw_step(params, grads,
+state, lr=...)` makes a step. Arguments are never written to, results share no memory with
+them, and everything composes with torch.compile, vmap, grad and jvp.
 
 A parameter tree is anything torch.utils._pytree flattens into floating tensors. A gradient
-tree has its structure; a None in it leaves that parameter and its state alone. Numbers are
-floats or 0-d tensors, or callables of the 0-based step (a 0-d tensor in, a number out; in
-a graph a 0-d tensor too: see `schedules`); lr and weight_decay may also be prefixes of the
-parameter tree, a number a subtree.
+tree has its structure; a parameter whose gradient is None does not change, nor does its
+state. Hyperparameters are floats, 0-d tensors, or callables of the 0-based step, a 0-d
+tensor, that return a number (in a graph a 0-d tensor: see `schedules`). lr and weight_decay
+may also be prefixes of the parameter tree, with a number for each subtree.
 """
 
 from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer

@@ -12,12 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func._checks import (
-    check_param,
-    decay_mistakes,
-    stuck_moments,
-    warn_user,
-)
+from optimi_func._checks import check_param, decay_mistakes, stuck_moments, warn_user
 from optimi_func._codes import NEAREST, dither_at
 from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Scalar, Scalars, Storage

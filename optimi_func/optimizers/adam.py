@@ -7,22 +7,8 @@ import torch
 from torch import Tensor
 
 from optimi_func._functional import FunctionalOptimizer, Number, derived
-from optimi_func._math import (
-    moment,
-    power,
-    root,
-    second_moment,
-    sqrt,
-    wide_second_moment,
-)
-from optimi_func._rule import (
-    Direction,
-    MomentStorage,
-    PyTree,
-    Rule,
-    Scalar,
-    Storage,
-)
+from optimi_func._math import moment, power, root, second_moment, sqrt, wide_second_moment
+from optimi_func._rule import Direction, MomentStorage, PyTree, Rule, Scalar, Storage
 from optimi_func._saved import Counterparts
 from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
@@ -75,7 +61,7 @@ def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
 
 
 def accumulate(c: Coeffs) -> Coeffs:
-    # m becomes that of the whole gradient; v adds the squares of its microbatches
+    # m becomes that of the whole gradient, while v adds the squares of its microbatches
     # (AdamA, arXiv:2305.19982).
     return c._replace(beta1=1.0, beta2=1.0)
 
@@ -150,7 +136,7 @@ def adam_init(
     state_dtype: torch.dtype | None = None,
     storage: Storage | str | None = None,
 ) -> TreeState:
-    """Fresh Adam or AdamW state: see `FunctionalOptimizer.init`.
+    """Return fresh Adam or AdamW state: see `FunctionalOptimizer.init`.
 
     >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
     tensor([0., 0.])
@@ -185,7 +171,7 @@ class Adam(BaseOptimizer):
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
         eps: Added to the root, after the bias correction.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
-        amsgrad: Divide by the largest v so far in place of v (arXiv:1904.09237).
+        amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -216,7 +202,7 @@ class Adam(BaseOptimizer):
 
 
 class AdamW(BaseOptimizer):
-    """AdamW: Adam whose weights decay by themselves, not through the moments.
+    """AdamW: Adam with weight decay that does not go through the moments.
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
 
@@ -229,7 +215,7 @@ class AdamW(BaseOptimizer):
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         eps: Added to the root, after the bias correction.
-        amsgrad: Divide by the largest v so far in place of v (arXiv:1904.09237).
+        amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

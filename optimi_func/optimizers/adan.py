@@ -10,7 +10,7 @@ from optimi_func._math import choose, moment, power, root, second_moment, sqrt, 
 from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func._saved import Counterparts
 from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 
 __all__ = ["Adan", "adan", "adan_init", "adan_step"]
 
@@ -96,13 +96,13 @@ adan_step = step_function(adan)
 
 
 class Adan(BaseOptimizer):
-    """Adan: Adam with a look ahead along the change of the gradient.
+    """Adan: Adam that looks ahead along the change of the gradient.
 
         m <- b1 * m + (1 - b1) * g,   w <- b2 * w + (1 - b2) * (g - g_prev)
         n <- b3 * n + (1 - b3) * (g + b2 * (g - g_prev))^2
         p <- (p - lr * (mhat + b2 * what) / (sqrt(nhat) + eps)) / (1 + lr * weight_decay)
 
-    with mhat, what and nhat corrected for bias as in Adam. The first g_prev is g.
+    with mhat, what and nhat corrected for bias as in Adam. At the first step g_prev is g.
 
     Args:
         params: Parameters, named parameters, or param groups.
@@ -111,7 +111,7 @@ class Adan(BaseOptimizer):
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         eps: Added to the root, after the bias correction.
-        adam_wd: Subtract decay as AdamW does, in place of Adan's division.
+        adam_wd: Subtract decay as in AdamW, instead of Adan's division.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -132,15 +132,7 @@ class Adan(BaseOptimizer):
     """
 
     factory = adan
-    _positional = (
-        "decouple_lr",
-        "max_lr",
-        "adam_wd",
-        "kahan_sum",
-        "foreach",
-        "triton",
-        "gradient_release",
-    )
+    _positional = ("decouple_lr", "max_lr", "adam_wd", *POSITIONAL)
 
     lr: InitVar[float | Tensor]
     betas: InitVar[tuple[float, float, float]] = (0.98, 0.92, 0.99)

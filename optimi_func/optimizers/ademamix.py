@@ -51,7 +51,7 @@ def coeffs(
     beta3_warmup: Scalar,
 ) -> Coeffs:
     b1, b2, b3 = betas
-    # The steps that halve m2's past: linear in t from those of b1 to those of b3.
+    # The half-life of m2 in steps, which grows linearly in t from that of b1 to that of b3.
     first, last = _half_life(b1), _half_life(b3)
     half_life = first + warmed(t, beta3_warmup) * (last - first)
     none = half_life == 0
@@ -68,7 +68,7 @@ def _half_life(beta: Scalar) -> Scalar:
 
 
 def accumulate(c: Coeffs) -> Coeffs:
-    # As Adam's, of both means.
+    # Both means become those of the whole gradient: see Adam.
     return c._replace(beta1=1.0, beta2=1.0, beta3=1.0)
 
 
@@ -118,9 +118,9 @@ class AdEMAMix(BaseOptimizer):
         v <- b2 * v + (1 - b2) * g^2
         p <- p - lr * (m1hat + alpha(t) * m2) / (sqrt(vhat) + eps) - lr * weight_decay * p
 
-    with m1hat and vhat corrected for bias as in Adam, and m2 as it is. Old gradients go on
-    to be of use over ten thousands of steps. m2 and v are float32 whatever the storage:
-    bfloat16 could not follow them.
+    with m1hat and vhat corrected for bias as in Adam, and m2 not. Old gradients remain
+    useful over tens of thousands of steps. m2 and v are float32 whatever the storage,
+    because bfloat16 could not follow them.
 
     Args:
         params: Parameters, named parameters, or param groups.
@@ -130,8 +130,8 @@ class AdEMAMix(BaseOptimizer):
             lr / max_lr.
         eps: Added to the root, after the bias correction.
         alpha: How much m2 counts, from 0; the authors' code has 2, their paper 8.
-        alpha_warmup: Steps over which alpha grows from 0, linearly; as many as there are in
-            all, as a rule. It is no part of the state: give it again on resuming.
+        alpha_warmup: Steps over which alpha grows from 0, linearly; usually all steps of
+            the training. It is not in the state, so give it again when resuming.
         beta3_warmup: Steps over which m2's half-life grows from b1's to b3's, linearly.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.

@@ -90,9 +90,9 @@ class ADOPT(BaseOptimizer):
         p <- p - lr * m
         v <- b2 * v + (1 - b2) * g^2
 
-    The first gradient sets v = g^2 and moves nothing. As v knows nothing of the gradient
-    that it divides, the method converges with any b2, where Adam need not. v is float32
-    whatever the storage: bfloat16 could not follow it.
+    The first gradient sets v = g^2 and moves nothing. Because v does not depend on the
+    gradient that it divides, the method converges with any b2, while Adam may not. v is
+    float32 whatever the storage, because bfloat16 could not follow it.
 
     Args:
         params: Parameters, named parameters, or param groups.
@@ -100,7 +100,7 @@ class ADOPT(BaseOptimizer):
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
-        eps: The least that a gradient is divided by.
+        eps: The smallest divisor of a gradient.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
@@ -110,7 +110,7 @@ class ADOPT(BaseOptimizer):
 
     References:
         Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the
-        Optimal Rate", arXiv:2411.02853, as its authors' code clips since.
+        Optimal Rate", arXiv:2411.02853, with the clipping that its authors' code added.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)

@@ -44,6 +44,8 @@ Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
 Closure: TypeAlias = Callable[[], Any]
+# optimi's users pass these options by position, behind decouple_lr and max_lr.
+POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
 
 
 class BaseOptimizer(Fields, Checkpoints):
@@ -109,15 +111,7 @@ class BaseOptimizer(Fields, Checkpoints):
     corrected_decay: InitVar[bool] = False
     cautious: InitVar[bool] = False
 
-    # optimi's users pass these by position.
-    _positional = (
-        "decouple_lr",
-        "max_lr",
-        "kahan_sum",
-        "foreach",
-        "triton",
-        "gradient_release",
-    )
+    _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
     def __init_subclass__(cls) -> None:
         """Make the constructor, and read `keywords` off the factory's signature."""

@@ -1,4 +1,4 @@
-"""Which parameters of a model are matrices of its hidden layers."""
+"""`hidden_matrices`: select the matrices of a model's hidden layers."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from optimi_func._saved import without_wrappers
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# Their weights have three dimensions and are no stacks of matrices.
+# Weights of three dimensions that are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
 class HiddenMatrices:
-    """Says of a model's parameters whether they are: see `hidden_matrices`."""
+    """The predicate that `hidden_matrices` makes."""
 
     __name__ = "hidden_matrices"
 
@@ -22,17 +22,14 @@ class HiddenMatrices:
         self.others = frozenset(others)
 
     def __call__(self, path: str, p: Tensor) -> bool:
-        """Whether the parameter of this name is one.
+        """Return True if the parameter of this name is a hidden matrix.
 
         Raises:
-            ValueError: The model has none of this name.
+            ValueError: The model has no parameter of this name.
         """
         del p
-        for name in (
-            path,
-            without_wrappers(path),
-            without_wrappers(path).removeprefix("module."),
-        ):
+        plain = without_wrappers(path)
+        for name in (path, plain, plain.removeprefix("module.")):
             if name in self.names or name in self.others:
                 return name in self.names
         raise ValueError(f"hidden_matrices: the model has no parameter {path!r}")
@@ -41,18 +38,18 @@ class HiddenMatrices:
 def hidden_matrices(
     model: nn.Module, head: str | Iterable[str] | None = None
 ) -> HiddenMatrices:
-    """A predicate that selects the matrices of hidden layers, for `Mixed` and `partition`.
+    """Make a predicate for the matrices of hidden layers, for `Mixed` and `partition`.
 
-    That is every weight of at least two dimensions, but embeddings, whatever is tied to
-    one, the output layer, and the weights of 1-d convolutions. What is not called a weight
-    (class tokens, positions) is none. A shape by itself decides nothing; print
-    `optimizer.describe()` and look.
+    It selects every weight of at least two dimensions except embeddings, weights tied to
+    one, the output layer, and the weights of 1-d convolutions. Parameters that are not
+    called a weight (class tokens, positions) are not selected. The shape alone does not
+    decide, so print `optimizer.describe()` and look.
 
     Args:
-        model: Whose parameters.
+        model: The model with the parameters.
         head: The output layer's weight, as names or patterns (`fnmatch`); () for none.
-            None takes what the model says it is (get_output_embeddings of transformers,
-            get_classifier of timm), else the last nn.Linear that it has.
+            None asks the model (get_output_embeddings of transformers, get_classifier of
+            timm), or else takes its last nn.Linear.
 
     Raises:
         ValueError: A name or pattern that no parameter has.

@@ -24,7 +24,7 @@ def init(p: Tensor, kept: MomentStorage) -> adam.State:
 def measure(
     g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, shared: None, c: adam.Coeffs
 ) -> list[Tensor]:
-    # Of the move lr * d + decay * decaying the norm, for whatever the two numbers are.
+    # From these means follows the norm of lr * d + decay * decaying, for any lr and decay.
     return [x * x, d * d, d * decaying, decaying * decaying]
 
 
@@ -35,7 +35,7 @@ def settle(
     own = lr * scale
     move = dd * (own * own) + db * (2.0 * own * decay) + bb * (decay * decay)
     length, wanted = root(move), root(xx) * lr
-    # Where either is 0 the move stays as long as it is.
+    # If either norm is 0, the length of the move does not change.
     for x in (xx, move):
         wanted = torch.where(x < torch.finfo(x.dtype).tiny, length, wanted)
     return length / wanted
@@ -68,28 +68,29 @@ lamb_step = step_function(lamb)
 
 
 class LAMB(BaseOptimizer):
-    """LAMB: AdamW whose step is as long, tensor by tensor, as lr times the tensor.
+    """LAMB: AdamW with steps scaled, for each tensor, to lr times the tensor's norm.
 
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
-        p <- p - lr * |p| / |r| * r              norms over each tensor; 1 where one is 0
+        p <- p - lr * |p| / |r| * r         norms over each tensor; no factor if one is 0
 
-    with Adam's bias corrected m and v. Each layer moves by the same share of itself, which
-    keeps training stable at batches of tens of thousands. lr is therefore relative: 1e-3
-    changes each tensor by a thousandth of its norm, and decay turns that step, it does not
+    with Adam's bias corrected m and v. Each layer moves by the same share of its norm,
+    which keeps training stable at batches of tens of thousands. So lr is relative: 1e-3
+    changes each tensor by a thousandth of its norm. Decay turns that step and does not
     lengthen it.
 
-    v is float32 (float64 for float64 parameters) whatever the storage: by 0.999 a bfloat16
-    hardly moves.
+    v is float32 (float64 for float64 parameters) whatever the storage, because a bfloat16
+    hardly moves by steps of 0.001.
 
-    The norms are those of whole tensors, whatever is sharded. Biases and the gains of norms
-    are usually left to Adam, as by the authors' code, apex and timm (which adapt no group
-    without weight decay): `Mixed(named, (matrices, lamb(lr=...)), rest=adamw(lr=...))`.
-    Nothing else is clipped; timm's also clips the norm of all gradients to 1.
+    The norms are those of whole tensors, also if they are sharded. Biases and the gains of
+    norms are usually left to Adam, as in the authors' code, apex and timm (which adapt no
+    group without weight decay): `Mixed(named, (matrices, lamb(lr=...)),
+    rest=adamw(lr=...))`. Nothing else is clipped, while timm's LAMB also clips the norm of
+    all gradients to 1.
 
     Args:
         params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element: how long a step is, of a
-            tensor's norm.
+        lr: Learning rate, a number or a tensor of one element: the length of a step as a
+            share of the tensor's norm.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient, added to the direction before its norm is taken,
             so multiplied by lr * |p| / |r|; or (decouple_lr) by that over max_lr.
@@ -108,7 +109,7 @@ class LAMB(BaseOptimizer):
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> optimizer = LAMB([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> w.sum().backward()
-    >>> optimizer.step()  # by 0.1 * 5, in two equal parts
+    >>> optimizer.step()  # of length 0.1 * 5
     >>> w.detach()
     tensor([2.6464, 3.6464])
     """

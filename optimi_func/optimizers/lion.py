@@ -38,9 +38,9 @@ def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar]) -> Coeffs:
 
 
 def accumulate(c: Coeffs) -> Coeffs:
-    # m already holds this step's earlier microbatches: b2 * m_old + (1 - b2) * g_early.
-    # Weight it by b1 / b2, so that m_old counts b1, as in a whole step. Where b2 = 0 no
-    # m_old is left, and g_early counts 1 - b1, as the last microbatch does.
+    # m already has this step's earlier microbatches: b2 * m_old + (1 - b2) * g_early. Its
+    # factor is b1 / b2, so that m_old counts b1, as in a whole step. If b2 = 0, no m_old is
+    # left, and g_early counts 1 - b1, like the last microbatch.
     no_past = c.beta2 == 0
     past = c.beta1 / choose(no_past, 1.0, c.beta2)
     early = c.one_minus_beta1 / c.one_minus_beta2
@@ -76,8 +76,8 @@ class Lion(BaseOptimizer):
         p <- p - lr * sign(b1 * m + (1 - b1) * g) - lr * weight_decay * p
         m <- b2 * m + (1 - b2) * g
 
-    One moment in place of Adam's two. Wants a lr 3 to 10 times smaller than AdamW's and
-    a weight decay as much larger.
+    It has one moment instead of Adam's two. Its lr should be 3 to 10 times smaller than
+    AdamW's, and its weight decay larger by the same factor.
 
     Args:
         params: Parameters, named parameters, or param groups.

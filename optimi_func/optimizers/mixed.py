@@ -1,4 +1,4 @@
-"""One optimizer whose parameters follow several rules, chosen by their names."""
+"""`Mixed`: one optimizer with several rules, chosen by the names of parameters."""
 
 import inspect
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from optimi_func.transforms.partition import (
 
 
 class MixedNumbers(GroupNumbers):
-    """The numbers of groups, each of which names its rule."""
+    """The hyperparameters of groups that name their rule in `group["rule"]`."""
 
     def __init__(self, values: list[FunctionalOptimizer]) -> None:
         self._by_rule = {
@@ -74,12 +74,12 @@ class MixedNumbers(GroupNumbers):
 
 
 def rule_name(value: FunctionalOptimizer) -> str:
-    """By which a group names the rule it follows: that of the function that makes it."""
+    """Return the name of a rule in param groups, that of its factory."""
     return type(value).__name__
 
 
 class Named:
-    """Selects the parameters of these names."""
+    """A predicate that selects parameters by a set of names."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = frozenset(names)
@@ -91,31 +91,30 @@ class Named:
 
 
 class Mixed(Evaluated):
-    """Several rules in one optimizer: each parameter follows that which its name selects.
+    """Several rules in one optimizer: the name of a parameter selects its rule.
 
-    Every group that is given becomes one for each part that selects something in it, in
-    the order of the parts. It names its rule ("rule") and has the numbers of that rule
-    under torch's names; what the given group says of them replaces the part's. Schedulers,
-    trainers, checkpoints, gradient release and storage see one optimizer. Its `train()` and
-    `eval()` concern the parts that have them, as schedule_free_adamw.
+    Every given group becomes one group for each part that selects something in it, in the
+    order of the parts. Such a group names its rule ("rule") and has that rule's
+    hyperparameters under torch's names; those in the given group replace the part's.
+    Schedulers, trainers, checkpoints, gradient release and storage see one optimizer. Its
+    `train()` and `eval()` concern the parts that have them, as schedule_free_adamw.
 
-    `defaults` have neither momentum nor betas, because some groups would have them and some
-    not: pass cycle_momentum=False to OneCycleLR.
+    `defaults` have neither momentum nor betas, because not all groups have them. So pass
+    cycle_momentum=False to OneCycleLR.
 
     Args:
         params: Named parameters, as model.named_parameters(), or groups of them.
-        *parts: Pairs of what selects and an optimizer with its numbers, as adamw(lr=...). A
-            string is a pattern (`fnmatch`) for the name; a predicate takes name and
-            parameter.
-        rest: The optimizer of all that nothing selects. None: there is nothing.
+        *parts: Pairs of a pattern or predicate, and an optimizer as adamw(lr=...). A
+            pattern (`fnmatch`) is for the name; a predicate takes name and parameter.
+        rest: The optimizer of all parameters that nothing selects. None: there are none.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
         TypeError: A part is no such pair, or its optimizer has schedules in it, which are
-            for the pure API: use torch's.
-        ValueError: Parameters without names; a part that selects nothing, a parameter that
-            is selected twice, or not at all where there is no rest.
+            for the pure API; use torch's.
+        ValueError: Parameters without names, a part that selects nothing, or a parameter
+            that is selected twice, or not at all and there is no rest.
 
     >>> from optimi_func import adamw, lion
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
@@ -146,16 +145,11 @@ class Mixed(Evaluated):
         for value in self._values:
             if factories[rule_name(value)] is not type(value):
                 raise ValueError(f"Mixed got two optimizers called {rule_name(value)!r}")
-        defaults: dict[str, Any] = {
-            "kahan_sum": kahan_sum,
-            "foreach": foreach,
-            "triton": triton,
-            "gradient_release": gradient_release,
-            "compile": compile,
-            "capturable": capturable,
-            "state_dtype": state_dtype,
-            "storage": storage,
-        }
+        defaults: dict[str, Any] = dict(
+            kahan_sum=kahan_sum, foreach=foreach, triton=triton, compile=compile
+        )
+        defaults |= dict(gradient_release=gradient_release, capturable=capturable)
+        defaults |= dict(state_dtype=state_dtype, storage=storage)
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
@@ -166,10 +160,11 @@ class Mixed(Evaluated):
         return MixedNumbers(self._values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, divided among the parts; nothing is added where one is refused.
+        """Add a group, divided among the parts.
 
         Raises:
-            TypeError, ValueError: As the constructor; a part may select nothing here.
+            TypeError, ValueError: As the constructor, but a part may select nothing. If it
+                raises, nothing is added.
         """
         given = {k: x for k, x in param_group.items() if k not in ("params", "param_names")}
         names, tensors = _named(param_group)
@@ -182,7 +177,7 @@ class Mixed(Evaluated):
                 own = [pair for pair, k in zip(zip(names, tensors), places) if k == i]
                 if own:
                     numbers = _numbers_of(value)
-                    # A number that this rule does not have is another's.
+                    # Other rules' hyperparameters in a given group are not this group's.
                     more = {
                         k: x for k, x in given.items() if k in numbers or k not in known
                     }
@@ -195,11 +190,11 @@ class Mixed(Evaluated):
             self._placed += zip(names, places)
 
     def describe(self) -> str:
-        """The table of `BaseOptimizer.describe`, and of each parameter rule and shape."""
+        """Return `BaseOptimizer.describe()`, and the rule and shape of each parameter."""
         return f"{super().describe()}\n\n{listed(self.param_groups)}"
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """For each rule, by its name, the state as torch.optim's class of it loads it.
+        """Return a state dict for each rule, by its name, for torch.optim's class of it.
 
         Raises:
             ValueError: A class or an option that torch does not have.
@@ -214,9 +209,10 @@ class Mixed(Evaluated):
         return found
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
-        """By name, rule by rule: whoever changed its rule begins anew, if not strict.
+        """Match a state dict, rule by rule.
 
-        Takes a state of ours, or a dict with a state of torch's for each rule.
+        Takes a state of this class, or a dict with torch's state of each rule. Unless
+        strict, a parameter whose rule has changed has no entry.
         """
         rules = list(dict.fromkeys(map(rule_name, self._values)))
         if state_dict and set(state_dict) <= {*rules}:
@@ -257,7 +253,7 @@ class Mixed(Evaluated):
         return Match(groups, entries, others, LoadReport(missing, unexpected))
 
     def _check_rules(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a state in which a parameter follows another rule than here."""
+        """Raise if a parameter has another rule in the state dict."""
         saved = {
             name: group["rule"]
             for group in state_dict["param_groups"]
@@ -268,13 +264,13 @@ class Mixed(Evaluated):
             if saved[theirs] != ours[name]:
                 raise ValueError(
                     f"{name!r} follows {ours[name]} here and {saved[theirs]} in the state: "
-                    "strict=False lets it begin anew"
+                    "with strict=False its state begins again"
                 )
 
     def functional(self) -> tuple[Partition, PartitionState]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """This optimizer as a pure one: a `partition` with a part for each group.
+        """Return a pure optimizer and its state: a `partition` with a part for each group.
 
-        As `BaseOptimizer.functional`; its state is over the tree {name: parameter}.
+        The state is over the tree {name: parameter}: see `BaseOptimizer.functional`.
 
         Raises:
             ValueError: Parameters of a group that have taken different numbers of steps.
@@ -300,11 +296,11 @@ class Mixed(Evaluated):
     def load_functional(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: PartitionState, params: dict[str, Tensor] | None = None
     ) -> None:
-        """Go on from a pure optimizer's state, as `functional` gave it.
+        """Continue from the state of a pure optimizer that `functional` made.
 
         Args:
             state: A `partition`'s, over the tree {name: parameter}.
-            params: Values for the parameters themselves, by name.
+            params: Values for the parameters, by name.
 
         Raises:
             ValueError: Names that no parameter has, shapes or fields that do not fit;
@@ -326,7 +322,7 @@ class Mixed(Evaluated):
 def _checked_value(value: Any) -> FunctionalOptimizer:
     if not isinstance(value, FunctionalOptimizer):
         raise TypeError(
-            f"Mixed got {value!r}: allowed are optimizers with their numbers, as "
+            f"Mixed got {value!r}: allowed are pure optimizers, as "
             "optimi_func.adamw(lr=1e-3), and no transforms of them"
         )
     for name, x in _numbers_of(value).items():
@@ -339,14 +335,14 @@ def _checked_value(value: Any) -> FunctionalOptimizer:
 
 
 def _numbers_of(value: FunctionalOptimizer) -> dict[str, Any]:
-    """What a value was made of, by keyword."""
+    """Return the keywords and values of the call that makes a value."""
     return {
         name: getattr(value, name) for name in inspect.signature(type(value)).parameters
     }
 
 
 def _named(group: dict[str, Any]) -> tuple[list[str], list[Tensor]]:
-    """The names and parameters of a group that was given."""
+    """Return the names and the parameters of a given group."""
     given = group["params"]
     params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
     if all(isinstance(x, tuple) and len(x) == 2 for x in params):
@@ -361,7 +357,7 @@ def _named(group: dict[str, Any]) -> tuple[list[str], list[Tensor]]:
 
 
 def _of_rule(state_dict: dict[str, Any], rule: str) -> dict[str, Any]:
-    """The part of a state whose groups follow a rule."""
+    """Return the part of a state dict with the groups of a rule."""
     groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
     every = {i for group in state_dict["param_groups"] for i in group["params"]}
     own = {i for group in groups for i in group["params"]}

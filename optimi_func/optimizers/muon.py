@@ -18,7 +18,7 @@ from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
 
 Triple: TypeAlias = tuple[float, float, float]
-# Which rows of a matrix are matrices of their own: so many parts, or parts of so many.
+# Rows of a matrix that are matrices of their own: the number of parts, or rows of each.
 Split: TypeAlias = int | tuple[int, ...] | None
 
 # The coefficients of each iteration, by name.
@@ -31,7 +31,7 @@ TABLES: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Made for a matrix divided by 1.02 more, as its first triple does here.
+    # It was made for a matrix divided by 1.02, which the first triple does here.
     "polar_express": (
         (
             8.156554524902461 / 1.02,
@@ -44,7 +44,7 @@ TABLES: dict[str, tuple[Triple, ...]] = {
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
 }
-# What an update of so many rows and columns is multiplied by.
+# The factor on an update with m rows and n columns.
 SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
@@ -68,7 +68,7 @@ class Coeffs(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """How directions are mapped: by constants, so that each is a rule of its own."""
+    """The constants of the map of directions; other constants make another rule."""
 
     table: tuple[Triple, ...]
     scale: str
@@ -86,7 +86,7 @@ def coeffs(t: Scalar, *, momentum: Scalar, eps: Scalar) -> Coeffs:
 
 
 def accumulate(c: Coeffs) -> Coeffs:
-    # In Nesterov's mixture, b has the whole gradient, g is the last microbatch.
+    # In Nesterov's mixture, b has the whole gradient and g is the last microbatch.
     return c._replace(momentum=1.0)
 
 
@@ -101,7 +101,7 @@ def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 
 def matrices(x: Tensor, split: Split) -> tuple[Tensor, ...]:
-    """The matrices, or stacks of them, that a tensor is made of."""
+    """Return the matrices, or stacks of matrices, of a tensor."""
     x = x.flatten(1) if x.dim() > 3 else x
     if split is None:
         return (x,)
@@ -111,11 +111,11 @@ def matrices(x: Tensor, split: Split) -> tuple[Tensor, ...]:
 
 
 def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
-    """U f(S) V^T of each matrix U S V^T, for the polynomial f that makes S about 1."""
+    """Return U f(S) V^T of each matrix U S V^T; the polynomial f makes S about 1."""
     wide, shape = x.dtype, x.shape
     dtype, (m, n) = how.dtype or iterated_in(x), shape[-2:]
     if dtype.itemsize < wide.itemsize and is_differentiated(x):
-        dtype = wide  # the derivative would be noise
+        dtype = wide  # else the derivative would be noise
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / norm.clamp_min(eps).clamp_min(torch.finfo(wide).tiny)
     x = (x.mT if m > n else x).to(dtype)
@@ -140,7 +140,7 @@ def whole(d: Tensor, c: Coeffs, how: Iteration) -> Tensor:
 def refuses(p: Tensor, split: Split) -> str | None:
     if p.dim() < 2:
         return (
-            "Muon takes matrices, stacks of them and convolutions; give vectors and "
+            "Muon takes matrices, stacks of them and convolutions. Give vectors and "
             "scalars to another optimizer, as optimi_func.Mixed does"
         )
     rows = p.shape[0] if p.dim() > 3 else p.shape[-2]
@@ -153,7 +153,7 @@ def refuses(p: Tensor, split: Split) -> str | None:
 
 def muon_rule(nesterov: bool, how: Iteration) -> Rule[State, Coeffs]:
     key = nesterov, *how
-    if key not in _rules:  # no functools.cache: Dynamo calls what that wraps
+    if key not in _rules:  # Dynamo does not trace into functools.cache
         _rules[key] = Rule(
             *("muon", State, init, coeffs, look_ahead if nesterov else direction),
             accumulate=accumulate,
@@ -170,10 +170,10 @@ _rules: dict[Any, Rule[State, Coeffs]] = {}
 
 
 def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
-    """The coefficients of each iteration.
+    """Return the coefficients of each iteration.
 
     Raises:
-        ValueError: What are no coefficients, or no number of steps, or steps beside a list.
+        ValueError: No coefficients, no number of steps, or both a list and a number.
     """
     if steps is not None and (type(steps) is not int or not 0 < steps < 100):
         raise ValueError(
@@ -209,7 +209,7 @@ def as_triple(x: Any) -> Triple:
 
 
 def as_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of the iteration, from its name too."""
+    """Return the dtype of the iteration, given itself or its name."""
     if x is None:
         return None
     found = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
@@ -222,7 +222,7 @@ def as_dtype(x: Any) -> torch.dtype | None:
 
 
 def as_split(x: Any) -> Split:
-    """Which rows are matrices of their own."""
+    """Return the checked option split."""
     if x is None:
         return None
     sizes = x if isinstance(x, tuple | list) else (x,)
@@ -235,10 +235,10 @@ def as_split(x: Any) -> Split:
 
 
 def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as torch has them.
+    """Return a group's options as torch.optim.Muon's.
 
     Raises:
-        ValueError: One that it does not have.
+        ValueError: An option that it does not have.
     """
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
@@ -294,7 +294,7 @@ class muon(FunctionalOptimizer):
                 f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
                 f"{list(SCALES)}; torch's None is 'original'"
             )
-        self.rule  # noqa: B018  # its options are checked where they are read
+        self.rule  # noqa: B018  # computing it checks the other options
 
 
 muon_init = init_function(muon(lr=0.0).rule)
@@ -304,17 +304,18 @@ muon_step = step_function(muon)
 
 
 class Muon(BaseOptimizer):
-    """Muon: step by the momentum with all its singular values made about 1.
+    """Muon: step along the momentum with all its singular values made about 1.
 
         b <- momentum * b + (1 - momentum) * g
         N  = (1 - momentum) * g + momentum * b      with Nesterov, else b
         X  = N / max(||N||, eps);   ns_steps times   X <- a X + (b XX^T + c (XX^T)^2) X
         p <- p - lr * s * X - lr * weight_decay * p
 
-    For the matrices of a network's hidden layers; `Mixed` and `MuonAdamW` give embeddings,
-    output layers and vectors to another optimizer. What has more than three dimensions is
-    flattened into a matrix, a convolution to out x rest; what has three is a stack of
-    matrices. torch.optim.Muon's mathematics, with another default of adjust_lr_fn.
+    It is for the matrices of a network's hidden layers; `Mixed` and `MuonAdamW` give
+    embeddings, output layers and vectors to another optimizer. A parameter of three
+    dimensions is a stack of matrices; one of more is flattened into a matrix, a convolution
+    to out x rest. The mathematics are torch.optim.Muon's, with another default of
+    adjust_lr_fn.
 
     Args:
         params: Parameters, named parameters, or param groups; of 2 dimensions or more.
@@ -323,18 +324,18 @@ class Muon(BaseOptimizer):
             lr / max_lr.
         momentum: Share of b kept, in [0, 1).
         nesterov: Look ahead.
-        ns_coefficients: a, b, c; or a list of such for one step each; or "standard",
+        ns_coefficients: a, b, c; or a list with a, b, c for each step; or "standard",
             "quintic" or "polar_express", which are lists of five. Singular values from 0.01
             on become 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14.
-        eps: The least norm to divide by.
-        ns_steps: Number of steps with the same a, b, c: 5 where it is None.
+        eps: The smallest norm to divide by.
+        ns_steps: Number of steps with the same a, b, c; None: 5.
         adjust_lr_fn: s of an m x n matrix: "match_rms_adamw", 0.2 sqrt(max(m, n)), with
             which AdamW's lr and decay serve; "original" (torch's default),
             sqrt(max(1, m / n)); "rms_to_rms", sqrt(m / n).
-        ns_dtype: Of the iteration. None: float32 on CPU, else bfloat16; float64 where
-            the arithmetic is. A step that is differentiated takes no less than float32.
-        split: Parts of a matrix's rows that are matrices of their own, as of one that is
-            query, key and value: a number of equal parts, or a list of each one's rows.
+        ns_dtype: Dtype of the iteration. None: float32 on CPU, else bfloat16; float64 if
+            the arithmetic is. A step that is differentiated takes at least float32.
+        split: Parts of a matrix's rows that are matrices of their own, for example query,
+            key and value: a number of equal parts, or a list of each part's rows.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model's hidden layers, AdamW for all the rest."""
+"""`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -42,9 +42,9 @@ def MuonAdamW(  # noqa: D417
 
     Args:
         model: Its trainable parameters are taken.
-        lr: Learning rate of both; with another adjust_lr_fn they want different ones.
-        weight_decay: Of the matrices.
-        adamw_weight_decay: Of the rest; None takes the same.
+        lr: Learning rate of both; with another adjust_lr_fn they need different ones.
+        weight_decay: Decay of the matrices.
+        adamw_weight_decay: Decay of the rest; None takes the same.
         momentum: Muon's.
         nesterov: Muon's.
         ns_coefficients: Muon's.
@@ -57,8 +57,8 @@ def MuonAdamW(  # noqa: D417
     The other arguments are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        TypeError: What is no module.
-        ValueError: A number out of its range, or a model without hidden matrices.
+        TypeError: model is no module.
+        ValueError: A hyperparameter out of its range, or a model without hidden matrices.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     >>> print(MuonAdamW(model, lr=1e-3).describe())
@@ -74,8 +74,8 @@ def MuonAdamW(  # noqa: D417
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"MuonAdamW got a {type(model).__name__}: allowed is a module, whose layers "
-            "say what is a matrix; of named parameters make a Mixed"
+            f"MuonAdamW got a {type(model).__name__}: allowed is a module, because its "
+            "layers say what is a matrix. Make a Mixed of named parameters"
         )
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     matrices = muon(

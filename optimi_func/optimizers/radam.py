@@ -26,12 +26,12 @@ class Coeffs(NamedTuple):
 
 
 def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[bool | Tensor, Scalar]:
-    """Whether rho > least, which is at least 4, and r."""
+    """Return rho > least, which must be at least 4, and r."""
     decayed = power(beta2, t)
     rho_inf = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
     enough = rho > least
-    # Where rho <= 4, r is undefined and its derivative not finite: there r is that of 6.
+    # If rho <= 4, r is undefined and its derivative not finite, so 6 takes rho's place.
     x, x_inf = choose(enough, rho, 6.0), choose(enough, rho_inf, 6.0)
     r = sqrt((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x))
     return enough, r
@@ -50,7 +50,7 @@ def accumulate(c: Coeffs) -> Coeffs:
 def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
     m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c.adam)
     mhat = c.adam.inv_bias_correction1 * m
-    # One of two scalars is 0: a branch would be another graph.
+    # One of the two scalars is 0, because a branch would need another graph.
     denominator = c.adam.inv_sqrt_bias_correction2 * root(v) + c.adam.eps
     return Direction(mhat * (c.rectification / denominator + c.unrectified), new)
 
@@ -78,13 +78,13 @@ radam_step = step_function(radam)
 
 
 class RAdam(BaseOptimizer):
-    """RAdam: Adam that trusts v only once enough gradients stand behind it.
+    """RAdam: Adam that uses v only after enough gradients.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
         r^2 = (rho - 4)(rho - 2) rho_inf / ((rho_inf - 4)(rho_inf - 2) rho)
         p <- p - lr * r * mhat / (sqrt(vhat) + eps)  once rho > 5, before: lr * mhat
 
-    with Adam's bias corrected m and v, which replaces the warmup that Adam needs.
+    with Adam's bias corrected m and v. This replaces the warmup that Adam needs.
 
     Args:
         params: Parameters, named parameters, or param groups.

@@ -23,12 +23,12 @@ __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 class State(NamedTuple):
     exp_avg: Tensor  # m
     exp_avg_sq: Tensor  # v
-    slow_param: Tensor  # at least float32: no compensation protects it
+    slow_param: Tensor  # at least float32, because it has no compensation
 
 
 class Coeffs(NamedTuple):
     radam: radam.Coeffs
-    sync: bool | Scalar  # whether this is a k-th step: static on the host, else 0.0 or 1.0
+    sync: bool | Scalar  # True at every k-th step; of a traced t 1.0, else 0.0
     alpha: Scalar  # alpha at a sync, else 0
 
 

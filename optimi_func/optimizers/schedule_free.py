@@ -180,9 +180,8 @@ def adamw_coeffs(
     b1, b2 = betas
     share = warmed(t, warmup_steps)
     average, running = averaging(t, lr, running, share, b1, r, weight_lr_power)
-    # Derivatives add up in the order in which these are computed.
-    one_minus_beta2, inverse = 1.0 - b2, 1.0 / sqrt(1.0 - power(b2, t))
-    return AdamWCoeffs(average, b2, one_minus_beta2, inverse, eps), running
+    rest = b2, 1.0 - b2, 1.0 / sqrt(1.0 - power(b2, t)), eps
+    return AdamWCoeffs(average, *rest), running
 
 
 def radam_coeffs(

@@ -22,7 +22,7 @@ from optimi_func._saved import Counterparts
 from optimi_func._storage import storage_of
 from optimi_func._tree import TreeState, init_tree
 from optimi_func.optimizers._forms import step_function
-from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 
 __all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
 
@@ -54,7 +54,7 @@ def coeffs(
 
 
 def accumulate(c: Coeffs) -> Coeffs:
-    # In Nesterov's g + momentum * b, b has the whole gradient, g is the last microbatch.
+    # In Nesterov's g + momentum * b, b has the whole gradient and g is the last microbatch.
     return c._replace(momentum=1.0)
 
 
@@ -75,7 +75,7 @@ nesterov_rule = Rule("sgd_nesterov", State, init, coeffs, look_ahead, None, accu
 
 
 def is_on(number: object) -> bool:
-    """Whether a number is anything but the host's 0: a tensor or a schedule is."""
+    """Return False if a number is 0 on the host, and True for tensors and schedules."""
     return isinstance(number, Tensor) or callable(number) or number != 0
 
 
@@ -132,7 +132,7 @@ def sgd_init(
     state_dtype: torch.dtype | None = None,
     storage: Storage | str | None = None,
 ) -> TreeState:
-    """Fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
+    """Return fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
     return init_tree(
         sgd(lr=0.0, momentum=momentum).rule,
         params,
@@ -150,7 +150,7 @@ class SGD(BaseOptimizer):
 
         b <- momentum * b + (1 - dampening) * g,   p <- p - lr * b
 
-    Nesterov steps along g + momentum * b in place of b; momentum = 0 along g.
+    Nesterov steps along g + momentum * b instead of b, and momentum = 0 along g.
 
     Args:
         params: Parameters, named parameters, or param groups.
@@ -183,15 +183,7 @@ class SGD(BaseOptimizer):
     """
 
     factory = sgd
-    _positional = (
-        "decouple_lr",
-        "max_lr",
-        "torch_init",
-        "kahan_sum",
-        "foreach",
-        "triton",
-        "gradient_release",
-    )
+    _positional = ("decouple_lr", "max_lr", "torch_init", *POSITIONAL)
 
     lr: InitVar[float | Tensor] = 1e-3
     momentum: InitVar[float] = 0.0

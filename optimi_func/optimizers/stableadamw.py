@@ -26,7 +26,7 @@ def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
 def measure(
     g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, root_v: Tensor, c: adam.Coeffs
 ) -> list[Tensor]:
-    # Of g / sqrt(max(vhat, eps^2)), by roots: eps^2 leaves float32's range before eps does.
+    # g / sqrt(max(vhat, eps^2)), by roots, because eps^2 may underflow in float32.
     ratio = g / root_v.clamp_min(c.eps)
     return [ratio * ratio]
 
@@ -63,13 +63,13 @@ stableadamw_step = step_function(stableadamw)
 
 
 class StableAdamW(BaseOptimizer):
-    """StableAdamW: AdamW that slows down where the gradient outgrows its moment.
+    """StableAdamW: AdamW with smaller steps if the gradient outgrows its second moment.
 
         RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
         p <- p - (lr / max(1, RMS)) * (mhat / (sqrt(vhat) + eps) + weight_decay * p)
 
-    with Adam's bias corrected m and v: AdaFactor's update clipping (arXiv:1804.04235),
-    a replacement for gradient clipping that costs no hyperparameter.
+    with Adam's bias corrected m and v. This is AdaFactor's update clipping
+    (arXiv:1804.04235), which replaces gradient clipping and needs no hyperparameter.
 
     Args:
         params: Parameters, named parameters, or param groups.

@@ -85,6 +85,7 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
         TypeError: optimizer is not a `FunctionalOptimizer`.
         ValueError: lr is a tree, decay is fully decoupled and max_lr is None.
 
+    >>> import torch
     >>> from optimi_func import sgd
     >>> opt = inject(sgd(lr=0.1))
     >>> p = torch.ones(1)

@@ -21,7 +21,7 @@ from optimi_func._rule import DecayKind, Leaf, PyTree, Rule, Scalar, Scalars, St
 from optimi_func._storage import storage_of
 from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
 
-# A number, or a schedule: 0-based step in, number out.
+# A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 
 

@@ -5,7 +5,7 @@ into one call for the whole list. No formula stands here.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from optimi_func.execution.launches import (
     alike,
     leaf_of,
 )
-from optimi_func.execution.tensors import chunks, foreach_copy_
+from optimi_func.execution.tensors import chunks, flat_leaf, foreach_copy_
 
 # float32 (float64) numbers an element that are alive at once, at most: those of Adan with a
 # compensation.

@@ -67,10 +67,10 @@ class Checkpoints(Optimizer):
         return self._numbers.bind(group).rule
 
     def check_train_mode(self, what: str) -> None:
-        """Raise if the optimizer is in eval mode.
+        """Refuse what is to be done with the parameters that `eval()` has put aside.
 
         Args:
-            what: The call that needs train mode, for the error.
+            what: Is to be done.
 
         Raises:
             RuntimeError: The optimizer is in eval mode.

@@ -158,12 +158,7 @@ def check_placed(path: object, p: Any) -> None:
 
 
 def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
-    """Return the gradient g with the placements of p.
-
-    Raises:
-        TypeError: Only one of them is a DTensor.
-        ValueError: They are on different meshes.
-    """
+    """Return the gradient g with the placements of p. Raise if the meshes differ."""
     if same_placements(p, g):
         return g
     if not (is_distributed(p) and is_distributed(g)):
@@ -182,11 +177,8 @@ def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
 def cuts_evenly(p: Any, dims: int, group: int) -> bool:
     """Return True if every shard of p consists of whole groups of adjacent elements.
 
-    Args:
-        p: The tensor.
-        dims: How many leading dimensions may be sharded. The last of them may only be
-            sharded in multiples of `group`, unless it is the first of several.
-        group: Elements of a group.
+    Only the first `dims` dimensions may be sharded, and the last of these only in multiples
+    of `group` elements, unless it is the first of several.
     """
     if not is_distributed(p):
         return True

@@ -94,15 +94,8 @@ def find_entries(
 ) -> Match:
     """Find the saved entry of each parameter, by name if both sides have names.
 
-    Args:
-        state_dict: As `Optimizer.state_dict` makes it.
-        groups: The optimizer's.
-        strict: Raise for names that only one side has.
-        match: "names", or "order" to ignore names.
-        counterparts: The optimizer's counterparts in other libraries.
-
-    Raises:
-        ValueError: Groups or names that do not fit.
+    Raises ValueError if groups do not fit or, if `strict`, if only one side has a name.
+    `match` is "names", or "order" to ignore names.
     """
     if match not in ("names", "order"):
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
@@ -281,14 +274,8 @@ def as_torchs(
 ) -> dict[str, Any]:
     """Convert our state dict for torch.optim's class of the same name.
 
-    Args:
-        name: The name of our class, for errors.
-        keywords: The hyperparameters and choices that it takes.
-        counterparts: Holds torch's class.
-        state_dict: Ours.
-
-    Raises:
-        ValueError: A class or an option that torch does not have.
+    Raises ValueError for a class or an option that torch does not have. `keywords` are
+    those of our pure optimizer.
     """
     cls = counterparts.in_torch
     if cls is None:
@@ -330,18 +317,10 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def checked(rule: Rule[Any, Any], root: str, name: str, p: Tensor, saved: Entry) -> Entry:
+def checked(rule: Rule[Any, Any], root: str, name: object, p: Tensor, saved: Entry) -> Entry:
     """Return a saved entry with numbers as tensors and no None. Others' values stay.
 
-    Args:
-        rule: The rule.
-        root: The dict of entries, as errors call it.
-        name: The entry's key there.
-        p: The parameter.
-        saved: The entry, under our names.
-
-    Raises:
-        TypeError, ValueError: Fields, shapes, dtypes or values that the rule cannot use.
+    Raises if the rule cannot use it. In errors it is `root[name]`.
     """
     path = f"[{name!r}]"
     if not isinstance(saved, dict):
@@ -374,13 +353,8 @@ def checked(rule: Rule[Any, Any], root: str, name: str, p: Tensor, saved: Entry)
 def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> TreeState:
     """Copy complete entries, by parameter name, to a pure optimizer's state.
 
-    Args:
-        rule: The rule.
-        entries: By name.
-        like: A parameter, for the device.
-
-    Raises:
-        ValueError: Parameters that have taken different numbers of steps.
+    Raises ValueError if parameters have taken different numbers of steps. The step count is
+    put on the device of `like`.
     """
     steps = {name: float(entry["step"]) for name, entry in entries.items()}
     if len(set(steps.values())) > 1:
@@ -411,14 +385,10 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
 def common(
     bounds: list[FunctionalOptimizer], names: list[list[str]]
 ) -> FunctionalOptimizer:
-    """Merge the optimizers of all groups. lr and weight_decay become dicts if they differ.
+    """Merge the groups' pure optimizers into one.
 
-    Args:
-        bounds: One pure optimizer a group.
-        names: The names of each group's parameters.
-
-    Raises:
-        ValueError: Groups that differ in another hyperparameter.
+    If groups differ in lr or weight_decay, it becomes a dict by parameter name. Raises
+    ValueError if they differ in another hyperparameter.
     """
     changed: dict[str, Any] = {}
     for name in [one.name for one in fields(bounds[0])]:

@@ -35,11 +35,7 @@ def storage_of(
     kahan_sum: bool | None,
     state_dtype: torch.dtype | None,
 ) -> Storage:
-    """Return the storage that these options ask for.
-
-    Raises:
-        TypeError, ValueError: An unknown name, or options that exclude each other.
-    """
+    """Return the storage that these options ask for. Raise if they exclude each other."""
     if storage is None:
         param = {None: None, True: "kahan", False: "plain"}[kahan_sum]
         check_state_dtype(state_dtype)
@@ -72,26 +68,16 @@ def storage_of(
 
 
 def group_storage(group: Mapping[str, Any]) -> Storage:
-    """Return the storage that a param group asks for.
-
-    Raises:
-        ValueError, TypeError: An unknown storage, or one together with its shorthands.
-    """
+    """Return the storage that a param group asks for."""
     return storage_of(group["storage"], group["kahan_sum"], group["state_dtype"])
 
 
 def check_stored(
     rules: list[Rule[Any, Any]], storage: Storage, params: list[Tensor]
 ) -> list[str]:
-    """Return warnings about a storage. Raise if it changes nothing.
+    """Return warnings about a storage. Raise ValueError if it has nothing to encode.
 
-    Args:
-        rules: The rules of all groups with this storage.
-        storage: The storage.
-        params: The parameters of these groups.
-
-    Raises:
-        ValueError: Codes for parameters or moments, and there are none to encode.
+    The rules and parameters are those of all groups with this storage.
     """
     low = [p for p in params if is_low(p)]
     if storage.param == "exact":
@@ -149,12 +135,9 @@ def tensors_of(field: Any) -> tuple[Tensor, ...]:
 
 
 def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
-    """Build a rule's state from its tensors.
+    """Build a rule's State from the next tensors.
 
-    Args:
-        kind: The rule's State.
-        tensors: An iterator at the first of them. It is not read beyond the last.
-        codes: For each field, True if it is two tensors, codes and their scales.
+    codes[i] is True if field i is two tensors, codes and their scales.
     """
     fields = [
         codes_of(next(tensors), next(tensors)) if coded else next(tensors)
@@ -236,18 +219,10 @@ def check_entry(
 ) -> None:
     """Raise if a value of an entry does not fit the parameter.
 
-    Args:
-        rule: The rule.
-        root: The first part of the entry's name in errors, as "state".
-        path: The parameter's name, only formatted if there is an error.
-        p: The parameter.
-        entry: Values under our names.
-        any_device: Allow tensors on other devices, because they will be copied.
-
-    Raises:
-        TypeError: No tensor, or codes and scales that were cast to another dtype, as
-            torch.optim's own load_state_dict does.
-        ValueError: A tensor of another shape or on another device.
+    TypeError for no tensor, or for codes and scales that were cast to another dtype, as
+    torch.optim's load_state_dict does. ValueError for another shape or device. In errors
+    the entry is root and path, which is only formatted then. any_device is for entries that
+    will be copied.
     """
     counts = ("step", *rule.running._fields)
     for name, x in entry.items():

@@ -42,18 +42,11 @@ def owned(
     entry: Entry,
     keep_dtypes: bool,
 ) -> Entry:
-    """Copy an entry to p's device and memory order, in the storage asked for.
+    """Copy an entry that is `checked` to p's device and memory order, in a storage.
 
-    Args:
-        rule: The rule.
-        p: The parameter.
-        capturable: Put the step count and running scalars on p's device.
-        storage: The storage of the copy.
-        entry: A result of `checked`.
-        keep_dtypes: Keep the dtypes of the entry instead of those of fresh state.
-
-    Raises:
-        ValueError: keep_dtypes, and the entry or the storage has codes.
+    keep_dtypes keeps the dtypes of the entry instead of those of fresh state. Raises
+    ValueError if the entry or the storage has codes then. capturable puts the step count
+    and running scalars on p's device.
     """
     if keep_dtypes and (storage.moments == "8bit" or has_codes(rule, entry)):
         raise ValueError(

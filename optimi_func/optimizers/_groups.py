@@ -51,14 +51,9 @@ def check_torchs_own(fused: Any, differentiable: Any) -> None:
 
 
 def check_group(group: Group, keywords: tuple[str, ...]) -> None:
-    """Check types of parameters and hyperparameters, and write max_lr and dtypes.
+    """Check types of parameters and hyperparameters, and set max_lr and dtypes.
 
-    Args:
-        group: The group.
-        keywords: The names of the hyperparameters.
-
-    Raises:
-        TypeError, ValueError: A value that no step could use.
+    `keywords` are the names of the hyperparameters.
     """
     names = group.get("param_names") or range(len(group["params"]))
     for name, p in zip(names, group["params"]):
@@ -133,15 +128,10 @@ def check_modes(group: Group) -> None:
 def likely_mistakes(
     groups: list[Group], bounds: list[FunctionalOptimizer], first: int
 ) -> list[str]:
-    """Return warnings about options of new groups that are probably a mistake.
+    """Return warnings about probable mistakes in the groups from `first` on.
 
-    Args:
-        groups: All groups.
-        bounds: The pure optimizer of each.
-        first: The index of the first new group.
-
-    Raises:
-        ValueError: A storage that changes nothing in all groups that ask for it.
+    Raises ValueError if a storage changes nothing in all groups that ask for it. `bounds`
+    are the groups' pure optimizers.
     """
     found: list[str] = []
     # Checked over all groups, because one of them may have only float32 norms.
@@ -216,13 +206,8 @@ class GroupNumbers:
     ) -> FunctionalOptimizer:
         """Return the pure optimizer with the group's present hyperparameters.
 
-        Args:
-            group: The group.
-            params: As for `as_scalar`; none reads all tensors.
-            capturable: As for `as_scalar`.
-
-        Raises:
-            ValueError: A hyperparameter out of its range.
+        Raises ValueError if one is out of its range. Tensors among them go through
+        `as_scalar` with params and capturable.
         """
         given = self._given(group)
         last, bound = self._bound.get(id(group), (None, None))
@@ -250,21 +235,19 @@ class GroupNumbers:
 def scalars_after(
     bound: FunctionalOptimizer, counts: list[tuple[Any, Any]], coded: bool
 ) -> tuple[list[Scalars], list[Any]]:
-    """Return the scalars of the steps after these counts, and the running scalars then.
+    """Return the scalars of the next step, and the running scalars after it.
 
-    Args:
-        bound: The group's pure optimizer.
-        counts: Pairs of steps taken and the running scalars after them.
-        coded: True if any state is in codes, so that the step needs a dither.
+    There are as many as `counts`, which are pairs of steps taken and running scalars. coded
+    is True if any state is in codes, so that the step needs a dither.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
     now = bound.rates(lr, decay, bound.max_lr)
-    kind_of_running = bound.rule.running
+    rule = bound.rule
     found: list[Scalars] = []
     after: list[Any] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-        coeffs, running = bound.advance(t, kind_of_running(*running))
+        coeffs, running = rule.advance(t, lr, rule.running(*running), bound.numbers)
         found.append(Scalars(coeffs, now, dither_at(t) if coded else NEAREST))
         after.append(running)
     return found, after

@@ -45,17 +45,9 @@ def ensure_state(
 ) -> Entry:
     """Return a parameter's entry, checked, completed and converted to a storage.
 
-    Args:
-        states: The optimizer's state. It is not written to.
-        made: Entries for `insert_made`. The result is added, or returned if it is there.
-        path: The parameter's name in errors.
-        p: The parameter.
-        rule: Its rule.
-        storage: The storage that its group asks for.
-        capturable: Put the step count and running scalars on p's device.
-
-    Raises:
-        ValueError, TypeError: A parameter or an entry that no step could use.
+    Raises ValueError or TypeError if no step could use the parameter or its entry. The
+    result is put into `made`, for `insert_made`, because `states` is not written to.
+    capturable puts the step count and running scalars on p's device.
     """
     if p in made:
         return made[p]
@@ -181,11 +173,7 @@ def _is_zero(lr: Any) -> bool:
 
 
 def named_params(group: Group) -> list[tuple[str, Tensor]]:
-    """Return the group's parameters with their names.
-
-    Raises:
-        ValueError: Parameters without names.
-    """
+    """Return the group's parameters with their names. Raise if they have none."""
     if group["params"] and "param_names" not in group:
         raise ValueError(
             "this optimizer's parameters have no names: make it with "
@@ -210,14 +198,7 @@ def loaded_groups(
 ) -> tuple[list[Group], dict[Tensor, Entry]]:
     """Return the groups and entries that a saved state becomes, checked and copied.
 
-    Args:
-        found: The saved options and entries.
-        groups: The optimizer's groups.
-        rule_of: Returns a group's rule. Raises for hyperparameters out of range.
-        keep_dtypes: Keep the dtypes of the file instead of those of fresh state.
-
-    Raises:
-        TypeError, ValueError: Hyperparameters, fields or shapes that do not fit.
+    `rule_of` returns a group's rule and raises for hyperparameters out of range.
     """
     loaded: list[Group] = []
     made: dict[Tensor, Entry] = {}
@@ -238,11 +219,7 @@ def loaded_groups(
 def named_entries(
     states: Mapping[Any, Entry], group: Group, rule: Rule[Any, Any]
 ) -> dict[str, Entry]:
-    """Return the complete entries, by name, of parameters that have or will have state.
-
-    Raises:
-        ValueError: Parameters without names.
-    """
+    """Return the complete entries, by name, of parameters that have or will have state."""
     how = rule, group_storage(group), group["capturable"]
     return {
         name: ensure_state(states, {}, f"[{name!r}]", p, *how)
@@ -259,18 +236,7 @@ def loaded_tree(
 ) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
     """Check and copy a pure optimizer's state, whose `leaves` are by name.
 
-    Args:
-        state: The state.
-        params: New values of parameters, by name.
-        groups: The optimizer's groups.
-        rule_of: Returns a group's rule.
-
-    Returns:
-        The entries, and the parameters to write with their new values.
-
-    Raises:
-        TypeError, ValueError: Names that no parameter has, shapes or fields that do not
-            fit.
+    Returns the entries, and pairs of a parameter and its new value from `params`.
     """
     home = {name: (group, p) for group in groups for name, p in named_params(group)}
     entries = from_tree(state)

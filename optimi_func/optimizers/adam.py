@@ -17,10 +17,10 @@ from optimi_func.optimizers.base import BaseOptimizer
 
 __all__ = [
     "Adam",
-    "AdamW",
     "adam",
     "adam_init",
     "adam_step",
+    "AdamW",
     "adamw",
     "adamw_init",
     "adamw_step",

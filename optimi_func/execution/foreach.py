@@ -36,7 +36,9 @@ _LISTED = {"add", "sub", "mul", "div", "maximum", "clamp_min", "clamp_max"}
 _ALONE = {"neg", "reciprocal", "sign", "sqrt", "abs"}
 _SPELLED = {"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul"}
 _SPELLED |= {"__rmul__": "mul", "__truediv__": "div", "__neg__": "neg"}
-_TURNED = {"__rsub__": ("neg", "add"), "__rtruediv__": ("reciprocal", "mul")}
+_REFLECTED = {"__rsub__": "sub", "__rtruediv__": "div"}
+# torch has no operation of a number and a list.
+_TURNED = {"sub": ("neg", "add"), "div": ("reciprocal", "mul")}
 
 
 class Many:
@@ -77,17 +79,19 @@ def _operator(name: str) -> Callable[..., Many]:
     return lambda *args: _call(name, getattr(Tensor, name), list(args))
 
 
-for _name in (*_SPELLED, *_TURNED, "__lt__"):
+for _name in (*_SPELLED, *_REFLECTED, "__lt__"):
     setattr(Many, _name, _operator(_name))
 
 
 def _call(name: str, func: Callable[..., Tensor], args: list[Any]) -> Many:
-    first, *more = args
-    if name in _TURNED and isinstance(first, Many):
-        turn, then = _TURNED[name]
-        turned = getattr(torch, f"_foreach_{turn}")(first.tensors)
-        return _call(then, func, [Many(list(turned)), *more])
+    if name in _REFLECTED:
+        name, args = _REFLECTED[name], args[::-1]
     name = _SPELLED.get(name, name)
+    first, *more = args
+    if name in _TURNED and not isinstance(first, Many):
+        turn, name = _TURNED[name]
+        turned = getattr(torch, f"_foreach_{turn}")(more[0].tensors)
+        first, *more = Many(list(turned)), first
     if name in ("add", "mul") and not isinstance(first, Many):
         first, *more = more[0], first
     if isinstance(first, Many) and (name in _LISTED or name in _ALONE):

@@ -317,7 +317,9 @@ def as_torchs(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def checked(rule: Rule[Any, Any], root: str, name: object, p: Tensor, saved: Entry) -> Entry:
+def checked(
+    rule: Rule[Any, Any], root: str, name: object, p: Tensor, saved: Entry
+) -> Entry:
     """Return a saved entry with numbers as tensors and no None. Others' values stay.
 
     Raises if the rule cannot use it. In errors it is `root[name]`.

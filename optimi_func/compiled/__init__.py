@@ -1,9 +1,9 @@
 """The same steps through compiled kernels: `adamw_step` pure, `adamw_step_` in place.
 
-There is one graph for a rule and dtypes; shapes, the number of tensors and schedules need no
-other. These functions run under no_grad and return detached tensors. To differentiate a
-step, compile your own function over the pure one in `optimi_func`. States are made by the
-`*_init` there.
+There is one graph for a rule and dtypes, whatever the shapes, the number of tensors and the
+schedules. These functions run under no_grad and return detached tensors. To differentiate
+a step, compile your own function over the pure one in `optimi_func`. States are made by
+the `*_init` there.
 """
 
 from optimi_func.compiled.train_step import train_step as train_step

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class derived(Generic[T]):
     """A property that an entry of the same name in the instance's `__dict__` replaces.
 
-    It takes the place of `functools.cached_property`, whose lock torch.compile cannot trace.
+    Unlike `functools.cached_property` it has no lock, which torch.compile could not trace.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:

@@ -145,11 +145,9 @@ class Mixed(Evaluated):
         for value in self._values:
             if factories[rule_name(value)] is not type(value):
                 raise ValueError(f"Mixed got two optimizers called {rule_name(value)!r}")
-        defaults: dict[str, Any] = dict(
-            kahan_sum=kahan_sum, foreach=foreach, triton=triton, compile=compile
-        )
-        defaults |= dict(gradient_release=gradient_release, capturable=capturable)
-        defaults |= dict(state_dtype=state_dtype, storage=storage)
+        defaults: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
+        defaults |= dict(gradient_release=gradient_release, compile=compile)
+        defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())

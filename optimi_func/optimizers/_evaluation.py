@@ -128,7 +128,7 @@ class Evaluated(Checkpoints):
 
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each parameter with a state where to evaluate: what lies here, and wide."""
-        bound = self._numbers.bind(group)
+        bound = self.bound_of(group)
         rule = bound.rule
         for p in group["params"]:
             entry = self.state.get(p, {})

@@ -13,6 +13,7 @@ from optimi_func._functional import FunctionalOptimizer
 from optimi_func._rule import Rule
 from optimi_func._saved import (
     Counterparts,
+    Group,
     LoadReport,
     Match,
     as_torchs,
@@ -24,7 +25,6 @@ from optimi_func._storage import own_names
 from optimi_func._stored import decoded, master, set_master
 from optimi_func._tree import TreeState
 from optimi_func.optimizers._describe import describe
-from optimi_func.optimizers._groups import Group, GroupNumbers
 from optimi_func.optimizers._state import (
     first_param,
     insert_made,
@@ -58,13 +58,13 @@ class Checkpoints(Optimizer):
     """The methods of an optimizer that save, load and convert its state."""
 
     keywords: ClassVar[tuple[str, ...]]  # the factory's, lr first
-    _numbers: GroupNumbers
+    bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
     init_state: Callable[[], None]
 
     def rule_of(self, group: Group) -> Rule[Any, Any]:
         """Return a group's rule. Raise if a hyperparameter is out of range."""
-        return self._numbers.bind(group).rule
+        return self.bound_of(group).rule
 
     def check_train_mode(self, what: str) -> None:
         """Raise if the parameters are not those to train: see `Evaluated`."""
@@ -257,7 +257,7 @@ class Checkpoints(Optimizer):
         bounds: list[FunctionalOptimizer] = []
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
-            bounds.append(self._numbers.bind(group))
+            bounds.append(self.bound_of(group))
             entries.append(named_entries(self.state, group, bounds[-1].rule))
         optimizer = common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}

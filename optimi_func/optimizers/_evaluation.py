@@ -159,7 +159,7 @@ class Evaluated(BaseOptimizer):
 
         If p is a DTensor, x is the local shard. The dtype of x is at least float32.
         """
-        bound = self._numbers.bind(group)
+        bound = self.bound_of(group)
         rule = bound.rule
         for p in group["params"]:
             entry = self.state.get(p, {})

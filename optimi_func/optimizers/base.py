@@ -182,6 +182,10 @@ class BaseOptimizer(Fields, Checkpoints):
     def _group_numbers(self) -> GroupNumbers:
         return GroupNumbers(type(self).factory, self.keywords)
 
+    def bound_of(self, group: dict[str, Any]) -> FunctionalOptimizer:
+        """Return the pure optimizer with a group's present hyperparameters."""
+        return self._numbers.bind(group)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options that it does not set are those of the constructor.
 

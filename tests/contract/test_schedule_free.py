@@ -262,16 +262,21 @@ def test_a_state_without_the_parameters_to_go_on_from_is_told() -> None:
     assert same(before, bits(model))
 
 
-@pytest.mark.parametrize("before", [torch.ones(1), 1.0], ids=["a shape", "no tensor"])
-def test_what_parameters_were_has_their_shape(before: Any) -> None:
+@pytest.mark.parametrize(
+    ("before", "kind", "text"),
+    [
+        (torch.ones(1), ValueError, r" has shape \(1,\): .* of shape \(128, 16\)"),
+        (1.0, TypeError, "=1.0: allowed is a tensor"),
+    ],
+    ids=["a shape", "no tensor"],
+)
+def test_what_parameters_were_has_their_shape(before: Any, kind: Any, text: str) -> None:
     """A tensor of one element would be broadcast."""
     _, optimizer = begun()
     optimizer.eval()
     saved = optimizer.state_dict()
     saved["state"][0]["train_param"] = before
-    with pytest.raises(
-        ValueError, match=r"\[0\]\['train_param'\] is .* of shape \(128, 16\)"
-    ):
+    with pytest.raises(kind, match=r"\[0\]\['train_param'\]" + text):
         optimizer.load_state_dict(saved)
     optimizer.train()
 

@@ -11,11 +11,8 @@ from optimi_func import memory as memory
 from optimi_func import population as population
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
-from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer
-from optimi_func._rule import PureOptimizer as PureOptimizer
-from optimi_func._rule import Storage as Storage
-from optimi_func._tree import LeafState as LeafState
-from optimi_func._tree import TreeState as TreeState
+from optimi_func.core.rule import PureOptimizer as PureOptimizer
+from optimi_func.core.rule import Storage as Storage
 from optimi_func.functional import *
 from optimi_func.gradient_release import GradientRelease as GradientRelease
 from optimi_func.gradient_release import (
@@ -25,9 +22,12 @@ from optimi_func.gradient_release import remove_gradient_release as remove_gradi
 from optimi_func.optimizers import Mixed as Mixed
 from optimi_func.optimizers import MuonAdamW as MuonAdamW
 from optimi_func.optimizers import hidden_matrices as hidden_matrices
-from optimi_func.unrolling import Unrolled as Unrolled
-from optimi_func.unrolling import detach as detach
-from optimi_func.unrolling import unroll as unroll
+from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
+from optimi_func.pure.tree import LeafState as LeafState
+from optimi_func.pure.tree import TreeState as TreeState
+from optimi_func.pure.unrolling import Unrolled as Unrolled
+from optimi_func.pure.unrolling import detach as detach
+from optimi_func.pure.unrolling import unroll as unroll
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision
 

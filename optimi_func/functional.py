@@ -12,11 +12,7 @@ tensor, that return a number (in a graph a 0-d tensor: see `schedules`). lr and 
 may also be prefixes of the parameter tree, with a number for each subtree.
 """
 
-from optimi_func._functional import FunctionalOptimizer as FunctionalOptimizer
-from optimi_func._functional import Number as Number
-from optimi_func._rule import Storage as Storage
-from optimi_func._tree import LeafState as LeafState
-from optimi_func._tree import TreeState as TreeState
+from optimi_func.core.rule import Storage as Storage
 from optimi_func.optimizers.adam import *
 from optimi_func.optimizers.adan import *
 from optimi_func.optimizers.ademamix import *
@@ -29,3 +25,7 @@ from optimi_func.optimizers.ranger import *
 from optimi_func.optimizers.schedule_free import *
 from optimi_func.optimizers.sgd import *
 from optimi_func.optimizers.stableadamw import *
+from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
+from optimi_func.pure.functional import Number as Number
+from optimi_func.pure.tree import LeafState as LeafState
+from optimi_func.pure.tree import TreeState as TreeState

@@ -16,9 +16,9 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_number
-from optimi_func._math import choose, scalar_dtype, sqrt
-from optimi_func._rule import Scalar
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import choose, scalar_dtype, sqrt
+from optimi_func.core.rule import Scalar
 
 Shape: TypeAlias = Literal["linear", "cosine", "sqrt"]
 

@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimi_func import _torch
-from optimi_func._bound import check_loss
+from optimi_func.core import torch_private
+from optimi_func.core.checks import check_loss
 
 # (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
 Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tensor]]]
@@ -41,7 +41,7 @@ def dry_run(
         ValueError: The loss is no scalar, or depends on no parameter.
         Exception: The program raised.
     """
-    mode = _torch.fake_mode()
+    mode = torch_private.fake_mode()
     convert = mode.from_tensor
     with mode, torch.enable_grad():
         leaves = [convert(p.detach()).requires_grad_() for p in params]

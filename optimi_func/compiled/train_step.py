@@ -10,11 +10,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from optimi_func import _torch
-from optimi_func._checks import warn
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
-from optimi_func._tree import FlatTree, TreeState
 from optimi_func.compiled.update_op import running
 from optimi_func.compiled.whole import (
     Outcome,
@@ -23,8 +18,13 @@ from optimi_func.compiled.whole import (
     TracedUpdate,
     no_grad_context,
 )
+from optimi_func.core import torch_private
+from optimi_func.core.checks import warn
+from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.execution.tensors import is_expanded, is_plain
 from optimi_func.execution.trees import TreeStep
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import FlatTree, TreeState
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -484,7 +484,7 @@ def _check_untouched(name: str, p: Tensor) -> None:
             f"the parameter {name!r} has a gradient already, and this step does not add to "
             "it: call optimizer.zero_grad() first"
         )
-    if _torch.accumulate_hooks(p) or p._backward_hooks:
+    if torch_private.accumulate_hooks(p) or p._backward_hooks:
         raise ValueError(
             f"the parameter {name!r} has gradient hooks, and this step does not run them: "
             "remove them"

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     any_torch_dispatch_mode_on_stack,
 )
 
-from optimi_func._rule import WHOLE_BATCH, Microbatch
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch
 
 # (indices of parameters, their gradients, the gradients' microbatch) -> None, in place
 Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Microbatch], None]

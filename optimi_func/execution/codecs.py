@@ -3,7 +3,7 @@
 Inductor's own loops over codes are slow, because they have no vectors of int16 and fuse no
 reduction with rounding. So Inductor compiles the kernel for float32 tensors. Each thread
 decodes a piece into its cache, calls the kernel on that, and encodes the results.
-The formulas are those of `_codes`. The results are compared with theirs, bit for bit.
+The formulas are those of `core.codes`. The results are compared with theirs, bit for bit.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._codes import moment_codes, narrow, second_moment_codes, widen
+from optimi_func.core.codes import moment_codes, narrow, second_moment_codes, widen
 from optimi_func.execution.cpp import native
 from optimi_func.execution.slots import Slot
 
@@ -77,7 +77,7 @@ def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Arg
 
 @cache
 def _agree() -> bool:
-    """Return True if every codec gives bit for bit what `_codes` gives, on a trial."""
+    """Return True if every codec gives bit for bit what `core.codes` gives, on a trial."""
     functions = native()
     if functions is None:
         return False

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from optimi_func._checks import warn_user
-from optimi_func._codes import GROUP
-from optimi_func._leaf import count_means
-from optimi_func._rule import Rule
+from optimi_func.core.checks import warn_user
+from optimi_func.core.codes import GROUP
+from optimi_func.core.leaf import count_means
+from optimi_func.core.rule import Rule
 from optimi_func.execution.codecs import arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (

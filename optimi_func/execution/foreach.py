@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step
-from optimi_func._rule import Leaf, Rule, Scalars
+from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
+from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
 from optimi_func.execution.launches import (
     EagerLaunch,

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func._codes import GROUP
-from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step
-from optimi_func._rule import Rule, Scalars
+from optimi_func.core.codes import GROUP
+from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
+from optimi_func.core.rule import Rule, Scalars
 from optimi_func.execution.inductor import (
     Flat,
     compile_flat,

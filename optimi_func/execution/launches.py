@@ -8,9 +8,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import ShardSpec, all_reduce_sum
-from optimi_func._leaf import compute_dtype, count_means, leaf_means, leaf_step, whole_means
-from optimi_func._rule import Leaf, Rule
+from optimi_func.core.distributed import ShardSpec, all_reduce_sum
+from optimi_func.core.leaf import (
+    compute_dtype,
+    count_means,
+    leaf_means,
+    leaf_step,
+    whole_means,
+)
+from optimi_func.core.rule import Leaf, Rule
 from optimi_func.execution.cpp import PIECE, address
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import ListKernel

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._codes import NEAREST
+from optimi_func.core.codes import NEAREST
 from optimi_func.execution.codecs import Argument
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
 

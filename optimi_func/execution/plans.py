@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func._distributed import any_distributed, shards_of, to_local
-from optimi_func._rule import Rule, Storage
-from optimi_func._storage import names_in
+from optimi_func.core.distributed import any_distributed, shards_of, to_local
+from optimi_func.core.rule import Rule, Storage
+from optimi_func.core.storage import names_in
 from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard

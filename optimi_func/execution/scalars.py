@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._leaf import microbatch_scalars
-from optimi_func._math import scalar_dtype
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Rule, Scalars
+from optimi_func.core.leaf import microbatch_scalars
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, Scalars
 from optimi_func.execution.tensors import foreach_add_, is_capturing
 
 # Bytes: kernels expect their scalars to begin at a multiple of this.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import ShardSpec
+from optimi_func.core.distributed import ShardSpec
 from optimi_func.execution.tensors import is_dense, is_plainly_strided, same_order
 
 # roles[i][k] is tensor i of parameter k: the parameter itself, its state's tensors, and

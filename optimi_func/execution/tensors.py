@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_writable as check_writable
-from optimi_func._checks import is_expanded as is_expanded
-from optimi_func._codes import is_dense as is_dense
-from optimi_func._codes import same_order as same_order
-from optimi_func._rule import Leaf, Rule
-from optimi_func._storage import state_of, tensors_of
-from optimi_func._torch import has_memory as has_memory
-from optimi_func._torch import is_plain as is_plain
+from optimi_func.core.checks import check_writable as check_writable
+from optimi_func.core.checks import is_expanded as is_expanded
+from optimi_func.core.codes import is_dense as is_dense
+from optimi_func.core.codes import same_order as same_order
+from optimi_func.core.rule import Leaf, Rule
+from optimi_func.core.storage import state_of, tensors_of
+from optimi_func.core.torch_private import has_memory as has_memory
+from optimi_func.core.torch_private import is_plain as is_plain
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func import _tree as _f
-from optimi_func._distributed import (
+from optimi_func.core.distributed import (
     check_placed,
     is_distributed,
     leaf_to_local,
@@ -17,10 +16,8 @@ from optimi_func._distributed import (
     shards_of,
     to_local,
 )
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Leaf, Microbatch, PyTree, Scalars
-from optimi_func._storage import entry_of, names_in
-from optimi_func._tree import FlatTree, TreeState
+from optimi_func.core.rule import Leaf, Microbatch, PyTree, Scalars
+from optimi_func.core.storage import entry_of, names_in
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs, run_launches
@@ -28,6 +25,9 @@ from optimi_func.execution.plans import make_launches, raise_versions
 from optimi_func.execution.scalars import Packed, pack
 from optimi_func.execution.slots import Roles, make_slots
 from optimi_func.execution.tensors import check_writable, is_capturing
+from optimi_func.pure import tree as pure_tree
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import FlatTree, TreeState
 
 
 class TreeStep:
@@ -55,7 +55,7 @@ class TreeStep:
                     f"replays: state.step is on {step.device}, params{path} on "
                     f"{leaf.p.device}. Move it there before the capture"
                 )
-        scalars, self._after = optimizer.scalars(tree, step, _f.step_to_come(step))
+        scalars, self._after = optimizer.scalars(tree, step, pure_tree.step_to_come(step))
         self._scalars: list[Scalars] = list({id(s): s for s in scalars}.values())
         places = {id(s): i for i, s in enumerate(self._scalars)}
         self._at = [places[id(s)] for s in scalars]
@@ -86,7 +86,7 @@ class TreeStep:
             check_placed(path, leaf.p)
             if into is None:
                 check_writable(path, *to_local([leaf.p]))
-            _f.check_grad(path, leaf.p, g)
+            pure_tree.check_grad(path, leaf.p, g)
             local += to_local([redistribute_like(path, leaf.p, g)])
         names, roles = self._roles(list(map(leaf_to_local, leaves)))
         targets = roles
@@ -110,7 +110,9 @@ class TreeStep:
     def running(self) -> list[Any]:
         """Return each leaf's running scalars after the step, as new tensors."""
         return [
-            _f.running_tensors(after, s.running[0].device) if s.running else s.running
+            pure_tree.running_tensors(after, s.running[0].device)
+            if s.running
+            else s.running
             for after, s in zip(self._after, self._tree.states)
         ]
 
@@ -166,7 +168,7 @@ def _checked(
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
     tree = FlatTree.check(optimizer.rule, params, grads, state)
-    _f.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))
+    pure_tree.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))
     return tree
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from optimi_func._distributed import part_on_whole
-from optimi_func._leaf import compute_dtype
-from optimi_func._rule import Direction, NoState, Rule, Scalars, sgd_rule
+from optimi_func.core.distributed import part_on_whole
+from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.rule import Direction, NoState, Rule, Scalars, sgd_rule
 from optimi_func.execution.launches import Launch, StepInputs, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from optimi_func._checks import warn_user
-from optimi_func._functional import FunctionalOptimizer
+from optimi_func.core.checks import warn_user
 from optimi_func.gradient_release.handle import (
     GradientRelease,
     has_foreign_hooks,
@@ -26,6 +25,7 @@ from optimi_func.gradient_release.options import (
 )
 from optimi_func.gradient_release.runner import NO_DDP
 from optimi_func.optimizers import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer
 
 __all__ = [
     "CLIPPING",

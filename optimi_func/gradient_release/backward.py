@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import to_local
-from optimi_func._rule import WHOLE_BATCH, Scalar
+from optimi_func.core.distributed import to_local
+from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.execution.tensors import is_dense, is_plain
 from optimi_func.gradient_release.norms import Norm, as_scalar
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func import _torch
-from optimi_func._checks import warn_user
-from optimi_func._distributed import distribute_like
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._tree import TreeState
+from optimi_func.core import torch_private
+from optimi_func.core.checks import warn_user
+from optimi_func.core.distributed import distribute_like
 from optimi_func.gradient_release.backward import Accumulation, SinceStep
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
 from optimi_func.optimizers import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import TreeState
 
 
 class _Attached(NamedTuple):
@@ -430,7 +430,7 @@ def releases_of(model: nn.Module) -> list[GradientRelease]:
 
 def releases_on(params: Iterable[Tensor]) -> list[GradientRelease]:
     """Find the releases that have hooks on any of these parameters."""
-    hooks = [hook for p in params for hook in _torch.accumulate_hooks(p)]
+    hooks = [hook for p in params for hook in torch_private.accumulate_hooks(p)]
     found = [_by_hook[hook].release() for hook in hooks if hook in _by_hook]
     return list(dict.fromkeys([release for release in found if release is not None]))
 
@@ -438,7 +438,7 @@ def releases_on(params: Iterable[Tensor]) -> list[GradientRelease]:
 def has_foreign_hooks(p: Tensor) -> bool:
     """Return True if other code has hooks on p; remove hooks whose release is gone."""
     foreign = False
-    for hook in _torch.accumulate_hooks(p):
+    for hook in torch_private.accumulate_hooks(p):
         attached = _by_hook.get(hook)
         if attached is None:
             foreign = True

@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import (
+from optimi_func.core.distributed import (
     ShardSpec,
     all_reduce_all,
     all_reduce_sum,
     shards_of,
     to_local,
 )
-from optimi_func._rule import Scalar
-from optimi_func._torch import norms_of, total_norm
+from optimi_func.core.rule import Scalar
+from optimi_func.core.torch_private import norms_of, total_norm
 
 
 class Norm(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from optimi_func import _torch
-from optimi_func._checks import check_grad, warn_user
-from optimi_func._distributed import is_distributed, redistribute_like, to_local
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Scalar
-from optimi_func._torch import clip_factor
+from optimi_func.core import torch_private
+from optimi_func.core.checks import check_grad, warn_user
+from optimi_func.core.distributed import is_distributed, redistribute_like, to_local
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
+from optimi_func.core.torch_private import clip_factor
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.tensors import is_plain
 from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record
@@ -157,7 +157,7 @@ class Runner:
 
     def _enter(self, p: Tensor) -> Backward:
         """Return the backward that p's gradient belongs to."""
-        number = _torch.backward_id()
+        number = torch_private.backward_id()
         backward = None if self._running is None else self._running()
         if backward is None or number not in backward.ids:
             backward = self._begin(number, backward)
@@ -190,14 +190,14 @@ class Runner:
             backward = self._new_backward(self.moves_next(), self.grad_scale)
         backward.ids.add(number)
         self._running, self._updated = weakref.ref(backward), []
-        _torch.after_backward(partial(self._at_end, backward))
+        torch_private.after_backward(partial(self._at_end, backward))
         return backward
 
     def _check_backward(self) -> None:
         """Raise before the first update of a backward that could not be honoured."""
         o = self.options
         self.optimizer.check_train_mode("a backward")
-        if _torch.in_compiled_autograd():
+        if torch_private.in_compiled_autograd():
             raise RuntimeError(
                 "compiled autograd runs hooks inside a graph of its own: set "
                 "torch.compile's config option compiled_autograd to False"

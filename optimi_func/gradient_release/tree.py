@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from optimi_func._checks import check_accumulates
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Microbatch
-from optimi_func._tree import FlatTree, TreeState
+from optimi_func.core.checks import check_accumulates
+from optimi_func.core.rule import Microbatch
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import FlatTree, TreeState
 
 
 class TreeOptimizer:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimi_func._distributed import any_distributed
+from optimi_func.core.distributed import any_distributed
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.runner import Runner
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from optimi_func._distributed import any_distributed, to_local
+from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.memory.kept import (
     Factory,
     Kept,

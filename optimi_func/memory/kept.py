@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optimi_func._codes import GROUP
-from optimi_func._distributed import any_distributed, is_distributed, to_local
-from optimi_func._rule import WHOLE_BATCH, Storage
+from optimi_func.core.codes import GROUP
+from optimi_func.core.distributed import any_distributed, is_distributed, to_local
+from optimi_func.core.rule import WHOLE_BATCH, Storage
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.trace import Counter, most_alive
 from optimi_func.optimizers import BaseOptimizer

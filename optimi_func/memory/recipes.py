@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
 from optimi_func.memory.kept import Factory, parse_size
 from optimi_func.optimizers import BaseOptimizer
@@ -204,4 +204,5 @@ class MemoryPlan:
         """
         from optimi_func.memory import picture
 
-        (picture.draw if hasattr(path, "barh") else picture.save)(path, self)
+        draw = picture.draw if hasattr(path, "barh") else picture.save
+        draw(path, self, PARTS, unit_of(self.recipes))

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimi_func import _torch
-from optimi_func._bound import check_loss
+from optimi_func.core import torch_private
+from optimi_func.core.checks import check_loss
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -177,7 +177,7 @@ def trace(
         TypeError, ValueError: The loss cannot start a backward.
         RuntimeError: The model cannot be copied, or cannot run on fake tensors.
     """
-    mode, counter = _torch.fake_mode(), Counter()
+    mode, counter = torch_private.fake_mode(), Counter()
     calls = _Calls(for_cuda)
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     inside: list[str] = []

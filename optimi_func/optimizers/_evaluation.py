@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optimi_func._codes import to
-from optimi_func._distributed import from_local, is_distributed, leaf_to_local, to_local
-from optimi_func._leaf import leaf_eval_point
-from optimi_func._rule import Leaf, Microbatch
-from optimi_func._saved import TRAIN_PARAM, LoadReport
-from optimi_func._storage import state_in
+from optimi_func.core.codes import to
+from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
+from optimi_func.core.leaf import leaf_eval_point
+from optimi_func.core.rule import Leaf, Microbatch
+from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._groups import Group, Path
 from optimi_func.optimizers.base import BaseOptimizer, Closure
+from optimi_func.state.convert import TRAIN_PARAM, LoadReport
 
 
 class Evaluated(BaseOptimizer):

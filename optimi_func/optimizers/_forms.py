@@ -6,11 +6,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias
 
 import torch
 
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import PyTree, Rule, Storage
-from optimi_func._storage import storage_of
-from optimi_func._tree import TreeState, init_tree
+from optimi_func.core.rule import PyTree, Rule, Storage
+from optimi_func.core.storage import storage_of
 from optimi_func.execution.trees import step, step_
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import TreeState, init_tree
 
 P = ParamSpec("P")
 TreeStep: TypeAlias = Callable[

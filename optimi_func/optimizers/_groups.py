@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_param, decay_mistakes, stuck_moments, warn_user
-from optimi_func._codes import NEAREST, dither_at
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Scalar, Scalars, Storage
-from optimi_func._saved import Group
-from optimi_func._storage import check_stored, group_storage
+from optimi_func.core.checks import check_param, decay_mistakes, stuck_moments, warn_user
+from optimi_func.core.codes import NEAREST, dither_at
+from optimi_func.core.rule import Scalar, Scalars, Storage
+from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.execution.executors import Executor
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.state.convert import Group
 
 
 def plain_number(x: Any) -> Any:

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_grad
-from optimi_func._leaf import leaf_step, microbatch_scalars, whole_means
-from optimi_func._rule import WHOLE_BATCH, Leaf, Microbatch
-from optimi_func._saved import Entry
-from optimi_func._storage import entry_of, group_storage, state_in
-from optimi_func._torch import has_memory
+from optimi_func.core.checks import check_grad
+from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch
+from optimi_func.core.storage import entry_of, group_storage, state_in
+from optimi_func.core.torch_private import has_memory
 from optimi_func.optimizers._groups import Group, GroupNumbers, Path, scalars_after
-from optimi_func.optimizers._state import ensure_state, insert_made
+from optimi_func.state.convert import Entry
+from optimi_func.state.entry import ensure_state, insert_made
 
 
 def step_without_memory(

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from optimi_func._checks import check_grad, warn_user
-from optimi_func._distributed import any_distributed, redistribute_like, to_local
-from optimi_func._rule import Microbatch
-from optimi_func._saved import Entry
-from optimi_func._storage import group_storage
+from optimi_func.core.checks import check_grad, warn_user
+from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
+from optimi_func.core.rule import Microbatch
+from optimi_func.core.storage import group_storage
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import StepInputs
 from optimi_func.execution.plans import Plan, PlanCache, Spec
@@ -30,7 +29,8 @@ from optimi_func.optimizers._groups import (
     scalars_after,
 )
 from optimi_func.optimizers._memoryless import step_without_memory
-from optimi_func.optimizers._state import ensure_state, insert_made
+from optimi_func.state.convert import Entry
+from optimi_func.state.entry import ensure_state, insert_made
 
 State: TypeAlias = MutableMapping[Any, Entry]
 

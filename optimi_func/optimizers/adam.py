@@ -6,21 +6,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number, derived
-from optimi_func._math import moment, power, root, second_moment, sqrt, wide_second_moment
-from optimi_func._rule import Direction, MomentStorage, PyTree, Rule, Scalar, Storage
-from optimi_func._saved import Counterparts
-from optimi_func._storage import storage_of
-from optimi_func._tree import TreeState, init_tree
+from optimi_func.core.math import (
+    moment,
+    power,
+    root,
+    second_moment,
+    sqrt,
+    wide_second_moment,
+)
+from optimi_func.core.rule import Direction, MomentStorage, PyTree, Rule, Scalar, Storage
+from optimi_func.core.storage import storage_of
 from optimi_func.optimizers._forms import step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.pure.tree import TreeState, init_tree
+from optimi_func.state.convert import Counterparts
 
 __all__ = [
     "Adam",
+    "AdamW",
     "adam",
     "adam_init",
     "adam_step",
-    "AdamW",
     "adamw",
     "adamw_init",
     "adamw_step",

@@ -5,12 +5,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number, derived
-from optimi_func._math import choose, moment, power, root, second_moment, sqrt, wide_moment
-from optimi_func._rule import DecayKind, Direction, MomentStorage, Rule, Scalar
-from optimi_func._saved import Counterparts
+from optimi_func.core.math import (
+    choose,
+    moment,
+    power,
+    root,
+    second_moment,
+    sqrt,
+    wide_moment,
+)
+from optimi_func.core.rule import DecayKind, Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adan", "adan", "adan_init", "adan_step"]
 

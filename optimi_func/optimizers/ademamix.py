@@ -6,12 +6,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import choose, log, moment, power, root, slow_moment, sqrt, warmed
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import (
+    choose,
+    log,
+    moment,
+    power,
+    root,
+    slow_moment,
+    sqrt,
+    warmed,
+)
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["AdEMAMix", "ademamix", "ademamix_init", "ademamix_step"]
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import choose, moment, root, slow_moment
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.core.math import choose, moment, root, slow_moment
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func._checks import (
+from optimi_func.core.checks import (
     check_accumulates,
     check_moves_state,
     check_taken,
     warn,
     warn_user,
 )
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import WHOLE_BATCH, Microbatch, Storage
-from optimi_func._storage import group_storage
-from optimi_func._torch import uncompiled
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Storage
+from optimi_func.core.storage import group_storage
+from optimi_func.core.torch_private import uncompiled
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._checkpoints import Checkpoints
 from optimi_func.optimizers._fields import Fields
 from optimi_func.optimizers._groups import (
     GroupNumbers,
@@ -37,8 +35,10 @@ from optimi_func.optimizers._groups import (
     likely_mistakes,
     plain_number,
 )
-from optimi_func.optimizers._state import ensure_state, insert_made, wants_state_alone
 from optimi_func.optimizers._step import Stepper, Work
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.state.checkpoints import Checkpoints
+from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from optimi_func._saved import without_wrappers
+from optimi_func.state.convert import without_wrappers
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Weights of three dimensions that are no stacks of matrices.

@@ -5,12 +5,12 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import moment, root, slow_moment
-from optimi_func._rule import Means, MomentStorage, Rule, Scalar
+from optimi_func.core.math import moment, root, slow_moment
+from optimi_func.core.rule import Means, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Storage
-from optimi_func._saved import (
+from optimi_func.core.rule import Storage
+from optimi_func.optimizers._evaluation import Evaluated
+from optimi_func.optimizers._groups import (
+    Group,
+    GroupNumbers,
+)
+from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import TreeState
+from optimi_func.state.checkpoints import counterparts_of
+from optimi_func.state.convert import (
     LoadReport,
     Match,
     as_torchs,
@@ -18,16 +26,8 @@ from optimi_func._saved import (
     find_entries,
     same_names,
 )
-from optimi_func._tree import TreeState
-from optimi_func.optimizers._checkpoints import counterparts_of
-from optimi_func.optimizers._describe import listed
-from optimi_func.optimizers._evaluation import Evaluated
-from optimi_func.optimizers._groups import (
-    Group,
-    GroupNumbers,
-)
-from optimi_func.optimizers._state import first_param, loaded_tree, named_entries
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.state.describe import listed
+from optimi_func.state.entry import first_param, loaded_tree, named_entries
 from optimi_func.transforms.partition import (
     Elsewhere,
     Partition,

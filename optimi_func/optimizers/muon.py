@@ -9,13 +9,13 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number, derived
-from optimi_func._math import is_differentiated, moment
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func._saved import Counterparts
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import is_differentiated, moment
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.state.convert import Counterparts
 
 Triple: TypeAlias = tuple[float, float, float]
 # Rows of a matrix that are matrices of their own: the number of parts, or rows of each.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.hidden import hidden_matrices
 from optimi_func.optimizers.mixed import Mixed

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import choose, power, root, sqrt
-from optimi_func._rule import Direction, Rule, Scalar
-from optimi_func._saved import Counterparts
+from optimi_func.core.math import choose, power, root, sqrt
+from optimi_func.core.rule import Direction, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import choose, scalar_dtype
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func._saved import Counterparts
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import choose, scalar_dtype
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam, radam
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 

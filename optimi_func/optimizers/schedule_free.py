@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import (
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import (
     choose,
     power,
     root,
@@ -24,10 +23,11 @@ from optimi_func._math import (
     sqrt,
     warmed,
 )
-from optimi_func._rule import Direction, MomentStorage, Rule, Scalar, along_gradient
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, along_gradient
 from optimi_func.optimizers._evaluation import Evaluated
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.radam import rectification
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = [
     "ScheduleFreeAdamW",

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number, derived
-from optimi_func._math import choose, moment
-from optimi_func._rule import (
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import choose, moment
+from optimi_func.core.rule import (
     Direction,
     MomentStorage,
     PyTree,
@@ -18,11 +17,12 @@ from optimi_func._rule import (
     Storage,
     sgd_rule,
 )
-from optimi_func._saved import Counterparts
-from optimi_func._storage import storage_of
-from optimi_func._tree import TreeState, init_tree
+from optimi_func.core.storage import storage_of
 from optimi_func.optimizers._forms import step_function
 from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.pure.tree import TreeState, init_tree
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
 

@@ -4,12 +4,12 @@ from dataclasses import InitVar, dataclass
 
 from torch import Tensor
 
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import root
-from optimi_func._rule import Direction, Means, Rule, Scalar
+from optimi_func.core.math import root
+from optimi_func.core.rule import Direction, Means, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from optimi_func._rule import PyTree
+from optimi_func.core.rule import PyTree
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 

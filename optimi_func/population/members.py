@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import stack_module_state
 from torch.utils import _pytree as pytree
 
-from optimi_func._bound import Optimizer, bind, check_optimizer
-from optimi_func._math import scalar_dtype
-from optimi_func._rule import PyTree, Storage
+from optimi_func.core.checks import Optimizer, bind, check_optimizer
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import PyTree, Storage
 from optimi_func.population.axes import path, place
 
 T = TypeVar("T")

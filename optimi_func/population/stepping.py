@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
-from optimi_func._rule import PyTree
+from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
+from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
 from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
 

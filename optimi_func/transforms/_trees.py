@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._checks import check_grad, check_number
-from optimi_func._functional import Number
-from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, Scalar, Storage
-from optimi_func._tree import flatten_params, match_tree
+from optimi_func.core.checks import check_grad, check_number
+from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, Storage
 from optimi_func.execution.kernels import with_own_code_object
+from optimi_func.pure.functional import Number
+from optimi_func.pure.tree import flatten_params, match_tree
 
 S = TypeVar("S")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._leaf import compute_dtype
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
-from optimi_func._tree import flatten_params, match_tree
+from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
+from optimi_func.pure.tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Around, Trees, choose_tree, count_from
 
 Reduction: TypeAlias = Literal["mean", "sum"]

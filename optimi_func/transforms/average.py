@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._checks import check_number
-from optimi_func._functional import Number, resolve
-from optimi_func._leaf import compute_dtype
-from optimi_func._math import scalar_dtype
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
-from optimi_func._tree import flatten_params, match_tree
+from optimi_func.core.checks import check_number
+from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
+from optimi_func.pure.functional import Number, resolve
+from optimi_func.pure.tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Around, count_from, like
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import Number, resolve
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
-from optimi_func._torch import clip_factor, total_norm
-from optimi_func._tree import flatten_params
+from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
+from optimi_func.core.torch_private import clip_factor, total_norm
+from optimi_func.pure.functional import Number, resolve
+from optimi_func.pure.tree import flatten_params
 from optimi_func.transforms._trees import (
     Around,
     Trees,

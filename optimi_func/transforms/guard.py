@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._rule import PureOptimizer, PyTree, check_pure
+from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
 from optimi_func.transforms._trees import Around, Trees, choose_tree, count_from
 
 

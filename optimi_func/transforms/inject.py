@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import FunctionalOptimizer, resolve_tree
-from optimi_func._math import scalar_dtype
-from optimi_func._rule import PyTree, Scalar
-from optimi_func._tree import TreeState
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import PyTree, Scalar
+from optimi_func.pure.functional import FunctionalOptimizer, resolve_tree
+from optimi_func.pure.tree import TreeState
 from optimi_func.transforms._trees import Around, tensor_of
 
 

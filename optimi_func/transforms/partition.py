@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._codes import is_low
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import PureOptimizer, PyTree, Storage, check_pure
-from optimi_func._storage import keeps_codes, storage_of
-from optimi_func._tree import flatten_params, match_tree
+from optimi_func.core.codes import is_low
+from optimi_func.core.rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func.core.storage import keeps_codes, storage_of
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
 
 # A pattern for a leaf's path, or a predicate of path and parameter.

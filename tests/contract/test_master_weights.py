@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from optimi_func import SGD, AdamW, Lion
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 
 STORAGES: list[Any] = [
     None,

@@ -170,7 +170,7 @@ class Uncopied(nn.Linear):
 
 def test_what_cannot_be_planned_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    on_gpu = optimi_func._torch.fake_mode()
+    on_gpu = optimi_func.core.torch_private.fake_mode()
     with on_gpu:
         far = torch.empty(2, 4, device="cuda")
     refused: list[tuple[type[Exception], str, Any]] = [

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from optimi_func import compiled, population, prepare_for_gradient_release
-from optimi_func._checks import check_number
-from optimi_func._functional import FunctionalOptimizer, Number
-from optimi_func._math import moment
-from optimi_func._rule import Direction, Rule, Scalar
+from optimi_func.core.checks import check_number
+from optimi_func.core.math import moment
+from optimi_func.core.rule import Direction, Rule, Scalar
 from optimi_func.optimizers._forms import (
     compiled_functions,
     init_function,
     step_function,
 )
 from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.transforms import inject
 
 # --8<-- [end:imports]

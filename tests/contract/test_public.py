@@ -112,18 +112,11 @@ def test_links_into_the_repository_lead_somewhere(name: str) -> None:
 
 
 LAYERS = [
-    {"_rule", "_torch"},
-    {"_bound", "_checks", "_distributed"},
-    {"_codes"},
-    {"_math", "_storage"},
-    {"_leaf"},
-    {"_tree"},
-    {"_functional"},
-    {"_saved"},
-    {"_stored"},
+    {"core"},
+    {"pure", "schedules"},
+    {"population", "state"},
     {"execution"},
-    {"schedules", "transforms"},
-    {"population", "unrolling"},
+    {"transforms"},
     {"optimizers"},
     {"compiled", "functional", "gradient_release"},
     {"utils"},
@@ -174,7 +167,10 @@ PRIVATE = re.compile(r"torch\._(?!_version__)(\w+)")
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
 def test_private_torch_stays_in_its_corner(path: Path) -> None:
-    if path.parent.name not in ("compiled", "execution") and path.name != "_torch.py":
+    if (
+        path.parent.name not in ("compiled", "execution")
+        and path.name != "torch_private.py"
+    ):
         assert not PRIVATE.findall(path.read_text())
 
 
@@ -230,43 +226,43 @@ def test_private_compiler_is_there() -> None:
 
 
 def test_private_autograd_is_there() -> None:
-    from optimi_func import _torch
+    from optimi_func.core import torch_private
 
     w = torch.ones(2, requires_grad=True)
-    assert _torch.backward_id() == -1
-    assert _torch.accumulate_hooks(w) == []
+    assert torch_private.backward_id() == -1
+    assert torch_private.accumulate_hooks(w) == []
     seen = []
 
     def hook(p) -> None:
-        seen.append(_torch.backward_id() >= 0)
-        _torch.after_backward(lambda: seen.append("end"))
+        seen.append(torch_private.backward_id() >= 0)
+        torch_private.after_backward(lambda: seen.append("end"))
 
     w.register_post_accumulate_grad_hook(hook)
-    assert _torch.accumulate_hooks(w) == [hook]
+    assert torch_private.accumulate_hooks(w) == [hook]
     w.sum().backward()
     assert seen == [True, "end"]
 
 
 def test_private_norms_are_there() -> None:
-    from optimi_func import _torch
+    from optimi_func.core import torch_private
 
     tensors = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(1).double()]
-    norms = _torch.norms_of(tensors)
+    norms = torch_private.norms_of(tensors)
     assert [x.item() for x in norms] == [4.0, 1.0]
     assert [x.dtype for x in norms] == [torch.float32, torch.float64]
 
 
 def test_private_autograd_tells_a_backward_within_a_backward() -> None:
     """What starts inside has a number of its own, and its end comes first."""
-    from optimi_func import _torch
+    from optimi_func.core import torch_private
 
     w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen, ends = [], []
 
     def note(p) -> None:
-        seen.append(_torch.backward_id())
+        seen.append(torch_private.backward_id())
         name = "outer" if p is w else "inner"
-        _torch.after_backward(lambda: ends.append(name))
+        torch_private.after_backward(lambda: ends.append(name))
 
     w.register_post_accumulate_grad_hook(note)
     v.register_post_accumulate_grad_hook(note)
@@ -304,22 +300,24 @@ def test_private_compiler_settings_are_there() -> None:
 
 
 def test_private_transforms_are_there() -> None:
-    from optimi_func import _torch
+    from optimi_func.core import torch_private
 
     seen = []
 
     def f(x):
-        seen.append((_torch.transform_level(), _torch.level_of(x)))
-        with _torch.no_transforms():
-            seen.append((_torch.transform_level(), _torch.level_of(torch.ones(()))))
+        seen.append((torch_private.transform_level(), torch_private.level_of(x)))
+        with torch_private.no_transforms():
+            seen.append(
+                (torch_private.transform_level(), torch_private.level_of(torch.ones(())))
+            )
         return x
 
     torch.func.grad(torch.func.grad(f))(torch.ones(()))
     assert seen == [(2, 2), (0, -1)]
-    assert _torch.level_of(torch.ones(())) == -1
+    assert torch_private.level_of(torch.ones(())) == -1
 
     def count(x):
-        seen.append(_torch.forward_modes())
+        seen.append(torch_private.forward_modes())
         return x
 
     one = torch.ones(())

@@ -24,8 +24,8 @@ from optimi_func import (
     schedule_free_adamw,
     sgd,
 )
-from optimi_func._rule import Microbatch
 from optimi_func.compiled import train_step
+from optimi_func.core.rule import Microbatch
 
 # Some call a release's updates themselves.
 pytestmark = pytest.mark.filterwarnings("ignore:gradient_release=True, but no model")

@@ -9,8 +9,8 @@ from expecttest import TestCase
 from torch import fx
 
 import optimi_func
-from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rates, Scalars, Storage
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.rule import Rates, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.scalars import Packed

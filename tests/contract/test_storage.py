@@ -28,7 +28,7 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, adamw
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 
 F32 = torch.float32
 # Means that bfloat16 could not follow, wide whatever the storage.

@@ -89,7 +89,7 @@ def test_a_skipped_step_changes_no_bit() -> None:
     params, optimizer = trained(AdamW, "compact", BF16, 1, compile=True)
     before = [(p.detach().clone(), dict(optimizer.state[p])) for p in params]
     before = [(p, {k: x.clone() for k, x in s.items()}) for p, s in before]
-    from optimi_func._rule import Microbatch
+    from optimi_func.core.rule import Microbatch
 
     skip = Microbatch(1.0, False, torch.tensor(False))
     grads = [torch.full_like(p, float("nan")) for p in params]

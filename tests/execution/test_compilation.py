@@ -11,8 +11,8 @@ from torch._inductor.utils import run_and_get_code
 
 import optimi_func
 from optimi_func import compiled
-from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rates, Scalars, Storage
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.rule import Rates, Scalars, Storage
 from optimi_func.execution import inductor, kernels, list_kernel
 from optimi_func.execution.kernels import KernelKey, Pass, kernel
 from optimi_func.execution.scalars import Packed

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import compiled
-from optimi_func._distributed import ShardSpec
-from optimi_func._rule import Rates, Scalars
+from optimi_func.core.distributed import ShardSpec
+from optimi_func.core.rule import Rates, Scalars
 from optimi_func.execution import executors, kernels, launches, plans, scalars, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError

@@ -16,7 +16,7 @@ from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
-from optimi_func._rule import WHOLE_BATCH
+from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
 from optimi_func.execution import plans as plans_
 from optimi_func.execution.launches import (

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import AdamW, adamw, compiled
-from optimi_func._codes import NEAREST, moment_codes, narrow, second_moment_codes, widen
-from optimi_func._rule import WHOLE_BATCH, Storage
+from optimi_func.core.codes import NEAREST, moment_codes, narrow, second_moment_codes, widen
+from optimi_func.core.rule import WHOLE_BATCH, Storage
 from optimi_func.execution.cpp import native
 from optimi_func.execution.launches import ListLaunch
 

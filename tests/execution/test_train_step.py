@@ -413,7 +413,7 @@ def test_bfloat16_with_kahan_sums_in_float32() -> None:
             loss = loss_fn(other(part[0]), part)
             for total, g in zip(sums, torch.autograd.grad(loss, list(other.parameters()))):
                 total += g
-        microbatches = [optimi_func._rule.Microbatch(0.25, False, None)] * 2
+        microbatches = [optimi_func.core.rule.Microbatch(0.25, False, None)] * 2
         b.update(list(other.parameters()), sums, microbatches, write=True, count=True)
     assert "kahan_comp" in a.state[model.weight]
     for p, q in zip(model.parameters(), other.parameters()):

@@ -10,8 +10,8 @@ from tiers import few
 from torch import Tensor, nn
 
 from optimi_func import Muon, compiled, muon_init, muon_step
-from optimi_func._leaf import leaf_step, rates, whole_means
-from optimi_func._rule import Leaf, Means, Rule, Scalar, Scalars
+from optimi_func.core.leaf import leaf_step, rates, whole_means
+from optimi_func.core.rule import Leaf, Means, Rule, Scalar, Scalars
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import StepInputs, run_launches
 from optimi_func.execution.plans import make_launches

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func._leaf import init_leaf, leaf_step, rates, whole_means
-from optimi_func._rule import Leaf, Rule, Scalars, Storage
-from optimi_func._storage import storage_of
+from optimi_func.core.leaf import init_leaf, leaf_step, rates, whole_means
+from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
+from optimi_func.core.storage import storage_of
 from optimi_func.execution.kernels import KernelKey, Pass, fill
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func._leaf import (
+from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
     init_leaf,
@@ -26,7 +26,7 @@ from optimi_func._leaf import (
     rates,
     whole_means,
 )
-from optimi_func._rule import Leaf, Rule, Scalars, Storage
+from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
 from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey, Pass, fill
 from optimi_func.execution.scalars import Packed

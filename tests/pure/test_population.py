@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, population, sgd, transforms
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 from optimi_func.population import Population
 
 DOUBLE = torch.float64

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, lion, population, sgd, transforms, unroll
-from optimi_func._codes import Moment8, SecondMoment8, widen
-from optimi_func._rule import Storage
+from optimi_func.core.codes import Moment8, SecondMoment8, widen
+from optimi_func.core.rule import Storage
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:eps=", "ignore:weight_decay=", "ignore:max_lr="

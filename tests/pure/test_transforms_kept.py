@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from optimi_func import adamw, lion, sgd
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 from optimi_func.transforms import (
     add_noise,
     apply_if_finite,

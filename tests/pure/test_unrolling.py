@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, sgd, transforms, unroll
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 
 DOUBLE = torch.float64
 STEPS = 9  # RAdam trusts v from the sixth on, Ranger synchronises at 4 and 8

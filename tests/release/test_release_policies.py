@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import optimi_func
 from optimi_func import SGD, AdamW, Adan, adamw, prepare_for_gradient_release
-from optimi_func._rule import WHOLE_BATCH
+from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.gradient_release import CLIPPING
 
 MICRO = 4

@@ -12,7 +12,7 @@ from torch import nn
 
 import optimi_func
 from optimi_func import adamw, prepare_for_gradient_release
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 from optimi_func.execution import executors
 
 STORAGES = ["compact", Storage("exact", "8bit"), Storage("kahan", "8bit")]

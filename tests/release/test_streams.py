@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from optimi_func import SGD, _torch, prepare_for_gradient_release
+from optimi_func import SGD, prepare_for_gradient_release
+from optimi_func.core import torch_private
 from optimi_func.gradient_release import backward as streams
 from optimi_func.gradient_release import runner
 
@@ -46,7 +47,7 @@ def test_the_end_of_a_backward_waits_for_the_hooks_streams(
     monkeypatch.setattr(
         streams,
         "current_stream",
-        lambda _: hooks if _torch.backward_id() != -1 else caller,
+        lambda _: hooks if torch_private.backward_id() != -1 else caller,
     )
     end = handle._runner._finish
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import schedules
-from optimi_func._codes import (
+from optimi_func.core.codes import (
     GROUP,
     NEAREST,
     Moment8,
@@ -25,7 +25,7 @@ from optimi_func._codes import (
     second_moment_codes,
     widen,
 )
-from optimi_func._rule import Scalars, Storage
+from optimi_func.core.rule import Scalars, Storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:weight_decay=", "ignore:max_lr=")
 BF16 = torch.bfloat16
@@ -194,7 +194,7 @@ def test_the_dither_of_many_steps_is_even() -> None:
 
 def dithers(optimizer: Any, t: int) -> float:
     """Return the dither of a step."""
-    from optimi_func._codes import dither_at
+    from optimi_func.core.codes import dither_at
 
     assert Scalars._fields[-1] == "dither"
     return float(dither_at(t))

@@ -22,7 +22,7 @@ import ptx
 import torch
 from torch import Tensor
 
-from optimi_func._rule import Scalars
+from optimi_func.core.rule import Scalars
 from optimi_func.execution import inductor, kernels, triton_list
 from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.triton_list import DeviceTable

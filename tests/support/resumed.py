@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 from optimi_func.execution import inductor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -6,9 +6,9 @@ import torch
 from cases import CLASSES, fitting
 from torch import Tensor
 
-from optimi_func._codes import widen
-from optimi_func._rule import Storage
-from optimi_func._storage import state_in
+from optimi_func.core.codes import widen
+from optimi_func.core.rule import Storage
+from optimi_func.core.storage import state_in
 
 BF16 = torch.bfloat16
 # By name: how parameters and moments are kept, and of which dtype the parameters are.

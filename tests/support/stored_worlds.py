@@ -22,7 +22,7 @@ from optimi_func import (
     compiled,
     prepare_for_gradient_release,
 )
-from optimi_func._rule import Storage
+from optimi_func.core.rule import Storage
 
 EAGER = {"compile": False}
 EXACT8 = Storage("exact", "8bit")

@@ -13,13 +13,28 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._checks import check_betas, check_eps, check_number, decay_mistakes, warn
-from optimi_func._codes import dither_at, to
-from optimi_func._leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
-from optimi_func._math import scalar_dtype
-from optimi_func._rule import DecayKind, Leaf, PyTree, Rates, Rule, Scalar, Scalars, Storage
-from optimi_func._storage import storage_of
-from optimi_func._tree import FlatTree, TreeState, broadcast, init_tree
+from optimi_func.core.checks import (
+    check_betas,
+    check_eps,
+    check_number,
+    decay_mistakes,
+    warn,
+)
+from optimi_func.core.codes import dither_at, to
+from optimi_func.core.leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import (
+    DecayKind,
+    Leaf,
+    PyTree,
+    Rates,
+    Rule,
+    Scalar,
+    Scalars,
+    Storage,
+)
+from optimi_func.core.storage import storage_of
+from optimi_func.pure.tree import FlatTree, TreeState, broadcast, init_tree
 
 # A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]

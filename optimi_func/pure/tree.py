@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._checks import (
+from optimi_func.core.checks import (
     check_grad,
     check_param,
     check_taken,
     stuck_moments,
     warn,
 )
-from optimi_func._leaf import init_leaf
-from optimi_func._math import scalar_dtype
-from optimi_func._rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
-from optimi_func._storage import check_entry, check_stored, entry_of
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
+from optimi_func.core.storage import check_entry, check_stored, entry_of
 
 NO_RUNNING = NoRunning()
 

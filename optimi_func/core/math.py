@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._codes import is_eligible, moment_codes, second_moment_codes
-from optimi_func._rule import MomentStorage, Scalar
-from optimi_func._torch import differentiates
+from optimi_func.core.codes import is_eligible, moment_codes, second_moment_codes
+from optimi_func.core.rule import MomentStorage, Scalar
+from optimi_func.core.torch_private import differentiates
 
 
 def power(base: Scalar, t: Scalar) -> Scalar:

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Rule
-from optimi_func._storage import check_entry, entry_of, missing_fields, own_names, state_in
-from optimi_func._tree import LeafState, TreeState, running_tensors
+from optimi_func.core.rule import Rule
+from optimi_func.core.storage import (
+    check_entry,
+    entry_of,
+    missing_fields,
+    own_names,
+    state_in,
+)
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
 # Options about how the step runs. They are not loaded from a file.
 POLICY = (

@@ -9,8 +9,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import cuts_evenly, from_local, to_local, zeros_divided_like
-from optimi_func._rule import ParamStorage, Scalar
+from optimi_func.core.distributed import (
+    cuts_evenly,
+    from_local,
+    to_local,
+    zeros_divided_like,
+)
+from optimi_func.core.rule import ParamStorage, Scalar
 
 GROUP = 64  # elements that share a scale
 LEAST = 1 << 13  # elements of the smallest tensor that is kept in codes

@@ -10,18 +10,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func._checks import check_param, check_taken, check_writable, is_expanded
-from optimi_func._codes import alike, recast_remainder, remainder_dtype
-from optimi_func._distributed import (
+from optimi_func.core.checks import check_param, check_taken, check_writable, is_expanded
+from optimi_func.core.codes import alike, recast_remainder, remainder_dtype
+from optimi_func.core.distributed import (
     all_reduce_all,
     check_placed,
     same_placements,
     to_local,
 )
-from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rule, Storage
-from optimi_func._saved import Entry, Group, Match, checked, from_tree
-from optimi_func._storage import (
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.rule import Rule, Storage
+from optimi_func.core.storage import (
     check_entry,
     entry_of,
     field_of,
@@ -29,9 +28,10 @@ from optimi_func._storage import (
     missing_fields,
     own_names,
 )
-from optimi_func._stored import has_codes, owned, restored
-from optimi_func._torch import has_memory
-from optimi_func._tree import TreeState, running_tensors
+from optimi_func.core.torch_private import has_memory
+from optimi_func.pure.tree import TreeState, running_tensors
+from optimi_func.state.convert import Entry, Group, Match, checked, from_tree
+from optimi_func.state.stored import has_codes, owned, restored
 
 
 def ensure_state(

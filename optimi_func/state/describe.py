@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._distributed import to_local
-from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rule
-from optimi_func._saved import Entry, Group
-from optimi_func._storage import entry_of, group_storage, names_in
+from optimi_func.core.distributed import to_local
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.rule import Rule
+from optimi_func.core.storage import entry_of, group_storage, names_in
+from optimi_func.state.convert import Entry, Group
 
 _HEAD = (
     "group",

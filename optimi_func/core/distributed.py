@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from optimi_func._rule import Leaf
+from optimi_func.core.rule import Leaf
 
 
 class ShardSpec(NamedTuple):

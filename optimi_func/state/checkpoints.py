@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from optimi_func._distributed import distribute_like
-from optimi_func._functional import FunctionalOptimizer
-from optimi_func._rule import Rule
-from optimi_func._saved import (
+from optimi_func.core.distributed import distribute_like
+from optimi_func.core.rule import Rule
+from optimi_func.core.storage import own_names
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import TreeState
+from optimi_func.state.convert import (
     Counterparts,
     Group,
     LoadReport,
@@ -21,17 +23,15 @@ from optimi_func._saved import (
     common,
     find_entries,
 )
-from optimi_func._storage import own_names
-from optimi_func._stored import decoded, master, set_master
-from optimi_func._tree import TreeState
-from optimi_func.optimizers._describe import describe
-from optimi_func.optimizers._state import (
+from optimi_func.state.describe import describe
+from optimi_func.state.entry import (
     first_param,
     insert_made,
     loaded_groups,
     loaded_tree,
     named_entries,
 )
+from optimi_func.state.stored import decoded, master, set_master
 
 # Taken while our hooks are registered, because torch iterates over the dict of all hooks.
 _hooking = threading.RLock()

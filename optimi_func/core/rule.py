@@ -1,6 +1,6 @@
 """The vocabulary: rule, direction, leaf, scalars, storage.
 
-A `Rule` turns one tensor's gradient into a direction. The pipeline in `_leaf` turns
+A `Rule` turns one tensor's gradient into a direction. The pipeline in `leaf` turns
 directions into deltas and adds them. All other modules decide where and when it runs.
 """
 

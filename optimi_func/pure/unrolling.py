@@ -27,9 +27,9 @@ from torch.func import grad, grad_and_value, jvp, vjp
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from optimi_func import _torch
-from optimi_func._bound import Optimizer, bind, check_optimizer, scalar_loss
-from optimi_func._rule import PyTree
+from optimi_func.core import torch_private
+from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
+from optimi_func.core.rule import PyTree
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def unroll(
     # A run inside a rehearsed one is checked when that one really runs, because in the
     # rehearsal its tensors have other levels.
     rehearse = checkpoint_every is not None and not _rehearsing.get()
-    recompute = rehearse and _torch.forward_modes() < 2
+    recompute = rehearse and torch_private.forward_modes() < 2
     numbers = dict(hyper or {})
     if state is None:
         state = bind(optimizer, numbers).init(params)
@@ -365,12 +365,12 @@ def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
     empty levels are in between. Zeros replace tensors that are differentiated themselves,
     because they have no values here.
     """
-    level = _torch.transform_level()
+    level = torch_private.transform_level()
 
     def blank(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if _torch.level_of(x) < 0:
+        if torch_private.level_of(x) < 0:
             return x.detach().clone()
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
@@ -383,7 +383,10 @@ def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
         finally:
             _rehearsing.reset(token)
 
-    with torch.random.fork_rng(_gpus(pytree.tree_leaves(given))), _torch.no_transforms():
+    with (
+        torch.random.fork_rng(_gpus(pytree.tree_leaves(given))),
+        no_transforms(),
+    ):
         _at_level(level + 1, try_out)
 
 
@@ -414,7 +417,7 @@ class _Inside(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for x in pytree.tree_leaves((args, kwargs)):
-            level = _torch.level_of(x) if isinstance(x, Tensor) else 0
+            level = torch_private.level_of(x) if isinstance(x, Tensor) else 0
             if 0 < level <= self._level or (level < 0 and x.requires_grad):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(x.shape)} that autograd or a transformation "

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func._checks import IDLE_KAHAN, check_state_dtype
-from optimi_func._codes import (
+from optimi_func.core.checks import IDLE_KAHAN, check_state_dtype
+from optimi_func.core.codes import (
     GROUP,
     Codes,
     Moment8,
@@ -22,7 +22,7 @@ from optimi_func._codes import (
     refuse_derivatives,
     to,
 )
-from optimi_func._rule import Rule, Scalar, Storage
+from optimi_func.core.rule import Rule, Scalar, Storage
 
 STORAGES: dict[str, Storage] = {
     "compact": Storage("kahan8", "8bit"),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func._codes import narrow, remainder_dtype, round_to, to, widen
-from optimi_func._distributed import on_whole
-from optimi_func._rule import (
+from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
+from optimi_func.core.distributed import on_whole
+from optimi_func.core.rule import (
     WHOLE_BATCH,
     DecayKind,
     Leaf,
@@ -22,7 +22,7 @@ from optimi_func._rule import (
     Scalar,
     Scalars,
 )
-from optimi_func._storage import Storage, decode, encode, tensors_of
+from optimi_func.core.storage import Storage, decode, encode, tensors_of
 
 
 def whole_means(tensors: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func._codes import (
+from optimi_func.core.codes import (
     NEAREST,
     alike,
     in_own_order,
@@ -19,11 +19,10 @@ from optimi_func._codes import (
     second_moment_codes,
     widen,
 )
-from optimi_func._distributed import distribute_like, from_local, to_local, whole
-from optimi_func._leaf import init_leaf
-from optimi_func._rule import Rule, Storage
-from optimi_func._saved import TRAIN_PARAM, Entry
-from optimi_func._storage import (
+from optimi_func.core.distributed import distribute_like, from_local, to_local, whole
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.rule import Rule, Storage
+from optimi_func.core.storage import (
     codes_of,
     entry_of,
     field_of,
@@ -31,7 +30,8 @@ from optimi_func._storage import (
     own_names,
     state_in,
 )
-from optimi_func._tree import running_tensors
+from optimi_func.pure.tree import running_tensors
+from optimi_func.state.convert import TRAIN_PARAM, Entry
 
 
 def owned(

@@ -1,0 +1,1 @@
+"""Plain tensor code: rules, the update of one tensor, 8-bit codes, storage, checks."""

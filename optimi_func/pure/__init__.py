@@ -1,0 +1,1 @@
+"""Pure optimizers over pytrees, and the differentiable training loop."""

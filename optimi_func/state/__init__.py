@@ -1,0 +1,1 @@
+"""An optimizer's `state[p]`: checked, completed, converted, saved and loaded."""

@@ -105,10 +105,12 @@ class Stepper:
         if is_capturing(params[0].device):
             _check_capture(states, work, self._numbers.tensors(group))
         # A step that the device may skip is counted there.
-        flags = [] if microbatches is None else [m.finite for m in microbatches]
-        capturable = group["capturable"] or any([flag is not None for flag in flags])
+        capturable, apart = group["capturable"], False
+        if microbatches is not None:
+            flags = [m.finite for m in microbatches]
+            capturable = capturable or any([flag is not None for flag in flags])
+            apart = capturable and len(set(map(id, flags))) > 1
         bound = self._numbers.bind(group, on_device if capturable else unwaited(params))
-        apart = capturable and len(set(map(id, flags))) > 1
         key = (*_asked(group), capturable, apart, *map(id, params))
         plan, flat = self.plans.find(key, bound.rule), None
         if plan is not None:
@@ -126,7 +128,7 @@ class Stepper:
                 self.plans.keep(key, plan, others)
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
-        counts = plan.counts.now(plan.counted(flat) if capturable else [])
+        counts = plan.counts.now(flat)
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
         roles, executor = plan.roles(flat), executor_of(group)

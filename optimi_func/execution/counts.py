@@ -67,7 +67,7 @@ class Counts:
         plain = on_host and len(set(self._addresses)) == len(tensors)
         # C++ may read and write them, once it is compiled.
         self._plain = plain and [x.dtype for x in tensors] == wide
-        self._native: Native | None = None
+        self.native: Native | None = None  # if C++ reads and writes them
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
 
     def tensors(self, flat: list[Any]) -> list[Tensor]:
@@ -76,8 +76,8 @@ class Counts:
 
     def hold(self, flat: list[Any]) -> bool:
         """Return True if nothing else has written to them."""
-        if self._native is not None:
-            return bool(self._native.counts_hold(*self._tables))
+        if self.native is not None:
+            return bool(self.native.counts_hold(*self._tables))
         if self._on_host:
             return [x.item() for x in self.tensors(flat)] == list(self._expected)
         return self._apart or list(map(_version, self.tensors(flat))) == self._versions
@@ -104,10 +104,10 @@ class Counts:
         news: list[Any] = []
         for column in zip(*after):
             news += map(column.__getitem__, self.at)
-        if self._native is not None:
+        if self.native is not None:
             if news:
                 self._expected[self._rows :] = array("d", news)
-            self._native.counts_advance(*self._tables)
+            self.native.counts_advance(*self._tables)
             return
         tensors = self.tensors(flat)
         steps, running = tensors[: self._rows], tensors[self._rows :]
@@ -124,4 +124,4 @@ class Counts:
         self._versions = list(map(_version, tensors))
         if self._on_host:
             self._expected[:] = array("d", [x.item() for x in tensors])
-            self._native = loaded() if self._plain else None
+            self.native = loaded() if self._plain else None

@@ -71,6 +71,8 @@ class Launch:
         updates: Updates of one kind (see `alike`) in ascending order.
     """
 
+    host = False  # with scalars on the host, `run` calls no operation of torch
+
     def __init__(self, updates: Sequence[Update]) -> None:
         first = updates[0]
         self.places = [u.place for u in updates]
@@ -265,6 +267,7 @@ class ListLaunch(Launch):
         self._kernel, self._mean, self._count = kernel, mean, count
         self._table = Table(updates)
         self._dithers = any(self._codes)
+        self.host = self._aligned and mean is None
         lengths = self._table.lengths
         # For each piece that is measured, its row and its share of that.
         measured = enumerate(lengths if mean is not None else ())

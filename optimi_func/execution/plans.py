@@ -102,7 +102,7 @@ class Plan:
         self._slots = make_slots(names, fields, roles, roles, list(map(shards_of, params)))
         self._inference = any(map(Tensor.is_inference, self._present(flat)))
         self.coded = any([slot.coded for slot in self._slots])
-        self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
+        self._known: dict[Any, tuple[Guard, tuple[list[Launch], bool]]] = {}
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
@@ -141,8 +141,8 @@ class Plan:
 
     def launches(
         self, executor: Executor, inputs: StepInputs, write: bool, new: bool
-    ) -> Any:
-        """Return the launches of a step.
+    ) -> tuple[list[Launch], bool] | None:
+        """Return the launches of a step, and True if all are `Launch.host`.
 
         Args:
             executor: What runs them.
@@ -158,13 +158,14 @@ class Plan:
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(inputs.at)
         if not new:
-            guard, found = self._known.get(kind, (None, None))
-            return found if guard is not None and guard.holds(inputs.grads) else None
+            guard, known = self._known.get(kind, (None, None))
+            return known if guard is not None and guard.holds(inputs.grads) else None
         made = make_launches(executor, self.rule, self._slots, inputs, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
-        self._known[kind] = Guard(inputs.grads, addresses=False), made
-        return made
+        found = made, all([launch.host for launch in made])
+        self._known[kind] = Guard(inputs.grads, addresses=False), found
+        return found
 
     def run(
         self,

@@ -24,17 +24,27 @@ class Counts:
     """The values of the counts, and a check that nothing else has written to them.
 
     Args:
-        tensors: The step counts, then the first running scalar of each, and so on.
+        flat: The tensors of a plan (see `Plan.current`).
         rows: Number of parameters.
+        width: Tensors of each parameter in `flat`, without itself.
+        counted: How many of them are counts; these come first.
         on_host: The host reads and computes them.
         apart: They may differ between parameters, because a flag on the device decides
             which ones are updated.
     """
 
     def __init__(
-        self, tensors: list[Tensor], rows: int, on_host: bool, apart: bool
+        self,
+        flat: list[Any],
+        rows: int,
+        width: int,
+        counted: int,
+        on_host: bool,
+        apart: bool,
     ) -> None:
         self._rows, self._on_host, self._apart = rows, on_host, apart
+        self._slices = [slice(rows + i, None, width) for i in range(counted)]
+        tensors = self.tensors(flat)
         found: list[float] = []
         if on_host:
             found = [x.item() for x in tensors]
@@ -57,42 +67,49 @@ class Counts:
         plain = on_host and len(set(self._addresses)) == len(tensors)
         # C++ may read and write them, once it is compiled.
         self._plain = plain and [x.dtype for x in tensors] == wide
-        self._native: Native | None = None
+        self.native: Native | None = None  # if C++ reads and writes them
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
 
-    def hold(self, tensors: list[Tensor]) -> bool:
-        """Return True if nothing else has written to them."""
-        if self._native is not None:
-            return bool(self._native.counts_hold(*self._tables))
-        if self._on_host:
-            return [x.item() for x in tensors] == list(self._expected)
-        return self._apart or list(map(_version, tensors)) == self._versions
+    def tensors(self, flat: list[Any]) -> list[Tensor]:
+        """Return the step counts, then the first running scalar of each, and so on."""
+        return [x for own in self._slices for x in flat[own]]
 
-    def now(self, tensors: list[Tensor]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
+    def hold(self, flat: list[Any]) -> bool:
+        """Return True if nothing else has written to them."""
+        if self.native is not None:
+            return bool(self.native.counts_hold(*self._tables))
+        if self._on_host:
+            return [x.item() for x in self.tensors(flat)] == list(self._expected)
+        return self._apart or list(map(_version, self.tensors(flat))) == self._versions
+
+    def now(self, flat: list[Any]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
         """Return the different counts with their running scalars, numbers or tensors."""
-        values: Sequence[Any] = self._expected if self._on_host else tensors
+        values: Sequence[Any] = self._expected if self._on_host else self.tensors(flat)
         rows, end = self._rows, len(values)
         return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
 
     def advance(
-        self, tensors: list[Tensor], after: list[Any], packed: list[Packed], at: list[int]
+        self, flat: list[Any], after: list[Any], packed: list[Packed], at: list[int]
     ) -> None:
         """Count a step; parameters whose `finite` flag is false do not count it.
 
         Past autograd, if `hold` reads them in C++.
 
         Args:
-            tensors: As in the constructor.
+            flat: As in the constructor.
             after: The running scalars after the step, for the different ones.
             packed: The scalars of the step.
             at: For each parameter the index of its own.
         """
-        news = [x for column in zip(*after) for x in map(column.__getitem__, self.at)]
-        if self._native is not None:
+        news: list[Any] = []
+        for column in zip(*after):
+            news += map(column.__getitem__, self.at)
+        if self.native is not None:
             if news:
                 self._expected[self._rows :] = array("d", news)
-            self._native.counts_advance(*self._tables)
+            self.native.counts_advance(*self._tables)
             return
+        tensors = self.tensors(flat)
         steps, running = tensors[: self._rows], tensors[self._rows :]
         flags = [packed[i].finite for i in at]
         for i, (x, new) in enumerate(zip(running, news)):
@@ -107,4 +124,4 @@ class Counts:
         self._versions = list(map(_version, tensors))
         if self._on_host:
             self._expected[:] = array("d", [x.item() for x in tensors])
-            self._native = loaded() if self._plain else None
+            self.native = loaded() if self._plain else None

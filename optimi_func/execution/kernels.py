@@ -261,7 +261,8 @@ class kernel_context:
         self._modes: list[AbstractContextManager[Any]] = []
         if torch.is_inference_mode_enabled():
             self._modes.append(torch.inference_mode(False))
-        for kind in {"cpu", self._device.type} - {"meta"}:
+        own = self._device.type
+        for kind in ("cpu",) if own in ("cpu", "meta") else ("cpu", own):
             if torch.is_autocast_enabled(kind):
                 self._modes.append(torch.autocast(kind, enabled=False))
         for mode in self._modes:

@@ -78,6 +78,8 @@ class Launch:
         updates: Updates of one kind (see `alike`) in ascending order.
     """
 
+    host = False  # with scalars on the host, `run` calls no operation of torch
+
     def __init__(self, updates: Sequence[Update]) -> None:
         first = updates[0]
         self.places = [u.place for u in updates]
@@ -98,6 +100,8 @@ class Launch:
 
     def aligned(self, inputs: StepInputs) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
+        if self._aligned and len(inputs.grads) == len(self.places):
+            return inputs.grads
         grads = self.pick(inputs.grads)
         if self._aligned:
             return grads
@@ -118,11 +122,13 @@ class Launch:
 
 def run_launches(launches: list[Launch], inputs: StepInputs, written: Roles) -> None:
     """Run launches, and undo what they wrote where a `finite` flag is false."""
-    if all([x.finite is None for x in inputs.packed]):
-        for launch in launches:
-            launch.run(inputs)
-        return
+    flagged = False
+    for x in inputs.packed:
+        flagged |= x.finite is not None
     for launch in launches:
+        if not flagged:
+            launch.run(inputs)
+            continue
         flags = [inputs.packed[inputs.at[i]].finite for i in launch.places]
         tensors = chain.from_iterable(zip(launch.pick(role), flags) for role in written)
         kept = [
@@ -268,6 +274,7 @@ class ListLaunch(Launch):
         self._kernel, self._mean, self._count = kernel, mean, count
         self._table = Table(updates)
         self._dithers = any(self._codes)
+        self.host = self._aligned and mean is None
         lengths = self._table.lengths
         # For each piece that is measured, its row and its share of that.
         measured = enumerate(lengths if mean is not None else ())
@@ -297,7 +304,7 @@ class ListLaunch(Launch):
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
         """Update the parameters."""
-        packed, grads, per_row = self.scalars(inputs), self.aligned(inputs), 0
+        packed, grads, per_row = inputs.packed[self._at], self.aligned(inputs), 0
         if self._mean is None and packed.on_host:
             values = packed.array(self.dtype)
             at = address(values)

@@ -6,7 +6,7 @@ edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,25 +92,23 @@ class Plan:
         self._lengths = list(map(len, entries))
         self.distributed = any_distributed(params)
         # Read once, because another thread may replace them meanwhile.
-        flat = self.made = self._flat(params, entries)
+        flat = [*params, *chain.from_iterable(map(self._getter, entries))]
+        flat = self.made = to_local(flat) if self.distributed else flat
         self._guard = Guard(self._present(flat), addresses=True)
-        self.counts = Counts(self.counted(flat), len(params), not spec.capturable, apart)
+        shape = len(params), len(self._names), self._counted
+        self.counts = Counts(flat, *shape, not spec.capturable, apart)
         names = [name for name in every if name != "kahan_comp"]
         roles = self.roles(flat)
         self._slots = make_slots(names, fields, roles, roles, list(map(shards_of, params)))
         self._inference = any(map(Tensor.is_inference, self._present(flat)))
         self.coded = any([slot.coded for slot in self._slots])
-        self._known: dict[Any, tuple[Guard, list[Launch]]] = {}
+        self._known: dict[Any, tuple[Guard, tuple[list[Launch], bool]]] = {}
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
 
     def _present(self, flat: list[Any]) -> list[Tensor]:
         return flat if self._all else [x for x in flat if x is not None]
-
-    def _flat(self, params: list[Tensor], entries: list[dict[str, Any]]) -> list[Any]:
-        flat = [*params, *chain.from_iterable(map(self._getter, entries))]
-        return to_local(flat) if self.distributed else flat
 
     def current(
         self, params: list[Tensor], entries: list[dict[str, Any] | None]
@@ -119,24 +117,17 @@ class Plan:
 
         They are the parameters, then for each its counts, state and compensation.
         """
-        whole = cast(list[dict[str, Any]], entries)
         try:
+            whole: Any = entries
             if list(map(len, whole)) != self._lengths:
                 return None
-            flat = self._flat(params, whole)
-            same = self._guard.holds(self._present(flat))
-            same = same and self.counts.hold(self.counted(flat))
+            flat = [*params, *chain.from_iterable(map(self._getter, whole))]
+            if self.distributed:
+                flat = to_local(flat)
+            same = self._guard.holds(flat if self._all else self._present(flat))
+            return flat if same and self.counts.hold(flat) else None
         except (KeyError, TypeError):
             return None  # a field or a whole entry is missing, or is no tensor
-        return flat if same else None
-
-    def counted(self, flat: list[Any]) -> list[Tensor]:
-        """Return the step counts, then the first running scalar of all, and so on."""
-        first, width = len(self._lengths), len(self._names)
-        found = flat[first::width]
-        for i in range(1, self._counted):
-            found += flat[first + i :: width]
-        return found
 
     def roles(self, flat: list[Any]) -> Roles:
         """Return the parameters, each field of their state, and their compensations."""
@@ -150,8 +141,8 @@ class Plan:
 
     def launches(
         self, executor: Executor, inputs: StepInputs, write: bool, new: bool
-    ) -> Any:
-        """Return the launches of a step.
+    ) -> tuple[list[Launch], bool] | None:
+        """Return the launches of a step, and True if all are `Launch.host`.
 
         Args:
             executor: What runs them.
@@ -167,13 +158,14 @@ class Plan:
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(inputs.at)
         if not new:
-            guard, found = self._known.get(kind, (None, None))
-            return found if guard is not None and guard.holds(inputs.grads) else None
+            guard, known = self._known.get(kind, (None, None))
+            return known if guard is not None and guard.holds(inputs.grads) else None
         made = make_launches(executor, self.rule, self._slots, inputs, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
-        self._known[kind] = Guard(inputs.grads, addresses=False), made
-        return made
+        found = made, all([launch.host for launch in made])
+        self._known[kind] = Guard(inputs.grads, addresses=False), found
+        return found
 
     def run(
         self,
@@ -198,13 +190,14 @@ class Plan:
         """
         roles = inputs.roles if write else inputs.roles[1:-1]
         run_launches(launches, inputs, roles)
-        counted = self.counted(flat) if count else []
-        written = [*self._present(flat), *moved]
-        if not (write and count):
-            written = [x for x in chain(*roles, counted, moved) if x is not None]
+        if write and count:
+            written = [*self._present(flat), *moved]
+        else:
+            counts = self.counts.tensors(flat) if count else []
+            written = [x for x in chain(*roles, counts, moved) if x is not None]
         raise_versions(written, self._inference)
         if count:
-            self.counts.advance(counted, after, inputs.packed, inputs.at)
+            self.counts.advance(flat, after, inputs.packed, inputs.at)
 
 
 class PlanCache:

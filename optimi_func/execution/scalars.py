@@ -29,11 +29,14 @@ class Packed:
         self._made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         coeffs, (*four, undecayed, cautious), dither = scalars
         # pytree's order, without its cost at every step.
-        leaves = [*_flatten(coeffs), *four, *undecayed, *cautious, dither]
+        leaves = [*coeffs, *four, *undecayed, *cautious, dither]
+        kinds = set(map(type, leaves))
+        if kinds != _FLOAT:
+            leaves = _flatten(leaves)
+            kinds = set(map(type, leaves))
         # A bool is a static choice and part of the kernel, the others are its argument.
         self.statics: tuple[bool | None, ...] = (None,) * len(leaves)
         self._values, self.on_host = leaves, True
-        kinds = set(map(type, leaves))
         if kinds == _FLOAT:
             return
         if bool in kinds:
@@ -44,7 +47,7 @@ class Packed:
 
     def array(self, dtype: torch.dtype) -> "array[float]":
         """Return Python numbers in an array, each rounded once."""
-        return _array(self._values, dtype)
+        return array("d" if dtype == torch.float64 else "f", self._values)
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return them as a 1-D tensor, each rounded once."""
@@ -116,12 +119,9 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
         foreach_add_(list(made.unbind()), list(values))
         return made
     # torch.tensor takes ten times as long to look at a list.
-    host = torch.frombuffer(_array(values, dtype), dtype=dtype)
+    packed = array("d" if dtype == torch.float64 else "f", values)
+    host = torch.frombuffer(packed, dtype=dtype)
     return host.to(device, non_blocking=True)
-
-
-def _array(values: Sequence[float], dtype: torch.dtype) -> "array[float]":
-    return array("d" if dtype == torch.float64 else "f", values)
 
 
 def _flatten(x: Any) -> list[Any]:

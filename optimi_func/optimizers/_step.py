@@ -77,16 +77,16 @@ class Stepper:
                 write.
             RuntimeError: A step that a CUDA graph being captured could not repeat.
         """
-        if not works:
+        # First gradients make state, which joins the optimizer once nothing can fail.
+        made: dict[Tensor, Entry] = {}
+        runs = [self._prepare(groups, states, x, write, count, made) for x in works]
+        if all([host for _, host in runs]):
+            for run, _ in runs:
+                run()
             return
-        device = works[0].params[0].device
-        with kernel_context(device):
-            # First gradients make state, which joins the optimizer once nothing can fail.
-            made: dict[Tensor, Entry] = {}
-            runs = [self._prepare(groups, states, x, write, count, made) for x in works]
-            if made:
-                insert_made(states, made)
-            for run in runs:
+        with kernel_context(works[0].params[0].device):
+            insert_made(states, made)
+            for run, _ in runs:
                 run()
 
     def _prepare(
@@ -97,16 +97,23 @@ class Stepper:
         write: bool,
         count: bool,
         made: dict[Tensor, Entry],
-    ) -> Callable[[], None]:
-        """Check and compile a group's update, and return what runs it."""
+    ) -> tuple[Callable[[], None], bool]:
+        """Check and compile a group's update.
+
+        Returns:
+            The function that runs it, and True if that calls no operation of torch, so
+            that modes such as autocast do not matter.
+        """
         group, params, grads, microbatches = work
         if is_capturing(params[0].device):
             _check_capture(states, work, self._numbers.tensors(group))
         # A step that the device may skip is counted there.
-        flags = [] if microbatches is None else [m.finite for m in microbatches]
-        capturable = group["capturable"] or any([flag is not None for flag in flags])
+        capturable, apart = group["capturable"], False
+        if microbatches is not None:
+            flags = [m.finite for m in microbatches]
+            capturable = capturable or any([flag is not None for flag in flags])
+            apart = capturable and len(set(map(id, flags))) > 1
         bound = self._numbers.bind(group, params, capturable)
-        apart = capturable and len(set(map(id, flags))) > 1
         key = (*_asked(group), capturable, apart, *map(id, params))
         plan, flat = self.plans.find(key, bound.rule), None
         if plan is not None:
@@ -114,8 +121,9 @@ class Stepper:
         if plan is None or flat is None:
             if not all(map(has_memory, params)):
                 numbers = self._numbers
-                return partial(step_without_memory, numbers, states, *work, write, count)
-            with _uncollected():
+                run = partial(step_without_memory, numbers, states, *work, write, count)
+                return run, False
+            with _uncollected(), kernel_context(params[0].device):
                 how = bound.rule, group_storage(group), capturable
                 entries = [
                     ensure_state(states, made, Path(group, p), p, *how) for p in params
@@ -126,21 +134,24 @@ class Stepper:
                 self.plans.keep(key, plan, others)
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
-        counts = plan.counts.now(plan.counted(flat) if capturable else [])
+        counts = plan.counts.now(flat)
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
         roles, executor = plan.roles(flat), executor_of(group)
         inputs = StepInputs(roles, roles, grads, packed, at)
-        launches = plan.launches(executor, inputs, write, new=False)
-        if launches is None:
+        found = plan.launches(executor, inputs, write, new=False)
+        if found is None:
             if any_distributed(grads):
                 _aligned(group, params, grads)  # raises, because their parameters are none
             for p, part, g in zip(params, roles[0], grads):
                 check_grad(Path(group, p), part, g)
-            launches = plan.launches(executor, inputs, write, new=True)
+            with kernel_context(params[0].device):
+                found = plan.launches(executor, inputs, write, new=True)
+        launches, host = found
+        host = host and plan.counts.native is not None and all([x.on_host for x in packed])
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
-        return partial(plan.run, launches, flat, inputs, after, moved, write, count)
+        return partial(plan.run, launches, flat, inputs, after, moved, write, count), host
 
 
 # The options of a group that a plan depends on.

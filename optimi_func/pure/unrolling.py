@@ -385,7 +385,7 @@ def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
 
     with (
         torch.random.fork_rng(_gpus(pytree.tree_leaves(given))),
-        no_transforms(),
+        torch_private.no_transforms(),
     ):
         _at_level(level + 1, try_out)
 

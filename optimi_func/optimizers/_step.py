@@ -147,6 +147,7 @@ class Stepper:
                 check_grad(Path(group, p), part, g)
             with kernel_context(params[0].device):
                 found = plan.launches(executor, inputs, write, new=True)
+            assert found is not None
         launches, host = found
         host = host and plan.counts.native is not None and all([x.on_host for x in packed])
         # Autograd has not seen that the local shards of these were written.

@@ -115,9 +115,8 @@ def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKe
     keys = list(made.programs)
     packed = Packed(scalars(made.case, T))
     numbers = packed.tensor(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
-    if keys[0].part != "whole":
-        count = count_means(made.rule, packed.scalars.rates)
-        numbers = torch.cat([numbers, numbers.new_zeros(count)])
+    count = count_means(made.rule, packed.scalars.rates)
+    numbers = torch.cat([numbers, numbers.new_zeros(count)])
     runs = {
         key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
     }

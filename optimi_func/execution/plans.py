@@ -195,7 +195,7 @@ class Plan:
         roles = inputs.roles if write else inputs.roles[1:-1]
         run_launches(launches, inputs, roles)
         if write and count:
-            written = [*self._present(flat), *moved]
+            written = flat + moved if self._all else self._present(flat) + moved
         else:
             counts = self.counts.tensors(flat) if count else []
             written = [x for x in chain(*roles, counts, moved) if x is not None]

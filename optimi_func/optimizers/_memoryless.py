@@ -49,7 +49,7 @@ def step_without_memory(
                     old.copy_(result)
             if count:
                 entry["step"].add_(1.0)
-                for name, x in after._asdict().items():
+                for name, x in zip(running_names, after):
                     entry[name].fill_(x)
 
 

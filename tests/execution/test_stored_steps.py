@@ -36,7 +36,8 @@ QUICK |= {("lion", "compact")}
 
 def launches(optimizer: Any) -> list[Any]:
     plans = optimizer._stepper.plans._plans.values()
-    return [x for plan in plans for _, found in plan._known.values() for x in found]
+    latest = [found for plan in plans for (_, found), *_ in plan._known.values()]
+    return [launch for launches, _ in latest for launch in launches]
 
 
 # The codecs in C++

@@ -201,13 +201,14 @@ def test_groups_clipping_and_accumulation(parts, request) -> None:
     assert told[0].aux["largest"].shape == (() if parts == 1 else (parts,))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("not_generated")
 def test_the_mean_of_the_parts_is_the_whole_batch() -> None:
     model = double(nn.Linear(6, 3))
     starts = [copy.deepcopy(model) for _ in range(2)]
     (batch,) = batches(1)
     for start, parts in zip(starts, (1, 4)):
-        optimizer = optimi_func.SGD(start.parameters(), lr=1.0, compile=False)
+        optimizer = optimi_func.SGD(start.parameters(), lr=1.0)
         train_step(start, mean_loss, optimizer, accumulate=parts)(batch)
     assert_close(starts[0].state_dict(), starts[1].state_dict())
 

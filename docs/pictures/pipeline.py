@@ -49,7 +49,7 @@ def draw(folder=HERE) -> None:
     picture.text(
         24,
         410,
-        "orange: _storage, _codes · blue: optimizers/ · green: _leaf · grey: functional, "
+        "orange: core/storage, core/codes · blue: optimizers/ · green: core/leaf · grey: pure, "
         "execution, compiled, gradient_release",
         12.5,
         FAINT,

@@ -153,7 +153,10 @@ def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
     return Direction(g, s)
 
 
-sgd_rule: Rule[NoState, NoState] = Rule("sgd", NoState, no_init, no_coeffs, along_gradient)
+# SGD without momentum, and the second pass of rules that map whole tensors: one kernel.
+gradient_rule: Rule[NoState, NoState] = Rule(
+    "sgd", NoState, no_init, no_coeffs, along_gradient
+)
 
 
 class Rates(NamedTuple):

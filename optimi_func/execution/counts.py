@@ -86,7 +86,10 @@ class Counts:
         """Return the different counts with their running scalars, numbers or tensors."""
         values: Sequence[Any] = self._expected if self._on_host else self.tensors(flat)
         rows, end = self._rows, len(values)
-        return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
+        found: list[tuple[Scalar, tuple[Scalar, ...]]] = []
+        for i in self._firsts:
+            found.append((values[i], tuple(values[i + rows : end : rows])))
+        return found
 
     def advance(
         self, flat: list[Any], after: list[Any], packed: list[Packed], at: list[int]

@@ -34,8 +34,10 @@ LEAST = 1 << 12
 
 _LISTED = {"add", "sub", "mul", "div", "maximum", "clamp_min", "clamp_max"}
 _ALONE = {"neg", "reciprocal", "sign", "sqrt", "abs"}
-_SPELLED = {"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul"}
-_SPELLED |= {"__rmul__": "mul", "__truediv__": "div", "__neg__": "neg"}
+_SPELLED = {
+    **{"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul"},
+    **{"__rmul__": "mul", "__truediv__": "div", "__neg__": "neg"},
+}
 _REFLECTED = {"__rsub__": "sub", "__rtruediv__": "div"}
 # torch has no operation of a number and a list.
 _TURNED = {"sub": ("neg", "add"), "div": ("reciprocal", "mul")}
@@ -148,8 +150,9 @@ class ForeachLaunch(Launch):
         found: list[Any] = []
         for i, (start, numel) in zip(self.places, self._stretches):
             x: Any = items[i]
-            whole = start is None or x is None
-            found.append(x if whole else _flat(x).narrow(0, start, numel))
+            if start is not None and x is not None:
+                x = x.as_strided((x.numel(),), (1,)).narrow(0, start, numel)
+            found.append(x)
         return found
 
     def _given(self, inputs: StepInputs) -> tuple[Leaf, Any, Scalars]:
@@ -185,7 +188,3 @@ class ForeachLaunch(Launch):
 
 def _listed(leaf: Leaf) -> list[Any]:
     return [x for x in (leaf.p, *leaf.state, leaf.comp) if x is not None]
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.as_strided((x.numel(),), (1,))

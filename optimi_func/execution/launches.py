@@ -17,7 +17,7 @@ from optimi_func.core.leaf import (
     whole_means,
 )
 from optimi_func.core.rule import Leaf, Rule
-from optimi_func.execution.cpp import PIECE, address
+from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Flat
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import ALIGNMENT, Packed
@@ -307,7 +307,7 @@ class ListLaunch(Launch):
         packed, grads, per_row = inputs.packed[self._at], self.aligned(inputs), 0
         if self._mean is None and packed.on_host:
             values = packed.array(self.dtype)
-            at = address(values)
+            at, _ = values.buffer_info()
         else:
             values = packed.tensor(self.dtype, grads[0].device)
             if self._mean is not None:

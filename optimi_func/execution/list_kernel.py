@@ -84,11 +84,12 @@ class ListKernel:
                 rows.
             dither: Rounds second moments in 8 bits.
         """
+        at, rows = lengths.buffer_info()
         self._run_list(
             self._kernel,
-            len(lengths),
-            address(lengths),
-            address(table),
+            rows,
+            at,
+            table.buffer_info()[0],
             scalars,
             per_row,
             per_piece,

@@ -102,7 +102,8 @@ class Plan:
         self._slots = make_slots(names, fields, roles, roles, list(map(shards_of, params)))
         self._inference = any(map(Tensor.is_inference, self._present(flat)))
         self.coded = any([slot.coded for slot in self._slots])
-        self._known: dict[Any, tuple[Guard, tuple[list[Launch], bool]]] = {}
+        # The last two layouts of gradients, because programs take turns between two.
+        self._known: dict[Any, list[tuple[Guard, tuple[list[Launch], bool]]]] = {}
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
@@ -158,13 +159,16 @@ class Plan:
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(inputs.at)
         if not new:
-            guard, known = self._known.get(kind, (None, None))
-            return known if guard is not None and guard.holds(inputs.grads) else None
+            for guard, known in self._known.get(kind, ()):
+                if guard.holds(inputs.grads):
+                    return known
+            return None
         made = make_launches(executor, self.rule, self._slots, inputs, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         found = made, all([launch.host for launch in made])
-        self._known[kind] = Guard(inputs.grads, addresses=False), found
+        last = self._known.get(kind, [])[:1]
+        self._known[kind] = [(Guard(inputs.grads, addresses=False), found), *last]
         return found
 
     def run(
@@ -191,7 +195,7 @@ class Plan:
         roles = inputs.roles if write else inputs.roles[1:-1]
         run_launches(launches, inputs, roles)
         if write and count:
-            written = [*self._present(flat), *moved]
+            written = flat + moved if self._all else self._present(flat) + moved
         else:
             counts = self.counts.tensors(flat) if count else []
             written = [x for x in chain(*roles, counts, moved) if x is not None]

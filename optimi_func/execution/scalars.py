@@ -29,7 +29,7 @@ class Packed:
         self._made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         coeffs, (*four, undecayed, cautious), dither = scalars
         # pytree's order, without its cost at every step.
-        leaves = [*coeffs, *four, *undecayed, *cautious, dither]
+        leaves: list[Any] = [*coeffs, *four, *undecayed, *cautious, dither]
         kinds = set(map(type, leaves))
         if kinds != _FLOAT:
             leaves = _flatten(leaves)

@@ -98,9 +98,12 @@ class Evaluated(BaseOptimizer):
                 "call the optimizer's train() first"
             )
 
-    def _step_now(self, closure: Closure | None, param: Tensor | None) -> Any:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Closure | None = None, param: Tensor | None = None
+    ) -> Any:
+        """Update the parameters: see `BaseOptimizer.step`. Raise in eval mode."""
         self.check_train_mode("step()")
-        return super()._step_now(closure, param)
+        return super().step(closure, param)
 
     def update(
         self,

@@ -241,13 +241,19 @@ def scalars_after(
     is True if any state is in codes, so that the step needs a dither.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
-    now = bound.rates(lr, decay, bound.max_lr)
+    # The same as long as no hyperparameter changes, and `bound` then is another object.
+    now = bound.__dict__.get("rates_now")
+    if now is None:
+        now = bound.__dict__["rates_now"] = bound.rates(lr, decay, bound.max_lr)
     rule = bound.rule
     found: list[Scalars] = []
     after: list[Any] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-        coeffs, running = rule.advance(t, lr, rule.running(*running), bound.numbers)
+        if running:
+            coeffs, running = rule.advance(t, lr, rule.running(*running), bound.numbers)
+        else:
+            coeffs = rule.coeffs(t, **bound.numbers)
         found.append(Scalars(coeffs, now, dither_at(t) if coded else NEAREST))
         after.append(running)
     return found, after

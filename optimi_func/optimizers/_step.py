@@ -5,9 +5,9 @@ Everything is checked and compiled before anything is written.
 
 import gc
 from collections.abc import Callable, Generator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -54,6 +54,7 @@ class Stepper:
     def __init__(self, numbers: GroupNumbers) -> None:
         self.plans = PlanCache()
         self._numbers = numbers
+        self.has_stepped = False
 
     def run(
         self,
@@ -79,14 +80,17 @@ class Stepper:
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
-        runs = [self._prepare(groups, states, x, write, count, made) for x in works]
-        if all([host for _, host in runs]):
-            for run, _ in runs:
-                run()
-            return
-        with kernel_context(works[0].params[0].device):
-            insert_made(states, made)
-            for run, _ in runs:
+        runs: list[Callable[[], None]] = []
+        on_host = True
+        for work in works:
+            run, host = self._prepare(groups, states, work, write, count, made)
+            runs.append(run)
+            on_host &= host
+        self.has_stepped = True
+        with nullcontext() if on_host else kernel_context(works[0].params[0].device):
+            if made:
+                insert_made(states, made)
+            for run in runs:
                 run()
 
     def _prepare(
@@ -105,7 +109,7 @@ class Stepper:
             that modes such as autocast do not matter.
         """
         group, params, grads, microbatches = work
-        if is_capturing(params[0].device):
+        if params[0].is_cuda and is_capturing(params[0].device):
             _check_capture(states, work, self._numbers.tensors(group))
         # A step that the device may skip is counted there.
         capturable, apart = group["capturable"], False
@@ -147,8 +151,9 @@ class Stepper:
                 check_grad(Path(group, p), part, g)
             with kernel_context(params[0].device):
                 found = plan.launches(executor, inputs, write, new=True)
+            assert found is not None
         launches, host = found
-        host = host and plan.counts.native is not None and all([x.on_host for x in packed])
+        host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
         return partial(plan.run, launches, flat, inputs, after, moved, write, count), host
@@ -156,6 +161,7 @@ class Stepper:
 
 # The options of a group that a plan depends on.
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
+_on_host = attrgetter("on_host")
 
 
 def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]]) -> None:

@@ -8,6 +8,8 @@ a compensation, `kahan_comp`.
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, InitVar
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
@@ -44,6 +46,7 @@ Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
 Closure: TypeAlias = Callable[[], Any]
+_grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
 
@@ -243,19 +246,13 @@ class BaseOptimizer(Fields, Checkpoints):
         """
         if torch.compiler.is_compiling():
             return self._step_outside_graph(closure, param)
-        return self._step_now(closure, param)
-
-    @uncompiled
-    def _step_outside_graph(self, closure: Closure | None, param: Tensor | None) -> Any:
-        return self._step_now(closure, param)
-
-    def _step_now(self, closure: Closure | None, param: Tensor | None) -> Any:
         if param is not None:
             if closure is not None:
                 raise ValueError("step takes a closure or a param, not both")
             self.step_params([param])
             return None
-        if closure is None and wants_state_alone(self.state, self.param_groups):
+        fresh = not (self._stepper.has_stepped and self.state)
+        if closure is None and fresh and wants_state_alone(self.state, self.param_groups):
             self.init_state()
             return None
         loss = None
@@ -265,14 +262,18 @@ class BaseOptimizer(Fields, Checkpoints):
         work: list[Work] = []
         for group in self.param_groups:
             params: list[Tensor] = group["params"]
-            grads: list[Any] = [p.grad for p in params]
-            given = [g for g in grads if g is not None]
-            if len(given) < len(grads):
-                params = [p for p, g in zip(params, grads) if g is not None]
-            if given:
-                work.append(Work(group, params, given, None))
+            grads: list[Any] = list(map(_grad, params))
+            if any(map(_is_none, grads)):
+                params = [p for p in params if p.grad is not None]
+                grads = [p.grad for p in params]
+            if params:
+                work.append(Work(group, params, grads, None))
         self._stepper.run(self.param_groups, self.state, work, write=True, count=True)
         return loss
+
+    @uncompiled
+    def _step_outside_graph(self, closure: Closure | None, param: Tensor | None) -> Any:
+        return self.step(closure, param)
 
     def init_state(self) -> None:
         """Make the state of every trainable parameter that has none.

@@ -174,6 +174,7 @@ class FunctionalOptimizer:
         check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, lr=lr)
+        changed.__dict__.pop("rates_now", None)
         changed.__dict__.pop("numbers", None)  # lr may be one of them
         changed.__dict__["numbers"] = changed.numbers
         if self.needs_max_lr:

@@ -7,11 +7,11 @@ After a change that is meant, run with EXPECTTEST_ACCEPT=1 and review the diff.
 import torch
 from expecttest import TestCase
 from torch import fx
+from traced import trace
 
 import optimi_func
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rates, Scalars, Storage
-from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
@@ -27,12 +27,12 @@ def operations(name: str, dtype: torch.dtype = torch.float32, t: int = 6, **opti
     scalars = Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0))
     numbers = Packed(scalars)
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
-    key = KernelKey(rule, numbers.statics, True, True, False, dtypes, p.device, "whole")
+    key = KernelKey(rule, numbers.statics, True, True, dtypes, p.device)
     traced = trace(key, numbers.scalars)
     names = [*scalar_names(scalars), "p", "g", *rule.state._fields, "comp"]
     called: dict[fx.Node, str] = dict(zip(traced.inputs, names))
     lines = []
-    for node, _, _ in traced.calls:
+    for node in traced.calls:
         arguments = [called.get(a, a) for a in node.args]
         called[node] = f"%{len(lines)}"
         op = str(node.target).removeprefix("aten.").partition(".")[0]

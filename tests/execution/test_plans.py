@@ -2,10 +2,13 @@
 
 import copy
 import gc
+import inspect
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +58,7 @@ def plans(optimizer: Any) -> list[Plan]:
 
 def launches(optimizer: Any) -> list[Launch]:
     (plan,) = plans(optimizer)
-    ((_, found),) = plan._known.values()
+    (((_, (found, _)), *_),) = plan._known.values()
     return found
 
 
@@ -565,3 +568,25 @@ def test_lists_that_never_come_again_are_forgotten(how) -> None:
         ends.append(ps)
         assert len(plans(optimizer)) <= 32 + len(ps)
     assert_alike(*ends)
+
+
+@pytest.mark.kernels
+def test_a_repeated_step_calls_few_functions() -> None:
+    """Host time is what a step of small tensors costs, and it grew call by call."""
+    package = str(Path(inspect.getfile(AdamW)).parents[1])
+    ps = params(torch.float32)
+    optimizer = AdamW(ps, lr=0.05)
+    train(optimizer, ps, 0, 4)
+    fill(ps, 4)
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            called.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    assert len(called) <= 35 and len(set(called)) <= 11

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from traced import trace
 
 import optimi_func
 from optimi_func.core.leaf import (
@@ -27,7 +28,6 @@ from optimi_func.core.leaf import (
     whole_means,
 )
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
-from optimi_func.execution.foreach import trace
 from optimi_func.execution.kernels import KernelKey, Pass, fill
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
@@ -115,9 +115,8 @@ def stepped(made: Made, n: int, build: int) -> tuple[list[Tensor], dict[KernelKe
     keys = list(made.programs)
     packed = Packed(scalars(made.case, T))
     numbers = packed.tensor(compute_dtype(*keys[0].dtypes), torch.device("cpu"))
-    if keys[0].part != "whole":
-        count = count_means(made.rule, packed.scalars.rates)
-        numbers = torch.cat([numbers, numbers.new_zeros(count)])
+    count = count_means(made.rule, packed.scalars.rates)
+    numbers = torch.cat([numbers, numbers.new_zeros(count)])
     runs = {
         key: made.programs[key].run([numbers, *tensors], build) for key in made.programs
     }
@@ -182,7 +181,7 @@ def needed(key: KernelKey, now: Scalars) -> tuple[int, int]:
     traced = trace(key, now)
     tensors = traced.inputs[-len(key.dtypes) :]
     sizes = {x: dtype.itemsize for x, dtype in zip(tensors, key.dtypes)}
-    read = {x for call, *_ in traced.calls for x in call.all_input_nodes if x in sizes}
+    read = {x for call in traced.calls for x in call.all_input_nodes if x in sizes}
     p, _, *rest = tensors
     results = [] if key.part == "mean" else traced.outputs
     written = [x for x, result in zip([p, *rest], results) if x is not result]

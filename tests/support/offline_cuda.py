@@ -331,15 +331,15 @@ def _generated(key: KernelKey, scalars: Scalars) -> tuple[str, list[int]]:
     from torch._inductor.graph import GraphLowering
     from torch._subclasses import FakeTensorMode
 
-    backend = inductor._Record.backend
+    lower = inductor.lower
     order: list[int] = []
 
-    def recorded(self: Any, graph: Any, example: Any) -> Any:
+    def recorded(graph: Any, *more: Any) -> Any:
         names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
         places = [re.fullmatch(r"l_tensors_(\d+)_", name) for name in names]
         order.clear()
         order.extend(-1 if place is None else int(place[1]) for place in places)
-        return backend(self, graph, example)
+        return lower(graph, *more)
 
     def stopped(self: Any) -> Any:
         code, _ = self.codegen()
@@ -348,7 +348,7 @@ def _generated(key: KernelKey, scalars: Scalars) -> tuple[str, list[int]]:
     with (
         pretended_device(),
         mock.patch.object(GraphLowering, "compile_to_module", stopped),
-        mock.patch.object(inductor._Record, "backend", recorded),
+        mock.patch.object(inductor, "lower", recorded),
         FakeTensorMode(),
     ):
         try:

@@ -288,7 +288,7 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the unit of an 8-bit compensation: 127 units are half a bit of p."""
+    """Return the unit of an 8-bit compensation: 127 units are half the spacing at p."""
     info, size = torch.finfo(dtype), p.abs()
     if dtype == torch.float16:
         size = size.clamp_min(info.tiny)  # bits of subnormal numbers get no smaller

@@ -140,6 +140,8 @@ def _slices(u: Update, size: int, measures: bool) -> list[_Slice]:
 class ForeachLaunch(Launch):
     """A chunk of parameters, which is updated by operations on lists."""
 
+    raw = False
+
     def __init__(self, rule: Rule[Any, Any], slices: list[_Slice], write: bool) -> None:
         super().__init__([s.update for s in slices])
         self._rule, self._write = rule, write

@@ -79,6 +79,7 @@ class Launch:
     """
 
     host = False  # with scalars on the host, `run` calls no operation of torch
+    raw = True  # `run` may write past autograd, whose versions then count nothing
 
     def __init__(self, updates: Sequence[Update]) -> None:
         first = updates[0]
@@ -149,6 +150,8 @@ def _align(p: Tensor, g: Tensor) -> Tensor:
 
 class EagerLaunch(Launch):
     """One parameter, operation by operation."""
+
+    raw = False
 
     def __init__(self, rule: Rule[Any, Any], update: Update, write: bool) -> None:
         super().__init__([update])

@@ -5,7 +5,7 @@ edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ _KINDS = 8
 # Plans that are kept, besides one for each parameter. If lists of parameters never come
 # again, as with experts, the oldest plans are dropped.
 _LISTS = 32
+
+_raw = attrgetter("raw")
 
 
 class Spec(NamedTuple):
@@ -194,7 +196,9 @@ class Plan:
         """
         roles = inputs.roles if write else inputs.roles[1:-1]
         run_launches(launches, inputs, roles)
-        if write and count:
+        if not any(map(_raw, launches)):
+            written = moved
+        elif write and count:
             written = flat + moved if self._all else self._present(flat) + moved
         else:
             counts = self.counts.tensors(flat) if count else []

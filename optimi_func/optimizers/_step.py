@@ -109,7 +109,7 @@ class Stepper:
             that modes such as autocast do not matter.
         """
         group, params, grads, microbatches = work
-        if params[0].is_cuda and is_capturing(params[0].device):
+        if _is_cuda(params[0]) and is_capturing(params[0].device):
             _check_capture(states, work, self._numbers.tensors(group))
         # A step that the device may skip is counted there.
         capturable, apart = group["capturable"], False
@@ -161,7 +161,7 @@ class Stepper:
 
 # The options of a group that a plan depends on.
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
-_on_host = attrgetter("on_host")
+_on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
 
 
 def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]]) -> None:

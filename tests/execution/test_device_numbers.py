@@ -173,6 +173,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def begin() -> None:
         for module in (_step, kernels, scalars, trees):
             monkeypatch.setattr(module, "is_capturing", lambda _: True)
+        monkeypatch.setattr(_step, "_is_cuda", lambda _: True)
 
     return begin
 

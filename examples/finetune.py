@@ -57,7 +57,7 @@ PICTURE = Path(__file__).with_suffix(".png")
 
 @dataclass(frozen=True)
 class Config:
-    """What to train and how."""
+    """The settings of the run."""
 
     lrs: tuple[float, ...] = (1e-5, 1e-6)
     steps: int = 200
@@ -85,7 +85,7 @@ class Run:
     apart: list[float] = field(default_factory=list)
 
     def weights(self) -> Weights:
-        """As they are meant: with what is kept beside them."""
+        """Return the weights with their compensations added."""
         return self.optimizer.master_state_dict(self.model)
 
     def step(self, grads: Weights) -> None:

@@ -42,7 +42,7 @@ DIGITS, LENGTH = 10, 8
 
 @dataclass(frozen=True)
 class Config:
-    """What to train and how."""
+    """The settings of the run."""
 
     steps: int = 60
     batch: int = 64  # of all processes together

@@ -44,7 +44,7 @@ PARTS = 5  # of a run, after each of which accuracy is taken
 
 @dataclass(frozen=True)
 class Config:
-    """What to learn, and how long."""
+    """The settings of the run."""
 
     layers: int = 5
     width: int = 32
@@ -158,7 +158,7 @@ class Learner:
 
 @dataclass
 class History:
-    """What meta-learning went through."""
+    """The learning rates and losses of the meta-steps."""
 
     lrs: list[list[float]]  # a row a meta-step, a column a layer
     losses: list[float]

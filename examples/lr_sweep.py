@@ -39,7 +39,7 @@ OUTPUTS = Path("outputs")
 
 @dataclass(frozen=True)
 class Config:
-    """What to sweep, and how long to train."""
+    """The settings of the sweep."""
 
     side: int = 8  # of the grid
     lowest_lr: float = 1e-4

@@ -42,7 +42,7 @@ COLORS = {"MAML": "#2a7f62", "joint pretraining": "#4c78a8", "scratch": "#8c8c8c
 
 @dataclass(frozen=True)
 class Config:
-    """What to learn, and how long."""
+    """The settings of the run."""
 
     shots: int = 10  # points that a task shows
     width: int = 40

@@ -78,7 +78,7 @@ intermediates of the size of all parameters: 1.2 of the 6 GB, which foreach=Fals
 
 @dataclass(frozen=True)
 class Config:
-    """What to train and where; the sizes are those of ViT-L/16."""
+    """The model, the run and the device; the sizes are those of ViT-L/16."""
 
     steps: int = 3
     # The tutorial's. With more images the activations decide the peak in every run.
@@ -203,7 +203,7 @@ def release(model: nn.Module, config: Config, storage: str | None = None) -> Opt
 
 @dataclass(frozen=True)
 class Way:
-    """How one of the runs updates its parameters."""
+    """The way in which one of the runs updates its parameters."""
 
     title: str
     dtype: torch.dtype
@@ -311,7 +311,7 @@ class Allocation:
     noted: str | None = None
 
     def category(self) -> str:
-        """What it was noted to be, or what is known from when it lived."""
+        """Return the noted category, or one that follows from the block's lifetime."""
         if self.noted is not None:
             return self.noted
         # What outlives its step, such as a library's workspace, is no activation.
@@ -350,7 +350,7 @@ class Timeline:
         return max(self.totals()) / needed
 
     def peak_phase(self) -> str:
-        """Where the total was largest."""
+        """Return the phase in which the total was largest."""
         totals = self.totals()
         at = totals.index(max(totals))
         return [name for begin, name in self.phases if begin <= at][-1]
@@ -485,7 +485,7 @@ def record(name: str, config: Config) -> Timeline:
 
 
 def snapshot(name: str, config: Config) -> Path:
-    """Where a GPU run's snapshot goes, for https://pytorch.org/memory_viz."""
+    """Return the path of a GPU run's snapshot, for https://pytorch.org/memory_viz."""
     return config.out.with_name(f"{config.out.stem}_{name.replace(', ', '_')}.pickle")
 
 
@@ -547,7 +547,7 @@ def numbers(timelines: dict[str, Timeline], config: Config) -> dict[str, Any]:
 
 
 def thinned(timeline: Timeline, points: int = 1200) -> list[int]:
-    """Where the total is largest in each of many pieces of the timeline.
+    """Return the index of the largest total in each of many pieces of the timeline.
 
     A drawing has too few pixels for every event; this keeps every peak.
     """

@@ -39,7 +39,7 @@ from optimi_func.transforms import chain, clip_global_norm, ema, partition
 
 @dataclass(frozen=True)
 class Config:
-    """What to train and how."""
+    """The settings of the run."""
 
     steps: int = 1000
     batch: int = 64
@@ -86,7 +86,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run showed."""
+    """The results of a run."""
 
     train: list[float]  # every step, of its batch
     at: list[int]  # steps of the two below

@@ -41,7 +41,7 @@ COLORS = {"AdamW": "tab:gray", "Muon + AdamW": "tab:blue"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to compare and how."""
+    """The settings of the comparison."""
 
     model: Config = field(default_factory=Config)
     lrs: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
@@ -85,7 +85,7 @@ def runs_of(config: Config, chosen: list[tuple[str, float]]) -> list[Run]:
 
 
 def compare(given: Comparison, text: Tensor) -> dict[str, dict[str, list[Run]]]:
-    """Of each optimizer the runs of the sweep, and those of its best on every seed."""
+    """Return each optimizer's runs of the sweep, and of its best lr on every seed."""
     chosen = [(name, lr) for lr in given.lrs for name in COLORS]
     print(f"seed {given.model.seed}: {len(chosen)} runs")
     swept = runs_of(given.model, chosen)
@@ -121,7 +121,7 @@ def steps_to(run: Run, loss: float) -> float:
 
 
 def report(given: Comparison, found: dict[str, dict[str, list[Run]]]) -> str:
-    """What was measured: the sweep, then each at its best."""
+    """Return tables of the sweep, and of each optimizer at its best lr."""
     lines = ["validation bits per byte, by learning rate"]
     lines.append(" ".join([" " * 14, *(f"{lr:>8g}" for lr in given.lrs)]))
     for name, runs in found.items():

@@ -1,4 +1,4 @@
-"""Which recipe trains a Llama of 1, 8 or 70 billion parameters on the GPUs at hand?
+"""Find the recipe that trains a Llama of 1, 8 or 70 billion parameters on given GPUs.
 
 Each model is made on the meta device, where it has shapes and no memory, and is planned for
 
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Its blocks' activations are computed again in backward."""
+    """A Llama that recomputes the activations of its blocks in backward."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Llama(nn.Module):
 
 
 def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of the next tokens."""
+    """Return the cross-entropy of the next tokens."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -144,7 +144,7 @@ def plans(sizes: Sizes, context: int) -> dict[str, memory.MemoryPlan]:
 
 
 def summary(found: dict[str, dict[str, memory.MemoryPlan]]) -> str:
-    """Of each model on each machine the best recipe."""
+    """Return the best recipe of each model on each machine."""
     lines = [f"{'model':<6}{'on':<12}{'best recipe':<34}{'peak GB':>8}"]
     for model, by_machine in found.items():
         for machine, plan in by_machine.items():

@@ -52,7 +52,7 @@ HELD_OUT = 1 / 16  # Fraction of the text, at its end, kept for validation.
 
 @dataclass(frozen=True)
 class Config:
-    """What to train and how."""
+    """The settings of the runs."""
 
     steps: int = 600
     batch: int = 32
@@ -338,7 +338,7 @@ def sample(model: GPT, prompt: str, length: int, seed: int) -> str:
 
 
 def results_table(runs: list[Run]) -> str:
-    """What was measured, one line per run.
+    """Return a table of the results, one line per run.
 
     The times are those of ``optimizer.step()``: the median, and the first call, in
     which optimi_func compiles.

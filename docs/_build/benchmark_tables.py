@@ -23,7 +23,7 @@ def load(path: Path) -> Any:
 
 
 def source(found: Any, command: str = "", date: str = "") -> str:
-    """Where the numbers above come from."""
+    """Name the source of the numbers above."""
     about = found.get("machine", {})
     command = about.get("command") or command
     command = command.partition("  #")[0]
@@ -132,7 +132,7 @@ ERRORS = {
 
 
 def storage_errors() -> str:
-    """How far codes move AdamW's updates."""
+    """Tabulate the errors of AdamW's updates from 8-bit codes."""
     found = load(RESULTS / "storage.json")
     rows: Rows = [["moments", *ERRORS.values()]]
     for kind in found["errors"]["sigma 1, stationary"]:
@@ -159,7 +159,7 @@ def storage() -> str:
 
 
 def plan() -> str:
-    """What was planned, and what the profiler saw."""
+    """Tabulate planned and profiled bytes."""
     found = load(RESULTS / "plan.json")
     rows: Rows = [["", "recipe", "predicted, MB", "measured, MB", "ratio"]]
     for model, recipes in found["plans"].items():
@@ -193,7 +193,7 @@ def train_step() -> str:
 
 
 def loss() -> str:
-    """Where the four runs of `make train` end."""
+    """Tabulate the final losses of the four runs of `make train`."""
     found = load(DATA / "loss.json")
     runs = found["runs"]
     reference = runs["float32"]["validation"][str(found["steps"])]

@@ -90,7 +90,7 @@ class Documented:
 
 @dataclass(frozen=True)
 class Note:
-    """What is written by hand of an optimizer."""
+    """The sections about an optimizer that are written by hand."""
 
     lr: str
     options: str
@@ -156,7 +156,7 @@ def unit(name: str, number: str, default: Any) -> str:
 
 
 def kept(name: str, note: Note) -> Iterator[tuple[str, dict[str, tuple[str, float]]]]:
-    """What a parameter and its state take, in bytes an element, by storage."""
+    """Return the bytes per element of a parameter and its state, by storage."""
     options = eval(f"dict({note.options})")
     for dtype, storage, called in STORAGES:
         p = torch.zeros(SIDE, SIDE, dtype=dtype, requires_grad=True)
@@ -271,7 +271,7 @@ def tab(title: str, program: str) -> str:
 
 
 def facts(name: str) -> list[str]:
-    """What decides where the optimizer can be used, read off its rule."""
+    """Return the limits of an optimizer that follow from its rule."""
     rule = getattr(functional, name)(lr=1e-3).rule
     found = []
     if rule.whole is not None:

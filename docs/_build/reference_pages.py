@@ -21,7 +21,7 @@ SHARED = [
 
 
 def signature(name: str, function: Any) -> str:
-    """As a formatter breaks it: one line, or an argument a line."""
+    """Return a signature on one line, or with an argument on each line."""
     found = inspect.signature(function)
     bare = [
         p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()

@@ -1,4 +1,4 @@
-"""What the pictures share: one palette, boxes and arrows as SVG, charts by matplotlib.
+"""Shared parts of the pictures: one palette, boxes and arrows as SVG, charts by matplotlib.
 
 All are drawn on white; in the dark the site turns their lightness around and keeps hues, so
 that every color is of middling lightness, and nothing is told by color alone.
@@ -92,7 +92,7 @@ def heading(picture: Picture, second: str = "") -> None:
 
 
 def machine(about: dict) -> str:
-    """What was measured on, and when."""
+    """Return the machine and the date of a measurement."""
     torch = about["torch"].partition("+")[0]
     return f"{about['name']}, {about['threads']} threads, torch {torch}, {about['date']}"
 

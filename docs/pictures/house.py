@@ -1,36 +1,39 @@
-"""The house: every module of the package on the floor that its imports allow.
+"""The house: every room of the package on the floor that its imports give it.
 
-A floor is one more than the highest that a module imports from, so that nothing in the
-picture is anybody's opinion. `python docs/pictures/house.py` draws house.svg; a test tells
-when a module is missing in it.
+A room is a folder or a module of the package. Its floor is one more than the highest that
+it imports from. `python docs/pictures/house.py` draws house.svg, and a test fails if a
+module is missing in it.
 """
 
 import ast
 import re
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
-from draw import BLUE, FAINT, GREY, HERE, ORANGE, Picture, heading
+from draw import BLUE, FAINT, GREY, HERE, INK, ORANGE, Picture, heading
 
 PACKAGE = Path(__file__).parents[2] / "optimi_func"
 WIDTH, MARGIN, GAP, LINE = 1000, 24, 12, 18
-# What a module is to its reader.
+# The colors of the rooms.
 PUBLIC = "public: a name to import from"
-INSIDE = "inside"
-ENGINE = "the engine, where tensors are written"
+INSIDE = "internal"
+ENGINE = "the engine: kernels, launches, plans"
+INTERNAL = ("core", "pure", "state")
 
 
 def modules() -> dict[str, list[str]]:
-    """Each module or folder of the package, and the files of a folder."""
+    """Return the files of each room, those in C++ with their suffix."""
     found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")]):
         room, *rest = path.relative_to(PACKAGE).with_suffix("").parts
-        found[room] += [name for name in rest if name != "__init__"]
+        name = path.stem if path.suffix == ".py" else path.name
+        found[room] += [name] if rest and name != "__init__" else []
     return dict(found)
 
 
 def imports() -> dict[str, set[str]]:
-    """Which of them each one imports from."""
+    """Return the rooms that each room imports from."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -44,7 +47,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def floors() -> list[list[str]]:
-    """The rooms of each floor, the lowest first."""
+    """Return the rooms of each floor, the lowest floor first."""
     below = imports()
     height: dict[str, int] = {}
 
@@ -59,58 +62,58 @@ def floors() -> list[list[str]]:
 
 
 def wrapped(names: list[str], width: float) -> list[str]:
-    """Names in lines of so many pixels."""
+    """Break names into lines of at most `width` pixels."""
     lines: list[str] = []
     for name in names:
-        if lines and len(lines[-1] + "  " + name) * 7.3 < width - 16:
-            lines[-1] += "  " + name
+        if lines and len(f"{lines[-1]} · {name}") * 7.3 < width - 16:
+            lines[-1] += f" · {name}"
         else:
             lines.append(name)
     return lines
 
 
 def phrase(room: str, width: float) -> list[str]:
-    """What a module without files says of itself: as much of its first line as fits."""
+    """Return the first sentence of a room's docstring in lines of at most `width`."""
     path = PACKAGE / f"{room}.py"
     if not path.exists():
         path = PACKAGE / room / "__init__.py"
-    said = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
-    for end in (r"[.:]( |$)", r"[.:,]( |$)"):
-        words = re.split(end, said)[0]
-        if " " in words and len(words) * 6.4 < width - 16:
-            return [words[:1].lower() + words[1:]]
-    return []
+    said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+    said = said.replace("`", "").removeprefix(f"{room}: ".capitalize())
+    words = re.split(r"\.(?: |$)", " ".join(said.split()))[0]
+    return textwrap.wrap(words[:1].lower() + words[1:], int((width - 16) / 6.4))
 
 
 def color(room: str) -> str:
-    """By who uses it."""
-    if room in ("execution", "compiled"):
+    """Return the color of a room by who uses it."""
+    if room == "execution":
         return ORANGE
-    return GREY if room.startswith("_") and room != "__init__" else BLUE
+    return GREY if room in INTERNAL else BLUE
 
 
 def draw(folder: Path = HERE) -> None:
-    """Floor by floor, from the roof."""
+    """Draw floor by floor, from the roof."""
     inside = modules()
     rows = []
     for rooms in reversed(floors()):
-        weight = {r: 1.0 + min(len(inside[r]), 12) * 0.35 for r in rooms}
+        weight = {r: max(2.2, 1.0 + min(len(inside[r]), 12) * 0.35) for r in rooms}
         usable = WIDTH - 2 * MARGIN - GAP * (len(rooms) - 1)
         widths = {r: usable * weight[r] / sum(weight.values()) for r in rooms}
         lines = {r: wrapped(inside[r], widths[r]) for r in rooms}
-        said = {r: phrase(r, widths[r]) for r in rooms if not inside[r]}
-        lines.update(said)
-        rows.append((rooms, widths, lines, 32 + LINE * max(map(len, lines.values()))))
+        said = {r: phrase(r, widths[r]) for r in rooms}
+        most = max(len(lines[r]) + len(said[r]) for r in rooms)
+        rows.append((rooms, widths, said, lines, 32 + LINE * most))
     top = 110
-    height = top + sum(h + GAP for *_, h in rows) + 12
-    picture = Picture(WIDTH, height, "Imports point down: a floor knows only those beneath")
-    heading(picture, "Every module of optimi_func, on the floor that its imports give it.")
+    height = top + sum(tall + GAP for *_, tall in rows) + 12
+    picture = Picture(WIDTH, height, "Imports point down: a floor knows only those below")
+    heading(
+        picture, "Every file of optimi_func. The floor of a room follows from its imports."
+    )
     legend = [(BLUE, PUBLIC, 24), (ORANGE, ENGINE, 300), (GREY, INSIDE, 640)]
     for paint, words, x in legend:
         picture.box(x, 76, 18, 14, paint)
         picture.text(x + 26, 88, words, 13, FAINT, anchor="start")
     y = float(top)
-    for rooms, widths, lines, tall in rows:
+    for rooms, widths, said, lines, tall in rows:
         x = float(MARGIN)
         for room in rooms:
             picture.box(x, y, widths[room], tall, color(room))
@@ -118,9 +121,12 @@ def draw(folder: Path = HERE) -> None:
             name = f"{shown}/" if inside[room] else shown
             middle = x + widths[room] / 2
             picture.text(middle, y + 21, name, 15, mono=True, bold=True)
-            for i, line in enumerate(lines[room]):
-                mono = bool(inside[room])
-                picture.text(middle, y + 40 + LINE * i, line, 12, FAINT, mono=mono)
+            for i, line in enumerate(said[room] + lines[room]):
+                mono = i >= len(said[room])
+                picture.text(
+                    *(middle, y + 40 + LINE * i, line, 12, INK if not mono else FAINT),
+                    mono=mono,
+                )
             x += widths[room] + GAP
         y += tall + GAP
     picture.save("house.svg", folder)

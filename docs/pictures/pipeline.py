@@ -49,8 +49,8 @@ def draw(folder=HERE) -> None:
     picture.text(
         24,
         410,
-        "orange: _storage, _codes · blue: optimizers/ · green: _leaf · grey: functional, "
-        "execution, compiled, gradient_release",
+        "orange: core/storage, core/codes · blue: optimizers/ · green: core/leaf · grey: "
+        "pure, execution, compiled, gradient_release",
         12.5,
         FAINT,
         anchor="start",

@@ -6,7 +6,7 @@ from draw import DATA, HERE, INK, chart, machine, save
 
 
 def short(x: float) -> str:
-    """As a tick."""
+    """Format a number for a tick of an axis."""
     return f"{x:.0e}".replace("e-0", "e-").replace("e+00", "") if x < 0.01 else f"{x:.2g}"
 
 

@@ -16,7 +16,7 @@ def row(picture: Picture, y: float, events: list[tuple[float, float, str, str]])
 def area(
     picture: Picture, base: float, points: list[tuple[float, float]], words: str
 ) -> None:
-    """How many gradients are alive, over time."""
+    """The number of gradients that are alive, over time."""
     path = " ".join(f"{x:.1f},{base - y:.1f}" for x, y in points)
     picture.parts.append(
         f'<polygon points="{points[0][0]:.1f},{base} {path} {points[-1][0]:.1f},{base}" '

@@ -103,7 +103,7 @@ def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
 
 
 def check_grad(path: object, p: Tensor, g: Any) -> None:
-    """Raise if a gradient does not fit its parameter. None fits."""
+    """Raise if a gradient does not fit its parameter. No gradient (None) fits."""
     if g is None:
         return
     if not isinstance(g, Tensor):
@@ -236,7 +236,7 @@ def _is_inside(frame: FrameType) -> bool:
 
 
 def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
-    """Raise if it is no optimizer or factory, or if a bound one comes with `hyper`."""
+    """Raise unless given an optimizer without `hyper`, or a factory."""
     if not _is_factory(optimizer):
         check_pure("optimizer", optimizer, "factories such as optimi_func.adamw, ")
     if is_pure(optimizer) and hyper:

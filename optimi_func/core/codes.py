@@ -153,7 +153,7 @@ def has_groups(p: Tensor) -> bool:
 def is_eligible(p: Tensor) -> bool:
     """Return True if p's moments can be kept in codes.
 
-    Depends on the global shape only, so all processes and all shardings decide alike.
+    Only the global shape matters, so the answer is the same on all processes.
     """
     return has_groups(p) and cuts_evenly(p, _scale_dims(p), GROUP)
 
@@ -205,7 +205,7 @@ def in_own_order(codes: "Codes", p: Tensor) -> "Codes":
     """Restore the memory order in which saved codes were grouped. A file may have lost it.
 
     Raises:
-        ValueError: It cannot be told, because p has another memory order.
+        ValueError: The order is unknown, because p has another memory order.
     """
     q, scale = codes
     permuted = scale.dim() > q.dim()
@@ -288,7 +288,7 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the unit of an 8-bit compensation: 127 units are half a bit of p."""
+    """Return the unit of an 8-bit compensation: 127 units are half the spacing at p."""
     info, size = torch.finfo(dtype), p.abs()
     if dtype == torch.float16:
         size = size.clamp_min(info.tiny)  # bits of subnormal numbers get no smaller
@@ -296,7 +296,7 @@ def _unit(p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def remainder(x: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the compensation, in a dtype, with which p stands for x, a float32."""
+    """Return the compensation, in a dtype, that added to p gives the float32 x."""
     wide = p.to(torch.float32)
     if dtype == torch.int16:
         low = _bits(x) - _up(p.view(torch.int16).to(torch.int32))
@@ -379,7 +379,7 @@ _NO_DERIVATIVE = (
 
 
 def refuse_derivatives(x: Tensor, result: Tensor) -> Tensor:
-    """Return the result of x, and raise if it is differentiated, because codes give 0."""
+    """Return `result`, computed from x. Raise if autograd differentiates it."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return result
     return _NotDifferentiable.apply(x, result)  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""The vocabulary: rule, direction, leaf, scalars, storage.
+"""The types that all modules share: rule, direction, leaf, scalars, storage.
 
 A `Rule` turns one tensor's gradient into a direction. The pipeline in `leaf` turns
 directions into deltas and adds them. All other modules decide where and when it runs.
@@ -115,7 +115,7 @@ class Rule(Generic[S, C]):
     numbers: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read the names of the hyperparameters off the signature of `coeffs`."""
+        """Read the names of the hyperparameters from the signature of `coeffs`."""
         given = 3 if self.running._fields else 1
         names = list(inspect.signature(self.coeffs).parameters)[given:]
         object.__setattr__(self, "numbers", tuple(names))
@@ -153,7 +153,10 @@ def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
     return Direction(g, s)
 
 
-sgd_rule: Rule[NoState, NoState] = Rule("sgd", NoState, no_init, no_coeffs, along_gradient)
+# SGD without momentum, and the second pass of rules that map whole tensors: one kernel.
+gradient_rule: Rule[NoState, NoState] = Rule(
+    "sgd", NoState, no_init, no_coeffs, along_gradient
+)
 
 
 class Rates(NamedTuple):

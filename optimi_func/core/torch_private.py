@@ -96,7 +96,7 @@ def fake_mode() -> Any:
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return the Euclidean norm of each tensor, as a 0-d tensor of at least float32.
 
-    torch.nn.utils.get_total_norm computes them alike, but returns only the total. Torch
+    torch.nn.utils.get_total_norm computes the same, but returns only the total. Torch
     2.11 to 2.15, test_private_norms_are_there.
     """
     kinds: dict[torch.dtype, list[int]] = {}
@@ -140,7 +140,7 @@ def has_memory(x: Tensor) -> bool:
     """Return False for a meta or fake tensor.
 
     FakeTensor is looked up in sys.modules, because a program that has one has imported it.
-    No public name tells one. Torch 2.11 to 2.15, test_private_compiler_is_there.
+    torch has no public name for it. Torch 2.11 to 2.15, test_private_compiler_is_there.
     """
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))

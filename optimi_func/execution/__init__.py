@@ -1,1 +1,1 @@
-"""The engine: kernels, launches and plans; who imports nothing of the optimizers."""
+"""The engine: kernels, launches and plans. It imports no optimizer."""

@@ -45,7 +45,7 @@ Pass: TypeAlias = Literal["move", "mean"]
 
 
 class KernelKey(NamedTuple):
-    """What a kernel is compiled for."""
+    """The choices that a kernel is compiled for."""
 
     rule: Rule[Any, Any]
     statics: tuple[bool | None, ...]  # the scalars that choose a graph

@@ -31,7 +31,7 @@ _raw = attrgetter("raw")
 
 
 class Spec(NamedTuple):
-    """What a param group asks of its parameters' state."""
+    """A param group's rule and options, which its parameters' state depends on."""
 
     rule: Rule[Any, Any]
     storage: Storage

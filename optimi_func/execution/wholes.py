@@ -15,7 +15,7 @@ from torch.func import vmap
 
 from optimi_func.core.distributed import part_on_whole
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.rule import Direction, NoState, Rule, Scalars, sgd_rule
+from optimi_func.core.rule import Direction, NoState, Rule, Scalars, gradient_rule
 from optimi_func.execution.launches import Launch, StepInputs, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot
@@ -91,7 +91,7 @@ class WholeLaunch(Launch):
             direct.append(Update(i, _with_direction(slot, p, d), p, g, at, packed[at]))
             move.append(Update(i, _without_state(slot), p, d, at, moves[at]))
         self._before = self._plan(directing(self._rule), direct, False)
-        self._after = self._plan(sgd_rule, move, True)
+        self._after = self._plan(gradient_rule, move, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
 
     def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:

@@ -46,7 +46,7 @@ class Accumulation:
         return bool(self.position or self.partially_updated or self.buffer)
 
     def keep(self, p: Tensor, g: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
-        """Add g to p's sum and return the sum, which is g itself if it is the first."""
+        """Add g to p's sum, and return the sum; the first gradient becomes the sum."""
         held = self.buffer.get(p)
         if held is not None:
             return held.add_(g)

@@ -118,7 +118,7 @@ class GradientRelease:
 
     @property
     def accumulation_steps(self) -> int | None:
-        """The number of backwards in a step, or None if `step()` ends it. Assignable."""
+        """The number of backwards in a step, or None if `step()` ends it; assignable."""
         return self._runner.options.accumulation_steps
 
     @accumulation_steps.setter

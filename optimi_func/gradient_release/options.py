@@ -92,7 +92,7 @@ class ReleaseOptions:
 
     @cached_property
     def whole_backward(self) -> bool:
-        """True if it matters where a backward begins and ends."""
+        """True if the options depend on where a backward begins and ends."""
         return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)
 
     def _check_choice(self, name: str, *allowed: Any) -> None:

@@ -126,7 +126,7 @@ class Recipe:
 
 
 def unit_of(recipes: Sequence[Recipe]) -> tuple[str, int]:
-    """Return the unit that suits the largest peak, and its bytes."""
+    """Return the name and the bytes of a unit, GB or MB, for the largest peak."""
     most = max(recipe.peak for recipe in recipes)
     return ("GB", 10**9) if most >= 10**8 else ("MB", 10**6)
 

@@ -71,7 +71,7 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """The sum of all parts in bytes."""
         return self.gradients + (self.activations or 0) + self.scratch
 
 

@@ -61,7 +61,7 @@ class Counter(TorchDispatchMode):
         self._sum: tuple[Event, int, int] | None = None
 
     def see(self, x: Tensor) -> None:
-        """Count the memory of x as taken, unless it has a number."""
+        """Count the memory of x as taken, unless it was counted before."""
         block = self.number(x)
         if block is not None:
             self.events.append(Event("taken", block, x.untyped_storage().nbytes()))
@@ -84,7 +84,7 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         """Run an operation unchanged and see its results."""
         if func is torch.ops.prim.device.default:
-            # Asked very often; a fake tensor answers without another dispatch.
+            # Called very often. A fake tensor answers without another dispatch.
             return args[0].device
         self._settle()
         out = func(*args, **(kwargs or {}))
@@ -119,7 +119,7 @@ class Counter(TorchDispatchMode):
         self.events.insert(len(self.events) if freed else at, taken)
 
     def number(self, x: Tensor) -> int | None:
-        """Number the storage of x without counting it; None if it has a number."""
+        """Give the storage of x a number and return it, or None if it has one already."""
         if x.layout != torch.strided:
             raise NotImplementedError(
                 f"a tensor has layout {x.layout}: only strided tensors can be planned"

@@ -241,7 +241,7 @@ def scalars_after(
     is True if any state is in codes, so that the step needs a dither.
     """
     lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
-    # The same as long as no hyperparameter changes, and `bound` then is another object.
+    # Cached, because `bound` is another object once a hyperparameter has changed.
     now = bound.__dict__.get("rates_now")
     if now is None:
         now = bound.__dict__["rates_now"] = bound.rates(lr, decay, bound.max_lr)

@@ -54,7 +54,7 @@ def step_without_memory(
 
 
 def _number(x: Tensor) -> float:
-    """Read a count. One without memory is taken for the first step's."""
+    """Return a step count as a number; that of a tensor without memory is 0."""
     return x.item() if has_memory(x) else 0.0
 
 

@@ -68,8 +68,8 @@ def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
 
 
 def accumulate(c: Coeffs) -> Coeffs:
-    # m becomes that of the whole gradient, while v adds the squares of its microbatches
-    # (AdamA, arXiv:2305.19982).
+    # m is that of the summed gradient, but v sums the squares of the microbatches'
+    # gradients (AdamA, arXiv:2305.19982).
     return c._replace(beta1=1.0, beta2=1.0)
 
 

@@ -84,7 +84,7 @@ adopt_step = step_function(adopt)
 
 
 class ADOPT(BaseOptimizer):
-    """ADOPT: Adam that divides each gradient by the root of those before it.
+    """ADOPT: Adam that divides each gradient by the root mean square of those before it.
 
         m <- b1 * m + (1 - b1) * clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
         p <- p - lr * m

@@ -117,7 +117,7 @@ class BaseOptimizer(Fields, Checkpoints):
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
     def __init_subclass__(cls) -> None:
-        """Make the constructor, and read `keywords` off the factory's signature."""
+        """Make the constructor, and read `keywords` from the factory's signature."""
         super().__init_subclass__()
         if "factory" not in cls.__dict__:
             return

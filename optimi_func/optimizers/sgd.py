@@ -15,7 +15,7 @@ from optimi_func.core.rule import (
     Rule,
     Scalar,
     Storage,
-    sgd_rule,
+    gradient_rule,
 )
 from optimi_func.core.storage import storage_of
 from optimi_func.optimizers._forms import step_function
@@ -101,7 +101,7 @@ class sgd(FunctionalOptimizer):
     @derived
     def rule(self) -> Rule[Any, Any]:
         if not is_on(self.momentum):
-            return sgd_rule
+            return gradient_rule
         return nesterov_rule if self.nesterov else momentum_rule
 
     def check(self) -> None:
@@ -117,7 +117,7 @@ class sgd(FunctionalOptimizer):
 
     def likely_mistakes(self) -> list[str]:
         found = super().likely_mistakes()
-        if self.rule is sgd_rule and is_on(self.dampening):
+        if self.rule is gradient_rule and is_on(self.dampening):
             found.append(f"dampening={self.dampening} has no effect without momentum.")
         elif self.torch_init and self.dampening is not True:
             found.append("torch_init=True has no effect without dampening=True.")

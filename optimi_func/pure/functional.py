@@ -110,7 +110,7 @@ class FunctionalOptimizer:
 
     @derived
     def decay(self) -> DecayKind:
-        """The kind of weight decay: see the table of `_leaf.rates`."""
+        """The kind of weight decay: see the table of `core.leaf.rates`."""
         return self._decay_kind("decoupled" if getattr(self, "decouple_wd", True) else "l2")
 
     @property

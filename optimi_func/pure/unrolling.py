@@ -403,7 +403,7 @@ def _at_level(level: int, fn: Callable[[], None]) -> None:
 
 
 class _Inside(TorchFunctionMode):
-    """A mode that refuses tensors of autograd or of the first `level` transformations."""
+    """A mode that raises for tensors that require grad, or of `level` transformations."""
 
     def __init__(self, level: int) -> None:
         super().__init__()

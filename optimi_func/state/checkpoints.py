@@ -81,8 +81,8 @@ class Checkpoints(Optimizer):
     def torch_state_dict(self) -> dict[str, Any]:
         """Return the state for torch.optim's class of the same name, if torch has one.
 
-        Training goes on the same there, except that compensations are left out. torch's
-        RAdam adds eps to the root before its correction, ours after.
+        torch's class continues with the same steps, except that compensations are left out
+        and that torch's RAdam adds eps to the root before its correction, ours after.
 
         Raises:
             ValueError: A class or an option that torch does not have.

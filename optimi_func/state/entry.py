@@ -234,9 +234,9 @@ def loaded_tree(
     groups: list[Group],
     rule_of: Callable[[Group], Rule[Any, Any]],
 ) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
-    """Check and copy a pure optimizer's state, whose `leaves` are by name.
+    """Check and copy a pure optimizer's state, whose `leaves` are a dict by name.
 
-    Returns the entries, and pairs of a parameter and its new value from `params`.
+    Returns the entries, and for each of `params` the group's parameter and the new value.
     """
     home = {name: (group, p) for group in groups for name, p in named_params(group)}
     entries = from_tree(state)

@@ -27,7 +27,7 @@ class Elsewhere(NamedTuple):
 class Places:
     """The part that each leaf belongs to, -1 for none; a pytree node without children.
 
-    It is static, so that a graph knows it: `init` decides it once.
+    `init` decides it once, and torch.compile treats it as a constant.
     """
 
     __slots__ = ("tree",)

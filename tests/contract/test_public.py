@@ -23,14 +23,7 @@ RELEASE = (ROOT / "docs/release.md").read_text()
 
 def test_public_names() -> None:
     public = {n for n in dir(optimi_func) if not n.startswith("_")}
-    modules = {
-        "compiled",
-        "execution",
-        "functional",
-        "gradient_release",
-        "optimizers",
-    }
-    modules |= {"schedules", "transforms", "utils", "population", "unrolling", "memory"}
+    modules = {path.stem for path in PACKAGE.iterdir()}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
     types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
     types |= {"Mixed", "MuonAdamW", "Storage", "TreeState", "Unrolled"}
@@ -102,6 +95,52 @@ def test_every_command_is_told() -> None:
         assert command in README
 
 
+QUESTIONS = "What Whether Of Which As Where Those Whose Likewise Its How".split()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(path.read_text())):
+        said = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if said:
+            assert said.split(maxsplit=1)[0].strip(",:") not in QUESTIONS, said
+
+
+HOUSE = (ROOT / "docs/house.md").read_text()
+
+
+def names_of_the_package() -> set[str]:
+    """Everything that is defined: classes, functions, aliases, attributes, arguments."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute):
+                if isinstance(node.ctx, ast.Store):
+                    found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+    for path in PACKAGE.rglob("*.cpp"):
+        found |= set(re.findall(r'extern "C" \w+ (\w+)\(', path.read_text()))
+    return found
+
+
+def test_the_house_speaks_of_what_is_there() -> None:
+    """Its glossary is short, and its names and files are those of the code."""
+    walk = HOUSE.split("## One step, from the class to the kernel")[1].split("\n## ")[0]
+    glossary = walk.split("### Glossary")[1]
+    rows = re.findall(r"^\| (`[^|]+) \|", glossary, re.M)
+    assert 10 <= len(rows) <= 16
+    known = names_of_the_package()
+    for code in re.findall(r"`([^`]+)`", walk):
+        if "/" in code:
+            assert (PACKAGE / code).exists(), code
+        else:
+            assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, code
+
+
 LINKS = re.compile(r"\]\((?!https?://)([^)#]+)")
 
 
@@ -159,6 +198,9 @@ def test_only_the_faces_name_an_optimizer() -> None:
                 shown = (
                     {"adamw"} if isinstance(node, ast.Constant) and " " in text else set()
                 )
+                # Kernels are named after their rule, and this one has no other file.
+                if path == PACKAGE / "core/rule.py" and text == "sgd":
+                    shown = {"sgd"}
                 assert found <= shown, f"{path}:{node.lineno}: {text}"
 
 
@@ -195,12 +237,25 @@ def test_private_torch_is_there() -> None:
     views = torch._utils._unflatten_dense_tensors(flat, parts)
     assert [v.shape for v in views] == [p.shape for p in parts]
     assert callable(torch._dynamo.config.patch)
+    torch._foreach_add_(targets, [1.0])
+    assert targets[0].tolist() == [2, 2]
+
+
+def test_private_foreach_is_there() -> None:
+    """Each operation on lists, with the operands that execution/foreach.py gives it."""
     from optimi_func.execution import foreach
 
-    names = [name for name, _ in foreach._BINARY.values()] + list(foreach._UNARY.values())
-    for name in [*names, "reciprocal"]:
-        assert hasattr(torch, f"_foreach_{name}"), name
-        assert hasattr(torch, f"_foreach_{name}_"), name
+    values = torch.tensor([0.25, 2.0])
+    turned = {name for pair in foreach._TURNED.values() for name in pair}
+    assert turned <= foreach._LISTED | foreach._ALONE
+    for name in foreach._ALONE:
+        (found,) = getattr(torch, f"_foreach_{name}")([values])
+        assert found.equal(getattr(values, name)()), name
+    for name in foreach._LISTED:
+        for other, others in ((3.0, 3.0), (values + 1, [values + 1])):
+            (found,) = getattr(torch, f"_foreach_{name}")([values], others)
+            kind = {"maximum": "clamp_min"}.get(name, name)
+            assert found.equal(getattr(values, kind)(other)), name
 
 
 def test_private_compiler_is_there() -> None:

@@ -155,7 +155,7 @@ def prepare_for_gradient_release(
     left = sum(p.requires_grad for p in model.parameters()) - len(params)
     if left and not ignore_existing_hooks:
         warn_user(
-            f"{left} trainable parameters are not the optimizer's: they keep their .grad",
+            f"{left} trainable parameters are not the optimizer's: they keep their .grad"
         )
     return handle
 

@@ -151,9 +151,8 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
     the moments.
     """
     try:
-        for key in states:
-            if isinstance(key, Tensor):
-                return False
+        if any(isinstance(key, Tensor) for key in states):
+            return False
     except RuntimeError:
         return False  # another thread's step adds state
     if not all(_is_zero(group["lr"]) for group in groups):
@@ -184,10 +183,7 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
 
 def first_param(groups: list[Group]) -> Tensor:
     """Return the first parameter, or an empty tensor if there is none."""
-    for group in groups:
-        if group["params"]:
-            return group["params"][0]
-    return torch.empty(0)
+    return next((p for group in groups for p in group["params"]), torch.empty(0))
 
 
 def loaded_groups(

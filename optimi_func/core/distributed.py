@@ -139,14 +139,9 @@ def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
 
 def same_placements(p: Any, x: Any) -> bool:
     """Return True if the local shards of p and x are the same elements."""
-    if not is_distributed(p) and not is_distributed(x):
-        return True
-    return (
-        is_distributed(p)
-        and is_distributed(x)
-        and p.device_mesh == x.device_mesh
-        and p.placements == x.placements
-    )
+    if not (is_distributed(p) and is_distributed(x)):
+        return is_distributed(p) == is_distributed(x)
+    return p.device_mesh == x.device_mesh and p.placements == x.placements
 
 
 def check_placed(path: object, p: Any) -> None:

@@ -105,9 +105,12 @@ def plan(
     _check_options(options, ranks=ranks, accumulation_steps=accumulation_steps)
     _check_batch(params, loss_fn, batch, ranks)
     sharded = ranks > 1 or any_distributed(list(params.values()))
+    local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
+    # Processes that the model is or will be divided among.
+    processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
     metas = {dtype: on_meta(params, dtype) for dtype in (torch.float32, torch.bfloat16)}
     releases = _can_release(optimizer, metas[torch.float32], options)
-    traces: dict[torch.dtype, Trace | None] = {}
+    traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
@@ -117,12 +120,9 @@ def plan(
             if storage is None:
                 raise
             continue  # the rule or a parameter refuses this storage
-        if dtype not in traces:
-            traced = None
-            if loss_fn is not None:
-                traced = trace(model, loss_fn, batch, dtype, device == "cuda")
-            traces[dtype] = traced
-        traced = traces[dtype]
+        if dtype not in traces and loss_fn is not None:
+            traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
+        traced = traces.get(dtype)
         attention = traced is not None and traced.attention and device == "cuda"
         sizes = _sizes(model, params, meta, found, ranks, device)
         fixed = _fixed(model, meta, ranks, device)
@@ -132,13 +132,12 @@ def plan(
             handling = Handling.of(release, accumulation_steps, device, dtype, buffer)
             if sharded:
                 unit = largest_unit(model, dtype)
-                peak = sharded_peak(
-                    traced, sizes, handling, unit, max(ranks, _divisor(params))
-                )
+                peak = sharded_peak(traced, sizes, handling, unit, processes)
             else:
                 peak = peak_of(traced, sizes, handling)
+            sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
             recipe = Recipe(
-                name=_name(name, release, buffer),
+                name=f"{name}{', release' * release}{sums}",
                 dtype=dtype,
                 storage=storage,
                 gradient_release=release,
@@ -213,18 +212,6 @@ def _can_release(
     return True
 
 
-def _divisor(params: Mapping[str, Tensor]) -> int:
-    """Return the number of processes that DTensor parameters are divided among."""
-    whole = sum(p.numel() for p in params.values())
-    here = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
-    return -(-whole // here)
-
-
-def _name(name: str, release: bool, buffer: torch.dtype | None) -> str:
-    sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
-    return f"{name}{', release' if release else ''}{sums}"
-
-
 def _title(
     model: nn.Module,
     params: Mapping[str, Tensor],
@@ -272,12 +259,11 @@ def _check_options(options: Mapping[str, Any], **counts: Any) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ValueError(f"{name}={count!r}: allowed are whole numbers from 1")
-    for name in DECIDED:
-        if name in options:
-            raise ValueError(
-                f"{name}={options[name]!r}: recipes decide it. To fix it, make the "
-                "optimizer yourself"
-            )
+    for name in [name for name in DECIDED if name in options]:
+        raise ValueError(
+            f"{name}={options[name]!r}: recipes decide it. To fix it, make the optimizer "
+            "yourself"
+        )
     if options.get("foreach"):
         raise ValueError(
             "foreach=True: the temporaries of lists are not planned. Allowed are the "

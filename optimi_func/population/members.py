@@ -120,10 +120,11 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
         trees: PyTree = (dict(source.named_parameters()), dict(source.named_buffers()))
         return _copies(trees, n)
     modules = isinstance(source, list | tuple) and bool(source)
-    modules = modules and all(isinstance(m, nn.Module) for m in source)
-    if modules and n is not None:
-        raise ValueError(f"n={n} with a list of {len(source)} modules: give one of the two")
-    if modules:
+    if modules and all(isinstance(m, nn.Module) for m in source):
+        if n is not None:
+            raise ValueError(
+                f"n={n} with a list of {len(source)} modules: give one of the two"
+            )
         for module in source:
             _check_trainable(module)
         params, buffers = stack_module_state(list(source))

@@ -118,8 +118,9 @@ def to_low_precision(
 def _listed(name: str, given: Buffers | None, strings: bool) -> list[Any]:
     if given is None:
         return []
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    items: list[Any] = list(given) if several else [given]
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = [given]
+    items = list(given)
     for item in items:
         module = isinstance(item, type) and issubclass(item, nn.Module)
         if not module and not (strings and isinstance(item, str)):

@@ -51,11 +51,16 @@ def dry_run(
     for x in items:
         if not isinstance(x, Tensor):
             raise TypeError(f"loss_fn returned {x!r} as aux: allowed are trees of tensors")
-    written = [new is not old or writes.saw(old) for old, new in zip(given, after)]
+    # Buffers may be written to through views.
+    written = {storage._cdata for storage in writes.storages}
+    mutated = [
+        new is not old or old.untyped_storage()._cdata in written
+        for old, new in zip(given, after)
+    ]
     memory = {p.untyped_storage()._cdata for p in leaves}
     aliased = [x.untyped_storage()._cdata in memory for x in items]
     return DryRun(
-        _where([g is not None for g in grads]), _where(written), _where(aliased), spec
+        _where([g is not None for g in grads]), _where(mutated), _where(aliased), spec
     )
 
 
@@ -68,7 +73,7 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: list[Any] = []
+        self.storages: list[Any] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -82,13 +87,8 @@ class _Writes(TorchDispatchMode):
             if silent or (argument.alias_info and argument.alias_info.is_write):
                 for x in pytree.tree_leaves(value):
                     if isinstance(x, Tensor):
-                        self._storages.append(x.untyped_storage())
+                        self.storages.append(x.untyped_storage())
         return func(*args, **kwargs)
-
-    def saw(self, x: Tensor) -> bool:
-        """Return True if x was written to, directly or through a view."""
-        own = x.untyped_storage()._cdata
-        return any(storage._cdata == own for storage in self._storages)
 
 
 def check_unscaled(loss_fn: Callable[..., Any]) -> None:

@@ -158,9 +158,6 @@ class _Settings(NamedTuple):
     def module(self) -> torch.nn.Module | None:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
-    def graph(self, update: TracedUpdate | None) -> StepGraph:
-        return StepGraph(self.accumulate, self.clip_global_norm, update)
-
 
 def _check(settings: _Settings) -> None:
     """Raise if a setting is not supported."""
@@ -323,7 +320,8 @@ class PureStep:
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
         if spec not in self._step_graphs:
             traced = _traced_update(optimizer, params_spec, spec)
-            self._step_graphs[spec] = settings.graph(traced)
+            accumulate, clip = settings.accumulate, settings.clip_global_norm
+            self._step_graphs[spec] = StepGraph(accumulate, clip, traced)
         graph = self._step_graphs[spec]
         if not isinstance(optimizer, FunctionalOptimizer):
             return graph.step(program, params, buffers, flat, batch)
@@ -375,7 +373,7 @@ class ClassStep:
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._step_graph = settings.graph(None)
+        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm, None)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:

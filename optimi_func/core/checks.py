@@ -136,15 +136,11 @@ def check_state_dtype(dtype: Any) -> None:
     """Raise if the state dtype is neither None nor a floating dtype of 16 bits or more."""
     if dtype is None:
         return
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(
-            f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch "
-            "dtypes and None (and as storage.moments '8bit')"
-        )
-    if torch.finfo(dtype).bits < 16:
-        raise ValueError(
-            f"Invalid state_dtype: state_dtype={dtype}: allowed are dtypes of 16 bits "
-            "or more"
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not floating or torch.finfo(dtype).bits < 16:
+        raise (ValueError if floating else TypeError)(
+            f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch dtypes "
+            "of 16 bits or more and None (and as storage.moments '8bit')"
         )
 
 

@@ -158,11 +158,6 @@ def is_eligible(p: Tensor) -> bool:
     return has_groups(p) and cuts_evenly(p, _scale_dims(p), GROUP)
 
 
-def cuts_groups(p: Tensor) -> bool:
-    """Return True if only p's sharding keeps its moments out of codes."""
-    return has_groups(p) and not is_eligible(p)
-
-
 def _scale_dims(p: Tensor) -> int:
     """Return how many leading dimensions p and its scales share, the last one in groups.
 
@@ -353,9 +348,7 @@ class _NotDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise ValueError(_NO_DERIVATIVE)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise ValueError(_NO_DERIVATIVE)
+    jvp = backward
 
 
 _NO_DERIVATIVE = (

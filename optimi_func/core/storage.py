@@ -17,7 +17,8 @@ from optimi_func.core.codes import (
     Codes,
     Moment8,
     SecondMoment8,
-    cuts_groups,
+    has_groups,
+    is_eligible,
     is_low,
     refuse_derivatives,
     to,
@@ -92,7 +93,7 @@ def check_stored(
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
             "in 8 bits with these options, so it would change nothing"
         )
-    cut = {tuple(p.shape) for p in params if cuts_groups(p)}
+    cut = {tuple(p.shape) for p in params if has_groups(p) and not is_eligible(p)}
     if not cut:
         return []
     return [

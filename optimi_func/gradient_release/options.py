@@ -10,8 +10,12 @@ AccumulationMode: TypeAlias = Literal["states", "buffer"]
 How: TypeAlias = Literal["two_pass", "lagged"]
 Fidelity: TypeAlias = Literal["exact", "approximate", "raises"]
 
-_EXACT: dict[str, Fidelity] = {"none": "exact", "buffer": "exact"}
-_EXACT |= {"flag": "approximate", "states": "raises"}
+_EXACT: dict[str, Fidelity] = {
+    "none": "exact",
+    "flag": "approximate",
+    "states": "raises",
+    "buffer": "exact",
+}
 # CLIPPING[clipping][accumulation] compares with torch.nn.utils.clip_grad_* and a step along
 # p.grad. "flag" is optimizer_accumulation, which clips each part of the gradient by itself.
 # "states" raises because it never holds the whole gradient.

@@ -5,6 +5,7 @@ release or not, and the dtype in which gradients accumulate. Bytes are counted o
 fake tensors, so a model on meta can be planned on a laptop.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,7 +110,11 @@ def plan(
     # Processes that the model is or will be divided among.
     processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
     metas = {dtype: on_meta(params, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    releases = _can_release(optimizer, metas[torch.float32], options)
+    releases = True
+    try:
+        made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
+    except (TypeError, ValueError):
+        releases = False
     traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
@@ -144,11 +149,8 @@ def plan(
                 accumulation_steps=accumulation_steps,
                 buffer_dtype=buffer,
                 parameters=fixed,
-                gradients=peak.gradients,
                 state=found.state,
-                activations=peak.activations,
-                scratch=peak.scratch,
-                phase=peak.phase,
+                **peak._asdict(),
                 fits=fixed + found.state + peak.total <= limit,
                 estimated=("activations",) * attention + ("scratch",) * sharded,
                 optimizer=optimizer,
@@ -179,9 +181,7 @@ def _sizes(
     device: str,
 ) -> list[Param]:
     """Return the sizes of the parameters that require a gradient, in the model's order."""
-    uses: dict[int, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     sizes: list[Param] = []
     for (name, p), x in zip(params.items(), meta.values()):
         if p.requires_grad:
@@ -199,17 +199,6 @@ def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str
         item = cast if x.is_floating_point() else x.element_size()
         total += rounded(x.numel() * item, device)
     return total
-
-
-def _can_release(
-    optimizer: Factory, params: dict[str, nn.Parameter], options: Mapping[str, Any]
-) -> bool:
-    """Return True if the optimizer can be made with gradient_release=True."""
-    try:
-        made_of(optimizer, params, {**options, "gradient_release": True})
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _title(

@@ -511,7 +511,7 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         ),
         (
             lambda: population.init(adamw(lr=0.1), TWO, {"lr": 0.1}),
-            *(TypeError, r"hyper has \['lr'\], but every number.*factory"),
+            *(TypeError, r"hyper has \['lr'\], but every hyperparameter.*factory"),
         ),
         (
             lambda: population.init(torch.optim.AdamW, TWO),

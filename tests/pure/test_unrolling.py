@@ -558,7 +558,11 @@ def test_bad_input() -> None:
         ({"detach_at": [3, -1]}, ValueError, "detach_at has -1"),
         ({"detach_at": [1.5]}, ValueError, r"detach_at has 1\.5"),
         ({"detach_at": 3}, TypeError, "detach_at=3: allowed are lists"),
-        ({"hyper": {"lr": 0.1}}, TypeError, r"hyper has \['lr'\], but every number"),
+        (
+            {"hyper": {"lr": 0.1}},
+            TypeError,
+            r"hyper has \['lr'\], but every hyperparameter",
+        ),
         ({"hyper": [0.1]}, TypeError, r"hyper=\[0\.1\]: allowed are numbers by name"),
     ]
     for options, error, text in bad:

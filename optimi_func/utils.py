@@ -87,11 +87,10 @@ def to_low_precision(
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype={dtype!r}: allowed are floating torch dtypes")
-    kept = _listed("fp32_modules", fp32_modules, strings=False)
+    types = tuple(_listed("fp32_modules", fp32_modules, strings=False))
     buffers = _listed("fp32_buffers", fp32_buffers, strings=True)
     words = [x.lower() for x in buffers if isinstance(x, str)]
-    kept_types = tuple(x for x in kept if not isinstance(x, str))
-    buffer_types = tuple(x for x in buffers if not isinstance(x, str))
+    buffer_types = types + tuple(x for x in buffers if not isinstance(x, str))
     tensors: dict[int, torch.Tensor] = {}
     wide: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -103,9 +102,7 @@ def to_low_precision(
             full = f"{path}.{name}".lower()
             buffer = not isinstance(tensor, nn.Parameter)
             named = buffer and any(word in full for word in words)
-            if named or isinstance(module, kept_types):
-                wide.add(id(tensor))
-            if buffer and isinstance(module, buffer_types):
+            if named or isinstance(module, buffer_types if buffer else types):
                 wide.add(id(tensor))
     for key, tensor in tensors.items():
         target = torch.float32 if key in wide else dtype
@@ -118,14 +115,12 @@ def to_low_precision(
     return model
 
 
-def _listed(name: str, given: Buffers | None, strings: bool) -> list[str | type[nn.Module]]:
+def _listed(name: str, given: Buffers | None, strings: bool) -> list[Any]:
     if given is None:
         return []
-    items = (
-        list(given)
-        if isinstance(given, Iterable) and not isinstance(given, str)
-        else [given]
-    )
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = [given]
+    items = list(given)
     for item in items:
         module = isinstance(item, type) and issubclass(item, nn.Module)
         if not module and not (strings and isinstance(item, str)):

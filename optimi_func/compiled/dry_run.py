@@ -34,13 +34,7 @@ class DryRun(NamedTuple):
 def dry_run(
     program: Program, params: list[Tensor], buffers: list[Tensor], batch: Any
 ) -> DryRun:
-    """Run a program on fake tensors.
-
-    Raises:
-        TypeError: The loss is no floating tensor, or a leaf of aux no tensor.
-        ValueError: The loss is no scalar, or depends on no parameter.
-        Exception: The program raised.
-    """
+    """Run a program on fake tensors. Raise if its loss cannot start a backward."""
     mode = torch_private.fake_mode()
     convert = mode.from_tensor
     with mode, torch.enable_grad():
@@ -57,15 +51,21 @@ def dry_run(
     for x in items:
         if not isinstance(x, Tensor):
             raise TypeError(f"loss_fn returned {x!r} as aux: allowed are trees of tensors")
-    mutated_buffers = [
-        i
-        for i, (old, new) in enumerate(zip(given, after))
-        if new is not old or writes.saw(old)
+    # Buffers may be written to through views.
+    written = {storage._cdata for storage in writes.storages}
+    mutated = [
+        new is not old or old.untyped_storage()._cdata in written
+        for old, new in zip(given, after)
     ]
-    used_params = [i for i, g in enumerate(grads) if g is not None]
     memory = {p.untyped_storage()._cdata for p in leaves}
-    aliased_aux = [i for i, x in enumerate(items) if x.untyped_storage()._cdata in memory]
-    return DryRun(tuple(used_params), tuple(mutated_buffers), tuple(aliased_aux), spec)
+    aliased = [x.untyped_storage()._cdata in memory for x in items]
+    return DryRun(
+        _where([g is not None for g in grads]), _where(mutated), _where(aliased), spec
+    )
+
+
+def _where(flags: list[bool]) -> tuple[int, ...]:
+    return tuple(i for i, flag in enumerate(flags) if flag)
 
 
 class _Writes(TorchDispatchMode):
@@ -73,7 +73,7 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: list[Any] = []
+        self.storages: list[Any] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -87,13 +87,8 @@ class _Writes(TorchDispatchMode):
             if silent or (argument.alias_info and argument.alias_info.is_write):
                 for x in pytree.tree_leaves(value):
                     if isinstance(x, Tensor):
-                        self._storages.append(x.untyped_storage())
+                        self.storages.append(x.untyped_storage())
         return func(*args, **kwargs)
-
-    def saw(self, x: Tensor) -> bool:
-        """Return True if x was written to, directly or through a view."""
-        own = x.untyped_storage()._cdata
-        return any(storage._cdata == own for storage in self._storages)
 
 
 def check_unscaled(loss_fn: Callable[..., Any]) -> None:

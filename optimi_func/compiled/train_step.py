@@ -158,9 +158,6 @@ class _Settings(NamedTuple):
     def module(self) -> torch.nn.Module | None:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
-    def graph(self, update: TracedUpdate | None) -> StepGraph:
-        return StepGraph(self.accumulate, self.clip_global_norm, update)
-
 
 def _check(settings: _Settings) -> None:
     """Raise if a setting is not supported."""
@@ -181,16 +178,16 @@ def _check(settings: _Settings) -> None:
         raise TypeError(f"loss_fn={loss_fn!r}: allowed is {allowed}") from None
     except ValueError:
         pass  # a builtin without a signature
-    refused = f"accumulate={accumulate!r}: allowed are integers, at least 1"
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        raise TypeError(refused)
-    if accumulate < 1:
-        raise ValueError(refused)
-    refused = f"clip_global_norm={clip!r}: allowed are positive numbers and None"
-    if isinstance(clip, bool) or not isinstance(clip, Real | None):
-        raise TypeError(refused)
-    if clip is not None and not float(clip) > 0.0:
-        raise ValueError(refused)
+    integer = isinstance(accumulate, int) and not isinstance(accumulate, bool)
+    if not integer or accumulate < 1:
+        raise (ValueError if integer else TypeError)(
+            f"accumulate={accumulate!r}: allowed are integers, at least 1"
+        )
+    number = isinstance(clip, Real | None) and not isinstance(clip, bool)
+    if not number or (clip is not None and not float(clip) > 0.0):
+        raise (ValueError if number else TypeError)(
+            f"clip_global_norm={clip!r}: allowed are positive numbers and None"
+        )
     if not isinstance(donate, bool):
         raise TypeError(f"donate={donate!r}: allowed are True and False")
     module = settings.module()
@@ -234,11 +231,9 @@ class PureStep:
             ValueError, TypeError: Trees for a module, or no params for a function.
         """
         module = self._settings.module()
-        if module is None:
-            if params is None:
-                raise TypeError("params=None: a function needs a parameter tree")
-            buffers = {} if buffers is None else buffers
-        else:
+        if module is None and params is None:
+            raise TypeError("params=None: a function needs a parameter tree")
+        if module is not None:
             if params is not None or buffers is not None:
                 raise TypeError(
                     "params, buffers: a module brings its own; to use others, call "
@@ -249,17 +244,12 @@ class PureStep:
         inner = self._optimizer.init(
             params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
         )
-        return TrainState(params, buffers, inner)
+        return TrainState(params, {} if buffers is None else buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
-        """Take one step.
+        """Return the state after one step with a batch, and its loss, aux and norm.
 
-        Args:
-            state: From `init` or the step before; overwritten if donate=True.
-            batch: Passed to the model and to loss_fn.
-
-        Returns:
-            The state after the step, and its loss, aux and norm.
+        `state` is from `init` or the step before. It is overwritten if donate=True.
         """
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -330,7 +320,8 @@ class PureStep:
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
         if spec not in self._step_graphs:
             traced = _traced_update(optimizer, params_spec, spec)
-            self._step_graphs[spec] = settings.graph(traced)
+            accumulate, clip = settings.accumulate, settings.clip_global_norm
+            self._step_graphs[spec] = StepGraph(accumulate, clip, traced)
         graph = self._step_graphs[spec]
         if not isinstance(optimizer, FunctionalOptimizer):
             return graph.step(program, params, buffers, flat, batch)
@@ -341,10 +332,8 @@ class PureStep:
         warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels")
 
-        def update(
-            places: Sequence[int], grads: list[Tensor], microbatch: Microbatch
-        ) -> None:
-            steps.update(places, grads, [microbatch] * len(grads))
+        def update(at: Sequence[int], grads: list[Tensor], microbatch: Microbatch) -> None:
+            steps.update(at, grads, [microbatch] * len(grads))
 
         with running(update, params):
             outcome = graph.step(program, params, buffers, [], batch)
@@ -384,17 +373,13 @@ class ClassStep:
     def __init__(self, settings: _Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings = settings
         self._optimizer: Any = optimizer
-        self._step_graph = settings.graph(None)
+        self._step_graph = StepGraph(settings.accumulate, settings.clip_global_norm, None)
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
-        """Take one step, in place of zero_grad, backward, clip_grad_norm_ and step().
+        """Take one step with a batch, and return its loss, aux and norm.
 
-        Args:
-            batch: Passed to the model and to loss_fn.
-
-        Returns:
-            The loss, aux and norm of the step.
+        It replaces zero_grad, backward, clip_grad_norm_ and step().
         """
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()
@@ -407,10 +392,8 @@ class ClassStep:
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
 
-        def update(
-            places: Sequence[int], grads: list[Tensor], microbatch: Microbatch
-        ) -> None:
-            some, microbatches = [params[i] for i in places], [microbatch] * len(grads)
+        def update(at: Sequence[int], grads: list[Tensor], microbatch: Microbatch) -> None:
+            some, microbatches = [params[i] for i in at], [microbatch] * len(grads)
             optimizer.update(some, grads, microbatches, write=True, count=True)
 
         with no_grad_context(), running(update, params):
@@ -451,17 +434,16 @@ class ClassStep:
             if refused:
                 raise ValueError(f"optimizer has {text}")
         trainable = _trainable(module)
-        held = [p for group in groups for p in group["params"]]
-        ids = set(map(id, held))
+        held = dict.fromkeys(p for group in groups for p in group["params"])
         for name, p in trainable.items():
-            if id(p) not in ids:
+            if p not in held:
                 raise ValueError(
                     f"optimizer has not the parameter {name!r} of model_or_fn: add it, or "
                     "freeze it with requires_grad_(False)"
                 )
-        ours = set(map(id, module.parameters()))
+        ours = set(module.parameters())
         for p in held:
-            if id(p) not in ours:
+            if p not in ours:
                 raise ValueError(
                     f"optimizer has a parameter of shape {tuple(p.shape)} that is not one "
                     "of model_or_fn's"

@@ -37,12 +37,8 @@ def update_(
 ) -> None:
     """Update parameters at this point of the graph, by the update that `running` sets.
 
-    Args:
-        after: Computed first, so that an error in it leaves everything unwritten.
-        places: Indices of the parameters in the step.
-        grad_scale: A 0-d factor on the gradients, or None.
-        grads: One for each parameter.
-        params: Written.
+    `places` are their indices in the step. `after` is computed first, so that an error in
+    it leaves everything unwritten.
     """
     torch.ops.optimi_func.update_(after, places, grad_scale, grads, params)
 
@@ -126,14 +122,10 @@ def _update(
         own.copy_(old)
 
 
-def _trace(*arguments: Any) -> None:
-    """Return nothing for fake tensors, as the operation does."""
-
-
 _library = torch.library.Library("optimi_func", "FRAGMENT")
 _library.define(
     "update_(Tensor after, int[] places, Tensor? grad_scale, Tensor[] grads, "
     "Tensor(a!)[] params) -> ()"
 )
 _library.impl("update_", _update, "CompositeExplicitAutograd")
-torch.library.register_fake("optimi_func::update_", _trace, lib=_library)
+torch.library.register_fake("optimi_func::update_", lambda *_: None, lib=_library)

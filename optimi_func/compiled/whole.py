@@ -4,8 +4,8 @@ Hyperparameters are not in a graph. Inductor orders a graph for the least memory
 update of a parameter follows its gradient and frees it.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -125,13 +125,7 @@ class StepGraph:
         state: list[Tensor],
         batch: PyTree,
     ) -> Outcome:
-        """Take a step. A new graph is compiled before anything is written.
-
-        Raises:
-            ValueError, TypeError: `accumulate` does not divide the batch, or the loss
-                cannot start a backward.
-            Exception: The compiler or the model raised.
-        """
+        """Take a step. A new graph is compiled before anything is written."""
         parts = split(batch, self.accumulate)
         opaque_true = torch.ones((), dtype=torch.bool, device=params[0].device)
         inputs = Inputs(params, buffers, state, opaque_true, parts[0])
@@ -186,17 +180,17 @@ class StepGraph:
         graph = self._graphs.get(key)
         self._now, self._changed = (program, inputs), None
         try:
-            if graph is None:
-                body = with_own_code_object(self._body(program, dry, last), "train_step")
-                # With fallback_random dropout draws the masks of an eager run. It needs
-                # static shapes.
-                options = {"dynamic": False, "options": {"fallback_random": True}}
-                read_before_written()
-                graph = torch_compile(body, options)
-                outputs = _first(graph, inputs, sums)
-                self._graphs[key] = graph
-                return outputs
-            return graph(inputs, sums)
+            if graph is not None:
+                return graph(inputs, sums)
+            body = with_own_code_object(self._body(program, dry, last), "train_step")
+            # With fallback_random dropout draws the masks of an eager run. It needs static
+            # shapes.
+            options = {"dynamic": False, "options": {"fallback_random": True}}
+            read_before_written()
+            graph = torch_compile(body, options)
+            outputs = _first(graph, inputs, sums)
+            self._graphs[key] = graph
+            return outputs
         except Exception:
             # The compiler wraps an exception that was raised while it traced.
             if self._changed is None:
@@ -263,7 +257,10 @@ class StepGraph:
                 given = dict(zip(used_params, grads))
                 full = [given.get(i) for i in range(len(params))]
                 new = self.update(params, full, state)
-                _write([*params, *state], [*new[0], *new[1]], opaque_true)
+                # All are read before one is written: a new state may be an old parameter.
+                copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]
+                for old, x in zip([*params, *state], copies):
+                    old.copy_(x)
             return Outputs(loss, aux, norm)
 
         return body
@@ -295,14 +292,6 @@ def _update(
         update_(loss, its, grad_scale, [grads[i] for i in its], [params[i] for i in its])
 
 
-def _write(olds: list[Tensor], news: list[Tensor], opaque_true: Tensor) -> None:
-    """Copy the tensors that an optimizer's step returned into its arguments."""
-    # All are read before one is written: a new state may be an old parameter.
-    news = [_chosen(new, opaque_true) for new in news]
-    for old, new in zip(olds, news):
-        old.copy_(new)
-
-
 def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
     """Copy x before it is written. Inductor drops a clone and reads x after the write."""
     return torch.where(opaque_true.to(x.device), x, x.new_zeros(()))
@@ -311,17 +300,15 @@ def _chosen(x: Tensor, opaque_true: Tensor) -> Tensor:
 def split(batch: PyTree, parts: int) -> list[PyTree]:
     """Split a batch into equal parts along the first dimension of its tensors, or raise."""
     leaves, spec = pytree.tree_flatten(batch)
-    pieces: list[list[Any]] = []
+    pieces: list[Sequence[Any]] = []
     for x in leaves:
-        if not isinstance(x, Tensor) or x.dim() == 0:
-            pieces.append([x] * parts)
-            continue
-        if x.shape[0] % parts:
+        divides = isinstance(x, Tensor) and x.dim() > 0
+        if divides and x.shape[0] % parts:
             raise ValueError(
                 f"accumulate={parts} does not divide a batch of {x.shape[0]} (a tensor of "
                 f"shape {tuple(x.shape)})"
             )
-        pieces.append(list(x.chunk(parts)))
+        pieces.append(x.chunk(parts) if divides else [x] * parts)
     return [pytree.tree_unflatten(part, spec) for part in zip(*pieces)]
 
 
@@ -357,8 +344,6 @@ def _first(
 @contextmanager
 def no_grad_context() -> Generator[None]:
     """Enter torch.no_grad and leave inference_mode; autocast is left as it is."""
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+    inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad():
         yield

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -67,11 +66,6 @@ def check_betas(betas: Any, count: int) -> None:
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
 
 
-def check_eps(eps: Any) -> None:
-    """Raise if eps is negative."""
-    check_number("epsilon", "eps", eps)
-
-
 def check_param(path: object, p: Any) -> None:
     """Raise if p is not a strided, real, floating tensor of at least 16 bits."""
     if isinstance(p, torch.nn.Module):
@@ -81,18 +75,17 @@ def check_param(path: object, p: Any) -> None:
         )
     if not isinstance(p, Tensor):
         raise TypeError(f"params{path}={p!r} is not a tensor")
+    why = ""
     if p.is_complex():
-        raise TypeError(
-            f"params{path} has dtype {p.dtype}: optimize torch.view_as_real of it"
-        )
-    if not p.is_floating_point():
-        raise TypeError(f"params{path} has dtype {p.dtype}: allowed are floating ones")
-    if torch.finfo(p.dtype).bits < 16:
-        raise TypeError(
-            f"params{path} has dtype {p.dtype}: allowed are those of 16 bits or more"
-        )
-    if p.layout != torch.strided:
-        raise TypeError(f"params{path} has layout {p.layout}: allowed is strided")
+        why = f"dtype {p.dtype}: optimize torch.view_as_real of it"
+    elif not p.is_floating_point():
+        why = f"dtype {p.dtype}: allowed are floating ones"
+    elif torch.finfo(p.dtype).bits < 16:
+        why = f"dtype {p.dtype}: allowed are those of 16 bits or more"
+    elif p.layout != torch.strided:
+        why = f"layout {p.layout}: allowed is strided"
+    if why:
+        raise TypeError(f"params{path} has {why}")
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
@@ -143,15 +136,11 @@ def check_state_dtype(dtype: Any) -> None:
     """Raise if the state dtype is neither None nor a floating dtype of 16 bits or more."""
     if dtype is None:
         return
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(
-            f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch "
-            "dtypes and None (and as storage.moments '8bit')"
-        )
-    if torch.finfo(dtype).bits < 16:
-        raise ValueError(
-            f"Invalid state_dtype: state_dtype={dtype}: allowed are dtypes of 16 bits "
-            "or more"
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not floating or torch.finfo(dtype).bits < 16:
+        raise (ValueError if floating else TypeError)(
+            f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch dtypes "
+            "of 16 bits or more and None (and as storage.moments '8bit')"
         )
 
 
@@ -181,17 +170,12 @@ def check_moves_state(rule: Rule[Any, Any]) -> None:
 
 def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
     """Warn once if weight_decay with decouple_lr=True is as large as an AdamW value."""
-    high = [
-        wd
-        for kind, tree in groups
-        if kind.startswith("fully")
-        for wd in pytree.tree_leaves(tree)
-        if isinstance(wd, float | int) and wd >= 1e-3
-    ]
-    if not high:
+    trees = [tree for kind, tree in groups if kind.startswith("fully")]
+    decays = [x for x in pytree.tree_leaves(trees) if isinstance(x, float | int)]
+    if max(decays, default=0.0) < 1e-3:
         return []
     return [
-        f"weight_decay={max(high)} is potentially high for decouple_lr=True: fully "
+        f"weight_decay={max(decays)} is potentially high for decouple_lr=True: fully "
         "decoupled weight decay is not multiplied by the learning rate, so a "
         "weight_decay of 1e-5 to 1e-4 is usual."
     ]
@@ -222,22 +206,21 @@ def warn(texts: list[str]) -> None:
 def warn_user(text: str) -> None:
     """Issue a UserWarning at the first caller outside this package and torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_inside(frame):
+    inside = ("optimi_func", "torch", "contextlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in inside:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
-def _is_inside(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in ("optimi_func", "torch", "contextlib")
-
-
-# Losses and optimizers of `population` and `unroll`
+# Optimizers and losses that a user passes to a function
 
 
 def check_optimizer(optimizer: Any, hyper: Mapping[str, Any] | None) -> None:
-    """Raise unless given an optimizer without `hyper`, or a factory."""
-    if not _is_factory(optimizer):
+    """Raise if it is no optimizer or factory, or if a bound one comes with `hyper`."""
+    # A class is a factory if it is one of pure optimizers.
+    if not callable(optimizer) or (
+        isinstance(optimizer, type) and not has_init_and_step(optimizer)
+    ):
         check_pure("optimizer", optimizer, "factories such as optimi_func.adamw, ")
     if is_pure(optimizer) and hyper:
         raise TypeError(
@@ -253,13 +236,6 @@ def bind(optimizer: Optimizer, hyper: Mapping[str, Any]) -> PureOptimizer:
         return optimizer
     factory: Any = optimizer  # no cast: Dynamo loses the class in it
     return factory(**hyper)
-
-
-def _is_factory(optimizer: Any) -> bool:
-    """Return True if calling it may give an optimizer. A class must be a pure one's."""
-    return (
-        has_init_and_step(optimizer) if isinstance(optimizer, type) else callable(optimizer)
-    )
 
 
 def scalar_loss(result: Any, has_aux: bool) -> Any:

@@ -158,11 +158,6 @@ def is_eligible(p: Tensor) -> bool:
     return has_groups(p) and cuts_evenly(p, _scale_dims(p), GROUP)
 
 
-def cuts_groups(p: Tensor) -> bool:
-    """Return True if only p's sharding keeps its moments out of codes."""
-    return has_groups(p) and not is_eligible(p)
-
-
 def _scale_dims(p: Tensor) -> int:
     """Return how many leading dimensions p and its scales share, the last one in groups.
 
@@ -175,16 +170,14 @@ def _scale_dims(p: Tensor) -> int:
 
 def moment_codes(p: Tensor) -> Moment8:
     """Return a first moment of zeros for p."""
-    return Moment8(torch.zeros_like(p, dtype=torch.int8), _zero_scale(p))
+    scale = zeros_divided_like(p, scale_shape(p))
+    return Moment8(torch.zeros_like(p, dtype=torch.int8), scale)
 
 
 def second_moment_codes(p: Tensor) -> SecondMoment8:
     """Return a mean of squares of zeros for p, with codes of 1 and scales of 0."""
-    return SecondMoment8(torch.ones_like(p, dtype=torch.uint8), _zero_scale(p))
-
-
-def _zero_scale(p: Tensor) -> Tensor:
-    return zeros_divided_like(p, scale_shape(p))
+    scale = zeros_divided_like(p, scale_shape(p))
+    return SecondMoment8(torch.ones_like(p, dtype=torch.uint8), scale)
 
 
 def scale_shape(p: Tensor) -> list[int]:
@@ -202,14 +195,12 @@ def scale_shape(p: Tensor) -> list[int]:
 
 
 def in_own_order(codes: "Codes", p: Tensor) -> "Codes":
-    """Restore the memory order in which saved codes were grouped. A file may have lost it.
+    """Restore the memory order in which saved codes were grouped, if a file has lost it.
 
-    Raises:
-        ValueError: The order is unknown, because p has another memory order.
+    Raises ValueError if the order is unknown, because p has another memory order.
     """
     q, scale = codes
-    permuted = scale.dim() > q.dim()
-    if not permuted:
+    if scale.dim() <= q.dim():
         return type(codes)(q.contiguous(), scale)
     if not q.is_contiguous():
         return codes
@@ -249,7 +240,8 @@ def widen(p: Tensor, rest: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Te
     if rest.dtype == torch.int8:
         return p32, p32 + to(rest, wide) * _unit(p32, p.dtype)
     if rest.dtype == torch.int16:
-        return p32, to(_join(p, rest), wide)
+        bits = _high_bits(p) + rest.to(torch.int32)
+        return p32, to(bits.view(torch.float32), wide)
     return p32, p32 + to(rest, wide)
 
 
@@ -299,7 +291,7 @@ def remainder(x: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the compensation, in a dtype, that added to p gives the float32 x."""
     wide = p.to(torch.float32)
     if dtype == torch.int16:
-        low = _bits(x) - _up(p.view(torch.int16).to(torch.int32))
+        low = _bits(x) - _high_bits(p)
         return low.clamp(-(1 << 15), (1 << 15) - 1).to(dtype)
     if dtype == torch.int8:
         code = (x - wide) * _inverse(_unit(wide, p.dtype))
@@ -323,28 +315,17 @@ def _bits(x: Tensor) -> Tensor:
     return to(x, torch.float32).view(torch.int32)
 
 
-# Functions, because << and >> of a DTensor by a number silently do nothing (torch 2.13).
-
-
-def _up(bits: Tensor) -> Tensor:
-    return torch.bitwise_left_shift(bits, 16)
-
-
-def _down(bits: Tensor) -> Tensor:
-    return torch.bitwise_right_shift(bits, 16)
-
-
-def _join(p: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 whose high bits are p and whose low bits are `low`."""
-    high = _up(p.view(torch.int16).to(torch.int32))
-    return (high + low.to(torch.int32)).view(torch.float32)
+def _high_bits(p: Tensor) -> Tensor:
+    """Return the bits of a bfloat16 as the high ones of an int32, and 0 as the low ones."""
+    # << and >> of a DTensor by a number silently do nothing (torch 2.13).
+    return torch.bitwise_left_shift(p.view(torch.int16).to(torch.int32), 16)
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split a float32 into the nearest bfloat16 and the signed int16 that it lacks."""
     bits = _bits(x)
-    low = _down(_up(bits))
-    high = _down(bits - low)
+    low = torch.bitwise_right_shift(torch.bitwise_left_shift(bits, 16), 16)
+    high = torch.bitwise_right_shift(bits - low, 16)
     # The carry into the high bits could turn a NaN into -0.
     is_nan = x != x
     high = torch.where(is_nan, 0x7FC0, high).to(torch.int16)
@@ -367,9 +348,7 @@ class _NotDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise ValueError(_NO_DERIVATIVE)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise ValueError(_NO_DERIVATIVE)
+    jvp = backward
 
 
 _NO_DERIVATIVE = (

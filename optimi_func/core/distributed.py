@@ -6,7 +6,7 @@ global tensor need collectives, and all processes issue these in the same order.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,12 +123,8 @@ def shards_of(x: Any) -> ShardSpec | None:
     return _spec(x, [i for i, place in places if not place.is_replicate()])
 
 
-def holders(x: Any) -> ShardSpec | None:
-    """Return the processes that hold shards or copies of x, or None if no other does."""
-    return _spec(x, list(range(x.device_mesh.ndim))) if is_distributed(x) else None
-
-
-def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
+def _spec(x: Any, dims: Iterable[int]) -> ShardSpec | None:
+    """Return these dimensions of x's mesh that have several processes, or None."""
     mesh = x.device_mesh
     if mesh.get_coordinate() is None:
         return None  # this process is not in the mesh
@@ -139,14 +135,9 @@ def _spec(x: Any, dims: list[int]) -> ShardSpec | None:
 
 def same_placements(p: Any, x: Any) -> bool:
     """Return True if the local shards of p and x are the same elements."""
-    if not is_distributed(p) and not is_distributed(x):
-        return True
-    return (
-        is_distributed(p)
-        and is_distributed(x)
-        and p.device_mesh == x.device_mesh
-        and p.placements == x.placements
-    )
+    if not (is_distributed(p) and is_distributed(x)):
+        return is_distributed(p) == is_distributed(x)
+    return p.device_mesh == x.device_mesh and p.placements == x.placements
 
 
 def check_placed(path: object, p: Any) -> None:
@@ -232,9 +223,11 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
     return sums
 
 
-def all_reduce_all(flags: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+def all_reduce_all(flags: list[Tensor], tensors: list[Any]) -> list[Tensor]:
     """All-reduce flags: True if it is on every process with a shard or copy of a tensor."""
-    shards = [holders(x) for x in tensors]
+    shards = [
+        _spec(x, range(x.device_mesh.ndim)) if is_distributed(x) else None for x in tensors
+    ]
     if not any(shards):
         return flags
     denials = all_reduce_sum([(~flag).double() for flag in flags], shards)

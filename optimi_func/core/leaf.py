@@ -72,13 +72,8 @@ def leaf_step(
     updates (arXiv:2411.16085) leave out the elements of d that differ from g in sign, and
     divide the others by their share, but by no less than 1e-3.
 
-    Args:
-        rule: The mathematics.
-        leaf: Parameter, state and compensation, of one shape.
-        g: Gradient, same shape.
-        scalars: Those of this step.
-        write: False moves only the state (accumulating); p and comp do not change.
-        take_means: Returns the mean of each tensor over the whole parameter.
+    write=False moves only the state (accumulating). take_means returns the mean of each
+    tensor over the whole parameter, of which the leaf may be a shard.
     """
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g)
@@ -150,10 +145,7 @@ def _delta(
 def leaf_means(
     rule: Rule[Any, Any], leaf: Leaf, g: Tensor, scalars: Scalars
 ) -> list[Tensor]:
-    """Return the means that a step of this leaf takes.
-
-    The rest of the step is computed too; a compiler drops it.
-    """
+    """Return the means that a step of this leaf takes. A compiler drops all else of it."""
     means: list[Tensor] = []
 
     def take(tensors: list[Tensor]) -> list[Tensor]:

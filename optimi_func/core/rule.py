@@ -135,18 +135,6 @@ class NoState(NamedTuple):
     """State and coefficients of a rule that steps along the gradient."""
 
 
-def no_init(p: Tensor, kept: MomentStorage) -> NoState:
-    """Return no state."""
-    del p, kept
-    return NoState()
-
-
-def no_coeffs(t: Scalar) -> NoState:
-    """Return no coefficients."""
-    del t
-    return NoState()
-
-
 def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
     """Return the gradient as direction, and the same state."""
     del c
@@ -155,7 +143,7 @@ def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
 
 # SGD without momentum, and the second pass of rules that map whole tensors: one kernel.
 gradient_rule: Rule[NoState, NoState] = Rule(
-    "sgd", NoState, no_init, no_coeffs, along_gradient
+    "sgd", NoState, lambda p, kept: NoState(), lambda t: NoState(), along_gradient
 )
 
 
@@ -189,15 +177,10 @@ class Scalars(NamedTuple):
     dither: Scalar = 0.5  # in [0, 1): for the rounding of codes; 0.5 rounds to the nearest
 
 
-DecayKind: TypeAlias = Literal[
-    "l2",
-    "decoupled",
-    "fully",
-    "corrected",
-    "proximal",
-    "fully proximal",
-    "corrected proximal",
-]
+DecayKind: TypeAlias = (
+    Literal["l2", "decoupled", "fully", "corrected"]
+    | Literal["proximal", "fully proximal", "corrected proximal"]
+)
 
 
 class Microbatch(NamedTuple):
@@ -263,10 +246,7 @@ class PureOptimizer(Protocol):
 def check_pure(owner: str, optimizer: Any, others: str) -> PureOptimizer:
     """Raise if `optimizer` has no init and step, else return it.
 
-    Args:
-        owner: The function that was given the optimizer, for the error.
-        optimizer: Anything.
-        others: Other types that the owner takes, "" or "... , ".
+    The error names the function that takes it, and other types ("..., ") that it takes.
     """
     if not is_pure(optimizer):
         raise TypeError(

@@ -17,7 +17,8 @@ from optimi_func.core.codes import (
     Codes,
     Moment8,
     SecondMoment8,
-    cuts_groups,
+    has_groups,
+    is_eligible,
     is_low,
     refuse_derivatives,
     to,
@@ -31,9 +32,7 @@ STORAGES: dict[str, Storage] = {
 
 
 def storage_of(
-    storage: Storage | str | None,
-    kahan_sum: bool | None,
-    state_dtype: torch.dtype | None,
+    storage: Storage | str | None, kahan_sum: bool | None, state_dtype: torch.dtype | None
 ) -> Storage:
     """Return the storage that these options ask for. Raise if they exclude each other."""
     if storage is None:
@@ -45,15 +44,11 @@ def storage_of(
             f"storage={storage!r} with kahan_sum={kahan_sum}, state_dtype={state_dtype}: "
             "these are shorthands for storage=Storage(param, moments): choose one way"
         )
-    if isinstance(storage, str):
-        if storage not in STORAGES:
-            raise ValueError(
-                f"Invalid storage: storage={storage!r}: allowed are {sorted(STORAGES)} "
-                "and Storage(param=..., moments=...)"
-            )
+    if isinstance(storage, str) and storage in STORAGES:
         return STORAGES[storage]
     if not isinstance(storage, Storage):
-        raise TypeError(
+        kind = ValueError if isinstance(storage, str) else TypeError
+        raise kind(
             f"Invalid storage: storage={storage!r}: allowed are {sorted(STORAGES)}, "
             "Storage(param=..., moments=...) and None"
         )
@@ -98,7 +93,7 @@ def check_stored(
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
             "in 8 bits with these options, so it would change nothing"
         )
-    cut = {tuple(p.shape) for p in params if cuts_groups(p)}
+    cut = {tuple(p.shape) for p in params if has_groups(p) and not is_eligible(p)}
     if not cut:
         return []
     return [
@@ -135,15 +130,9 @@ def tensors_of(field: Any) -> tuple[Tensor, ...]:
 
 
 def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
-    """Build a rule's State from the next tensors.
-
-    codes[i] is True if field i is two tensors, codes and their scales.
-    """
-    fields = [
-        codes_of(next(tensors), next(tensors)) if coded else next(tensors)
-        for coded in codes
-    ]
-    return kind(*fields)
+    """Build a State from the next tensors: codes and scales for a field with codes[i]."""
+    pairs = [(next(tensors), next(tensors) if coded else None) for coded in codes]
+    return kind(*[x if scale is None else codes_of(x, scale) for x, scale in pairs])
 
 
 def codes_of(q: Tensor, scale: Tensor) -> Codes:
@@ -191,17 +180,13 @@ def own_names(rule: Rule[Any, Any]) -> tuple[str, ...]:
 
 
 def _state_names(fields: tuple[str, ...]) -> list[str]:
-    names = [n for field in fields for n in (field, field + _Q, field + _SCALE)]
-    return [*names, "kahan_comp"]
+    return [*[f + end for f in fields for end in ("", _Q, _SCALE)], "kahan_comp"]
 
 
 def missing_fields(rule: Rule[Any, Any], entry: Mapping[str, Any]) -> list[str]:
     """Return the fields of the rule's state that an entry lacks, plain and in codes."""
-    return [
-        name
-        for name in rule.state._fields
-        if entry.get(name) is None and entry.get(name + _Q) is None
-    ]
+    fields = rule.state._fields
+    return [x for x in fields if entry.get(x) is None and entry.get(x + _Q) is None]
 
 
 def field_of(name: str) -> str:
@@ -217,12 +202,11 @@ def check_entry(
     entry: Mapping[str, Any],
     any_device: bool = False,
 ) -> None:
-    """Raise if a value of an entry does not fit the parameter.
+    """Raise if a value of an entry, which errors call root and path, does not fit p.
 
     TypeError for no tensor, or for codes and scales that were cast to another dtype, as
-    torch.optim's load_state_dict does. ValueError for another shape or device. In errors
-    the entry is root and path, which is only formatted then. any_device is for entries that
-    will be copied.
+    torch.optim's load_state_dict does. ValueError for another shape or device. any_device
+    is for entries that will be copied.
     """
     counts = ("step", *rule.running._fields)
     for name, x in entry.items():

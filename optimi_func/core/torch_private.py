@@ -1,7 +1,7 @@
 """Small functions around private torch APIs that compiled/ and execution/ do not own.
 
-Each docstring says why no public name does, the torch versions it was tried with (2.11, the
-oldest supported one, to 2.15) and the test that fails if a new torch lacks the name. No
+They were tried with torch 2.11, the oldest supported one, to 2.15. Each docstring says why
+no public name does. Tests named `test_private_...` fail if a new torch lacks a name. No
 function changes torch for other code.
 """
 
@@ -29,8 +29,8 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Leave `function` out of any graph, as torch.compiler.disable does.
 
     The public decorator imports the compiler at once, which takes a second. torch.optim
-    uses this one too. Torch 2.11 to 2.15: without it importing this package fails, and
-    test_import_leaves_the_compiler_and_dtensor_alone fails if it is no longer lazy.
+    uses this one too. test_import_leaves_the_compiler_and_dtensor_alone fails if it is no
+    longer lazy.
     """
     return _disable_dynamo(function)
 
@@ -42,8 +42,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     after the callbacks that other code queued during the backward, because fully_shard
     reduces the last gradients there and DistributedDataParallel puts its own into p.grad.
 
-    A public name is on its way (pytorch/pytorch#66199, #193958); fully_shard uses this
-    one. Torch 2.11 to 2.15, test_private_autograd_is_there.
+    A public name is on its way (pytorch/pytorch#66199, #193958); fully_shard uses this one.
     """
     queue = Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
@@ -53,8 +52,7 @@ def backward_id() -> int:
     """Return the number of the running backward, or -1 outside of any.
 
     A backward that another one started has its own number. torch.autograd.graph's
-    multi-gradient hooks use this name too. Torch 2.11 to 2.15,
-    test_private_autograd_is_there.
+    multi-gradient hooks use this name too.
     """
     return torch._C._current_graph_task_id()
 
@@ -63,7 +61,6 @@ def in_compiled_autograd() -> bool:
     """Return True if torch.compile runs the backward (compiled autograd).
 
     The public setting, torch._dynamo.config.compiled_autograd, only allows it.
-    Torch 2.11 to 2.15, test_compiled_autograd_is_refused.
     """
     from torch._dynamo import compiled_autograd
 
@@ -74,19 +71,14 @@ def in_compiled_autograd() -> bool:
 
 
 def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
-    """Return all post-accumulate-grad hooks of p.
-
-    The public API adds hooks but does not list them. Torch 2.11 to 2.15,
-    test_private_autograd_is_there.
-    """
+    """Return all post-accumulate-grad hooks of p, which the public API does not list."""
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def fake_mode() -> Any:
     """Return a mode in which operations compute shapes, dtypes and devices, but no values.
 
-    torch.compile and torch.export use it, but no public name makes one. Torch 2.11 to 2.15,
-    test_private_compiler_is_there.
+    torch.compile and torch.export use it, but no public name makes one.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -125,10 +117,7 @@ def clip_factor(limit: float | Tensor | None, norm: Tensor) -> Tensor:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return True if x is memory: no subclass with its own dispatch, no zero tensor.
-
-    Torch 2.11 to 2.15: a torch without these names fails in every step.
-    """
+    """Return True if x is memory: no subclass with its own dispatch, no zero tensor."""
     kind: Any = type(x)
     return kind.__torch_dispatch__ is _NO_DISPATCH and not x._is_zerotensor()
 
@@ -149,8 +138,7 @@ def has_memory(x: Tensor) -> bool:
 def transform_level() -> int:
     """Return how many transformations of torch.func are active.
 
-    This and the four functions below have no public names. Torch 2.11 to 2.15,
-    test_private_transforms_are_there.
+    No public name tells this or what the four functions below return.
     """
     return _functorch.maybe_current_level() or 0
 

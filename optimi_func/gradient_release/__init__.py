@@ -135,7 +135,16 @@ def prepare_for_gradient_release(
         *(clip_param_norm, clip_value, clip_global_norm, how),
         *(grad_norm, skip_nonfinite),
     )
-    _check_model(model)
+    # If the model uses FSDP, the module is imported already; importing it takes a second.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(NO_DDP)
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ValueError(
+                "FullyShardedDataParallel reduces gradients after the hooks: use FSDP2 "
+                "(torch.distributed.fsdp.fully_shard) with gradient release"
+            )
     params = _owned(model, optimizer)
     hooked = [p for p in params.values() if has_foreign_hooks(p)]
     found = releases_on(params.values())
@@ -155,22 +164,9 @@ def prepare_for_gradient_release(
     left = sum(p.requires_grad for p in model.parameters()) - len(params)
     if left and not ignore_existing_hooks:
         warn_user(
-            f"{left} trainable parameters are not the optimizer's: they keep their .grad",
+            f"{left} trainable parameters are not the optimizer's: they keep their .grad"
         )
     return handle
-
-
-def _check_model(model: nn.Module) -> None:
-    # If the model uses FSDP, the module is imported already; importing it takes a second.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(NO_DDP)
-        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            raise ValueError(
-                "FullyShardedDataParallel reduces gradients after the hooks: use FSDP2 "
-                "(torch.distributed.fsdp.fully_shard) with gradient release"
-            )
 
 
 def _owned(

@@ -37,8 +37,7 @@ class Accumulation:
         self.position = 0  # the number of backwards in the open cycle
         # "states": the parameters whose state has taken a part of the gradient.
         self.partially_updated: set[Tensor] = set()
-        # "buffer": the sum of a parameter's gradients.
-        self.buffer: dict[Tensor, Tensor] = {}
+        self.buffer: dict[Tensor, Tensor] = {}  # "buffer": the sums of gradients
 
     @property
     def is_open(self) -> bool:
@@ -131,10 +130,8 @@ class SinceStep:
 
     def __init__(self) -> None:
         self.backwards = 0
-        # Backwards that move different parameters count as one move.
-        self.moves = 0
-        # True if a parameter got a gradient in more than one backward.
-        self.repeats = False
+        self.moves = 0  # backwards that move different parameters count as one
+        self.repeats = False  # True if a parameter got several gradients
         self._fired: set[Tensor] = set()
 
     def add(self, fired: set[Tensor], moved: bool) -> None:

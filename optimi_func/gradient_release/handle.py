@@ -54,12 +54,10 @@ class GradientRelease:
     ) -> None:
         self.optimizer = optimizer
         self._model = weakref.ref(model)
-        if isinstance(optimizer, BaseOptimizer):
-            runner = Runner(params, optimizer, options)
-        else:
-            runner = Runner(params, TreeOptimizer(optimizer, params), options)
-        self._runner = runner
-        self._said: set[str] = set()
+        is_class = isinstance(optimizer, BaseOptimizer)
+        updater = optimizer if is_class else TreeOptimizer(optimizer, params)
+        self._runner = runner = Runner(params, updater, options)
+        self._warned: set[str] = set()
         self._idle = 0  # steps before the first backward
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(runner.hook) for p in params.values()
@@ -237,13 +235,14 @@ class GradientRelease:
         Inside a cycle of accumulation="buffer" the sums become the parameters' `.grad`.
         """
         with self._runner.lock:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+            while self._hooks:
+                self._hooks.pop().remove()
+            attached = list(_by_model.values())
             if isinstance(self.optimizer, BaseOptimizer):
-                _discard(self.optimizer.releases, self)
-            for handles in _by_model.values():
-                _discard(handles, self)
+                attached.append(self.optimizer.releases)
+            for handles in attached:
+                if self in handles:
+                    handles.remove(self)
             cycle, self._runner.cycle = self._runner.cycle, Accumulation()
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)
@@ -252,7 +251,7 @@ class GradientRelease:
                 warn_user(
                     "gradient release removed inside a cycle of accumulation='states': "
                     f"the state of {len(cycle.partially_updated)} parameters has taken "
-                    "gradients that will not move them in this step",
+                    "gradients that will not move them in this step"
                 )
             self._runner.forget()
 
@@ -298,16 +297,15 @@ class GradientRelease:
             )
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             warn_user(text)
 
-    def _after_load(self, optimizer: Any) -> None:
-        del optimizer
+    def _after_load(self, _: Any) -> None:
         if self.accumulating:
             warn_user(
                 "load_state_dict() inside an open accumulation cycle, which goes on: "
-                "handle.load_state_dict() loads where the saved run stood in its own",
+                "handle.load_state_dict() loads where the saved run stood in its own"
             )
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -347,12 +345,11 @@ class GradientRelease:
     ) -> Tensor:
         """Compute the loss and run its backward, which updates the parameters.
 
-        With `clip_global_norm` and how="two_pass" both run twice: once to measure the
-        norm of all gradients and once to apply them, scaled. In between the random
-        number generators of torch (and its devices) and of Python, and the model's
-        buffers (BatchNorm's statistics), are put back; whatever else `loss_fn` draws or
-        changes it must draw or change the same way again. Within an accumulation cycle
-        only the last backward runs twice.
+        With `clip_global_norm` and how="two_pass" both run twice, once to measure the norm
+        of all gradients and once to apply them, scaled. In between, the random number
+        generators of torch and Python and the model's buffers (BatchNorm's statistics) are
+        restored. `loss_fn` must draw or change everything else in the same way again.
+        Within an accumulation cycle only the last backward runs twice.
 
         Args:
             loss_fn: Runs the model and returns the loss, a tensor of one element.
@@ -407,18 +404,13 @@ class GradientRelease:
             runner.grad_scale = None
         return loss.detach()
 
-    def _before_state_dict(self, optimizer: Any) -> None:
-        del optimizer
+    def _before_state_dict(self, _: Any) -> None:
         if self.accumulating:
             warn_user(
                 "state_dict() inside an open accumulation cycle (backward "
                 f"{self._runner.cycle.position} of it) does not contain the cycle. Save "
-                "handle.state_dict() too, or call step() first",
+                "handle.state_dict() too, or call step() first"
             )
-
-
-def _discard(handles: list[GradientRelease], handle: GradientRelease) -> None:
-    handles[:] = [other for other in handles if other is not handle]
 
 
 def releases_of(model: nn.Module) -> list[GradientRelease]:

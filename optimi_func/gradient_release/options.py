@@ -50,13 +50,29 @@ class ReleaseOptions:
         """Raise if no backward could honour these options."""
         if self.pending_bytes < 0:
             raise ValueError(f"pending_bytes={self.pending_bytes}: allowed is at least 0")
-        self._check_accumulation()
-        self._check_choice("how", *get_args(How))
-        limits = {
-            "clip_param_norm": self.clip_param_norm,
-            "clip_value": self.clip_value,
-            "clip_global_norm": self.clip_global_norm,
+        allowed: dict[str, tuple[Any, ...]] = {
+            "how": get_args(How),
+            "accumulation": (*get_args(AccumulationMode), None),
+            "buffer_dtype": (torch.float32, torch.float64, torch.bfloat16, None),
         }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {values}")
+        steps = self.accumulation_steps
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ValueError(
+                f"accumulation_steps={steps!r}: allowed are whole numbers from 1, and None"
+            )
+        if steps is not None and self.accumulation is None:
+            raise ValueError(
+                f"accumulation_steps={steps} needs accumulation='buffer' or 'states'"
+            )
+        if self.buffer_dtype is not None and self.accumulation != "buffer":
+            raise ValueError(
+                f"buffer_dtype={self.buffer_dtype} needs accumulation='buffer'"
+            )
+        names = ("clip_param_norm", "clip_value", "clip_global_norm")
+        limits: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, limit in limits.items():
             if limit is not None and not limit > 0:
                 raise ValueError(f"{name}={limit}: allowed are positive numbers and None")
@@ -94,27 +110,3 @@ class ReleaseOptions:
     def whole_backward(self) -> bool:
         """True if the options depend on where a backward begins and ends."""
         return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)
-
-    def _check_choice(self, name: str, *allowed: Any) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r}: allowed are {allowed}")
-
-    def _check_accumulation(self) -> None:
-        chosen, steps = self.accumulation, self.accumulation_steps
-        self._check_choice("accumulation", *get_args(AccumulationMode), None)
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ValueError(
-                f"accumulation_steps={steps!r}: allowed are whole numbers from 1, and None"
-            )
-        if steps is not None and chosen is None:
-            raise ValueError(
-                f"accumulation_steps={steps} needs accumulation='buffer' or 'states'"
-            )
-        self._check_choice(
-            "buffer_dtype", torch.float32, torch.float64, torch.bfloat16, None
-        )
-        if self.buffer_dtype is not None and chosen != "buffer":
-            raise ValueError(
-                f"buffer_dtype={self.buffer_dtype} needs accumulation='buffer'"
-            )

@@ -113,12 +113,10 @@ class Runner:
         with self.lock:
             if not self.cycle.is_open:
                 return
-            grad_scale = None
+            sums, grad_scale = self.cycle.buffer, None
             if self.options.two_pass:
-                sums = self.cycle.buffer
-                grad_scale = self.grad_scale_of(
-                    self.norms_to_clip([*sums], [*sums.values()])
-                )
+                norms = self.norms_to_clip([*sums], [*sums.values()])
+                grad_scale = self.grad_scale_of(norms)
             self._finish(self._new_backward(last=True, grad_scale=grad_scale))
 
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:

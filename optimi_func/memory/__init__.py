@@ -5,6 +5,7 @@ release or not, and the dtype in which gradients accumulate. Bytes are counted o
 fake tensors, so a model on meta can be planned on a laptop.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,9 +106,16 @@ def plan(
     _check_options(options, ranks=ranks, accumulation_steps=accumulation_steps)
     _check_batch(params, loss_fn, batch, ranks)
     sharded = ranks > 1 or any_distributed(list(params.values()))
+    local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
+    # Processes that the model is or will be divided among.
+    processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
     metas = {dtype: on_meta(params, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    releases = _can_release(optimizer, metas[torch.float32], options)
-    traces: dict[torch.dtype, Trace | None] = {}
+    releases = True
+    try:
+        made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
+    except (TypeError, ValueError):
+        releases = False
+    traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
@@ -117,12 +125,9 @@ def plan(
             if storage is None:
                 raise
             continue  # the rule or a parameter refuses this storage
-        if dtype not in traces:
-            traced = None
-            if loss_fn is not None:
-                traced = trace(model, loss_fn, batch, dtype, device == "cuda")
-            traces[dtype] = traced
-        traced = traces[dtype]
+        if dtype not in traces and loss_fn is not None:
+            traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
+        traced = traces.get(dtype)
         attention = traced is not None and traced.attention and device == "cuda"
         sizes = _sizes(model, params, meta, found, ranks, device)
         fixed = _fixed(model, meta, ranks, device)
@@ -132,24 +137,20 @@ def plan(
             handling = Handling.of(release, accumulation_steps, device, dtype, buffer)
             if sharded:
                 unit = largest_unit(model, dtype)
-                peak = sharded_peak(
-                    traced, sizes, handling, unit, max(ranks, _divisor(params))
-                )
+                peak = sharded_peak(traced, sizes, handling, unit, processes)
             else:
                 peak = peak_of(traced, sizes, handling)
+            sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
             recipe = Recipe(
-                name=_name(name, release, buffer),
+                name=f"{name}{', release' * release}{sums}",
                 dtype=dtype,
                 storage=storage,
                 gradient_release=release,
                 accumulation_steps=accumulation_steps,
                 buffer_dtype=buffer,
                 parameters=fixed,
-                gradients=peak.gradients,
                 state=found.state,
-                activations=peak.activations,
-                scratch=peak.scratch,
-                phase=peak.phase,
+                **peak._asdict(),
                 fits=fixed + found.state + peak.total <= limit,
                 estimated=("activations",) * attention + ("scratch",) * sharded,
                 optimizer=optimizer,
@@ -180,9 +181,7 @@ def _sizes(
     device: str,
 ) -> list[Param]:
     """Return the sizes of the parameters that require a gradient, in the model's order."""
-    uses: dict[int, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     sizes: list[Param] = []
     for (name, p), x in zip(params.items(), meta.values()):
         if p.requires_grad:
@@ -200,29 +199,6 @@ def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str
         item = cast if x.is_floating_point() else x.element_size()
         total += rounded(x.numel() * item, device)
     return total
-
-
-def _can_release(
-    optimizer: Factory, params: dict[str, nn.Parameter], options: Mapping[str, Any]
-) -> bool:
-    """Return True if the optimizer can be made with gradient_release=True."""
-    try:
-        made_of(optimizer, params, {**options, "gradient_release": True})
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _divisor(params: Mapping[str, Tensor]) -> int:
-    """Return the number of processes that DTensor parameters are divided among."""
-    whole = sum(p.numel() for p in params.values())
-    here = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
-    return -(-whole // here)
-
-
-def _name(name: str, release: bool, buffer: torch.dtype | None) -> str:
-    sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
-    return f"{name}{', release' if release else ''}{sums}"
 
 
 def _title(
@@ -272,12 +248,11 @@ def _check_options(options: Mapping[str, Any], **counts: Any) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ValueError(f"{name}={count!r}: allowed are whole numbers from 1")
-    for name in DECIDED:
-        if name in options:
-            raise ValueError(
-                f"{name}={options[name]!r}: recipes decide it. To fix it, make the "
-                "optimizer yourself"
-            )
+    for name in [name for name in DECIDED if name in options]:
+        raise ValueError(
+            f"{name}={options[name]!r}: recipes decide it. To fix it, make the optimizer "
+            "yourself"
+        )
     if options.get("foreach"):
         raise ValueError(
             "foreach=True: the temporaries of lists are not planned. Allowed are the "

@@ -172,10 +172,6 @@ def trace(
 
     Floating parameters and buffers are cast to `dtype`, and so are the batch's tensors that
     have the dtype of the model.
-
-    Raises:
-        TypeError, ValueError: The loss cannot start a backward.
-        RuntimeError: The model cannot be copied, or cannot run on fake tensors.
     """
     mode, counter = torch_private.fake_mode(), Counter()
     calls = _Calls(for_cuda)
@@ -200,7 +196,18 @@ def trace(
             p.register_post_accumulate_grad_hook(lambda p, i=i: counter.done(i, p))
         with torch.enable_grad(), calls, counter:
             loss = _called(inside, loss_fn, fake, batch)
-            _check(loss, calls)
+            check_loss(loss)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "loss_fn returned a loss that depends on no parameter of the model it "
+                    "is given"
+                )
+            if calls.autocast:
+                raise ValueError(
+                    'loss_fn enters torch.autocast("cuda"), which has no effect on the CPU '
+                    "tensors of a plan: use torch.autocast(device.type) with the device of "
+                    "the batch"
+                )
             counter.events.append(Event("backward"))
             counter.in_backward = True
             _called(inside, loss.backward)
@@ -257,17 +264,3 @@ def _called(inside: list[str], function: Callable[..., Any], *args: Any) -> Any:
             "that loss_fn is given. Without loss_fn and batch, everything except the "
             "activations is planned."
         ) from error
-
-
-def _check(loss: Any, calls: _Calls) -> None:
-    """Raise if the loss cannot start a backward, or autocast was on for CUDA."""
-    check_loss(loss)
-    if not loss.requires_grad:
-        raise ValueError(
-            "loss_fn returned a loss that depends on no parameter of the model it is given"
-        )
-    if calls.autocast:
-        raise ValueError(
-            'loss_fn enters torch.autocast("cuda"), which has no effect on the CPU tensors '
-            "of a plan: use torch.autocast(device.type) with the device of the batch"
-        )

@@ -4,8 +4,9 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,9 +36,7 @@ def select(tree: T, index: Sequence[int] | Tensor) -> T:
     >>> select({"w": torch.tensor([1.0, 2.0, 3.0])}, [2, 0, 0])["w"]
     tensor([3., 1., 1.])
     """
-    n = place({"tree": tree}, (0,)).n
-    device = pytree.tree_leaves(tree)[0].device
-    at = _index("index", index, n, device)
+    at = _index("index", index, tree)
     return pytree.tree_map(lambda x: x[at.to(x.device)], tree)
 
 
@@ -59,14 +58,13 @@ def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor)
     >>> clone({"w": torch.tensor([1.0, 2.0, 3.0])}, [2], [0])["w"]
     tensor([3., 2., 3.])
     """
-    n = place({"tree": tree}, (0,)).n
-    device = pytree.tree_leaves(tree)[0].device
-    origin, target = _index("source", source, n, device), _index("into", into, n, device)
+    origin, target = _index("source", source, tree), _index("into", into, tree)
     if len(origin) != len(target):
         raise ValueError(f"source has {len(origin)} members, into {len(target)}")
     if len(target.unique()) != len(target):
         raise ValueError(f"into={target.tolist()} names a place twice")
-    return select(tree, torch.arange(n, device=device).index_copy(0, target, origin))
+    places = torch.arange(place({"tree": tree}, (0,)).n, device=target.device)
+    return select(tree, places.index_copy(0, target, origin))
 
 
 def perturb(
@@ -110,9 +108,8 @@ def perturb(
         raise TypeError(f"Invalid noise: noise={noise!r}: allowed are numbers from 0")
     if not 0.0 <= noise < math.inf:
         raise ValueError(f"Invalid noise: noise={noise}: allowed are numbers from 0")
-    n = len(members)
-    device = pytree.tree_leaves(members)[0].device
-    at = _index("at", range(n) if at is None else at, n, device)
+    at = _index("at", range(len(members)) if at is None else at, members)
+    device = at.device
     if len(at.unique()) != len(at):
         raise ValueError(f"at={at.tolist()} names a member twice")
     for name, some in factors.items():
@@ -121,18 +118,17 @@ def perturb(
                 f"the population has no hyperparameter {name!r}: it has "
                 f"{list(members.hyper)}"
             )
-        listed = isinstance(some, Sequence) and bool(some)
-        if not listed or not all(_is_factor(f) for f in some):
+        if not isinstance(some, Sequence) or not some or not all(map(_is_factor, some)):
             raise ValueError(
                 f"Invalid factors: factors[{name!r}]={some!r}: allowed are lists of "
                 "positive numbers, at least one"
             )
 
-    def scale(x: Tensor, some: Sequence[float], below_one: bool) -> Tensor:
+    def scale(name: str, x: Tensor) -> Tensor:
+        some, old = factors[name], x[at]
         drawn = torch.randint(len(some), (len(at),), generator=generator, device=device)
         f = torch.tensor(some, dtype=x.dtype, device=device)[drawn]
-        old = x[at]
-        new = (1.0 - (1.0 - old) * f).clamp_min(0.0) if below_one else old * f
+        new = (1.0 - (1.0 - old) * f).clamp_min(0.0) if name in _BELOW_ONE else old * f
         return x.index_copy(0, at, new)
 
     def shake(p: Tensor) -> Tensor:
@@ -141,11 +137,8 @@ def perturb(
         return p.index_copy(0, at, old + noise * drawn)
 
     hyper = dict(members.hyper)
-    for name, some in factors.items():
-        below = name in _BELOW_ONE
-        hyper[name] = pytree.tree_map(
-            lambda x, some=some, below=below: scale(x, some, below), hyper[name]
-        )
+    for name in factors:
+        hyper[name] = pytree.tree_map(partial(scale, name), hyper[name])
     params = pytree.tree_map(shake, members.params) if noise else members.params
     return replace(members, params=params, hyper=hyper)
 
@@ -154,10 +147,9 @@ def _is_factor(f: object) -> bool:
     return isinstance(f, numbers.Real) and 0.0 < float(f) < math.inf
 
 
-def _index(
-    name: str, index: Sequence[int] | Tensor, n: int, device: torch.device
-) -> Tensor:
-    """Convert indices or bools of members to a checked 1-D tensor of indices."""
+def _index(name: str, index: Sequence[int] | Tensor, tree: Any) -> Tensor:
+    """Convert indices or bools of a tree's members to a checked 1-D tensor of indices."""
+    n, device = place({"tree": tree}, (0,)).n, pytree.tree_leaves(tree)[0].device
     if isinstance(index, str) or not isinstance(index, Iterable):
         raise TypeError(f"{name}={index!r}: allowed are lists of indices of members")
     at = torch.as_tensor(index if isinstance(index, Tensor) else list(index), device=device)

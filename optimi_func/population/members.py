@@ -96,7 +96,8 @@ def init(
     device = pytree.tree_leaves(params)[0].device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
     # The factory checks the range of floats. It does not check tensors.
-    bind(optimizer, _first(hyper))
+    first = pytree.tree_map_only(Tensor, lambda x: x[0] if x.dim() else x, dict(hyper))
+    bind(optimizer, first)
     given_options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
     # The init of a user's optimizer may lack these options.
     options: Any = {k: x for k, x in given_options.items() if x is not None}
@@ -120,10 +121,11 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
         trees: PyTree = (dict(source.named_parameters()), dict(source.named_buffers()))
         return _copies(trees, n)
     modules = isinstance(source, list | tuple) and bool(source)
-    modules = modules and all(isinstance(m, nn.Module) for m in source)
-    if modules and n is not None:
-        raise ValueError(f"n={n} with a list of {len(source)} modules: give one of the two")
-    if modules:
+    if modules and all(isinstance(m, nn.Module) for m in source):
+        if n is not None:
+            raise ValueError(
+                f"n={n} with a list of {len(source)} modules: give one of the two"
+            )
         for module in source:
             _check_trainable(module)
         params, buffers = stack_module_state(list(source))
@@ -153,11 +155,6 @@ def _check_trainable(module: nn.Module) -> None:
 
 def _copies(tree: T, n: int) -> T:
     return pytree.tree_map(lambda x: x.detach().expand(n, *x.shape).clone(), tree)
-
-
-def _first(hyper: Hyper) -> dict[str, Any]:
-    """Return the hyperparameters of the first member."""
-    return pytree.tree_map_only(Tensor, lambda x: x if x.dim() == 0 else x[0], dict(hyper))
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:

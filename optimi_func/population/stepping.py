@@ -266,12 +266,10 @@ def call_module(
                 f"buffers lack {name!r} of {type(module).__name__}: a population made "
                 "from the module has it, and its losses take (params, buffers, *data)"
             )
-    for name in buffers:
-        if name not in names:
-            raise ValueError(f"{type(module).__name__} has no buffer {name!r}")
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name in params:
-        if name not in known:
-            raise ValueError(f"{type(module).__name__} has no parameter {name!r}")
+    for kind, given, own in (("buffer", buffers, names), ("parameter", params, known)):
+        for name in given:
+            if name not in own:
+                raise ValueError(f"{type(module).__name__} has no {kind} {name!r}")
     own = {name: x.clone() for name, x in buffers.items()}
     return functional_call(module, {**params, **own}, args), own

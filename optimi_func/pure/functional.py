@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import (
     check_betas,
-    check_eps,
     check_number,
     decay_mistakes,
     warn,
@@ -217,7 +216,7 @@ class FunctionalOptimizer:
         if hasattr(self, "betas"):
             check_betas(own.betas, len(type(own).betas))
         if hasattr(self, "eps"):
-            check_eps(own.eps)
+            check_number("epsilon", "eps", own.eps)
 
     def _check_max_lr(self) -> None:
         # Every step divides by max_lr.

@@ -119,11 +119,7 @@ class Checkpoints(Optimizer):
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
     ) -> None:
-        """Set a model's parameters and their compensations to float32 values.
-
-        Args:
-            model: The model.
-            state_dict: From `master_state_dict`, by name.
+        """Set a model's parameters and their compensations to a `master_state_dict`.
 
         Raises:
             ValueError: Names or shapes that do not fit; nothing is loaded then.
@@ -212,14 +208,13 @@ class Checkpoints(Optimizer):
             made.update(entries)
             return {**given, "state": found.others, "param_groups": groups}
 
-        def restore(_: Optimizer) -> None:
-            self.state.update(made)
-
         with _hooking:
             # They run after the user's pre-hooks and before the user's post-hooks.
             handles = [
                 self.register_load_state_dict_pre_hook(prepare),
-                self.register_load_state_dict_post_hook(restore, prepend=True),
+                self.register_load_state_dict_post_hook(
+                    lambda _: self.state.update(made), prepend=True
+                ),
             ]
             try:
                 super().load_state_dict(state_dict)

@@ -34,10 +34,8 @@ _OURS_ALONE = (
     *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
     *("cautious_decay", "corrected_decay", "cautious"),
 )
-# Those of them that are kinds of decay.
+# Kinds of decay among them.
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
-# Names in optimi's entries that are no moments.
-_OPTIMIS_OWN = ("group", "step", "eps_sq", "mean_square")
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
 TRAIN_PARAM = "train_param"
@@ -56,11 +54,6 @@ class LoadReport(NamedTuple):
     unexpected: list[str]  # the state's, which were not loaded
 
 
-def _no_options(group: Group) -> Group:
-    del group
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counterparts:
     """Differences to the optimizer of the same name in torch.optim and in optimi.
@@ -76,8 +69,8 @@ class Counterparts:
 
     in_torch: type[torch.optim.Optimizer] | None = None
     torch_counts_steps: bool = True
-    torch_options: Callable[[Group], Group] = _no_options
-    our_options: Callable[[Group], Group] = _no_options
+    torch_options: Callable[[Group], Group] = lambda group: {}
+    our_options: Callable[[Group], Group] = lambda group: {}
     optimi_names: Mapping[str, str] = field(default_factory=dict[str, str])
     optimi_negated: tuple[str, ...] = ()
 
@@ -105,9 +98,8 @@ def find_entries(
     """
     if match not in ("names", "order"):
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
-    if not {"state", "param_groups"} <= set(state_dict) or not all(
-        "params" in group for group in state_dict["param_groups"]
-    ):
+    fits = {"state", "param_groups"} <= set(state_dict)
+    if not fits or not all("params" in group for group in state_dict["param_groups"]):
         raise ValueError(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
             "'state' and 'param_groups', each of which lists its 'params'"
@@ -169,14 +161,13 @@ def _by_name(
     options: list[dict[str, Any]] = []
     entries: list[list[Entry | None]] = []
     for place, group in enumerate(groups):
-        names = group["param_names"]
-        homes = [home[theirs[name]] for name in names if name in theirs]
-        if not homes and not names and len(saved) == len(groups):
+        names = [theirs.get(name) for name in group["param_names"]]
+        homes = [home[name] for name in names if name is not None]
+        if not names and len(saved) == len(groups):
             homes = [saved[place]]  # an empty group
         # A group takes the saved options of the first of its parameters.
         options.append(_options(homes[0]) if homes else {})
-        places = [index[theirs[name]] if name in theirs else None for name in names]
-        entries.append([state.get(place) for place in places])
+        entries.append([None if n is None else state.get(index[n]) for n in names])
     return Match(options, entries, others, report)
 
 
@@ -223,33 +214,30 @@ def _under_our_names(
         if "decoupled_weight_decay" in group:  # torch's
             group.setdefault("decouple_wd", group["decoupled_weight_decay"])
         for i in group["params"]:
-            if isinstance(state.get(i), dict):
-                if "setup" in group:  # optimi's
-                    state[i] = _from_optimi(state[i], group, counterparts)
-                elif not counterparts.torch_counts_steps:
-                    state[i] = _begun(state[i])
+            if not isinstance(state.get(i), dict):
+                continue
+            if "setup" in group:  # optimi's
+                state[i] = _from_optimi(state[i], group, counterparts)
+            elif not counterparts.torch_counts_steps:
+                # A step was taken if the entry holds anything.
+                begun = any(x is not None for x in state[i].values())
+                state[i] = {"step": torch.ones(()), **state[i]} if begun else state[i]
         if "setup" in group:
             betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
             if betas:
                 group["betas"] = tuple(betas)
-            for key in ("setup", "step"):
-                group.pop(key, None)
+            group = {k: x for k, x in group.items() if k not in ("setup", "step")}
         groups.append(group)
     return {"state": state, "param_groups": groups}
 
 
-def _begun(saved: Entry) -> Entry:
-    """Add a step count of 1 to an entry that holds something, because a step was taken."""
-    begun = any(x is not None for x in saved.values())
-    return {"step": torch.ones(()), **saved} if begun else saved
-
-
 def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entry:
     """Convert optimi's entry. Its Adam family keeps moments with bias correction."""
+    no_moments = ("group", "step", "eps_sq", "mean_square")
     entry = {
         counterparts.optimi_names.get(name, name): x
         for name, x in saved.items()
-        if name not in _OPTIMIS_OWN and x is not None
+        if name not in no_moments and x is not None
     }
     first = next((x for x in entry.values() if isinstance(x, Tensor)), torch.empty(0))
     comp, shape = entry.get("kahan_comp"), first.shape
@@ -309,17 +297,11 @@ def as_torchs(
         groups.append(made | counterparts.torch_options(group))
     dropped = ("kahan_comp",) if counterparts.torch_counts_steps else ("kahan_comp", "step")
     indices = {i for group in groups for i in group["params"]}
-    state = {
-        # Copied, because torch loads without copying and both optimizers would write to it.
-        i: {
-            k: x.clone() if isinstance(x, Tensor) else x
-            for k, x in entry.items()
-            if k not in dropped
-        }
-        for i, entry in state_dict["state"].items()
-        if i in indices
-    }
-    state.update((k, x) for k, x in state_dict["state"].items() if k not in indices)
+    state = dict(state_dict["state"])
+    for i in indices & {*state}:
+        entry = {k: x for k, x in state[i].items() if k not in dropped}
+        # torch loads without copying, and both optimizers would write to the tensors.
+        state[i] = pytree.tree_map_only(Tensor, torch.clone, entry)
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -380,14 +362,11 @@ def as_tree(rule: Rule[Any, Any], entries: dict[str, Entry], like: Tensor) -> Tr
 
 def from_tree(state: TreeState) -> dict[str, Entry]:
     """Return the entries of a tree whose parameters are a dict, by name."""
-    entries: dict[str, Entry] = {}
+    made: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
-        entries[name] = {
-            **entry_of(leaf.rule_state, leaf.kahan_comp),
-            **leaf.running._asdict(),
-            "step": state.step,
-        }
-    return entries
+        entry = entry_of(leaf.rule_state, leaf.kahan_comp)
+        made[name] = {**entry, **leaf.running._asdict(), "step": state.step}
+    return made
 
 
 def common(
@@ -399,7 +378,7 @@ def common(
     ValueError if they differ in another hyperparameter.
     """
     changed: dict[str, Any] = {}
-    for name in [one.name for one in fields(bounds[0])]:
+    for name in (one.name for one in fields(bounds[0])):
         found = [getattr(bound, name) for bound in bounds]
         if all(x == found[0] for x in found):
             continue

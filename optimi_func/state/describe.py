@@ -13,14 +13,8 @@ from optimi_func.core.storage import entry_of, group_storage, names_in
 from optimi_func.state.convert import Entry, Group
 
 _HEAD = (
-    "group",
-    "tensors",
-    "elements",
-    "parameters",
-    "moments",
-    "in codes",
-    "bytes",
-    "each",
+    *("group", "tensors", "elements", "parameters", "moments"),
+    *("in codes", "bytes", "each"),
 )
 
 

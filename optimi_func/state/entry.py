@@ -151,13 +151,14 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
     the moments.
     """
     try:
-        for key in states:
-            if isinstance(key, Tensor):
-                return False
+        if any(isinstance(key, Tensor) for key in states):
+            return False
     except RuntimeError:
         return False  # another thread's step adds state
-    if not all(_is_zero(group["lr"]) for group in groups):
-        return False
+    for lr in [group["lr"] for group in groups]:
+        # Reading a tensor on a device would synchronize.
+        if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
+            return False
     params = [p for group in groups for p in group["params"] if p.grad is not None]
     if not all(map(has_memory, params)):
         return False
@@ -165,11 +166,6 @@ def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
         grads = to_local([cast(Tensor, p.grad) for p in params])
         flags = [torch.count_nonzero(g) == 0 for g in grads]
         return bool(params) and all(map(bool, all_reduce_all(flags, params)))
-
-
-def _is_zero(lr: Any) -> bool:
-    """Return True if lr is 0 and known without synchronizing with a device."""
-    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
 def named_params(group: Group) -> list[tuple[str, Tensor]]:
@@ -184,10 +180,7 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
 
 def first_param(groups: list[Group]) -> Tensor:
     """Return the first parameter, or an empty tensor if there is none."""
-    for group in groups:
-        if group["params"]:
-            return group["params"][0]
-    return torch.empty(0)
+    return next((p for group in groups for p in group["params"]), torch.empty(0))
 
 
 def loaded_groups(

@@ -64,12 +64,15 @@ def owned(
         fresh = init_leaf(rule, torch.empty_like(p, device="meta"), storage)
         pairs = zip(state, fresh.state)
         kept = rule.state(*[_kept(p, old, like, keep_dtypes) for old, like in pairs])
-        if comp is None or fresh.comp is None:
-            comp = None
-        else:
-            mine = _compensated(rule, p, entry)
-            comp = _compensation(mine, comp, fresh.comp.dtype, keep_dtypes)
-        made.update(entry_of(kept, comp))
+        mine: Tensor | None = None
+        if comp is not None and fresh.comp is not None:
+            before, dtype = _compensated(rule, p, entry), fresh.comp.dtype
+            mine = _laid_out(before, comp, comp.dtype)
+            if not alike(comp.dtype, dtype):
+                mine = recast_remainder(before, mine, dtype)
+            elif not keep_dtypes:
+                mine = mine.to(dtype)
+        made.update(entry_of(kept, mine))
     own = own_names(rule)
     for name, x in entry.items():
         if name not in own:
@@ -80,7 +83,7 @@ def owned(
 def has_codes(rule: Rule[Any, Any], entry: Entry) -> bool:
     """Return True if a moment or the compensation of an entry is in codes."""
     names = names_in(rule.state._fields, entry)
-    return any([not entry[name].is_floating_point() for name in names])
+    return not all(entry[name].is_floating_point() for name in names)
 
 
 def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> Any:
@@ -117,14 +120,6 @@ def _compensated(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Tensor:
     """Return the tensor that an entry's compensation belongs to: in eval mode not p."""
     before = entry.get(TRAIN_PARAM) if rule.eval_point is not None else None
     return p if before is None else _laid_out(p, before, p.dtype)
-
-
-def _compensation(p: Tensor, rest: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:
-    """Copy a compensation of p to a dtype."""
-    mine = _laid_out(p, rest, rest.dtype)
-    if alike(rest.dtype, dtype):
-        return mine if keep else mine.to(dtype)
-    return recast_remainder(p, mine, dtype)
 
 
 def _laid_out(p: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,13 +162,11 @@ def master(p: Tensor, rest: Tensor | None) -> Tensor:
 
 def set_master(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
     """Write x, a float32, to a parameter and its compensation."""
-    parts = [p.detach()] if rest is None else [p.detach(), rest]
-    part, *comps = to_local(parts)
-    (x,) = to_local([distribute_like(p, x.detach().to(p.device))])
-    if not comps:
+    part, x = to_local([p.detach(), distribute_like(p, x.detach().to(p.device))])
+    if rest is None:
         part.copy_(x)
         return
-    (here,) = comps
+    (here,) = to_local([rest])
     x = x.to(torch.float32)
     if here.is_floating_point():
         part.copy_(x)

@@ -14,8 +14,10 @@ from typing import (
     NamedTuple,
     Protocol,
     TypeAlias,
+    TypedDict,
     TypeGuard,
     TypeVar,
+    Unpack,
     runtime_checkable,
 )
 
@@ -232,6 +234,14 @@ class Leaf(NamedTuple):
     comp: Tensor | None  # Kahan compensation: the sum of rounding errors of p
 
 
+class InitOptions(TypedDict, total=False):
+    """The options of `FunctionalOptimizer.init`, passed on by transforms if given."""
+
+    kahan_sum: bool | None
+    state_dtype: torch.dtype | None
+    storage: Storage | str | None
+
+
 @runtime_checkable
 class PureOptimizer(Protocol):
     """The interface of pure optimizers and of transforms: two functions over pytrees.
@@ -241,14 +251,7 @@ class PureOptimizer(Protocol):
     dtypes.
     """
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> Any:
+    def init(self, params: PyTree, **options: Unpack[InitOptions]) -> Any:
         """Return fresh state for `params`: see `FunctionalOptimizer.init`."""
         ...
 

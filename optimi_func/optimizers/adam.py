@@ -1,7 +1,7 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad: rules, pure optimizers and classes."""
 
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -14,9 +14,16 @@ from optimi_func.core.math import (
     sqrt,
     wide_second_moment,
 )
-from optimi_func.core.rule import Direction, MomentStorage, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import (
+    Direction,
+    InitOptions,
+    MomentStorage,
+    PyTree,
+    Rule,
+    Scalar,
+)
 from optimi_func.core.storage import storage_of
-from optimi_func.optimizers._forms import step_function
+from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState, init_tree
@@ -135,24 +142,17 @@ class adamw(FunctionalOptimizer):
     rule = derived(rule_of)
 
 
+@with_options
 def adam_init(
-    params: PyTree,
-    *,
-    amsgrad: bool = False,
-    kahan_sum: bool | None = None,
-    state_dtype: torch.dtype | None = None,
-    storage: Storage | str | None = None,
+    params: PyTree, *, amsgrad: bool = False, **options: Unpack[InitOptions]
 ) -> TreeState:
     """Return fresh Adam or AdamW state: see `FunctionalOptimizer.init`.
 
     >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
     tensor([0., 0.])
     """
-    return init_tree(
-        amsgrad_rule if amsgrad else adam_rule,
-        params,
-        storage_of(storage, kahan_sum, state_dtype),
-    )
+    rule = amsgrad_rule if amsgrad else adam_rule
+    return init_tree(rule, params, storage_of(**options))
 
 
 adamw_init = adam_init

@@ -1,7 +1,7 @@
 """SGD, with momentum and Nesterov: the rules, the pure optimizer and the class."""
 
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, moment
 from optimi_func.core.rule import (
     Direction,
+    InitOptions,
     MomentStorage,
     PyTree,
     Rule,
     Scalar,
-    Storage,
     sgd_rule,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.optimizers._forms import step_function
+from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState, init_tree
@@ -124,20 +124,13 @@ class sgd(FunctionalOptimizer):
         return found
 
 
+@with_options
 def sgd_init(
-    params: PyTree,
-    *,
-    momentum: Number = 0.0,
-    kahan_sum: bool | None = None,
-    state_dtype: torch.dtype | None = None,
-    storage: Storage | str | None = None,
+    params: PyTree, *, momentum: Number = 0.0, **options: Unpack[InitOptions]
 ) -> TreeState:
     """Return fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
-    return init_tree(
-        sgd(lr=0.0, momentum=momentum).rule,
-        params,
-        storage_of(storage, kahan_sum, state_dtype),
-    )
+    rule = sgd(lr=0.0, momentum=momentum).rule
+    return init_tree(rule, params, storage_of(**options))
 
 
 sgd_step = step_function(sgd)

@@ -26,18 +26,13 @@ class EmaState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Averaged(Around[EmaState]):
+class Averaged(Around[EmaState], state=EmaState, name="ema"):
     """An optimizer that averages the parameters it makes: see `ema`."""
 
-    state = EmaState
-    name = "ema"
-
-    optimizer: PureOptimizer
     decay: Number
     debias: bool
 
-    def init_around(self, params: PyTree, inner: Any) -> EmaState:
-        """Return fresh state, given the optimizer's."""
+    def _around(self, params: PyTree, inner: Any) -> EmaState:
         _, tensors, spec = flatten_params(params)
         # Not detached, because the mean depends on p_0 if a_0 is p_0.
         wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]

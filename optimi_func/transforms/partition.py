@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import is_low
-from optimi_func.core.rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import flatten_params, match_tree
@@ -83,14 +83,7 @@ class Partition(Transform):
     def _name(self) -> str:
         return "masked" if self.freeze else "partition"
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> PartitionState:
+    def init(self, params: PyTree, **options: Unpack[InitOptions]) -> PartitionState:
         """Return fresh state, with the part of each leaf: see `FunctionalOptimizer.init`.
 
         Raises:
@@ -99,24 +92,23 @@ class Partition(Transform):
         """
         _, tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
-        asked = storage_of(storage, kahan_sum, state_dtype)
+        asked = storage_of(**options)
         low = {
             i
             for i, p in zip(places, tensors)
             if (p.dtype == torch.bfloat16 if asked.param == "exact" else is_low(p))
         }
         storages = self._storages(asked, low)
-        parts = tuple(
-            optimizer.init(
-                _part(i, places, tensors, spec),
+        parts: list[Any] = []
+        for i, optimizer in enumerate(self.optimizers):
+            own = options.copy()
+            if low and i not in low:
                 # A part without low precision must not raise if another part has it.
-                kahan_sum=kahan_sum if i in low or not low else None,
-                state_dtype=state_dtype,
-                storage=None if storage is None else storages[i],
-            )
-            for i, optimizer in enumerate(self.optimizers)
-        )
-        return PartitionState(Places(pytree.tree_unflatten(places, spec)), parts)
+                own.pop("kahan_sum", None)
+            if options.get("storage") is not None:
+                own["storage"] = storages[i]
+            parts.append(optimizer.init(_part(i, places, tensors, spec), **own))
+        return PartitionState(Places(pytree.tree_unflatten(places, spec)), tuple(parts))
 
     def step(
         self, params: PyTree, grads: PyTree, state: PartitionState

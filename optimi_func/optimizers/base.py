@@ -61,6 +61,7 @@ class BaseOptimizer(Fields, Checkpoints):
     Every optimizer takes these options:
 
     Args:
+        lr: Learning rate, a number or a tensor of one element.
         decouple_lr: Fully decouple weight decay from lr by multiplying it by lr / max_lr.
         max_lr: The largest lr that will be scheduled, if that is not the lr given; for
             decouple_lr and corrected_decay.

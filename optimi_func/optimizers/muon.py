@@ -318,8 +318,7 @@ class Muon(BaseOptimizer):
     adjust_lr_fn.
 
     Args:
-        params: Parameters, named parameters, or param groups; of 2 dimensions or more.
-        lr: Learning rate, a number or a tensor of one element.
+        params: Parameters of 2 dimensions or more, named parameters, or param groups.
         weight_decay: Decay coefficient, multiplied by lr without s, or (decouple_lr) by
             lr / max_lr.
         momentum: Share of b kept, in [0, 1).
@@ -339,15 +338,10 @@ class Muon(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, options that exclude each other, or a
-            parameter that is no matrix.
-
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;
         Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982.
 
-    >>> import torch
     >>> w = torch.eye(2, requires_grad=True)
     >>> optimizer = Muon([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> (3 * w).trace().backward()

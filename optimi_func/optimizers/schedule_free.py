@@ -316,9 +316,7 @@ class ScheduleFreeSGD(Evaluated):
     have one. z is float32 whatever the storage, because bfloat16 could not follow it.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element; usually
-            ten times that of SGD with momentum 0.9.
+        lr: Learning rate, usually ten times that of SGD with momentum 0.9.
         momentum: The share of x in y, in (0, 1).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr; at y.
@@ -328,14 +326,10 @@ class ScheduleFreeSGD(Evaluated):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
         authors' package schedulefree.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeSGD([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -374,9 +368,7 @@ class ScheduleFreeAdamW(Evaluated):
     bfloat16 could not follow them.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element; usually
-            larger than AdamW's.
+        lr: Learning rate, usually larger than AdamW's.
         betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
             keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
@@ -388,14 +380,10 @@ class ScheduleFreeAdamW(Evaluated):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
         authors' package schedulefree.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeAdamW([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -435,9 +423,7 @@ class ScheduleFreeRAdam(Evaluated):
     because bfloat16 could not follow them.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element; usually
-            larger than RAdam's.
+        lr: Learning rate, usually larger than RAdam's.
         betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
             keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
@@ -449,15 +435,11 @@ class ScheduleFreeRAdam(Evaluated):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
         authors' package schedulefree; Liu et al., "On the Variance of the Adaptive Learning
         Rate", arXiv:1908.03265.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeRAdam([w], lr=0.1, betas=(0.9, 0.99), compile=False)
     >>> for _ in range(6):

@@ -146,8 +146,6 @@ class SGD(BaseOptimizer):
     Nesterov steps along g + momentum * b instead of b, and momentum = 0 along g.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         momentum: Share of b kept, in [0, 1); 0 needs no buffer. May change in mid-run.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
@@ -159,18 +157,12 @@ class SGD(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Sutskever, Martens, Dahl & Hinton, "On the importance of initialization and
         momentum in deep learning", ICML 2013.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = SGD([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> SGD([w], lr=0.1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """

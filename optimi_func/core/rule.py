@@ -17,7 +17,6 @@ from typing import (
     TypedDict,
     TypeGuard,
     TypeVar,
-    Unpack,
     runtime_checkable,
 )
 
@@ -251,8 +250,8 @@ class PureOptimizer(Protocol):
     dtypes.
     """
 
-    def init(self, params: PyTree, **options: Unpack[InitOptions]) -> Any:
-        """Return fresh state for `params`: see `FunctionalOptimizer.init`."""
+    def init(self, params: PyTree, *args: Any, **options: Any) -> Any:
+        """Return fresh state for `params`, perhaps with some of the `InitOptions`."""
         ...
 
     def step(self, params: PyTree, grads: PyTree, state: Any) -> tuple[PyTree, Any]:

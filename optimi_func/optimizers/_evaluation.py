@@ -13,7 +13,7 @@ from torch import Tensor
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func.core.leaf import leaf_eval_point
-from optimi_func.core.rule import Leaf, Microbatch
+from optimi_func.core.rule import Leaf
 from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._groups import Group, Path
@@ -102,17 +102,10 @@ class Evaluated(BaseOptimizer):
         self.check_train_mode("step()")
         return super()._step_now(closure, param)
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        microbatches: list[Microbatch],
-        write: bool,
-        count: bool,
-    ) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> None:
         """Update parameters by the given gradients: see `BaseOptimizer.update`."""
         self.check_train_mode("an update")
-        super().update(params, grads, microbatches, write, count)
+        super().update(*args, **kwargs)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group in the mode of the others: see `BaseOptimizer.add_param_group`."""

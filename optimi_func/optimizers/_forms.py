@@ -1,6 +1,7 @@
 """The typed functions of an optimizer, made from its rule and its pure optimizer."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack
 
@@ -46,7 +47,7 @@ def init_function(rule: Rule[Any, Any]) -> TreeInit:
         return init_tree(rule, params, storage_of(**options))
 
     init.__name__ = init.__qualname__ = f"{rule.name}_init"
-    init.__module__ = rule.init.__module__
+    init.__module__ = sys._getframe(1).f_globals["__name__"]  # for pickle
     init.__doc__ = f"Fresh {rule.name} state for params: see `FunctionalOptimizer.init`."
     return init
 

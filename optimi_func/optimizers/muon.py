@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.checks import check_number
-from optimi_func.core.math import is_differentiated, moment
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.core.math import is_differentiated
+from optimi_func.core.rule import Direction, Rule, Scalar
+from optimi_func.optimizers import sgd
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
@@ -56,13 +57,9 @@ __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 # The rule
 
 
-class State(NamedTuple):
-    momentum_buffer: Tensor  # b
-
-
 class Coeffs(NamedTuple):
     momentum: Scalar
-    one_minus_momentum: Scalar
+    one_minus_dampening: Scalar  # the dampening is the momentum
     nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
     eps: Scalar
 
@@ -76,28 +73,14 @@ class Iteration(NamedTuple):
     split: Split
 
 
-def init(p: Tensor, kept: MomentStorage) -> State:
-    return State(moment(p, kept))
-
-
 def coeffs(t: Scalar, *, momentum: Scalar, eps: Scalar) -> Coeffs:
     del t
     return Coeffs(momentum, 1.0 - momentum, momentum, eps)
 
 
-def accumulate(c: Coeffs) -> Coeffs:
-    # In Nesterov's mixture, b has the whole gradient and g is the last microbatch.
-    return c._replace(momentum=1.0)
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b = c.momentum * s.momentum_buffer + c.one_minus_momentum * g
-    return Direction(b, State(b))
-
-
-def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b, new, _ = direction(g, s, c)
-    return Direction(c.one_minus_momentum * g + c.nesterov_momentum * b, new)
+def look_ahead(g: Tensor, s: sgd.State, c: Coeffs) -> Direction:
+    b, new, _ = sgd.direction(g, s, c)
+    return Direction(c.one_minus_dampening * g + c.nesterov_momentum * b, new)
 
 
 def matrices(x: Tensor, split: Split) -> tuple[Tensor, ...]:
@@ -151,19 +134,20 @@ def refuses(p: Tensor, split: Split) -> str | None:
     return None
 
 
-def muon_rule(nesterov: bool, how: Iteration) -> Rule[State, Coeffs]:
+def muon_rule(nesterov: bool, how: Iteration) -> Rule[sgd.State, Coeffs]:
     key = nesterov, *how
     if key not in _rules:  # Dynamo does not trace into functools.cache
         _rules[key] = Rule(
-            *("muon", State, init, coeffs, look_ahead if nesterov else direction),
-            accumulate=accumulate,
+            *("muon", sgd.State, sgd.init, coeffs),
+            look_ahead if nesterov else sgd.direction,
+            accumulate=sgd.accumulate,
             whole=partial(whole, how=how),
             refuses=partial(refuses, split=how.split),
         )
     return _rules[key]
 
 
-_rules: dict[Any, Rule[State, Coeffs]] = {}
+_rules: dict[Any, Rule[sgd.State, Coeffs]] = {}
 
 
 # The pure optimizer

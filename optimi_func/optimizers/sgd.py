@@ -53,12 +53,12 @@ def coeffs(
     return Coeffs(momentum, rest, momentum)
 
 
-def accumulate(c: Coeffs) -> Coeffs:
+def accumulate(c: Any) -> Any:
     # In Nesterov's g + momentum * b, b has the whole gradient and g is the last microbatch.
     return c._replace(momentum=1.0)
 
 
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+def direction(g: Tensor, s: State, c: Any) -> Direction:
     b = c.momentum * s.momentum_buffer + c.one_minus_dampening * g
     return Direction(b, State(b))
 

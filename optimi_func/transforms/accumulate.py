@@ -77,9 +77,6 @@ def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") 
         k: Calls a step, at least 1.
         reduction: "mean" divides the sum by k; "sum" is for losses divided already.
 
-    Returns:
-        An optimizer; its state is an `EveryState`.
-
     Raises:
         ValueError: k is not a whole number from 1, or reduction is neither.
 

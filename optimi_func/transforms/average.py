@@ -91,10 +91,6 @@ def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Aver
             schedule. 0.999 averages over some thousand steps.
         debias: Divide by the sum of the weights instead of beginning with p_0.
 
-    Returns:
-        An optimizer; its state is an `EmaState`, whose `average` has the structure of the
-        parameters.
-
     Raises:
         ValueError: decay is out of its range.
 

@@ -89,9 +89,6 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
         *parts: One or more gradient transforms (`clip_global_norm(1.0)` and the like), and
             last the optimizer.
 
-    Returns:
-        An optimizer; its state is a `ChainState`.
-
     Raises:
         TypeError: The last part is no optimizer, or another is no gradient transform.
 

@@ -74,9 +74,6 @@ def apply_if_finite(
         optimizer: The optimizer.
         max_consecutive: The most steps in a row to skip; 0 skips none. None: no limit.
 
-    Returns:
-        An optimizer; its state is a `FiniteState`.
-
     Raises:
         ValueError: max_consecutive is negative or no whole number.
 

@@ -74,9 +74,6 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
     Args:
         optimizer: Made by a factory (`adamw(lr=...)`); transforms go around the result.
 
-    Returns:
-        An optimizer; its state is an `InjectState`.
-
     Raises:
         TypeError: optimizer is not a `FunctionalOptimizer`.
         ValueError: lr is a tree, decay is fully decoupled and max_lr is None.

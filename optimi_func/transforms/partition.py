@@ -251,9 +251,6 @@ def partition(
             `init` calls it.
         rest: The optimizer of all leaves that nothing selects. None: there are none.
 
-    Returns:
-        An optimizer; its state is a `PartitionState`.
-
     Raises:
         TypeError: A part is no such pair.
         ValueError: There is no part. `init` raises it if a part selects nothing, a leaf is
@@ -301,9 +298,6 @@ def masked(optimizer: PureOptimizer, select: Select) -> Partition:
     Args:
         optimizer: The optimizer of the leaves that are selected.
         select: A pattern or a predicate: see `partition`.
-
-    Returns:
-        An optimizer; its state is a `PartitionState` of one part.
 
     Raises:
         TypeError: select is neither.

@@ -84,14 +84,7 @@ class Evaluated(BaseOptimizer):
             del self.state[p][TRAIN_PARAM]
 
     def check_train_mode(self, what: str) -> None:
-        """Raise in eval mode, in which the parameters are not those to train.
-
-        Args:
-            what: What the caller does, for the error.
-
-        Raises:
-            RuntimeError: The optimizer is in eval mode.
-        """
+        """Raise in eval mode. `what` is the caller's action, for the error."""
         if not all(group.get("train_mode", True) for group in self.param_groups):
             raise RuntimeError(
                 f"{what} in eval mode, in which the parameters are those to evaluate: "
@@ -132,11 +125,7 @@ class Evaluated(BaseOptimizer):
 
     def _evaluated(self) -> list[Group]:
         """Return the groups whose rule has an `eval_point`."""
-        return [
-            group
-            for group in self.param_groups
-            if self.rule_of(group).eval_point is not None
-        ]
+        return [g for g in self.param_groups if self.rule_of(g).eval_point is not None]
 
     def _check_between_steps(self) -> None:
         """Raise within an accumulation cycle, whose gradients belong to y."""
@@ -187,11 +176,7 @@ class Evaluated(BaseOptimizer):
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
     ) -> None:
-        """Load a `master_state_dict`; only in train mode.
-
-        Raises:
-            RuntimeError: In eval mode.
-        """
+        """Load a `master_state_dict`; raise in eval mode."""
         self.check_train_mode("load_master_state_dict()")
         super().load_master_state_dict(model, state_dict)
 

@@ -154,11 +154,7 @@ _rules: dict[Any, Rule[sgd.State, Coeffs]] = {}
 
 
 def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
-    """Return the coefficients of each iteration.
-
-    Raises:
-        ValueError: No coefficients, no number of steps, or both a list and a number.
-    """
+    """Return the checked coefficients of each iteration."""
     if steps is not None and (type(steps) is not int or not 0 < steps < 100):
         raise ValueError(
             f"Invalid ns_steps: ns_steps={steps!r}: allowed are integers from 1 to 99, and "
@@ -219,11 +215,7 @@ def as_split(x: Any) -> Split:
 
 
 def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's options as torch.optim.Muon's.
-
-    Raises:
-        ValueError: An option that it does not have.
-    """
+    """Return a group's options as torch.optim.Muon's; raise if it lacks one."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
         "ns_coefficients": len(set(table)) > 1,

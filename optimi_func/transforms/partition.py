@@ -188,10 +188,8 @@ def place(
 ) -> list[int]:
     """Return the part of each parameter; `len(selects)` is the rest.
 
-    `name` is that of the caller, for errors.
-
-    Raises:
-        ValueError: A parameter is selected twice, or not at all and there is no rest.
+    Raises if one is selected twice, or not at all and there is no rest. `name` is that of
+    the caller, for errors.
     """
     found: list[int] = []
     for path, p in zip(paths, tensors):
@@ -216,11 +214,7 @@ def check_each(
     paths: Sequence[str],
     found: Sequence[int],
 ) -> None:
-    """Raise if a part has no parameter, given the part of each.
-
-    Raises:
-        ValueError: A select has none, or, with has_rest, the rest.
-    """
+    """Raise if a select or, with has_rest, the rest has no parameter."""
     known = f"the parameters are {_listed(paths)}"
     for i, select in enumerate(selects):
         if i not in found:
@@ -271,12 +265,7 @@ def partition(
 def check_parts(
     name: str, parts: Sequence[Any], rest: Any
 ) -> tuple[tuple[Select, ...], tuple[PureOptimizer, ...]]:
-    """Return the selects of parts, and their optimizers with that of the rest.
-
-    Raises:
-        TypeError: A part is no pair of a select and an optimizer.
-        ValueError: There is no part.
-    """
+    """Return the checked selects of parts, and their optimizers with that of the rest."""
     if not parts:
         raise ValueError(f"{name} got no part: allowed is one or more")
     for i, part in enumerate(parts):

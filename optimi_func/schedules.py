@@ -110,9 +110,6 @@ def linear(start: Scalar, end: Scalar, steps: int) -> Schedule:
         end: Value from step `steps` on, a float or a 0-d tensor.
         steps: Steps from start to end, at least 1.
 
-    Returns:
-        A function of the 0-based step (see `Schedule`).
-
     Raises:
         ValueError: An argument is out of its range.
 
@@ -135,9 +132,6 @@ def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
         start: Value at step 0, a float or a 0-d tensor.
         end: Value from step `steps` on, a float or a 0-d tensor.
         steps: Steps from start to end, at least 1.
-
-    Returns:
-        A function of the 0-based step (see `Schedule`).
 
     Raises:
         ValueError: An argument is out of its range.
@@ -163,9 +157,6 @@ def join(
         parts: Two or more schedules or constants, in their order. A callable has to work
             on 0-d tensors.
         boundaries: First step of each part except the first: above 0 and increasing.
-
-    Returns:
-        A function of the 0-based step (see `Schedule`).
 
     Raises:
         TypeError: A part is neither a number nor callable.
@@ -203,9 +194,6 @@ def warmup_cosine(
         total: Steps of rise and fall together, above `warmup`.
         start: Value at step 0. With an lr of 0 the first step moves no parameter.
         end: Value from step `total` on.
-
-    Returns:
-        A function of the 0-based step (see `Schedule`).
 
     Raises:
         ValueError: An argument is out of its range, or warmup >= total.
@@ -253,9 +241,6 @@ def wsd(
         shape: Shape of the fall: "linear", "cosine", or "sqrt". With "sqrt" the weights of
             peak and end are 1 - sqrt(x) and sqrt(x), if x is the fraction of the fall that
             is done (arXiv:2405.18392).
-
-    Returns:
-        A function of the 0-based step (see `Schedule`).
 
     Raises:
         ValueError: An argument is out of its range, or warmup + decay > total.
@@ -308,9 +293,6 @@ def one_cycle(
         div_factor: The peak divided by the first value.
         final_div_factor: The first value divided by the last.
         shape: Shape of rise and fall: "cosine", "linear" or "sqrt".
-
-    Returns:
-        A function of the 0-based step (see `Schedule`).
 
     Raises:
         ValueError: An argument is out of its range.

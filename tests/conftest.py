@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["COMPILER_PATH"] = folder.name
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each file to one worker, and all tests of the kernel table to one.
 

@@ -18,6 +18,7 @@ import torch
 
 import optimi_func
 from optimi_func import FunctionalOptimizer, Storage, functional
+from optimi_func.optimizers import BaseOptimizer
 
 NOTES = Path(__file__).parents[1] / "_notes"
 SECTIONS = ("When, and when not", "Usual ranges", "Coming from elsewhere")
@@ -61,7 +62,7 @@ SIDE = 512  # of the matrix that states are made for: what is smaller takes no c
 
 @dataclass(frozen=True)
 class Documented:
-    """The parts of a class docstring."""
+    """The parts of a class docstring; arguments that it does not tell are its bases'."""
 
     title: str
     summary: str
@@ -72,19 +73,24 @@ class Documented:
     @classmethod
     def of(cls, described: type) -> "Documented":
         """Cut where the headings are that tests demand."""
-        text = inspect.getdoc(described) or ""
+        text = inspect.cleandoc(described.__doc__ or "")
         text, _, _ = text.partition("\n>>> ")
         first, *parts = re.split(r"\n\n(Args|Raises|References):\n", text)
         sections = dict(zip(parts[::2], parts[1::2]))
         summary, _, body = first.partition("\n")
-        arguments, _, _ = sections["Args"].partition("\n\nArguments not named here")
+        arguments, _, _ = sections.get("Args", "").partition("\n\nArguments not named")
         found = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", arguments, re.M | re.S)
+        told = {name: " ".join(words.split()) for name, words in found}
+        if described is BaseOptimizer:
+            told = {"lr": told["lr"]}  # its options are told on a page of their own
+        elif base := described.__base__:
+            told = cls.of(base).arguments | told
         return cls(
             described.__name__,
             summary.partition(": ")[2],
             body.strip("\n"),
-            {name: " ".join(words.split()) for name, words in found},
-            " ".join(sections["References"].split()),
+            told,
+            " ".join(sections.get("References", "").split()),
         )
 
 
@@ -207,9 +213,8 @@ def arguments(name: str, documented: Documented) -> str:
     ours = inspect.signature(cls).parameters
     values = inspect.signature(value).parameters
     rows = ["| | default | measured in | |", "|---|---|---|---|"]
-    for number, words in documented.arguments.items():
-        if number == "params":
-            continue
+    for number in [k for k in ours if k in documented.arguments and k != "params"]:
+        words = documented.arguments[number]
         default = ours[number].default
         given = "needed" if default is inspect.Parameter.empty else f"`{default!r}`"
         pure = values[number].default

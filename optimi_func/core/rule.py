@@ -14,6 +14,7 @@ from typing import (
     NamedTuple,
     Protocol,
     TypeAlias,
+    TypedDict,
     TypeGuard,
     TypeVar,
     runtime_checkable,
@@ -218,6 +219,14 @@ class Leaf(NamedTuple):
     comp: Tensor | None  # Kahan compensation: the sum of rounding errors of p
 
 
+class InitOptions(TypedDict, total=False):
+    """The options of `FunctionalOptimizer.init`, passed on by transforms if given."""
+
+    kahan_sum: bool | None
+    state_dtype: torch.dtype | None
+    storage: Storage | str | None
+
+
 @runtime_checkable
 class PureOptimizer(Protocol):
     """The interface of pure optimizers and of transforms: two functions over pytrees.
@@ -227,15 +236,8 @@ class PureOptimizer(Protocol):
     dtypes.
     """
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> Any:
-        """Return fresh state for `params`: see `FunctionalOptimizer.init`."""
+    def init(self, params: PyTree, *args: Any, **options: Any) -> Any:
+        """Return fresh state for `params`, perhaps with some of the `InitOptions`."""
         ...
 
     def step(self, params: PyTree, grads: PyTree, state: Any) -> tuple[PyTree, Any]:

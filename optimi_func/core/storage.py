@@ -32,7 +32,9 @@ STORAGES: dict[str, Storage] = {
 
 
 def storage_of(
-    storage: Storage | str | None, kahan_sum: bool | None, state_dtype: torch.dtype | None
+    storage: Storage | str | None = None,
+    kahan_sum: bool | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> Storage:
     """Return the storage that these options ask for. Raise if they exclude each other."""
     if storage is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func.core.leaf import leaf_eval_point
-from optimi_func.core.rule import Leaf, Microbatch
+from optimi_func.core.rule import Leaf
 from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._groups import Group, Path
@@ -84,14 +84,7 @@ class Evaluated(BaseOptimizer):
             del self.state[p][TRAIN_PARAM]
 
     def check_train_mode(self, what: str) -> None:
-        """Raise in eval mode, in which the parameters are not those to train.
-
-        Args:
-            what: What the caller does, for the error.
-
-        Raises:
-            RuntimeError: The optimizer is in eval mode.
-        """
+        """Raise in eval mode. `what` is the caller's action, for the error."""
         if not all(group.get("train_mode", True) for group in self.param_groups):
             raise RuntimeError(
                 f"{what} in eval mode, in which the parameters are those to evaluate: "
@@ -105,17 +98,10 @@ class Evaluated(BaseOptimizer):
         self.check_train_mode("step()")
         return super().step(closure, param)
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        microbatches: list[Microbatch],
-        write: bool,
-        count: bool,
-    ) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> None:
         """Update parameters by the given gradients: see `BaseOptimizer.update`."""
         self.check_train_mode("an update")
-        super().update(params, grads, microbatches, write, count)
+        super().update(*args, **kwargs)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group in the mode of the others: see `BaseOptimizer.add_param_group`."""
@@ -142,11 +128,7 @@ class Evaluated(BaseOptimizer):
 
     def _evaluated(self) -> list[Group]:
         """Return the groups whose rule has an `eval_point`."""
-        return [
-            group
-            for group in self.param_groups
-            if self.rule_of(group).eval_point is not None
-        ]
+        return [g for g in self.param_groups if self.rule_of(g).eval_point is not None]
 
     def _check_between_steps(self) -> None:
         """Raise within an accumulation cycle, whose gradients belong to y."""
@@ -197,11 +179,7 @@ class Evaluated(BaseOptimizer):
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
     ) -> None:
-        """Load a `master_state_dict`; only in train mode.
-
-        Raises:
-            RuntimeError: In eval mode.
-        """
+        """Load a `master_state_dict`; raise in eval mode."""
         self.check_train_mode("load_master_state_dict()")
         super().load_master_state_dict(model, state_dict)
 

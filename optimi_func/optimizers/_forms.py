@@ -1,18 +1,18 @@
 """The typed functions of an optimizer, made from its rule and its pure optimizer."""
 
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack
 
-import torch
-
-from optimi_func.core.rule import PyTree, Rule, Storage
+from optimi_func.core.rule import InitOptions, PyTree, Rule
 from optimi_func.core.storage import storage_of
 from optimi_func.execution.trees import step, step_
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState, init_tree
 
 P = ParamSpec("P")
+Init = TypeVar("Init", bound=Callable[..., TreeState])
 TreeStep: TypeAlias = Callable[
     Concatenate[PyTree, PyTree, TreeState, P], tuple[PyTree, TreeState]
 ]
@@ -24,32 +24,30 @@ Run: TypeAlias = Callable[
 class TreeInit(Protocol):
     """`(params, *, kahan_sum, state_dtype, storage) -> TreeState`."""
 
-    def __call__(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> TreeState:
+    def __call__(self, params: PyTree, **options: Unpack[InitOptions]) -> TreeState:
         """Return fresh state: see `FunctionalOptimizer.init`."""
         ...
+
+
+def with_options(init: Init) -> Init:
+    """Show the options of `FunctionalOptimizer.init` in the signature of an `init`."""
+    signature = inspect.signature(init)
+    *own, _ = signature.parameters.values()
+    _, _, *options = inspect.signature(FunctionalOptimizer.init).parameters.values()
+    shown = signature.replace(parameters=[*own, *options])
+    init.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
+    return init
 
 
 def init_function(rule: Rule[Any, Any]) -> TreeInit:
     """Make `lion_init`, for example, of a rule that does not depend on options."""
 
-    def init(
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> TreeState:
-        return init_tree(rule, params, storage_of(storage, kahan_sum, state_dtype))
+    @with_options
+    def init(params: PyTree, **options: Unpack[InitOptions]) -> TreeState:
+        return init_tree(rule, params, storage_of(**options))
 
     init.__name__ = init.__qualname__ = f"{rule.name}_init"
-    init.__module__ = rule.init.__module__
+    init.__module__ = sys._getframe(1).f_globals["__name__"]  # for pickle
     init.__doc__ = f"Fresh {rule.name} state for params: see `FunctionalOptimizer.init`."
     return init
 

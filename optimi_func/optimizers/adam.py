@@ -1,7 +1,7 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad: rules, pure optimizers and classes."""
 
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -14,9 +14,16 @@ from optimi_func.core.math import (
     sqrt,
     wide_second_moment,
 )
-from optimi_func.core.rule import Direction, MomentStorage, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import (
+    Direction,
+    InitOptions,
+    MomentStorage,
+    PyTree,
+    Rule,
+    Scalar,
+)
 from optimi_func.core.storage import storage_of
-from optimi_func.optimizers._forms import step_function
+from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState, init_tree
@@ -108,13 +115,19 @@ def rule_of(optimizer: "adam | adamw") -> Rule[Any, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class adam(FunctionalOptimizer):
+class AdamLikeValue(FunctionalOptimizer):
+    """Base class of pure optimizers with Adam's hyperparameters and, mostly, defaults."""
+
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    eps: Number = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class adam(AdamLikeValue):
     """`Adam` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(in_torch=torch.optim.Adam)
 
-    betas: tuple[Number, Number] = (0.9, 0.99)
-    eps: Number = 1e-6
     decouple_wd: bool = False
     amsgrad: bool = False
 
@@ -122,37 +135,28 @@ class adam(FunctionalOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class adamw(FunctionalOptimizer):
+class adamw(AdamLikeValue):
     """`AdamW` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(in_torch=torch.optim.AdamW)
 
-    betas: tuple[Number, Number] = (0.9, 0.99)
     weight_decay: Number = 1e-2
-    eps: Number = 1e-6
     amsgrad: bool = False
 
     rule = derived(rule_of)
 
 
+@with_options
 def adam_init(
-    params: PyTree,
-    *,
-    amsgrad: bool = False,
-    kahan_sum: bool | None = None,
-    state_dtype: torch.dtype | None = None,
-    storage: Storage | str | None = None,
+    params: PyTree, *, amsgrad: bool = False, **options: Unpack[InitOptions]
 ) -> TreeState:
     """Return fresh Adam or AdamW state: see `FunctionalOptimizer.init`.
 
     >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
     tensor([0., 0.])
     """
-    return init_tree(
-        amsgrad_rule if amsgrad else adam_rule,
-        params,
-        storage_of(storage, kahan_sum, state_dtype),
-    )
+    rule = amsgrad_rule if amsgrad else adam_rule
+    return init_tree(rule, params, storage_of(**options))
 
 
 adamw_init = adam_init
@@ -162,7 +166,15 @@ adamw_step = step_function(adamw)
 # The classes
 
 
-class Adam(BaseOptimizer):
+class AdamLike(BaseOptimizer):
+    """Base class of optimizers with Adam's hyperparameters and, mostly, its defaults."""
+
+    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
+    weight_decay: InitVar[float] = 0.0
+    eps: InitVar[float] = 1e-6
+
+
+class Adam(AdamLike):
     """Adam: step along the mean gradient, measured in its own root mean square.
 
         m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
@@ -171,8 +183,6 @@ class Adam(BaseOptimizer):
     with mhat = m / (1 - b1^t) and vhat = v / (1 - b2^t).
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
@@ -182,17 +192,11 @@ class Adam(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Kingma & Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Adam([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> Adam([w], lr=0.1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """
@@ -200,15 +204,12 @@ class Adam(BaseOptimizer):
     factory = adam
 
     lr: InitVar[float | Tensor] = 1e-3
-    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-6
     decouple_wd: InitVar[bool] = False
     _: KW_ONLY
     amsgrad: InitVar[bool] = False
 
 
-class AdamW(BaseOptimizer):
+class AdamW(AdamLike):
     """AdamW: Adam with weight decay that does not go through the moments.
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
@@ -216,8 +217,6 @@ class AdamW(BaseOptimizer):
     with Adam's bias corrected m and v.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
@@ -226,17 +225,11 @@ class AdamW(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Loshchilov & Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.5, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> AdamW([w], lr=0.1, weight_decay=0.5, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.8500, 0.8500])
     """
@@ -244,8 +237,6 @@ class AdamW(BaseOptimizer):
     factory = adamw
 
     lr: InitVar[float | Tensor] = 1e-3
-    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
     weight_decay: InitVar[float] = 1e-2
-    eps: InitVar[float] = 1e-6
     _: KW_ONLY
     amsgrad: InitVar[bool] = False

@@ -113,8 +113,6 @@ class Adan(BaseOptimizer):
     with mhat, what and nhat corrected for bias as in Adam. At the first step g_prev is g.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1, b2 and b3, each in [0, 1): how much a step keeps (1 - the paper's).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
@@ -123,18 +121,12 @@ class Adan(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing
         Deep Models", arXiv:2208.06677.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Adan([w], lr=0.1, weight_decay=0.0, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> Adan([w], lr=0.1, weight_decay=0.0, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """

@@ -132,8 +132,6 @@ class AdEMAMix(BaseOptimizer):
     because bfloat16 could not follow them.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1, b2 and b3, each in [0, 1): how much of m1, v and m2 a step keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
@@ -145,18 +143,12 @@ class AdEMAMix(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Pagliardini, Ablin & Grangier, "The AdEMAMix Optimizer: Better, Faster, Older",
         arXiv:2409.03137.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = AdEMAMix([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> AdEMAMix([w], lr=0.1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.8999, 0.8999])
     """

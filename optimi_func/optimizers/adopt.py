@@ -7,9 +7,9 @@ from torch import Tensor
 
 from optimi_func.core.math import choose, moment, root, slow_moment
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.functional import Number
 
 __all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 
@@ -67,13 +67,12 @@ adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class adopt(FunctionalOptimizer, rule=adopt_rule):
+class adopt(adam.AdamLikeValue, rule=adopt_rule):
     """`ADOPT` as a value: `init` and `step` over a tree of parameters."""
 
     narrow = 1
 
     betas: tuple[Number, Number] = (0.9, 0.9999)
-    eps: Number = 1e-6
     decouple_wd: bool = False
 
 
@@ -83,7 +82,7 @@ adopt_step = step_function(adopt)
 # The class
 
 
-class ADOPT(BaseOptimizer):
+class ADOPT(adam.AdamLike):
     """ADOPT: Adam that divides each gradient by the root mean square of those before it.
 
         m <- b1 * m + (1 - b1) * clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
@@ -95,8 +94,6 @@ class ADOPT(BaseOptimizer):
     float32 whatever the storage, because bfloat16 could not follow it.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
@@ -105,14 +102,10 @@ class ADOPT(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any beta2 with the
         Optimal Rate", arXiv:2411.02853, with the clipping that its authors' code added.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ADOPT([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -126,6 +119,4 @@ class ADOPT(BaseOptimizer):
 
     lr: InitVar[float | Tensor] = 1e-3
     betas: InitVar[tuple[float, float]] = (0.9, 0.9999)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-6
     decouple_wd: InitVar[bool] = False

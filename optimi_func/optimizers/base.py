@@ -64,6 +64,7 @@ class BaseOptimizer(Fields, Checkpoints):
     Every optimizer takes these options:
 
     Args:
+        lr: Learning rate, a number or a tensor of one element.
         decouple_lr: Fully decouple weight decay from lr by multiplying it by lr / max_lr.
         max_lr: The largest lr that will be scheduled, if that is not the lr given; for
             decouple_lr and corrected_decay.
@@ -144,10 +145,8 @@ class BaseOptimizer(Fields, Checkpoints):
         construct.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
             parameters=[self, *signature.parameters.values()]
         )
-        construct.__name__, construct.__qualname__ = (
-            "__init__",
-            f"{cls.__qualname__}.__init__",
-        )
+        construct.__name__ = "__init__"
+        construct.__qualname__ = f"{cls.__qualname__}.__init__"
         cls.__init__ = construct
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
@@ -158,10 +157,9 @@ class BaseOptimizer(Fields, Checkpoints):
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
-        if isinstance(
-            moments := getattr(defaults["storage"], "moments", None), torch.dtype
-        ):
-            defaults["storage"] = defaults["storage"]._replace(moments=str(moments))
+        storage = defaults["storage"]
+        if isinstance(moments := getattr(storage, "moments", None), torch.dtype):
+            defaults["storage"] = storage._replace(moments=str(moments))
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(0)
@@ -297,9 +295,6 @@ class BaseOptimizer(Fields, Checkpoints):
         With `optimizer_accumulation` only their state moves. Groups are looked up at every
         call, so that schedules, manual changes and loaded states take effect.
 
-        Args:
-            params: Parameters of any groups, each with a gradient.
-
         Raises:
             ValueError: Without `gradient_release=True`, for a parameter without a
                 gradient, or one that is in no group; nothing is written then.
@@ -327,17 +322,9 @@ class BaseOptimizer(Fields, Checkpoints):
     ) -> None:
         """Update parameters by the given gradients, each a part or all of a step's.
 
-        Gradient release calls this; `p.grad` is neither read nor written.
-
-        Args:
-            params: Parameters of any groups.
-            grads: Their gradients.
-            microbatches: Scale of each gradient, and its part in the step.
-            write: False moves only the state.
-            count: True if the step ends here, so that step counts advance.
-
-        Raises:
-            ValueError, TypeError: A gradient that does not fit; nothing is written then.
+        Gradient release calls this; `p.grad` is neither read nor written. With write=False
+        only the state moves; with count=True the step ends here, so step counts advance. If
+        a gradient does not fit, nothing is written.
         """
         works: dict[int, Work] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
@@ -353,29 +340,17 @@ class BaseOptimizer(Fields, Checkpoints):
         self._stepper.run(self.param_groups, self.state, list(works.values()), write, count)
 
     def check_numbers(self) -> None:
-        """Raise if the next step would refuse a hyperparameter of a group.
-
-        Raises:
-            ValueError, TypeError: A hyperparameter out of its range, or no number.
-        """
+        """Raise if the next step would refuse a hyperparameter of a group."""
         for group in self.param_groups:
             self._numbers.bind(group, group["params"])
 
     def check_accumulates(self) -> None:
-        """Raise if the state cannot accumulate a step's gradient in parts.
-
-        Raises:
-            ValueError: The rule of a group has no `accumulate`, or cautious=True.
-        """
+        """Raise if the state of a group cannot accumulate a step's gradient in parts."""
         for group in self.param_groups:
             check_accumulates(self.rule_of(group), group["cautious"])
 
     def group_of(self, param: Tensor) -> dict[str, Any]:
-        """Return the group that holds a parameter.
-
-        Raises:
-            ValueError: No group holds it.
-        """
+        """Return the group that holds a parameter; raise if none does."""
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
         if groups != self._grouped:
             self._group_index = {

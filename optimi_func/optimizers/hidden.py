@@ -22,11 +22,7 @@ class HiddenMatrices:
         self.others = frozenset(others)
 
     def __call__(self, path: str, p: Tensor) -> bool:
-        """Return True if the parameter of this name is a hidden matrix.
-
-        Raises:
-            ValueError: The model has no parameter of this name.
-        """
+        """Return True if the parameter of this name is a hidden matrix."""
         del p
         plain = without_wrappers(path)
         for name in (path, plain, plain.removeprefix("module.")):

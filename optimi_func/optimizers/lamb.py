@@ -9,8 +9,7 @@ from optimi_func.core.math import moment, root, slow_moment
 from optimi_func.core.rule import Means, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.functional import Number
 
 __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
@@ -51,14 +50,13 @@ lamb_rule = Rule(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class lamb(FunctionalOptimizer, rule=lamb_rule):
+class lamb(adam.AdamLikeValue, rule=lamb_rule):
     """`LAMB` as a value: `init` and `step` over a tree of parameters."""
 
     narrow = 1
 
     betas: tuple[Number, Number] = (0.9, 0.999)
     weight_decay: Number = 1e-2
-    eps: Number = 1e-6
 
 
 lamb_init = init_function(lamb_rule)
@@ -67,7 +65,7 @@ lamb_step = step_function(lamb)
 # The class
 
 
-class LAMB(BaseOptimizer):
+class LAMB(adam.AdamLike):
     """LAMB: AdamW with steps scaled, for each tensor, to lr times the tensor's norm.
 
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
@@ -88,9 +86,7 @@ class LAMB(BaseOptimizer):
     all gradients to 1.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element: the length of a step as a
-            share of the tensor's norm.
+        lr: The length of a step, as a share of the tensor's norm.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient, added to the direction before its norm is taken,
             so multiplied by lr * |p| / |r|; or (decouple_lr) by that over max_lr.
@@ -98,14 +94,10 @@ class LAMB(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
         minutes", arXiv:1904.00962.
 
-    >>> import torch
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> optimizer = LAMB([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> w.sum().backward()
@@ -119,4 +111,3 @@ class LAMB(BaseOptimizer):
     lr: InitVar[float | Tensor] = 1e-3
     betas: InitVar[tuple[float, float]] = (0.9, 0.999)
     weight_decay: InitVar[float] = 1e-2
-    eps: InitVar[float] = 1e-6

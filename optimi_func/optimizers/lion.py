@@ -80,25 +80,17 @@ class Lion(BaseOptimizer):
     AdamW's, and its weight decay larger by the same factor.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 (in the step) and b2 (in m), each in [0, 1).
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Lion([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> Lion([w], lr=0.1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """

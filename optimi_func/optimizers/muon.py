@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.checks import check_number
-from optimi_func.core.math import is_differentiated, moment
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.core.math import is_differentiated
+from optimi_func.core.rule import Direction, Rule, Scalar
+from optimi_func.optimizers import sgd
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
@@ -56,13 +57,9 @@ __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 # The rule
 
 
-class State(NamedTuple):
-    momentum_buffer: Tensor  # b
-
-
 class Coeffs(NamedTuple):
     momentum: Scalar
-    one_minus_momentum: Scalar
+    one_minus_dampening: Scalar  # the dampening is the momentum
     nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
     eps: Scalar
 
@@ -76,28 +73,14 @@ class Iteration(NamedTuple):
     split: Split
 
 
-def init(p: Tensor, kept: MomentStorage) -> State:
-    return State(moment(p, kept))
-
-
 def coeffs(t: Scalar, *, momentum: Scalar, eps: Scalar) -> Coeffs:
     del t
     return Coeffs(momentum, 1.0 - momentum, momentum, eps)
 
 
-def accumulate(c: Coeffs) -> Coeffs:
-    # In Nesterov's mixture, b has the whole gradient and g is the last microbatch.
-    return c._replace(momentum=1.0)
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b = c.momentum * s.momentum_buffer + c.one_minus_momentum * g
-    return Direction(b, State(b))
-
-
-def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
-    b, new, _ = direction(g, s, c)
-    return Direction(c.one_minus_momentum * g + c.nesterov_momentum * b, new)
+def look_ahead(g: Tensor, s: sgd.State, c: Coeffs) -> Direction:
+    b, new, _ = sgd.direction(g, s, c)
+    return Direction(c.one_minus_dampening * g + c.nesterov_momentum * b, new)
 
 
 def matrices(x: Tensor, split: Split) -> tuple[Tensor, ...]:
@@ -151,30 +134,27 @@ def refuses(p: Tensor, split: Split) -> str | None:
     return None
 
 
-def muon_rule(nesterov: bool, how: Iteration) -> Rule[State, Coeffs]:
+def muon_rule(nesterov: bool, how: Iteration) -> Rule[sgd.State, Coeffs]:
     key = nesterov, *how
     if key not in _rules:  # Dynamo does not trace into functools.cache
         _rules[key] = Rule(
-            *("muon", State, init, coeffs, look_ahead if nesterov else direction),
-            accumulate=accumulate,
+            *("muon", sgd.State, sgd.init, coeffs),
+            look_ahead if nesterov else sgd.direction,
+            accumulate=sgd.accumulate,
             whole=partial(whole, how=how),
             refuses=partial(refuses, split=how.split),
         )
     return _rules[key]
 
 
-_rules: dict[Any, Rule[State, Coeffs]] = {}
+_rules: dict[Any, Rule[sgd.State, Coeffs]] = {}
 
 
 # The pure optimizer
 
 
 def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
-    """Return the coefficients of each iteration.
-
-    Raises:
-        ValueError: No coefficients, no number of steps, or both a list and a number.
-    """
+    """Return the checked coefficients of each iteration."""
     if steps is not None and (type(steps) is not int or not 0 < steps < 100):
         raise ValueError(
             f"Invalid ns_steps: ns_steps={steps!r}: allowed are integers from 1 to 99, and "
@@ -235,11 +215,7 @@ def as_split(x: Any) -> Split:
 
 
 def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's options as torch.optim.Muon's.
-
-    Raises:
-        ValueError: An option that it does not have.
-    """
+    """Return a group's options as torch.optim.Muon's; raise if it lacks one."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
         "ns_coefficients": len(set(table)) > 1,
@@ -318,8 +294,7 @@ class Muon(BaseOptimizer):
     adjust_lr_fn.
 
     Args:
-        params: Parameters, named parameters, or param groups; of 2 dimensions or more.
-        lr: Learning rate, a number or a tensor of one element.
+        params: Parameters of 2 dimensions or more, named parameters, or param groups.
         weight_decay: Decay coefficient, multiplied by lr without s, or (decouple_lr) by
             lr / max_lr.
         momentum: Share of b kept, in [0, 1).
@@ -339,15 +314,10 @@ class Muon(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, options that exclude each other, or a
-            parameter that is no matrix.
-
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;
         Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982.
 
-    >>> import torch
     >>> w = torch.eye(2, requires_grad=True)
     >>> optimizer = Muon([w], lr=0.1, weight_decay=0.0, compile=False)
     >>> (3 * w).trace().backward()

@@ -10,8 +10,6 @@ from optimi_func.core.math import choose, power, root, sqrt
 from optimi_func.core.rule import Direction, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
@@ -61,13 +59,11 @@ radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class radam(FunctionalOptimizer, rule=radam_rule):
+class radam(adam.AdamLikeValue, rule=radam_rule):
     """`RAdam` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(in_torch=torch.optim.RAdam)
 
-    betas: tuple[Number, Number] = (0.9, 0.99)
-    eps: Number = 1e-6
     decouple_wd: bool = False
 
 
@@ -77,7 +73,7 @@ radam_step = step_function(radam)
 # The class
 
 
-class RAdam(BaseOptimizer):
+class RAdam(adam.AdamLike):
     """RAdam: Adam that uses v only after enough gradients.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
@@ -87,8 +83,6 @@ class RAdam(BaseOptimizer):
     with Adam's bias corrected m and v. This replaces the warmup that Adam needs.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
@@ -97,17 +91,11 @@ class RAdam(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Liu et al., "On the Variance of the Adaptive Learning Rate", arXiv:1908.03265.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = RAdam([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> RAdam([w], lr=0.1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """
@@ -115,7 +103,4 @@ class RAdam(BaseOptimizer):
     factory = radam
 
     lr: InitVar[float | Tensor] = 1e-3
-    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-6
     decouple_wd: InitVar[bool] = False

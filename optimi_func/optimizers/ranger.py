@@ -11,8 +11,7 @@ from optimi_func.core.math import choose, scalar_dtype
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam, radam
 from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.functional import Number
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
@@ -68,13 +67,11 @@ ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ranger(FunctionalOptimizer, rule=ranger_rule):
+class ranger(adam.AdamLikeValue, rule=ranger_rule):
     """`Ranger` as a value: `init` and `step` over a tree of parameters."""
 
     counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
 
-    betas: tuple[Number, Number] = (0.9, 0.99)
-    eps: Number = 1e-6
     k: Number = 6
     alpha: Number = 0.5
     decouple_wd: bool = True
@@ -91,14 +88,12 @@ ranger_step = step_function(ranger)
 # The class
 
 
-class Ranger(BaseOptimizer):
+class Ranger(adam.AdamLike):
     """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
 
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr, or (decouple_wd=False) added to the gradient times p.
@@ -109,28 +104,18 @@ class Ranger(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Zhang, Lucas, Hinton & Ba, "Lookahead Optimizer: k steps forward, 1 step back",
         arXiv:1907.08610, around RAdam, arXiv:1908.03265.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = Ranger([w], lr=0.1, k=1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> Ranger([w], lr=0.1, k=1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9500, 0.9500])
     """
 
     factory = ranger
 
-    lr: InitVar[float | Tensor]
-    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-6
     k: InitVar[int] = 6
     alpha: InitVar[float] = 0.5
     decouple_wd: InitVar[bool] = True

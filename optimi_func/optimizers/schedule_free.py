@@ -302,7 +302,25 @@ schedule_free_radam_step = step_function(schedule_free_radam)
 # The classes
 
 
-class ScheduleFreeSGD(Evaluated):
+class ScheduleFreeOptimizer(Evaluated):
+    """Base class of the Schedule-Free optimizers.
+
+    z is float32 whatever the storage, and so is v unless it is in 8 bits, because bfloat16
+    could not follow them. lr may have a schedule.
+
+    Args:
+        betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
+            keeps.
+        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
+            lr / max_lr; at y.
+        eps: Added to the root, after the bias correction.
+        warmup_steps: Steps over which lr grows from 0, linearly.
+        r: The power of the step count in a step's weight in the average.
+        weight_lr_power: The power of the largest lr so far, warmup in it, in that weight.
+    """
+
+
+class ScheduleFreeSGD(ScheduleFreeOptimizer):
     """Schedule-Free SGD: SGD without a schedule, by an average of its past points.
 
         lr_t = lr * min(1, t / warmup_steps),   z <- z - lr_t * (g + weight_decay * y)
@@ -312,30 +330,18 @@ class ScheduleFreeSGD(Evaluated):
     t^r * max(lr_1, ..., lr_t)^weight_lr_power in the sum of all.
 
     Call `train()` and `eval()` where the model's are called. From `eval()` to `train()` the
-    parameters are x, and no step can be taken. lr needs no schedule but its warmup, and may
-    have one. z is float32 whatever the storage, because bfloat16 could not follow it.
+    parameters are x, and no step can be taken. lr needs no schedule but its warmup.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element; usually
-            ten times that of SGD with momentum 0.9.
+        lr: Learning rate, usually ten times that of SGD with momentum 0.9.
         momentum: The share of x in y, in (0, 1).
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr; at y.
-        warmup_steps: Steps over which lr grows from 0, linearly.
-        r: The power of the step count in a step's weight in the average.
-        weight_lr_power: The power of the largest lr so far, warmup in it, in that weight.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
-
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
+    Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
         authors' package schedulefree.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeSGD([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -358,7 +364,7 @@ class ScheduleFreeSGD(Evaluated):
     weight_lr_power: InitVar[float] = 2.0
 
 
-class ScheduleFreeAdamW(Evaluated):
+class ScheduleFreeAdamW(ScheduleFreeOptimizer):
     """Schedule-Free AdamW: AdamW without a schedule, by an average of its past points.
 
         v <- b2 * v + (1 - b2) * g^2,   lr_t = lr * min(1, t / warmup_steps)
@@ -369,33 +375,17 @@ class ScheduleFreeAdamW(Evaluated):
     step's weight t^r * max(lr_1, ..., lr_t)^weight_lr_power in the sum of all.
 
     Call `train()` and `eval()` where the model's are called. From `eval()` to `train()` the
-    parameters are x, and no step can be taken. lr needs no schedule but its warmup, and may
-    have one. z is float32 whatever the storage, and so is v unless it is in 8 bits, because
-    bfloat16 could not follow them.
+    parameters are x, and no step can be taken. lr needs no schedule but its warmup.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element; usually
-            larger than AdamW's.
-        betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
-            keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr; at y.
-        eps: Added to the root, after the bias correction.
-        warmup_steps: Steps over which lr grows from 0, linearly.
-        r: The power of the step count in a step's weight in the average.
-        weight_lr_power: The power of the largest lr so far, warmup in it, in that weight.
+        lr: Learning rate, usually larger than AdamW's.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
-
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
+    Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
         authors' package schedulefree.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeAdamW([w], lr=0.1, compile=False)
     >>> for _ in range(2):
@@ -419,7 +409,7 @@ class ScheduleFreeAdamW(Evaluated):
     weight_lr_power: InitVar[float] = 2.0
 
 
-class ScheduleFreeRAdam(Evaluated):
+class ScheduleFreeRAdam(ScheduleFreeOptimizer):
     """Schedule-Free RAdam: Schedule-Free AdamW that warms up as RAdam does.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
@@ -430,34 +420,19 @@ class ScheduleFreeRAdam(Evaluated):
     rho > 4 are z <- z - lr * (g + weight_decay * y).
 
     Call `train()` and `eval()` where the model's are called. From `eval()` to `train()` the
-    parameters are x, and no step can be taken. lr needs neither schedule nor warmup, and
-    may have them. z is float32 whatever the storage, and so is v unless it is in 8 bits,
-    because bfloat16 could not follow them.
+    parameters are x, and no step can be taken. lr needs neither schedule nor warmup.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element; usually
-            larger than RAdam's.
-        betas: b1, in (0, 1), the share of x in y; b2, in [0, 1), how much of v a step
-            keeps.
-        weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
-            lr / max_lr; at y.
-        eps: Added to the root, after the bias correction.
-        r: The power of the step count in a step's weight in the average.
-        weight_lr_power: The power of the largest lr so far, warmup in it, in that weight.
+        lr: Learning rate, usually larger than RAdam's.
         silent_sgd_phase: Move nothing while rho <= 4. False: move by lr * g and decay.
 
-    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
-
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
+    Arguments not named here are those of `ScheduleFreeOptimizer` and `BaseOptimizer`.
 
     References:
         Defazio et al., "The Road Less Scheduled", arXiv:2405.15682, as in the
         authors' package schedulefree; Liu et al., "On the Variance of the Adaptive Learning
         Rate", arXiv:1908.03265.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> optimizer = ScheduleFreeRAdam([w], lr=0.1, betas=(0.9, 0.99), compile=False)
     >>> for _ in range(6):

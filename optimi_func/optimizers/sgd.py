@@ -1,7 +1,7 @@
 """SGD, with momentum and Nesterov: the rules, the pure optimizer and the class."""
 
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, moment
 from optimi_func.core.rule import (
     Direction,
+    InitOptions,
     MomentStorage,
     PyTree,
     Rule,
     Scalar,
-    Storage,
     gradient_rule,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.optimizers._forms import step_function
+from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState, init_tree
@@ -53,12 +53,12 @@ def coeffs(
     return Coeffs(momentum, rest, momentum)
 
 
-def accumulate(c: Coeffs) -> Coeffs:
+def accumulate(c: Any) -> Any:
     # In Nesterov's g + momentum * b, b has the whole gradient and g is the last microbatch.
     return c._replace(momentum=1.0)
 
 
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+def direction(g: Tensor, s: State, c: Any) -> Direction:
     b = c.momentum * s.momentum_buffer + c.one_minus_dampening * g
     return Direction(b, State(b))
 
@@ -124,20 +124,13 @@ class sgd(FunctionalOptimizer):
         return found
 
 
+@with_options
 def sgd_init(
-    params: PyTree,
-    *,
-    momentum: Number = 0.0,
-    kahan_sum: bool | None = None,
-    state_dtype: torch.dtype | None = None,
-    storage: Storage | str | None = None,
+    params: PyTree, *, momentum: Number = 0.0, **options: Unpack[InitOptions]
 ) -> TreeState:
     """Return fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
-    return init_tree(
-        sgd(lr=0.0, momentum=momentum).rule,
-        params,
-        storage_of(storage, kahan_sum, state_dtype),
-    )
+    rule = sgd(lr=0.0, momentum=momentum).rule
+    return init_tree(rule, params, storage_of(**options))
 
 
 sgd_step = step_function(sgd)
@@ -153,8 +146,6 @@ class SGD(BaseOptimizer):
     Nesterov steps along g + momentum * b instead of b, and momentum = 0 along g.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         momentum: Share of b kept, in [0, 1); 0 needs no buffer. May change in mid-run.
         weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
@@ -166,18 +157,12 @@ class SGD(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Sutskever, Martens, Dahl & Hinton, "On the importance of initialization and
         momentum in deep learning", ICML 2013.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = SGD([w], lr=0.1, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> SGD([w], lr=0.1, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.9000, 0.9000])
     """

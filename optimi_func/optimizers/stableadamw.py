@@ -8,8 +8,7 @@ from optimi_func.core.math import root
 from optimi_func.core.rule import Direction, Means, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.functional import Number
 
 __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
@@ -48,12 +47,10 @@ stableadamw_rule = Rule(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class stableadamw(FunctionalOptimizer, rule=stableadamw_rule):
+class stableadamw(adam.AdamLikeValue, rule=stableadamw_rule):
     """`StableAdamW` as a value: `init` and `step` over a tree of parameters."""
 
-    betas: tuple[Number, Number] = (0.9, 0.99)
     weight_decay: Number = 1e-2
-    eps: Number = 1e-6
 
 
 stableadamw_init = init_function(stableadamw_rule)
@@ -62,7 +59,7 @@ stableadamw_step = step_function(stableadamw)
 # The class
 
 
-class StableAdamW(BaseOptimizer):
+class StableAdamW(adam.AdamLike):
     """StableAdamW: AdamW with smaller steps if the gradient outgrows its second moment.
 
         RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
@@ -72,8 +69,6 @@ class StableAdamW(BaseOptimizer):
     (arXiv:1804.04235), which replaces gradient clipping and needs no hyperparameter.
 
     Args:
-        params: Parameters, named parameters, or param groups.
-        lr: Learning rate, a number or a tensor of one element.
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient, multiplied by lr / max(1, RMS), or
             (decouple_lr) by that over max_lr.
@@ -81,25 +76,16 @@ class StableAdamW(BaseOptimizer):
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
-    Raises:
-        ValueError: A hyperparameter out of its range, or options that exclude each other.
-
     References:
         Wortsman et al., "Stable and low-precision training for large-scale
         vision-language models", arXiv:2304.13013.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> optimizer = StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False)
-    >>> w.sum().backward()
-    >>> optimizer.step()
+    >>> StableAdamW([w], lr=0.1, weight_decay=0.5, compile=False).step(w.sum().backward)
     >>> w.detach()
     tensor([0.8500, 0.8500])
     """
 
     factory = stableadamw
 
-    lr: InitVar[float | Tensor]
-    betas: InitVar[tuple[float, float]] = (0.9, 0.99)
     weight_decay: InitVar[float] = 1e-2
-    eps: InitVar[float] = 1e-6

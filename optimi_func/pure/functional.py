@@ -328,12 +328,8 @@ class FunctionalOptimizer:
     ) -> tuple[list[Scalars], list[Any]]:
         """Return the scalars of each leaf, and its running scalars after the step.
 
-        Leaves with equal scalars share one object.
-
-        Args:
-            leaves: The checked trees.
-            step: Steps taken before this one, for schedules.
-            t: step + 1. If it is a tensor, coefficients are computed on its device.
+        Leaves with equal scalars share one object. `step` counts the steps before this one
+        and t is step + 1; if t is a tensor, coefficients are computed on its device.
         """
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}

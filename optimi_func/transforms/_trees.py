@@ -1,7 +1,8 @@
 """Helpers of the transforms: base classes, checked trees, checks of states."""
 
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_grad, check_number
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, Storage
+from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.pure.functional import Number
 from optimi_func.pure.tree import flatten_params, match_tree
@@ -41,28 +42,29 @@ class Transform:
         Transform.__post_init__(self)
 
 
+@dataclass(frozen=True, eq=False)
 class Around(Transform, Generic[S]):
-    """Base class of transforms of one `optimizer`, whose state is `inner` in their own."""
+    """Base class of transforms of one `optimizer`, whose state is `inner` in their own.
 
-    state: ClassVar[type[Any]]  # S, a NamedTuple with the field `inner`
-    name: ClassVar[str]  # of the function that users call
+    A subclass names its state, a NamedTuple with the field `inner`, and the function that
+    users call.
+    """
+
+    state: ClassVar[type[Any]]
+    name: ClassVar[str]
+
     optimizer: Any  # a PureOptimizer
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> S:
-        """Return fresh state: see `FunctionalOptimizer.init`."""
-        inner = self.optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
-        return self.init_around(params, inner)
+    def __init_subclass__(cls, state: type[S], name: str) -> None:
+        """Take both."""
+        super().__init_subclass__()
+        cls.state, cls.name = state, name
 
-    def init_around(self, params: PyTree, inner: Any) -> S:
+    def init(self, params: PyTree, **options: Unpack[InitOptions]) -> S:
+        """Return fresh state: see `FunctionalOptimizer.init`."""
+        return self._around(params, self.optimizer.init(params, **options))
+
+    def _around(self, params: PyTree, inner: Any) -> S:
         """Return fresh state, given the optimizer's."""
         raise NotImplementedError
 

@@ -24,18 +24,13 @@ class EveryState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Every(Around[EveryState]):
+class Every(Around[EveryState], state=EveryState, name="every_k"):
     """An optimizer that steps every k-th time: see `every_k`."""
 
-    state = EveryState
-    name = "every_k"
-
-    optimizer: PureOptimizer
     k: int
     reduction: Reduction
 
-    def init_around(self, params: PyTree, inner: Any) -> EveryState:
-        """Return fresh state, given the optimizer's."""
+    def _around(self, params: PyTree, inner: Any) -> EveryState:
         _, tensors, spec = flatten_params(params)
         zeros = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in tensors]
         return EveryState(count_from(params), pytree.tree_unflatten(zeros, spec), inner)
@@ -81,9 +76,6 @@ def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") 
         optimizer: The optimizer.
         k: Calls a step, at least 1.
         reduction: "mean" divides the sum by k; "sum" is for losses divided already.
-
-    Returns:
-        An optimizer; its state is an `EveryState`.
 
     Raises:
         ValueError: k is not a whole number from 1, or reduction is neither.

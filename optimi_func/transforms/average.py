@@ -26,18 +26,13 @@ class EmaState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Averaged(Around[EmaState]):
+class Averaged(Around[EmaState], state=EmaState, name="ema"):
     """An optimizer that averages the parameters it makes: see `ema`."""
 
-    state = EmaState
-    name = "ema"
-
-    optimizer: PureOptimizer
     decay: Number
     debias: bool
 
-    def init_around(self, params: PyTree, inner: Any) -> EmaState:
-        """Return fresh state, given the optimizer's."""
+    def _around(self, params: PyTree, inner: Any) -> EmaState:
         _, tensors, spec = flatten_params(params)
         # Not detached, because the mean depends on p_0 if a_0 is p_0.
         wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]
@@ -95,10 +90,6 @@ def ema(optimizer: PureOptimizer, decay: Number, *, debias: bool = True) -> Aver
         decay: In [0, 1): how much of the mean a step keeps; a float, a 0-d tensor or a
             schedule. 0.999 averages over some thousand steps.
         debias: Divide by the sum of the weights instead of beginning with p_0.
-
-    Returns:
-        An optimizer; its state is an `EmaState`, whose `average` has the structure of the
-        parameters.
 
     Raises:
         ValueError: decay is out of its range.

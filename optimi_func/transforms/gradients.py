@@ -50,17 +50,12 @@ class ChainState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Chain(Around[ChainState]):
+class Chain(Around[ChainState], state=ChainState, name="chain"):
     """Gradient transforms before an optimizer: see `chain`."""
 
-    state = ChainState
-    name = "chain"
-
     transforms: tuple[GradientTransform, ...]
-    optimizer: PureOptimizer
 
-    def init_around(self, params: PyTree, inner: Any) -> ChainState:
-        """Return fresh state, given the optimizer's."""
+    def _around(self, params: PyTree, inner: Any) -> ChainState:
         states = tuple(transform.init(params) for transform in self.transforms)
         return ChainState(count_from(params), states, inner)
 
@@ -94,9 +89,6 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
         *parts: One or more gradient transforms (`clip_global_norm(1.0)` and the like), and
             last the optimizer.
 
-    Returns:
-        An optimizer; its state is a `ChainState`.
-
     Raises:
         TypeError: The last part is no optimizer, or another is no gradient transform.
 
@@ -121,7 +113,7 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
                 "transforms, such as clip_global_norm(1.0)"
             )
         before.append(transform)
-    return Chain(tuple(before), check_pure("chain", optimizer, ""))
+    return Chain(check_pure("chain", optimizer, ""), tuple(before))
 
 
 # A chain can be pickled, because these are functions of the module and partials of them.

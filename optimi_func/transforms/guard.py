@@ -20,17 +20,12 @@ class FiniteState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Guard(Around[FiniteState]):
+class Guard(Around[FiniteState], state=FiniteState, name="apply_if_finite"):
     """An optimizer that skips bad gradients: see `apply_if_finite`."""
 
-    state = FiniteState
-    name = "apply_if_finite"
-
-    optimizer: PureOptimizer
     max_consecutive: int | None
 
-    def init_around(self, params: PyTree, inner: Any) -> FiniteState:
-        """Return fresh state, given the optimizer's."""
+    def _around(self, params: PyTree, inner: Any) -> FiniteState:
         return FiniteState(count_from(params), count_from(params), inner)
 
     def step(
@@ -78,9 +73,6 @@ def apply_if_finite(
     Args:
         optimizer: The optimizer.
         max_consecutive: The most steps in a row to skip; 0 skips none. None: no limit.
-
-    Returns:
-        An optimizer; its state is a `FiniteState`.
 
     Raises:
         ValueError: max_consecutive is negative or no whole number.

@@ -22,16 +22,12 @@ class InjectState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Injected(Around[InjectState]):
+class Injected(Around[InjectState], state=InjectState, name="inject"):
     """A `FunctionalOptimizer` whose hyperparameters are in its state: see `inject`."""
-
-    state = InjectState
-    name = "inject"
 
     optimizer: FunctionalOptimizer
 
-    def init_around(self, params: PyTree, inner: TreeState) -> InjectState:
-        """Return fresh state, given the optimizer's."""
+    def _around(self, params: PyTree, inner: TreeState) -> InjectState:
         del params
         numbers = _numbers(self.optimizer)
         hyper = {k: _tensors(k, x, inner.step) for k, x in numbers.items()}
@@ -77,9 +73,6 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
 
     Args:
         optimizer: Made by a factory (`adamw(lr=...)`); transforms go around the result.
-
-    Returns:
-        An optimizer; its state is an `InjectState`.
 
     Raises:
         TypeError: optimizer is not a `FunctionalOptimizer`.

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import is_low
-from optimi_func.core.rule import PureOptimizer, PyTree, Storage, check_pure
+from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import flatten_params, match_tree
@@ -83,14 +83,7 @@ class Partition(Transform):
     def _name(self) -> str:
         return "masked" if self.freeze else "partition"
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
-    ) -> PartitionState:
+    def init(self, params: PyTree, **options: Unpack[InitOptions]) -> PartitionState:
         """Return fresh state, with the part of each leaf: see `FunctionalOptimizer.init`.
 
         Raises:
@@ -99,24 +92,23 @@ class Partition(Transform):
         """
         _, tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
-        asked = storage_of(storage, kahan_sum, state_dtype)
+        asked = storage_of(**options)
         low = {
             i
             for i, p in zip(places, tensors)
             if (p.dtype == torch.bfloat16 if asked.param == "exact" else is_low(p))
         }
         storages = self._storages(asked, low)
-        parts = tuple(
-            optimizer.init(
-                _part(i, places, tensors, spec),
+        parts: list[Any] = []
+        for i, optimizer in enumerate(self.optimizers):
+            own = options.copy()
+            if low and i not in low:
                 # A part without low precision must not raise if another part has it.
-                kahan_sum=kahan_sum if i in low or not low else None,
-                state_dtype=state_dtype,
-                storage=None if storage is None else storages[i],
-            )
-            for i, optimizer in enumerate(self.optimizers)
-        )
-        return PartitionState(Places(pytree.tree_unflatten(places, spec)), parts)
+                own.pop("kahan_sum", None)
+            if options.get("storage") is not None:
+                own["storage"] = storages[i]
+            parts.append(optimizer.init(_part(i, places, tensors, spec), **own))
+        return PartitionState(Places(pytree.tree_unflatten(places, spec)), tuple(parts))
 
     def step(
         self, params: PyTree, grads: PyTree, state: PartitionState
@@ -196,10 +188,8 @@ def place(
 ) -> list[int]:
     """Return the part of each parameter; `len(selects)` is the rest.
 
-    `name` is that of the caller, for errors.
-
-    Raises:
-        ValueError: A parameter is selected twice, or not at all and there is no rest.
+    Raises if one is selected twice, or not at all and there is no rest. `name` is that of
+    the caller, for errors.
     """
     found: list[int] = []
     for path, p in zip(paths, tensors):
@@ -224,11 +214,7 @@ def check_each(
     paths: Sequence[str],
     found: Sequence[int],
 ) -> None:
-    """Raise if a part has no parameter, given the part of each.
-
-    Raises:
-        ValueError: A select has none, or, with has_rest, the rest.
-    """
+    """Raise if a select or, with has_rest, the rest has no parameter."""
     known = f"the parameters are {_listed(paths)}"
     for i, select in enumerate(selects):
         if i not in found:
@@ -259,9 +245,6 @@ def partition(
             `init` calls it.
         rest: The optimizer of all leaves that nothing selects. None: there are none.
 
-    Returns:
-        An optimizer; its state is a `PartitionState`.
-
     Raises:
         TypeError: A part is no such pair.
         ValueError: There is no part. `init` raises it if a part selects nothing, a leaf is
@@ -282,12 +265,7 @@ def partition(
 def check_parts(
     name: str, parts: Sequence[Any], rest: Any
 ) -> tuple[tuple[Select, ...], tuple[PureOptimizer, ...]]:
-    """Return the selects of parts, and their optimizers with that of the rest.
-
-    Raises:
-        TypeError: A part is no pair of a select and an optimizer.
-        ValueError: There is no part.
-    """
+    """Return the checked selects of parts, and their optimizers with that of the rest."""
     if not parts:
         raise ValueError(f"{name} got no part: allowed is one or more")
     for i, part in enumerate(parts):
@@ -309,9 +287,6 @@ def masked(optimizer: PureOptimizer, select: Select) -> Partition:
     Args:
         optimizer: The optimizer of the leaves that are selected.
         select: A pattern or a predicate: see `partition`.
-
-    Returns:
-        An optimizer; its state is a `PartitionState` of one part.
 
     Raises:
         TypeError: select is neither.

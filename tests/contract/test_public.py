@@ -37,18 +37,21 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_documentation(name: str) -> None:
-    """Intuition, arguments, errors, citation, doctest: on the class, or on its base."""
-    cls = CLASSES[name]
-    text = inspect.getdoc(cls)
-    for part in ("Args:", "Raises:", "References:", ">>> ", "lr:", "`BaseOptimizer`"):
+    """Intuition, arguments, errors, citation, doctest: on the class, or on a base."""
+    cls, base = CLASSES[name], optimi_func.optimizers.BaseOptimizer
+    text, shared = inspect.getdoc(cls), inspect.getdoc(base)
+    for part in ("Args:", "References:", ">>> ", "`BaseOptimizer`"):
         assert part in text, part
+    for part in ("Args:", "Raises:", "params:", "lr:"):
+        assert part in shared, part
     assert re.search(r"arXiv:\d{4}\.\d{5}|ICML 2013", text)
-    shared = inspect.getdoc(optimi_func.optimizers.BaseOptimizer)
+    between = [c for c in cls.__mro__[1:] if issubclass(c, base) and c is not base]
+    text += "".join(f"\n{inspect.cleandoc(c.__doc__)}" for c in between)
     entries = [re.findall(r"^    (\w+): ", doc, re.MULTILINE) for doc in (text, shared)]
     for thing in (getattr(functional, name), cls):
         assert set(inspect.signature(thing).parameters) <= {*entries[0], *entries[1]}
     # Told once: what is the optimizer's own on the class, what all have on the base.
-    assert set(entries[0]) & set(entries[1]) <= {"params", "ValueError"}
+    assert set(entries[0]) & set(entries[1]) <= {"params", "lr"}
     assert f"`{cls.__name__}` as a value" in inspect.getdoc(getattr(functional, name))
     step = getattr(functional, f"{name}_step")
     keywords = list(inspect.signature(getattr(functional, name)).parameters)

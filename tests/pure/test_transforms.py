@@ -882,6 +882,37 @@ def test_patterns_and_predicates_find_dotted_paths() -> None:
     ].tolist() == [0, 0]
 
 
+class Halves:
+    """An optimizer of a user: two functions, and no options of `init`."""
+
+    def init(self, params: Any) -> Tensor:
+        return torch.zeros(())
+
+    def step(self, params: Any, grads: Any, state: Tensor) -> tuple[Any, Tensor]:
+        return pytree.tree_map(lambda p, g: p - 0.5 * g, params, grads), state + 1
+
+
+AROUND = {
+    "chain": lambda inner: chain(clip_value(10.0), inner),
+    "ema": lambda inner: ema(inner, 0.5),
+    "every_k": lambda inner: every_k(inner, 1),
+    "apply_if_finite": apply_if_finite,
+    "partition": lambda inner: partition(("w", inner), rest=inner),
+    "masked": lambda inner: masked(inner, "*"),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
+def test_an_optimizer_of_two_functions(around: Callable[[Any], Any]) -> None:
+    optimizer, params = around(Halves()), {"w": torch.ones(2), "b": torch.ones(3)}
+    state = optimizer.init(params)
+    params, state = optimizer.step(params, params, state)
+    assert {k: p.tolist() for k, p in params.items()} == {"w": [0.5] * 2, "b": [0.5] * 3}
+    assert 1.0 in [x.item() for x in pytree.tree_leaves(state) if x.dim() == 0]
+    with pytest.raises(TypeError, match="kahan_sum"):
+        optimizer.init(params, kahan_sum=False)
+
+
 def test_dict_order_does_not_matter() -> None:
     """Of the parameters, between init and step, through every transform but the noise."""
 

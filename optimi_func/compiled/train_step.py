@@ -332,10 +332,7 @@ class PureStep:
         warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels")
 
-        def update(at: Sequence[int], grads: list[Tensor], microbatch: Microbatch) -> None:
-            steps.update(at, grads, [microbatch] * len(grads))
-
-        with running(update, params):
+        with running(steps.update, params):
             outcome = graph.step(program, params, buffers, [], batch)
         tree_state.step.add_(1.0)
         return outcome
@@ -392,9 +389,11 @@ class ClassStep:
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
 
-        def update(at: Sequence[int], grads: list[Tensor], microbatch: Microbatch) -> None:
-            some, microbatches = [params[i] for i in at], [microbatch] * len(grads)
-            optimizer.update(some, grads, microbatches, write=True, count=True)
+        def update(
+            places: Sequence[int], grads: list[Tensor], microbatches: list[Microbatch]
+        ) -> None:
+            moved = [params[i] for i in places]
+            optimizer.update(moved, grads, microbatches, write=True, count=True)
 
         with no_grad_context(), running(update, params):
             detached = [p.detach() for p in params]

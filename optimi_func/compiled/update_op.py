@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import (
 
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch
 
-# (indices of parameters, their gradients, the gradients' microbatch) -> None, in place
-Update: TypeAlias = Callable[[Sequence[int], list[Tensor], Microbatch], None]
+# (indices of parameters, their gradients, their microbatches) -> None, in place
+Update: TypeAlias = Callable[[Sequence[int], list[Tensor], list[Microbatch]], None]
 
 
 def update_(
@@ -116,7 +116,7 @@ def _update(
             on_host = grad_scale.device.type == "cpu"
             scale = grad_scale.item() if on_host else grad_scale
             microbatch = WHOLE_BATCH._replace(grad_scale=scale)
-        update(places, list(grads), microbatch)
+        update(places, list(grads), [microbatch] * len(grads))
     for own, old, p in copies:
         p.copy_(own)
         own.copy_(old)

@@ -1,9 +1,9 @@
 """The handle of a gradient release, and which handles have hooks on which parameters."""
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,13 @@ from optimi_func.pure.tree import TreeState
 class _Attached(NamedTuple):
     """The release that a hook belongs to, and the way to remove the hook without it."""
 
-    release: "weakref.ref[GradientRelease]"
+    release: "ReferenceType[GradientRelease]"
     removers: list[RemovableHandle]
 
 
 # Weak dictionaries instead of attributes, which copies of a model would share.
-_by_model: "weakref.WeakKeyDictionary[nn.Module, list[GradientRelease]]" = (
-    weakref.WeakKeyDictionary()
-)
-_by_hook: "weakref.WeakKeyDictionary[Any, _Attached]" = weakref.WeakKeyDictionary()
+_by_model: "WeakKeyDictionary[nn.Module, list[GradientRelease]]" = WeakKeyDictionary()
+_by_hook: "WeakKeyDictionary[Any, _Attached]" = WeakKeyDictionary()
 
 
 class GradientRelease:
@@ -53,7 +51,7 @@ class GradientRelease:
         options: ReleaseOptions,
     ) -> None:
         self.optimizer = optimizer
-        self._model = weakref.ref(model)
+        self._model = ref(model)
         is_class = isinstance(optimizer, BaseOptimizer)
         updater = optimizer if is_class else TreeOptimizer(optimizer, params)
         self._runner = runner = Runner(params, updater, options)
@@ -63,7 +61,7 @@ class GradientRelease:
             p.register_post_accumulate_grad_hook(runner.hook) for p in params.values()
         ]
         _by_model.setdefault(model, []).append(self)
-        _by_hook[runner.hook] = _Attached(weakref.ref(self), list(self._hooks))
+        _by_hook[runner.hook] = _Attached(ref(self), list(self._hooks))
         if isinstance(optimizer, BaseOptimizer):
             self._hooks += [
                 optimizer.register_step_post_hook(self._after_step),

@@ -71,12 +71,8 @@ class Checkpoints(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter number, and the groups, as torch.optim does."""
-        with _hooking:
-            handle = self.register_state_dict_post_hook(_as_strings, prepend=True)
-            try:
-                return super().state_dict()
-            finally:
-                handle.remove()
+        with _hooking, self.register_state_dict_post_hook(_as_strings, prepend=True):
+            return super().state_dict()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return the state for torch.optim's class of the same name, if torch has one.
@@ -208,19 +204,16 @@ class Checkpoints(Optimizer):
             made.update(entries)
             return {**given, "state": found.others, "param_groups": groups}
 
-        with _hooking:
+        def restore(_: Optimizer) -> None:
+            self.state.update(made)
+
+        with (
+            _hooking,
             # They run after the user's pre-hooks and before the user's post-hooks.
-            handles = [
-                self.register_load_state_dict_pre_hook(prepare),
-                self.register_load_state_dict_post_hook(
-                    lambda _: self.state.update(made), prepend=True
-                ),
-            ]
-            try:
-                super().load_state_dict(state_dict)
-            finally:
-                for handle in handles:
-                    handle.remove()
+            self.register_load_state_dict_pre_hook(prepare),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
         return reports[-1]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:

@@ -78,7 +78,7 @@ train: $(STAMP)
 
 # Two at a time, a file by one of them: what it compiles, it compiles once. In order: the
 # files with the fewest tests would come last, and take the longest.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)

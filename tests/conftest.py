@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Threads of several processes share a few cores here: one that waits by spinning takes
 # the time of one that has work. OpenMP reads this when torch is loaded, also in processes
@@ -17,6 +18,7 @@ import pytest
 import tiers
 import torch
 from kernel_table import guarded
+from xdist.scheduler import LoadScopeScheduling
 
 from optimi_func.execution import inductor
 
@@ -41,15 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["COMPILER_PATH"] = folder.name
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file to one worker, and all tests of the kernel table to one.
+class ByFile(LoadScopeScheduling):
+    """Gives each file to one worker, and all files that step through the table to one.
 
     What a worker compiles or sets up for a file, it does once.
     """
-    for item in items:
-        table = item.get_closest_marker("kernels") and not tiers.is_later(item)
-        item.add_marker(pytest.mark.xdist_group("kernels" if table else item.path.stem))
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "kernels" if tiers.has_kernels(self.config.rootpath / path) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

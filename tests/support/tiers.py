@@ -6,6 +6,8 @@ kernel of their own, processes, wide tables. `soak` are those that take minutes.
 
 import re
 from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,13 @@ selected = ""
 def is_later(item: Any) -> bool:
     """Return whether a test is left out of `make test`."""
     return any(item.get_closest_marker(name) for name in LATER)
+
+
+@cache
+def has_kernels(path: Path) -> bool:
+    """Return whether tests of a file step through the table of kernels in `make test`."""
+    marks = r"mark\.kernels|\"kernels\""
+    return "not full" in selected and bool(re.search(marks, path.read_text()))
 
 
 def row(*values: Any, id: str, tier: str = "") -> Any:

@@ -355,6 +355,7 @@ def test_ambient_state_costs_no_graph(graphs) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.kernels
 def test_a_negated_view_is_negated() -> None:
     optimizer = optimi_func.sgd(lr=1.0)
     for n in (3, 9000):

@@ -111,6 +111,7 @@ def test_means_of_a_long_tensor_are_of_pieces_too(threads) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.kernels
 def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> None:
     for cls in (AdamW, StableAdamW):
         train(cls(qs := params(torch.float32, [64]), lr=0.1), qs)  # is compiled here
@@ -174,6 +175,7 @@ def test_a_float16_gradient_beside_a_bfloat16_parameter_is_not_taken_for_it() ->
     assert torch.equal(*ends)
 
 
+@pytest.mark.kernels
 def test_later_steps_plan_nothing(monkeypatch) -> None:
     ps = params(torch.float32)
     optimizer = AdamW(ps, lr=0.1)
@@ -195,6 +197,7 @@ def test_later_steps_plan_nothing(monkeypatch) -> None:
     assert planned == [len(ps)]  # the step before is still known
 
 
+@pytest.mark.kernels
 def test_a_dispatch_mode_sees_operations(launched) -> None:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -213,6 +216,7 @@ def test_a_dispatch_mode_sees_operations(launched) -> None:
     assert sum(op is torch.ops.aten.sqrt.default for op in seen) == len(ps)
 
 
+@pytest.mark.kernels
 def test_one_gradient_for_two_parameters() -> None:
     """Dynamo's guards refuse a list with one tensor twice, so facts are compared."""
     ends = []

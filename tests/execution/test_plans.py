@@ -282,6 +282,7 @@ def test_gradients_of_every_make(grad: Callable[[Tensor], Tensor], how: Any) -> 
     assert_alike(*ends)
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_that_is_there_twice_steps_twice() -> None:
     ends = []

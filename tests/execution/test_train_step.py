@@ -629,6 +629,7 @@ def test_a_groups_number_is_refused_before_any_write(name: str, bad: Any) -> Non
     assert not optimizer.state
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("not_generated")
 def test_states_are_refused_before_any_write() -> None:
     optimizer = optimi_func.adamw(lr=LR)

@@ -61,6 +61,7 @@ def test_small_gradients_keep_their_memory_order(options) -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["adamw", "stableadamw"])
 def test_compiled_release_makes_no_further_graph(name: str, graphs) -> None:
     pair = []
@@ -379,6 +380,7 @@ def test_a_backward_started_by_a_hook_keeps_what_waits_apart() -> None:
     assert torch.allclose(before["2.weight"] - model[2].weight, torch.full((2, 2), 1e3))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize("removed", [False, True])
 def test_everything_is_let_go(pure: bool, removed: bool) -> None:
@@ -794,6 +796,7 @@ def peak(model, optimizer, trace) -> float:
     return (most - before) / sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.kernels
 def test_the_peak_is_a_fifth_of_the_gradients_at_most(tmp_path) -> None:
     """By the profiler's count of bytes, on eight blocks of two layers."""
     shares = {}

@@ -1071,6 +1071,7 @@ def test_a_functional_state_can_be_replaced_and_a_cycle_ended() -> None:
         _ = classy.state
 
 
+@pytest.mark.kernels
 def test_a_functional_optimizer_joins_and_skips() -> None:
     model = Net()
     handle = prepare_for_gradient_release(

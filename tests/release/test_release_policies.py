@@ -1133,3 +1133,32 @@ def test_no_hook_waits_for_the_device(options) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert flat(model).isfinite().all()
     assert handle.skipped == {}
+
+
+def test_gradients_are_measured_before_they_are_clipped() -> None:
+    """Or the norm would be that of the limits, and inf would pass as the limit."""
+    model, optimizer = make(SGD)
+    options = {"clip_value": 1e-3, "skip_nonfinite": True, "grad_norm": True}
+    handle = prepare_for_gradient_release(model, optimizer, **options)
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss_of(model, 0), params)
+    loss_of(model, 0).backward()
+    expected = nn.utils.get_total_norm(grads)
+    assert torch.allclose(handle.grad_norm, expected, rtol=1e-5)
+    poison(model, "last.weight", float("-inf"))
+    before = model.last.weight.detach().clone()
+    loss_of(model, 0).backward()
+    assert model.last.weight.equal(before) and handle.skipped == {"last.weight": 1}
+
+
+def test_the_norm_counts_what_the_last_backward_gives_no_gradient() -> None:
+    model, optimizer = make(SGD)
+    handle = prepare_for_gradient_release(model, optimizer, grad_norm=True, **BUFFER)
+    params = list(model.parameters())
+    total = [torch.zeros_like(p) for p in params]
+    for i in range(MICRO):
+        loss = loss_of(model, i) if i + 1 < MICRO else model.last.weight.sum()
+        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        total = [x if g is None else x + g for x, g in zip(total, grads)]
+        loss.backward()
+    assert torch.allclose(handle.grad_norm, nn.utils.get_total_norm(total), rtol=1e-5)

@@ -128,17 +128,7 @@ def test_a_step_is_one_call_and_a_mean_two_more_a_million_elements(launched) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [float, torch.tensor], ids=["float", "tensor"])
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
-def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch) -> None:
-    """If l2 is 0, the gradients' addresses replace those of the parameters."""
-    tables: list[list[int]] = []
-    run = ListKernel.run
-
-    def seen(self: ListKernel, numbers: int, table: Any, *rest: Any, **each: Any) -> None:
-        tables.append(list(table))
-        run(self, numbers, table, *rest, **each)
-
-    monkeypatch.setattr(ListKernel, "run", seen)
-
+def test_means_of_either_decay_are_those_of_the_pure_step(decay: Any, number: Any) -> None:
     class Decayed(stableadamw):
         @property
         def decay(self) -> Any:
@@ -150,10 +140,6 @@ def test_means_read_parameters_for_l2_alone(decay: Any, number: Any, monkeypatch
     q, start, state = p.detach(), p.detach().clone(), optimizer.init(p)
     for _ in range(3):
         compiled.step_(optimizer, q, g, state)
-        *_, measured, moved = tables
-        for x in (q, state.leaves.kahan_comp):
-            assert x.data_ptr() in moved
-            assert (x.data_ptr() in measured) == (decay == "l2")
     plain, state = start, optimizer.init(start)
     for _ in range(3):
         plain, state = optimizer.step(plain, g, state)

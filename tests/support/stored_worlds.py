@@ -119,7 +119,7 @@ def stored_planes(folder: Path) -> None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             optimizer = make([p])
-        said = [str(w.message) for w in found if "in the midst" in str(w.message)]
+        said = [str(w.message) for w in found if "cut groups" in str(w.message)]
         assert len(said) == (not coded), said
         assert coded or str(shape) in said[0]
         whole = nn.Parameter(start.clone())

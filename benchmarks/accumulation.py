@@ -117,7 +117,7 @@ class Regression(nn.Module):
         self.y = y + config.noise * torch.randn(y.shape)
 
     def loss(self, step: int, i: int) -> Tensor:
-        """Of one micro-batch."""
+        """Return the loss of one micro-batch."""
         return F.mse_loss(self.layers(self.x[step, i]).squeeze(-1), self.y[step, i])
 
 
@@ -139,7 +139,7 @@ class Given(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """Where a training went, every step's first moment, and bytes held on the way."""
+    """Weights after a training, the first moment of every step, and the bytes held."""
 
     start: Tensor
     end: Tensor

@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: each file beside this one asks one question.
+"""Options, timing, reports and figures of the benchmarks, which each ask one question.
 
 A file has a frozen dataclass of options, and three functions: `measure` turns the options
 into numbers, `report` the numbers into text, `draw` the numbers into a figure. `main` makes
@@ -78,7 +78,7 @@ def option(default: Any, meaning: str, choices: Sequence[str] | None = None) -> 
 
 @dataclass(frozen=True)
 class Options:
-    """Of every question."""
+    """Options of every benchmark."""
 
     seed: int = option(0, "of everything random")
     threads: int = option(torch.get_num_threads(), "of torch")
@@ -86,7 +86,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Timed(Options):
-    """Of a question about time."""
+    """Options of benchmarks that measure time."""
 
     rounds: int = option(200, "measured rounds, at most")
     seconds: float = option(5.0, "to measure one comparison for; no fewer than 5 rounds")
@@ -95,7 +95,7 @@ class Timed(Options):
 
 @dataclass(frozen=True)
 class OnDevice(Timed):
-    """Of a question about time that a GPU may be asked too."""
+    """Options of benchmarks that measure time on any device."""
 
     device: str = option(
         "cuda" if torch.cuda.is_available() else "cpu", "to run on", ("cpu", "cuda")
@@ -266,7 +266,7 @@ def load(name: str) -> Any:
 
 
 def installed(package: str) -> str | None:
-    """Its version, if there is one."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -274,7 +274,7 @@ def installed(package: str) -> str | None:
 
 
 def machine(file: str, config: Options) -> Found:
-    """What the numbers are of."""
+    """Describe the machine and the versions."""
     device = getattr(config, "device", "cpu")
     # Of folders of this machine nobody else knows.
     given = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
@@ -302,7 +302,7 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """What is checked out."""
+    """Return the commit that is checked out."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -312,7 +312,7 @@ def commit() -> str | None:
 
 
 def folder(about: Found) -> Path:
-    """Where a machine's results are: cpu-epyc-2-threads."""
+    """Return the folder of a machine's results, such as cpu-epyc-2-threads."""
     words = re.findall(r"[a-z0-9]+", about["name"].lower())
     named = [w for w in words if w not in ("amd", "intel", "nvidia", "r", "tm", "cpu")]
     parts = [about["device"], *named, f"{about['threads']}-threads"]
@@ -360,7 +360,7 @@ def text(value: Any, digits: int = 2) -> str:
 
 
 def milliseconds(cell: Found) -> str:
-    """Of the median."""
+    """Format the median in milliseconds."""
     return f"{1e3 * cell['seconds']:.3g}"
 
 
@@ -379,7 +379,7 @@ def compared(found: Found, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def comparison(old: Found, new: Found) -> str:
-    """What changed between two runs, row by row."""
+    """Compare two runs, row by row."""
     before, after = dict(compared(old)), dict(compared(new))
     names = [str(found.get("machine", {}).get("commit")) for found in (old, new)]
     rows = [["ratio", *names, "new / old"]]
@@ -393,7 +393,7 @@ def comparison(old: Found, new: Found) -> str:
 
 
 def axes_of(title: str, rows: int = 1, columns: int = 1, **options: Any) -> list[Axes]:
-    """Of a new figure, which has a title."""
+    """Return the axes of a new figure with a title."""
     figure, grid = plt.subplots(
         rows, columns, layout="constrained", squeeze=False, **options
     )
@@ -452,7 +452,7 @@ def bars(
 
 
 def legend(axes: Axes, columns: int = 6) -> None:
-    """Of one of the axes, below all of them."""
+    """Draw the legend of one of the axes, below all of them."""
     handles, labels = axes.get_legend_handles_labels()
     place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
     axes.get_figure().legend(handles, labels, **place)

@@ -106,7 +106,7 @@ def measure(config: Config) -> Found:
 
 
 def clock(found: Found) -> str:
-    """Which was used."""
+    """Return the name of the clock."""
     cpu = found["config"]["cpu_time"]
     return "CPU time of the calling thread" if cpu else "wall time"
 

@@ -42,7 +42,7 @@ QUICK: Found = {"width": 64, "rounds": 5, "seconds": 1.0, "warmup": 1}
 
 
 def shapes(config: Config) -> list[tuple[int, int]]:
-    """Of attention and MLP."""
+    """Return the shapes of attention and MLP."""
     w = config.width
     return [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)] * config.blocks
 
@@ -55,7 +55,7 @@ def uncast(config: Config) -> AbstractContextManager[Any]:
 
 
 def ways(config: Config) -> dict[str, Callable[[list[Tensor]], Any]]:
-    """What makes the optimizers."""
+    """Return the functions that make the optimizers."""
     numbers: dict[str, Any] = {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}
     ours = {**numbers, "ns_dtype": config.dtype}
     return {

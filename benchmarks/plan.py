@@ -117,7 +117,7 @@ class GPT2(nn.Module):
 
 
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """Its activations are computed again in backward."""
+    """Call a block whose activations are computed again in backward."""
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 

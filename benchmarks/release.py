@@ -140,7 +140,7 @@ def training(name: str, config: Config, batch: int) -> tuple[Step, Step]:
 
 
 def peak(name: str, config: Config) -> Found:
-    """Of backward and update, beside the bytes of all gradients."""
+    """Return the peak of backward and update, and the bytes of all gradients."""
     # Kernels are compiled before, on a model of their own.
     for step in training(name, config, config.memory_batch):
         step()

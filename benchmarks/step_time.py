@@ -45,7 +45,7 @@ def linear(out: int, width: int) -> list[Shape]:
 
 
 def block(w: int) -> list[Shape]:
-    """Of a transformer: two norms, attention, MLP."""
+    """Return the shapes of a transformer block: two norms, attention, MLP."""
     attention = linear(3 * w, w) + linear(w, w)
     return [(w,)] * 4 + attention + linear(4 * w, w) + linear(w, 4 * w)
 
@@ -132,7 +132,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Way:
-    """How to make an AdamW, and what it can and needs."""
+    """A way to make an AdamW, with what it supports and needs."""
 
     make: Callable[..., Step]  # of the parameters, kahan, compiled
     needs: str | None = None  # a package, beside torch
@@ -229,7 +229,7 @@ def launches(step: Step, device: str) -> int | None:
 
 
 def batches(names: list[str], each: float, limit: float) -> list[list[str]]:
-    """As many ways at a time as there is memory for, the reference with all of them.
+    """Split the ways into batches that fit into memory, the reference in each.
 
     The slow ones go by themselves: the others have more rounds in the same time, and do
     not come after temporaries that the system has to map anew.

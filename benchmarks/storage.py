@@ -170,7 +170,7 @@ ROWS: dict[str, Callable[[float], Update]] = {
 def errors(
     names: list[str], kind: str, sigma: float = 1.0, steps: int = 400, seed: int = 0
 ) -> Found:
-    """Of each way the error of its updates and the largest of them."""
+    """Return each way's error of updates, and the largest update."""
     ways = {name: ROWS[name](eps_of(kind)) for name in [EXACT, *names]}
     apart, largest, size = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0), 0.0
     for g in gradients(kind, sigma, steps, seed):

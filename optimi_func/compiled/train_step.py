@@ -19,9 +19,9 @@ from optimi_func.compiled.whole import (
     no_grad_context,
 )
 from optimi_func.core import torch_private
-from optimi_func.core.checks import warn
+from optimi_func.core.checks import is_expanded, warn
 from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
-from optimi_func.execution.tensors import is_expanded, is_plain
+from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState

@@ -22,7 +22,6 @@ from optimi_func.execution.kernels import (
     CaptureError,
     DispatchModeError,
     Kernel,
-    Pass,
     SwitchedOffError,
     has_list_kernels,
     kernel,
@@ -55,7 +54,7 @@ _said_switched_off: set[str] = set()
 
 # "auto" takes kernels if a compiler is found, else "eager".
 Executor: TypeAlias = Literal["auto", "kernels", "foreach", "eager"]
-Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]
+_Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]
 
 
 def plan_launches(
@@ -77,7 +76,7 @@ def plan_launches(
     """
     if rule.whole is not None and write:
         return plan_wholes(rule, updates, partial(plan_launches, executor))
-    planners: dict[str, Planner] = {
+    planners: dict[str, _Planner] = {
         "auto": _plan_auto,
         "kernels": _plan_kernels,
         "foreach": plan_foreach,
@@ -152,7 +151,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
         return _plan_eager(rule, updates, write)
     count = count_means(rule, first.scalars.scalars.rates) if write else 0
     made = partial(_kernel, rule, first, write, around, count > 0)
-    run, mean = made("move"), made("mean") if count else None
+    run, mean = made(False), made(True) if count else None
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single
@@ -177,7 +176,12 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
 
 
 def _kernel(
-    rule: Rule[Any, Any], u: Update, write: bool, around: bool, measures: bool, part: Pass
+    rule: Rule[Any, Any],
+    u: Update,
+    write: bool,
+    around: bool,
+    has_means: bool,
+    measures: bool,
 ) -> Kernel:
     """Compile a kernel for updates like `u`.
 
@@ -186,18 +190,18 @@ def _kernel(
         u: One of them.
         write: False moves the state alone.
         around: The kernel is called within `codecs`.
-        measures: The step has means.
-        part: Of two kernels if it has.
+        has_means: The step takes two kernels, because it has means.
+        measures: Compile the first of them.
     """
     decodes = u.slot.coded and not around
     key = kernel_key(rule, u.slot, u.g, u.scalars.statics, write, decodes)
-    widens = around and measures and widens_gradients(u.slot, u.g)
+    widens = around and has_means and widens_gradients(u.slot, u.g)
     if widens:
         p, _, *rest = key.dtypes
         key = key._replace(dtypes=(p, torch.float32, *rest))
-    found = kernel(key._replace(part=part), u.scalars.scalars)
+    found = kernel(key._replace(measures=measures), u.scalars.scalars)
     if around and isinstance(found, ListKernel):
-        return found.on_codes(arguments_of(u.slot, write, part == "move", widens))
+        return found.on_codes(arguments_of(u.slot, write, not measures, widens))
     return found
 
 

@@ -16,12 +16,13 @@ from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_s
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
 from optimi_func.execution.launches import (
+    Columns,
     EagerLaunch,
     Launch,
-    StepInputs,
     Update,
 )
-from optimi_func.execution.tensors import chunks, foreach_copy_, leaf_of
+from optimi_func.execution.scalars import Packed
+from optimi_func.execution.tensors import chunks, leaf_of
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class Many:
     def to(self, dtype: torch.dtype) -> "Many":
         """Cast each tensor."""
         casted = [torch.empty_like(x, dtype=dtype) for x in self.tensors]
-        foreach_copy_(casted, self.tensors)
+        torch._foreach_copy_(casted, self.tensors)
         return Many(casted)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,22 +158,22 @@ class ForeachLaunch(Launch):
             found.append(x)
         return found
 
-    def _given(self, inputs: StepInputs) -> tuple[Leaf, Any, Scalars]:
-        kept: list[Any] = list(map(Many, self.columns(inputs.roles)))
-        packed = self.scalars(inputs)
-        scalars = packed.scalars
-        if not packed.on_host:
-            values = packed.tensor(self.dtype, kept[0].tensors[0].device).unbind()
-            scalars = fill(packed.statics, pytree.tree_structure(scalars), values)
-        g: Any = Many(self.pick(inputs.grads))
+    def _given(self, columns: Columns, packed: list[Packed]) -> tuple[Leaf, Any, Scalars]:
+        kept: list[Any] = list(map(Many, self.read(columns)))
+        own = packed[self._at]
+        scalars = own.scalars
+        if not own.on_host:
+            values = own.tensor(self.dtype, kept[0].tensors[0].device).unbind()
+            scalars = fill(own.statics, pytree.tree_structure(scalars), values)
+        g: Any = Many(self.pick(columns[1]))
         return leaf_of(self._rule, self._codes, kept), g, scalars
 
-    def measure(self, inputs: StepInputs) -> Tensor:
+    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, a row for each parameter."""
-        found: Any = leaf_means(self._rule, *self._given(inputs))
+        found: Any = leaf_means(self._rule, *self._given(columns, packed))
         return torch.stack([torch.stack(x.tensors) for x in found], dim=1)
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         known = [] if means is None else [Many(list(x.unbind())) for x in means.unbind(1)]
 
@@ -180,12 +181,12 @@ class ForeachLaunch(Launch):
             taken = known or [Many([y.mean() for y in x.tensors]) for x in measured]
             return [x.to(measured[0].dtype) for x in taken]
 
-        leaf, g, scalars = self._given(inputs)
+        leaf, g, scalars = self._given(columns, packed)
         new: Any = leaf_step(self._rule, leaf, g, scalars, self._write, take)
-        targets = self.columns(inputs.targets)
-        for target, old, result in zip(targets, _listed(leaf), _listed(new)):
+        rows = zip(self.written(columns), _listed(leaf), _listed(new))
+        for target, old, result in rows:
             if result is not old:
-                foreach_copy_(target, result.tensors)
+                torch._foreach_copy_(target, result.tensors)
 
 
 def _listed(leaf: Leaf) -> list[Any]:

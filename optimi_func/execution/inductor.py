@@ -12,7 +12,7 @@ This is the only module that uses private parts of Inductor. If they are not as 
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from optimi_func.execution.triton_list import triton_list_kernel_of
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])
-# A function that writes to some of its 1-D tensors and returns nothing.
-Flat = Callable[..., None]
+# `run(scalars, p, g, *state, *comp, *targets)` on 1-D tensors, some of which it writes to.
+Kernel: TypeAlias = Callable[..., None]
 Generated = Callable[[list[Any]], Any]
 
 # Precompiling torch's C++ headers takes as long as four kernels without them.
@@ -34,7 +34,7 @@ _RECOMPILE_LIMIT = 64
 _LONGEST = 2**31 - 1
 
 
-def compile_flat(function: Flat, example: Sequence[Tensor], row: int) -> Flat:
+def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kernel:
     """Compile `function` by calling it on an example.
 
     Args:
@@ -52,7 +52,7 @@ def compile_flat(function: Flat, example: Sequence[Tensor], row: int) -> Flat:
         Exception: Any error of the compiler.
     """
 
-    def made() -> Flat:
+    def made() -> Kernel:
         kind = example[0].device.type
         public, found = _compile(function, example, {} if kind == "cpu" else _one_pass())
 
@@ -79,7 +79,7 @@ def compile_flat(function: Flat, example: Sequence[Tensor], row: int) -> Flat:
     return _with_vectors(made)
 
 
-def compile_list_kernel(function: Flat, example: Sequence[Tensor]) -> ListKernel | None:
+def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKernel | None:
     """Compile `function` for lists of tensors on CPU; None if that is not possible."""
 
     def made() -> ListKernel | None:
@@ -113,8 +113,8 @@ def _with_vectors(made: Callable[[], S]) -> S:
 
 
 def _compile(
-    function: Flat, example: Sequence[Tensor], options: dict[str, Any]
-) -> tuple[Flat, tuple[Generated, list[int]] | None]:
+    function: Kernel, example: Sequence[Tensor], options: dict[str, Any]
+) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
     """Return torch.compile's function, and the generated code with `argument_order`."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.execution.inductor import (
-    Flat,
+    Kernel,
     compile_flat,
     compile_list_kernel,
     in_rows,
 )
-from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.slots import Slot, scale_places
 from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
@@ -35,13 +34,6 @@ T = TypeVar("T")
 
 # Compiled for this length: on a short one Inductor's CPU loop would stay serial for good.
 _COMPILE_LENGTH = 1 << 20
-
-# `run(scalars, p, g, *state, *comp, *targets)`, or a ListKernel of it.
-Kernel: TypeAlias = Flat | ListKernel
-# A step with means over the tensor takes two kernels: "mean" writes them behind the
-# scalars, where "move" reads them. One graph would keep everything that it computes before
-# the means in tensors as long as the parameter.
-Pass: TypeAlias = Literal["move", "mean"]
 
 
 class KernelKey(NamedTuple):
@@ -53,7 +45,10 @@ class KernelKey(NamedTuple):
     in_place: bool  # False: results go to more arguments, the targets
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
     device: torch.device
-    part: Pass = "move"
+    # A step with means over the tensor takes two kernels: one measures them and writes them
+    # behind the scalars, where the other reads them. One graph would keep everything that
+    # it computes before the means in tensors as long as the parameter.
+    measures: bool = False
     # Fields of the state that the kernel itself decodes: two tensors each.
     codes: tuple[bool, ...] = ()
 
@@ -73,7 +68,7 @@ class KernelKey(NamedTuple):
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
         flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
         chosen = [str(s) for s in self.statics if s is not None]
-        part = ["mean"] if self.part == "mean" else []
+        part = ["mean"] if self.measures else []
         codes = ["codes"] if any(self.codes) else []
         return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes])
 
@@ -210,7 +205,7 @@ def _example(key: KernelKey) -> list[Tensor]:
     return in_rows(made, key.row)
 
 
-def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Flat:
+def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
     """Return the function to compile; `count` is the number of means in a step."""
     rule, inputs = key.rule, len(key.dtypes)
 
@@ -219,7 +214,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Flat:
         scalars = fill(key.statics, spec, values)
         p, g, *rest = tensors[:inputs]
         leaf = leaf_of(rule, key.codes, [p, *rest])
-        if key.part == "mean":
+        if key.measures:
             found = leaf_means(rule, leaf, g, scalars)
             for place, mean in zip(numbers.split(1)[-len(found) :], found):
                 place.copy_(mean.reshape(1))

@@ -3,11 +3,12 @@
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from optimi_func.core.codes import same_order
 from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
@@ -16,16 +17,21 @@ from optimi_func.core.leaf import (
     leaf_step,
     whole_means,
 )
-from optimi_func.core.rule import Leaf, Rule
+from optimi_func.core.rule import Leaf, Rule, Scalars
+from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.cpp import PIECE
-from optimi_func.execution.inductor import Flat
+from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.execution.slots import Roles, Slot
-from optimi_func.execution.tensors import is_plain, leaf_of, same_order, write_back
+from optimi_func.execution.slots import Slot
+from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
+# The tensors of a step, with a row for each parameter: the parameters, the gradients, the
+# tensors of the state, and the compensations or None. If results go to new tensors, the
+# same again for these.
+Columns: TypeAlias = list[list[Any]]
 
 
 class Update(NamedTuple):
@@ -55,20 +61,10 @@ def alike(updates: list[Update]) -> list[list[Update]]:
     for u in updates:
         slot = u.slot
         if slot.numel:
-            tensors = slot.dtypes, slot.roles, slot.dense, bool(slot.into)
+            tensors = slot.dtypes, slot.columns, slot.dense, bool(slot.into)
             kind = *tensors, u.plain, u.g.dtype, u.g.device, u.at
             groups.setdefault(kind, []).append(u)
     return list(groups.values())
-
-
-class StepInputs(NamedTuple):
-    """Everything that a plan's launches read and write in one step."""
-
-    roles: Roles
-    targets: Roles  # `roles` itself for a step in place
-    grads: list[Tensor]
-    packed: list[Packed]
-    at: list[int]  # for each parameter the index of its scalars
 
 
 class Launch:
@@ -86,7 +82,8 @@ class Launch:
         self.places = [u.place for u in updates]
         self._at = first.at
         self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
-        self._roles, self._codes = first.slot.roles, first.slot.codes
+        self._columns, self._codes = first.slot.columns, first.slot.codes
+        self._into = bool(first.slot.into)
         self._aligned = all([u.aligned for u in updates])
 
     def pick(self, items: list[T]) -> list[T]:
@@ -95,49 +92,56 @@ class Launch:
             return items
         return [items[i] for i in self.places]
 
-    def columns(self, roles: Roles) -> list[list[Tensor]]:
-        """Pick the tensors of this launch's parameters, role by role."""
-        return [self.pick(roles[i]) for i in self._roles]
+    def read(self, columns: Columns) -> Columns:
+        """Pick the tensors that this launch reads, column by column."""
+        return [self.pick(columns[i]) for i in self._columns]
 
-    def aligned(self, inputs: StepInputs) -> list[Tensor]:
+    def written(self, columns: Columns) -> Columns:
+        """Pick those that it writes."""
+        return self.read(columns[len(columns) // 2 :] if self._into else columns)
+
+    def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
-        if self._aligned and len(inputs.grads) == len(self.places):
-            return inputs.grads
-        grads = self.pick(inputs.grads)
+        grads = self.pick(columns[1])
         if self._aligned:
             return grads
-        return list(map(_align, self.pick(inputs.roles[0]), grads))
+        return list(map(_align, self.pick(columns[0]), grads))
 
-    def scalars(self, inputs: StepInputs) -> Packed:
-        """Return the scalars of this launch."""
-        return inputs.packed[self._at]
-
-    def measure(self, inputs: StepInputs) -> Tensor:
+    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means that the rule takes over the local shards, a row for each."""
         raise NotImplementedError
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters; `means` are those over all shards, if they are known."""
         raise NotImplementedError
 
 
-def run_launches(launches: list[Launch], inputs: StepInputs, written: Roles) -> None:
-    """Run launches, and undo what they wrote where a `finite` flag is false."""
+def run_launches(
+    launches: list[Launch],
+    columns: Columns,
+    packed: list[Packed],
+    at: list[int],
+    written: Columns,
+) -> None:
+    """Run launches, and undo what they wrote where a `finite` flag is false.
+
+    `at` are the indices of the parameters' scalars.
+    """
     flagged = False
-    for x in inputs.packed:
+    for x in packed:
         flagged |= x.finite is not None
     for launch in launches:
         if not flagged:
-            launch.run(inputs)
+            launch.run(columns, packed, None)
             continue
-        flags = [inputs.packed[inputs.at[i]].finite for i in launch.places]
-        tensors = chain.from_iterable(zip(launch.pick(role), flags) for role in written)
+        flags = [packed[at[i]].finite for i in launch.places]
+        tensors = chain.from_iterable(zip(launch.pick(x), flags) for x in written)
         kept = [
             (x, flag, x.clone())
             for x, flag in tensors
             if x is not None and flag is not None
         ]
-        launch.run(inputs)
+        launch.run(columns, packed, None)
         for x, flag, old in kept:
             x.copy_(torch.where(flag, x, old))
 
@@ -157,22 +161,24 @@ class EagerLaunch(Launch):
         super().__init__([update])
         self._rule, self._write = rule, write
 
-    def _given(self, inputs: StepInputs) -> tuple[Leaf, Tensor]:
+    def _given(
+        self, columns: Columns, packed: list[Packed]
+    ) -> tuple[Leaf, Tensor, Scalars]:
         (i,) = self.places
-        tensors = [inputs.roles[role][i] for role in self._roles]
-        return leaf_of(self._rule, self._codes, tensors), inputs.grads[i]
+        leaf = leaf_of(self._rule, self._codes, [columns[j][i] for j in self._columns])
+        return leaf, columns[1][i], packed[self._at].scalars
 
-    def measure(self, inputs: StepInputs) -> Tensor:
+    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means as one row."""
-        scalars = self.scalars(inputs).scalars
-        return torch.stack(leaf_means(self._rule, *self._given(inputs), scalars))[None]
+        given = self._given(columns, packed)
+        return torch.stack(leaf_means(self._rule, *given))[None]
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameter."""
-        scalars = self.scalars(inputs).scalars
+        given = self._given(columns, packed)
         take = whole_means if means is None else _given_means(means[0])
-        new = leaf_step(self._rule, *self._given(inputs), scalars, self._write, take)
-        write_back([x for (x,) in self.columns(inputs.targets)], new)
+        new = leaf_step(self._rule, *given, self._write, take)
+        write_back([x for (x,) in self.written(columns)], new)
 
 
 def _given_means(row: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -192,19 +198,20 @@ class KernelLaunch(Launch):
     """
 
     def __init__(
-        self, kernel: Flat, mean: Flat | None, count: int, updates: list[Update]
+        self, kernel: Kernel, mean: Kernel | None, count: int, updates: list[Update]
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        self._into = bool(updates[0].slot.into)
         if isinstance(kernel, TritonListKernel):
-            table = Table(updates)
+            table = _Table(updates)
             rest = table.before + table.after
             self._table = DeviceTable(updates[0].g.device, table.lengths, rest)
 
-    def _numbers(self, inputs: StepInputs, means: Tensor | None) -> Tensor:
-        device, count = inputs.grads[self.places[0]].device, len(self.places)
-        values = self.scalars(inputs).tensor(self.dtype, device)
+    def _values(
+        self, grads: list[Tensor], packed: list[Packed], means: Tensor | None
+    ) -> Tensor:
+        device, count = grads[0].device, len(self.places)
+        values = packed[self._at].tensor(self.dtype, device)
         if self._mean is None:
             return values.expand(count, -1)
         return rows(
@@ -212,36 +219,38 @@ class KernelLaunch(Launch):
         )
 
     def _call(
-        self, inputs: StepInputs, grads: list[Tensor], values: Tensor, *kernels: Flat
+        self, columns: Columns, grads: list[Tensor], values: Tensor, *kernels: Kernel
     ) -> None:
-        p, *state = self.columns(inputs.roles)
-        columns = [p, grads, *state]
+        p, *state = self.read(columns)
+        given = [p, grads, *state]
         if self._into:
-            columns += self.columns(inputs.targets)
-        for row, *tensors in zip(values, *columns):
+            given += self.written(columns)
+        for row, *tensors in zip(values, *given):
             for kernel in kernels:
                 kernel(row, *tensors)
 
-    def measure(self, inputs: StepInputs) -> Tensor:
+    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, which the kernel writes after each row of scalars."""
         assert self._mean is not None
-        values = self._numbers(inputs, None)
-        self._call(inputs, self.aligned(inputs), values, self._mean)
+        grads = self.aligned(columns)
+        values = self._values(grads, packed, None)
+        self._call(columns, grads, values, self._mean)
         return values[:, -self._count :]
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
-        grads, values = self.aligned(inputs), self._numbers(inputs, means)
+        grads = self.aligned(columns)
+        values = self._values(grads, packed, means)
         measures = [self._mean] if self._mean is not None and means is None else []
         if not isinstance(self._kernel, TritonListKernel):
-            self._call(inputs, grads, values, *measures, self._kernel)
+            self._call(columns, grads, values, *measures, self._kernel)
             return
         if measures:
-            self._call(inputs, grads, values, *measures)
+            self._call(columns, grads, values, *measures)
         self._kernel.run(values, self._table, addresses(grads))
 
 
-class Table:
+class _Table:
     """Addresses and lengths of a launch's tensors, as lists of kernels read them.
 
     The columns are those of the parameters, the gradients, the state and, for a step
@@ -275,7 +284,7 @@ class ListLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        self._table = Table(updates)
+        self._table = _Table(updates)
         self._dithers = any(self._codes)
         self.host = self._aligned and mean is None
         lengths = self._table.lengths
@@ -289,13 +298,14 @@ class ListLaunch(Launch):
             self._rows = torch.tensor([i for i, _ in starts], device="cpu")
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
-    def measure(self, inputs: StepInputs) -> Tensor:
+    def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
         assert self._mean is not None
-        values = self.scalars(inputs).tensor(self.dtype, inputs.grads[0].device)
+        values = packed[self._at].tensor(self.dtype, columns[1][0].device)
         own = rows(values, values.new_zeros(self._pieces, self._count))
         step = own.stride(0) * own.element_size()
-        grads = self.aligned(inputs)  # which may be copies, alive until the kernel has run
+        # They may be copies, so they have to be alive until the kernel has run.
+        grads = self.aligned(columns)
         table = self._table.joined(grads)
         self._mean.run(own.data_ptr(), table, self._table.lengths, per_piece=step)
         found = own[:, -self._count :]
@@ -305,20 +315,23 @@ class ListLaunch(Launch):
         sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
         return sums.index_add_(0, self._rows, found * self._shares[:, None])
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
-        packed, grads, per_row = inputs.packed[self._at], self.aligned(inputs), 0
-        if self._mean is None and packed.on_host:
-            values = packed.array(self.dtype)
+        own, per_row = packed[self._at], 0
+        if self._mean is not None and means is None:
+            means = self.measure(columns, packed)
+        grads = self.aligned(columns)
+        if means is None and own.on_host:
+            values = own.array(self.dtype)
             at, _ = values.buffer_info()
         else:
-            values = packed.tensor(self.dtype, grads[0].device)
-            if self._mean is not None:
-                values = rows(values, self.measure(inputs) if means is None else means)
+            values = own.tensor(self.dtype, grads[0].device)
+            if means is not None:
+                values = rows(values, means)
                 per_row = values.stride(0) * values.element_size()
             at = values.data_ptr()
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
-        dither = float(packed.scalars.dither) if self._dithers else 0.0
+        dither = float(own.scalars.dither) if self._dithers else 0.0
         table = self._table.joined(grads)
         self._kernel.run(at, table, self._table.lengths, per_row=per_row, dither=dither)
 
@@ -338,18 +351,18 @@ class ShardedLaunch(Launch):
         self._slots = [u.slot for u in updates]
         self._counts = [count_means(rule, u.scalars.scalars.rates) for u in updates]
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Measure, all-reduce, and update the parameters."""
         del means
         found = {
             place: means.double()
             for launch in self._launches
-            for place, means in zip(launch.places, launch.measure(inputs))
+            for place, means in zip(launch.places, launch.measure(columns, packed))
         }
         sums: list[Tensor] = []
         shards: list[ShardSpec | None] = []
         for i, slot, count in zip(self.places, self._slots, self._counts):
-            device = inputs.grads[i].device
+            device = columns[1][i].device
             none_here = torch.zeros(count, dtype=torch.float64, device=device)
             sums += (found.get(i, none_here) * slot.numel).unbind()
             shards += [slot.shard] * count
@@ -358,7 +371,8 @@ class ShardedLaunch(Launch):
             assert slot.shard is not None
             found[i] = torch.stack(list(islice(totals, count))) / slot.shard.numel
         for launch in self._launches:
-            launch.run(inputs, torch.stack([found[i] for i in launch.places]))
+            own = torch.stack([found[i] for i in launch.places])
+            launch.run(columns, packed, own)
 
 
 def rows(values: Tensor, last: Tensor) -> Tensor:

@@ -2,15 +2,17 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from optimi_func.core.codes import NEAREST, dither_at
 from optimi_func.core.leaf import microbatch_scalars
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, Scalars
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, Scalar, Scalars
 from optimi_func.execution.tensors import foreach_add_, is_capturing
+from optimi_func.pure.functional import FunctionalOptimizer
 
 # Bytes: kernels expect their scalars to begin at a multiple of this.
 ALIGNMENT = 16
@@ -82,15 +84,9 @@ def pack(
 ) -> tuple[list[Packed], list[int]]:
     """Pack the scalars of several parameters, equal ones once.
 
-    Args:
-        rule: The rule of all parameters.
-        scalars: Scalars of whole steps.
-        at: The index in `scalars` for each parameter.
-        microbatches: What each gradient is to its step; None: the whole of it.
-        write: False moves the state alone.
-
-    Returns:
-        The packed scalars, and the index among them for each parameter.
+    `at` is the index in `scalars` for each parameter, and the second result the index among
+    the packed ones. `microbatches` are what each gradient is to its step, or None if it is
+    the whole of it. write=False moves the state alone.
     """
     if microbatches is None:
         if not write:
@@ -106,6 +102,25 @@ def pack(
             packed.append(Packed(microbatch_scalars(rule, scalars[i], m, write), m.finite))
         found.append(places[key])
     return packed, found
+
+
+def scalars_after(
+    bound: FunctionalOptimizer, counts: Sequence[tuple[Scalar, Any]], coded: bool
+) -> tuple[list[Scalars], list[Any]]:
+    """Return the scalars of the next step, and the running scalars after it.
+
+    There are as many as `counts`, which are pairs of steps taken and running scalars. coded
+    is True if any state is in codes, so that the step needs a dither.
+    """
+    rule, lr = bound.rule, cast(Scalar, bound.lr)
+    found: list[Scalars] = []
+    after: list[Any] = []
+    for count, running in counts:
+        t = (count.double() if isinstance(count, Tensor) else count) + 1.0
+        coeffs, new = rule.advance(t, lr, rule.running(*running), bound.numbers)
+        found.append(Scalars(coeffs, bound.rates_now, dither_at(t) if coded else NEAREST))
+        after.append(new)
+    return found, after
 
 
 def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

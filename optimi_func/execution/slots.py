@@ -1,16 +1,13 @@
 """Slots: the facts about a parameter and its state that launches are planned by."""
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimi_func.core.codes import is_dense, same_order
 from optimi_func.core.distributed import ShardSpec
-from optimi_func.execution.tensors import is_dense, is_plainly_strided, same_order
-
-# roles[i][k] is tensor i of parameter k: the parameter itself, its state's tensors, and
-# last what Kahan summation keeps (None if it keeps nothing).
-Roles: TypeAlias = list[list[Any]]
+from optimi_func.execution.tensors import is_plainly_strided
 
 
 class Slot(NamedTuple):
@@ -22,7 +19,7 @@ class Slot(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
     addresses: tuple[int, ...]
     numel: int  # of the local shard
-    roles: tuple[int, ...]  # the plan's role of each tensor
+    columns: tuple[int, ...]  # the launch's column of each tensor
     codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
@@ -68,35 +65,35 @@ def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
 def make_slots(
     names: list[str],
     fields: tuple[str, ...],
-    roles: Roles,
-    targets: Roles,
+    columns: list[list[Any]],
+    targets: list[list[Any]],
     shards: list[ShardSpec | None],
 ) -> list[Slot]:
     """Make the slots of parameters.
 
     Args:
-        names: Names of the roles between the parameter and its compensation.
-        fields: The rule's fields; a field in codes is two roles.
-        roles: Local tensors that are read.
-        targets: Local tensors that are written; `roles` itself for a step in place.
+        names: Names of the state's columns.
+        fields: The rule's fields; a field in codes is two columns.
+        columns: The local tensors, of which the gradients are not looked at.
+        targets: Columns of tensors for the results; empty: in place.
         shards: How each parameter is sharded.
     """
-    into = targets if targets is not roles else [[None] * len(shards)]
-    rows = zip(zip(*roles), zip(*into), shards)
+    into = targets or [[None] * len(shards)]
+    rows = zip(zip(*columns), zip(*into), shards)
     return [_make_slot(names, fields, *row) for row in rows]
 
 
 def _make_slot(
     names: list[str],
     fields: tuple[str, ...],
-    column: tuple[Any, ...],
+    row: tuple[Any, ...],
     into: tuple[Any, ...],
     shard: ShardSpec | None,
 ) -> Slot:
-    present = tuple([i for i, x in enumerate(column) if x is not None])
-    tensors: list[Tensor] = [column[i] for i in present]
-    own = {names[i - 1] for i in present[1:] if i <= len(names)}
-    targets = [x for x in into if x is not None]
+    present = tuple([i for i, x in enumerate(row) if i != 1 and x is not None])
+    tensors: list[Tensor] = [row[i] for i in present]
+    own = {names[i - 2] for i in present[1:] if i - 2 < len(names)}
+    targets = [x for i, x in enumerate(into) if i != 1 and x is not None]
     p, every = tensors[0], [*tensors, *targets]
     # Scales have another shape than the parameter, and one order.
     ordered = [

@@ -6,14 +6,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_writable as check_writable
-from optimi_func.core.checks import is_expanded as is_expanded
-from optimi_func.core.codes import is_dense as is_dense
-from optimi_func.core.codes import same_order as same_order
 from optimi_func.core.rule import Leaf, Rule
 from optimi_func.core.storage import state_of, tensors_of
-from optimi_func.core.torch_private import has_memory as has_memory
-from optimi_func.core.torch_private import is_plain as is_plain
+from optimi_func.core.torch_private import is_plain
 
 T = TypeVar("T")
 
@@ -40,11 +35,6 @@ def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[lis
         chunk.append(item)
         total += numel(item)
     yield chunk
-
-
-def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source onto its target."""
-    torch._foreach_copy_(targets, sources)
 
 
 def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_writable
 from optimi_func.core.distributed import (
     check_placed,
     is_distributed,
@@ -20,11 +21,11 @@ from optimi_func.core.rule import Leaf, Microbatch, PyTree, Scalars
 from optimi_func.core.storage import entry_of, names_in
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import StepInputs, run_launches
+from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import make_launches, raise_versions
 from optimi_func.execution.scalars import Packed, pack
-from optimi_func.execution.slots import Roles, make_slots
-from optimi_func.execution.tensors import check_writable, is_capturing
+from optimi_func.execution.slots import make_slots
+from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure import tree as pure_tree
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState
@@ -88,19 +89,19 @@ class TreeStep:
                 check_writable(path, *to_local([leaf.p]))
             pure_tree.check_grad(path, leaf.p, g)
             local += to_local([redistribute_like(path, leaf.p, g)])
-        names, roles = self._roles(list(map(leaf_to_local, leaves)))
-        targets = roles
+        names, columns = self._columns(list(map(leaf_to_local, leaves)), local)
+        targets: list[list[Any]] = []
         if into is not None:
-            _, targets = self._roles(list(map(leaf_to_local, into)))
+            _, targets = self._columns(list(map(leaf_to_local, into)), local)
         rule, shards = self._rule, [shards_of(leaf.p) for leaf in leaves]
-        slots = make_slots(names, rule.state._fields, roles, targets, shards)
+        slots = make_slots(names, rule.state._fields, columns, targets, shards)
         at = [self._at[i] for i in places]
         packed, at = pack(rule, self._scalars, at, microbatches, write)
-        inputs = StepInputs(roles, targets, local, packed, at)
-        launches = make_launches(self._executor, rule, slots, inputs, write)
-        written = targets if write else targets[1:-1]
-        run_launches(launches, inputs, written)
-        moved = [x for role in written for x in role if x is not None]
+        launches = make_launches(self._executor, rule, slots, columns, packed, at, write)
+        p, _, *rest = targets or columns
+        written = [p, *rest] if write else rest[:-1]
+        run_launches(launches, columns + targets, packed, at, written)
+        moved = [x for column in written for x in column if x is not None]
         if write and into is None:
             self._advance(places, packed, at)
             # Autograd has not seen that their local shards were written.
@@ -125,15 +126,16 @@ class TreeStep:
                     new = torch.where(flag.to(old.device), new, old)
                 old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
 
-    def _roles(self, leaves: list[Leaf]) -> tuple[list[str], Roles]:
-        """Return the names between parameter and compensation, and the roles."""
+    def _columns(
+        self, leaves: list[Leaf], grads: list[Tensor]
+    ) -> tuple[list[str], list[list[Any]]]:
+        """Return the names of the state's columns, and all columns."""
         entries = [entry_of(leaf.state, leaf.comp) for leaf in leaves]
         names = dict.fromkeys(name for entry in entries for name in entry)
         every = names_in(self._rule.state._fields, names)
-        roles: Roles = [[leaf.p for leaf in leaves]]
         every = [name for name in every if name != "kahan_comp"]
-        roles += [[entry.get(name) for entry in entries] for name in every]
-        return every, [*roles, [leaf.comp for leaf in leaves]]
+        between = [[entry.get(name) for entry in entries] for name in every]
+        return every, [[x.p for x in leaves], grads, *between, [x.comp for x in leaves]]
 
 
 def step(

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from optimi_func.core.codes import same_order
 from optimi_func.core.distributed import part_on_whole
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import Direction, NoState, Rule, Scalars, gradient_rule
-from optimi_func.execution.launches import Launch, StepInputs, Update
+from optimi_func.execution.launches import Columns, Launch, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot
-from optimi_func.execution.tensors import chunks, same_order
+from optimi_func.execution.tensors import chunks
 
-Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]
+_Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]
 
 # Elements of the directions that are in memory together, or one larger tensor: if they are
 # mapped one by one, and in batches.
@@ -58,7 +59,7 @@ class WholeLaunch(Launch):
         plan: Plans the two passes.
     """
 
-    def __init__(self, rule: Rule[Any, Any], updates: list[Update], plan: Planner) -> None:
+    def __init__(self, rule: Rule[Any, Any], updates: list[Update], plan: _Planner) -> None:
         super().__init__(updates)
         self._rule, self._plan = rule, plan
         # Without their tensors, which a launch must not keep alive.
@@ -68,6 +69,10 @@ class WholeLaunch(Launch):
         params, grads = [u.p for u in updates], [u.g for u in updates]
         packed = {u.at: u.scalars for u in updates}
         self._prepare(params, grads, self._empty(params), packed)  # compiles the kernels
+
+    def pick(self, items: list[Any]) -> list[Any]:
+        """Pick this launch's part, whose order may be another one."""
+        return [items[i] for i in self.places]
 
     def _empty(self, params: list[Tensor]) -> list[Tensor]:
         return [
@@ -94,28 +99,23 @@ class WholeLaunch(Launch):
         self._after = self._plan(gradient_rule, move, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
 
-    def run(self, inputs: StepInputs, means: Tensor | None = None) -> None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         del means
-        (p, *state), (to, *new) = map(self._picked, (inputs.roles, inputs.targets))
-        grads, directions = self._own(inputs.grads), self._empty(p)
+        own = list(map(self.pick, columns))
+        p, grads, *_ = own
+        directions = self._empty(p)
         if list(map(Tensor.data_ptr, directions)) != self._addresses:
-            self._prepare(p, grads, directions, dict(enumerate(inputs.packed)))
-        roles = [p, directions, *state]
-        targets = [to, directions, *new]
-        own = inputs._replace(roles=roles, targets=targets, grads=grads)
+            self._prepare(p, grads, directions, dict(enumerate(packed)))
+        # Directions come before the state, among the results too.
+        for i in (len(own) // 2 + 2, 2) if self._into else (2,):
+            own.insert(i, directions)
         for launch in self._before:
-            launch.run(own)
-        self._map(directions, [x.scalars.coeffs for x in inputs.packed])
-        packed = list(map(_of_moves, inputs.packed))
+            launch.run(own, packed, None)
+        self._map(directions, [x.scalars.coeffs for x in packed])
+        moves = list(map(_of_moves, packed))
         for launch in self._after:
-            launch.run(own._replace(grads=directions, packed=packed))
-
-    def _own(self, items: list[Any]) -> list[Any]:
-        return [items[i] for i in self.places]
-
-    def _picked(self, roles: list[list[Any]]) -> list[list[Any]]:
-        return list(map(self._own, roles))
+            launch.run([p, directions, *own[2:]], moves, None)
 
     def _map(self, directions: list[Tensor], coeffs: list[Any]) -> None:
         """Map each direction, in place."""
@@ -137,7 +137,9 @@ class WholeLaunch(Launch):
                 d.copy_(x)
 
 
-def plan_wholes(rule: Rule[Any, Any], updates: list[Update], plan: Planner) -> list[Launch]:
+def plan_wholes(
+    rule: Rule[Any, Any], updates: list[Update], plan: _Planner
+) -> list[Launch]:
     """Plan launches of few enough parameters to bound the memory of their directions.
 
     Args:
@@ -172,15 +174,15 @@ def _of_moves(packed: Packed) -> Packed:
 
 
 def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
-    """Return the slot with the direction as the last field of its state and second role."""
+    """Return the slot with the direction as the last field of its state."""
     end = len(slot.dtypes) - slot.compensated
-    roles = [role + (role > 0) for role in slot.roles]
+    columns = [i + (i > 0) for i in slot.columns]
     at, into = d.data_ptr(), slot.into
     return slot._replace(
         dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
         addresses=(*slot.addresses[:end], at, *slot.addresses[end:]),
         into=(*into[:end], at, *into[end:]) if into else (),
-        roles=(*roles[:end], 1, *roles[end:]),
+        columns=(*columns[:end], 2, *columns[end:]),
         codes=(*slot.codes, False),
         dense=slot.dense and same_order(p, d),
     )
@@ -189,11 +191,11 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
 def _without_state(slot: Slot) -> Slot:
     """Return the slot of the parameter and its compensation."""
     end = len(slot.dtypes) - slot.compensated
-    roles = [role + (role > 0) for role in slot.roles]
+    columns = [i + (i > 0) for i in slot.columns]
     return slot._replace(
         dtypes=(slot.dtypes[0], *slot.dtypes[end:]),
         addresses=(slot.addresses[0], *slot.addresses[end:]),
         into=(*slot.into[:1], *slot.into[end:]),
-        roles=(0, *roles[end:]),
+        columns=(0, *columns[end:]),
         codes=(),
     )

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimi_func.core.codes import is_dense
 from optimi_func.core.distributed import to_local
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
-from optimi_func.execution.tensors import is_dense, is_plain
+from optimi_func.core.torch_private import is_plain
 from optimi_func.gradient_release.norms import Norm, as_scalar
 
 # Pending gradients start at multiples of this many bytes, which is aligned for every dtype.

@@ -14,9 +14,8 @@ from optimi_func.core import torch_private
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import is_distributed, redistribute_like, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
-from optimi_func.core.torch_private import clip_factor
+from optimi_func.core.torch_private import clip_factor, is_plain
 from optimi_func.execution.executors import SMALL
-from optimi_func.execution.tensors import is_plain
 from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record
 from optimi_func.gradient_release.norms import (
     Norm,

@@ -4,7 +4,7 @@ In eval mode a parameter is its `eval_point`, and `state[p]["train_param"]` is t
 of train mode, so that it is saved, loaded, copied and moved with the state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,8 @@ from optimi_func.core.leaf import leaf_eval_point
 from optimi_func.core.rule import Leaf
 from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._groups import Group, Path
-from optimi_func.optimizers.base import BaseOptimizer, Closure
+from optimi_func.optimizers._groups import Group, path_of
+from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.state.convert import TRAIN_PARAM, LoadReport
 
 
@@ -70,7 +70,7 @@ class Evaluated(BaseOptimizer):
                 entry = self.state.get(p, {})
                 if "step" in entry and entry.get(TRAIN_PARAM) is None:
                     raise RuntimeError(
-                        f"train(): state{Path(group, p)} has no {TRAIN_PARAM!r}, which "
+                        f"train(): state{path_of(group, p)} has no {TRAIN_PARAM!r}, which "
                         "eval() put there, so the parameter to train is lost. Load the "
                         "whole state, or save it in train mode"
                     )
@@ -92,7 +92,7 @@ class Evaluated(BaseOptimizer):
             )
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Closure | None = None, param: Tensor | None = None
+        self, closure: Callable[[], Any] | None = None, param: Tensor | None = None
     ) -> Any:
         """Update the parameters: see `BaseOptimizer.step`. Raise in eval mode."""
         self.check_train_mode("step()")

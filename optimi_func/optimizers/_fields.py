@@ -1,9 +1,16 @@
 """Constructors whose arguments are annotated fields, as those of dataclasses."""
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar
 from inspect import Parameter
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeAlias, dataclass_transform
+
+from torch import Tensor
+
+Params: TypeAlias = (
+    Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+)
 
 
 @dataclass_transform()

@@ -6,17 +6,14 @@ options about how the step runs.
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from operator import is_, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.checks import check_param, decay_mistakes, stuck_moments, warn_user
-from optimi_func.core.codes import NEAREST, dither_at
-from optimi_func.core.rule import Scalar, Scalars, Storage
+from optimi_func.core.rule import Storage
 from optimi_func.core.storage import check_stored, group_storage
-from optimi_func.execution.executors import Executor
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Group
 
@@ -173,103 +170,37 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
     return x.reshape(()).double() if capturable or near else x.item()
 
 
-class GroupNumbers:
-    """The pure optimizers of param groups, cached while hyperparameters do not change.
-
-    Args:
-        factory: Makes the pure optimizer.
-        keywords: The factory's, which are read from a group; lr first.
-    """
-
-    def __init__(
-        self, factory: Callable[..., FunctionalOptimizer], keywords: tuple[str, ...]
-    ) -> None:
-        self._factory, self._keywords = factory, keywords
-        self._given: itemgetter[Any] = itemgetter(*keywords)
-        self._bound: dict[int, tuple[Any, Any]] = {}
-
-    def keywords(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the factory's keywords, and those of them that are no numbers."""
-        del group
-        return self._keywords, getattr(self._factory, "choices", ())
-
-    def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
-        """Return the group's hyperparameters that are tensors, with their names."""
-        given = zip(self._keywords, self._given(group))
-        flat = [
-            (k, y) for k, x in given for y in (x if isinstance(x, tuple | list) else (x,))
-        ]
-        return [(name, x) for name, x in flat if isinstance(x, Tensor)]
-
-    def bind(
-        self, group: Group, params: Sequence[Tensor] = (), capturable: bool = False
-    ) -> FunctionalOptimizer:
-        """Return the pure optimizer with the group's present hyperparameters.
-
-        Raises ValueError if one is out of its range. Tensors among them go through
-        `as_scalar` with params and capturable.
-        """
-        given = self._given(group)
-        last, bound = self._bound.get(id(group), (None, None))
-        # Values that are the same objects as before were checked before.
-        if last is not None and all(map(is_, given[1:], last[1:])):
-            if given[0] is last[0]:
-                return bound
-            if type(given[0]) is float:
-                bound = bound.with_lr(given[0])
-                self._bound[id(group)] = given, bound
-                return bound
-        chosen = {
-            name: tuple(as_scalar(y, params, capturable) for y in x)
-            if isinstance(x, tuple | list)
-            else as_scalar(x, params, capturable)
-            for name, x in zip(self._keywords, given)
-        }
-        bound = self._factory(**chosen)
-        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
-        mutable = any(isinstance(x, Tensor | list) for x in flat)
-        self._bound[id(group)] = None if mutable else given, bound
-        return bound
+def tensors_among(keywords: tuple[str, ...], group: Group) -> list[tuple[str, Tensor]]:
+    """Return the hyperparameters of a group that are tensors, with their names."""
+    given = [(k, x if isinstance(x := group[k], tuple | list) else (x,)) for k in keywords]
+    return [(k, x) for k, xs in given for x in xs if isinstance(x, Tensor)]
 
 
-def scalars_after(
-    bound: FunctionalOptimizer, counts: list[tuple[Any, Any]], coded: bool
-) -> tuple[list[Scalars], list[Any]]:
-    """Return the scalars of the next step, and the running scalars after it.
-
-    There are as many as `counts`, which are pairs of steps taken and running scalars. coded
-    is True if any state is in codes, so that the step needs a dither.
-    """
-    lr, decay = cast(tuple[Scalar, Scalar], (bound.lr, bound.weight_decay))
-    # Cached, because `bound` is another object once a hyperparameter has changed.
-    now = bound.__dict__.get("rates_now")
-    if now is None:
-        now = bound.__dict__["rates_now"] = bound.rates(lr, decay, bound.max_lr)
-    rule = bound.rule
-    found: list[Scalars] = []
-    after: list[Any] = []
-    for count, running in counts:
-        t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-        if running:
-            coeffs, running = rule.advance(t, lr, rule.running(*running), bound.numbers)
+def bind(
+    factory: Callable[..., FunctionalOptimizer],
+    keywords: tuple[str, ...],
+    group: Group,
+    params: Sequence[Tensor],
+    capturable: bool,
+) -> FunctionalOptimizer:
+    """Return the factory's value for the group's present hyperparameters."""
+    chosen: dict[str, Any] = {}
+    for name in keywords:
+        x = group[name]
+        if isinstance(x, tuple | list):
+            chosen[name] = tuple([as_scalar(y, params, capturable) for y in x])
         else:
-            coeffs = rule.coeffs(t, **bound.numbers)
-        found.append(Scalars(coeffs, now, dither_at(t) if coded else NEAREST))
-        after.append(running)
-    return found, after
+            chosen[name] = as_scalar(x, params, capturable)
+    return factory(**chosen)
 
 
-def executor_of(group: Group) -> Executor:
-    """Return the executor that a group's options ask for."""
-    if group["foreach"]:
-        return "foreach"
-    if group["compile"] is False:
-        return "eager"
-    return "kernels" if group["compile"] or group["triton"] else "auto"
+def path_of(group: Group, p: Tensor) -> "_Path":
+    """Return a parameter's name for errors, or its index in the group if it has none."""
+    return _Path(group, p)
 
 
-class Path:
-    """A parameter's name in errors, or its index in the group if it has none.
+class _Path:
+    """A name.
 
     Found only when it is formatted, because the search takes time for each parameter.
     """

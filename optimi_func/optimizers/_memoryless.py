@@ -11,13 +11,15 @@ from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch
 from optimi_func.core.storage import entry_of, group_storage, state_in
 from optimi_func.core.torch_private import has_memory
-from optimi_func.optimizers._groups import Group, GroupNumbers, Path, scalars_after
+from optimi_func.execution.scalars import scalars_after
+from optimi_func.optimizers._groups import Group, path_of
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry
 from optimi_func.state.entry import ensure_state, insert_made
 
 
 def step_without_memory(
-    numbers: GroupNumbers,
+    bound: FunctionalOptimizer,
     states: MutableMapping[Any, Entry],
     group: Group,
     params: list[Tensor],
@@ -26,14 +28,13 @@ def step_without_memory(
     write: bool,
     count: bool,
 ) -> None:
-    """Step a group's parameters one by one, with the arguments of `Stepper.run`."""
-    bound = numbers.bind(group)
+    """Step a group's parameters one by one, with the group's value."""
     rule, running_names = bound.rule, bound.rule.running._fields
     how = rule, group_storage(group), group["capturable"]
     made: dict[Tensor, Entry] = {}
     with torch.no_grad():
         for p, g in zip(params, grads):
-            check_grad(path := Path(group, p), p, g)
+            check_grad(path := path_of(group, p), p, g)
             ensure_state(states, made, path, p, *how)
         insert_made(states, made)
         for p, g, batch in zip(params, grads, microbatches or [WHOLE_BATCH] * len(params)):

@@ -4,11 +4,11 @@ Everything is checked and compiled before anything is written.
 """
 
 import gc
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from operator import attrgetter, is_, itemgetter
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -16,60 +16,80 @@ from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
 from optimi_func.core.rule import Microbatch
 from optimi_func.core.storage import group_storage
+from optimi_func.core.torch_private import has_memory
+from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import StepInputs
-from optimi_func.execution.plans import Plan, PlanCache, Spec
-from optimi_func.execution.scalars import pack
-from optimi_func.execution.tensors import has_memory, is_capturing
+from optimi_func.execution.plans import Plan
+from optimi_func.execution.scalars import pack, scalars_after
+from optimi_func.execution.tensors import is_capturing
 from optimi_func.optimizers._groups import (
     Group,
-    GroupNumbers,
-    Path,
-    executor_of,
-    scalars_after,
+    bind,
+    path_of,
+    tensors_among,
 )
 from optimi_func.optimizers._memoryless import step_without_memory
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry
 from optimi_func.state.entry import ensure_state, insert_made
 
-State: TypeAlias = MutableMapping[Any, Entry]
+_Work: TypeAlias = tuple[Group, list[Tensor], list[Any], list[Microbatch] | None]
+
+# Plans that are kept, besides one for each parameter. If lists of parameters never come
+# again, as with experts, the oldest plans are dropped.
+_LISTS = 32
 
 
-class Work(NamedTuple):
-    """Parameters of one group to update."""
+class Steps(Checkpoints):
+    """The methods of an optimizer that step. It keeps values of groups, and plans."""
 
-    group: Group
-    params: list[Tensor]
-    grads: list[Any]  # a tensor for each
-    microbatches: list[Microbatch] | None  # what each is to its step; None: the whole of it
+    factory: ClassVar[Callable[..., FunctionalOptimizer]]
 
+    def _forget(self) -> None:
+        """Drop what is kept, which is made again at the next step."""
+        self._bound: dict[int, tuple[Any, Any]] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._has_stepped = False
 
-class Stepper:
-    """Runs an optimizer's steps. It keeps plans, but no parameter and no state.
+    def _factory_of(
+        self, group: Group
+    ) -> tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]:
+        """Return the function that makes a group's value, and its keywords, lr first."""
+        del group
+        return type(self).factory, self.keywords
 
-    Args:
-        numbers: The groups' hyperparameters.
-    """
+    def bound_of(
+        self, group: Group, params: Sequence[Tensor] = (), capturable: bool = False
+    ) -> FunctionalOptimizer:
+        """Return the pure optimizer with a group's present hyperparameters.
 
-    def __init__(self, numbers: GroupNumbers) -> None:
-        self.plans = PlanCache()
-        self._numbers = numbers
-        self.has_stepped = False
+        It is the same object as before if none has changed. Tensors go through `as_scalar`
+        with params and capturable. Raises ValueError if one is out of its range.
+        """
+        factory, keywords = self._factory_of(group)
+        given = *map(group.__getitem__, keywords), factory
+        last, bound = self._bound.get(id(group), (None, None))
+        # Values that are the same objects as before were checked before.
+        if last is not None and all(map(is_, given[1:], last[1:])):
+            if given[0] is last[0]:
+                return bound
+            if type(given[0]) is float:
+                bound = bound.with_lr(given[0])
+                self._bound[id(group)] = given, bound
+                return bound
+        bound = bind(factory, keywords, group, params, capturable)
+        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
+        mutable = any(isinstance(x, Tensor | list) for x in flat)
+        self._bound[id(group)] = None if mutable else given, bound
+        return bound
 
-    def run(
-        self,
-        groups: list[Group],
-        states: State,
-        works: list[Work],
-        write: bool,
-        count: bool,
-    ) -> None:
+    def _update(self, works: list[_Work], write: bool, count: bool) -> None:
         """Check everything, compile everything, and then write.
 
         Args:
-            groups: All groups of the optimizer.
-            states: The optimizer's state. Missing entries are added.
-            works: The updates.
+            works: Groups, some of their parameters, a gradient for each, and what each is
+                to its step, or None: the whole of it.
             write: False moves the state alone.
             count: False: the step goes on, so the step counts stay.
 
@@ -83,24 +103,18 @@ class Stepper:
         runs: list[Callable[[], None]] = []
         on_host = True
         for work in works:
-            run, host = self._prepare(groups, states, work, write, count, made)
+            run, host = self._prepare(work, write, count, made)
             runs.append(run)
             on_host &= host
-        self.has_stepped = True
-        with nullcontext() if on_host else kernel_context(works[0].params[0].device):
+        self._has_stepped = True
+        with nullcontext() if on_host else kernel_context(works[0][1][0].device):
             if made:
-                insert_made(states, made)
+                insert_made(self.state, made)
             for run in runs:
                 run()
 
     def _prepare(
-        self,
-        groups: list[Group],
-        states: State,
-        work: Work,
-        write: bool,
-        count: bool,
-        made: dict[Tensor, Entry],
+        self, work: _Work, write: bool, count: bool, made: dict[Tensor, Entry]
     ) -> tuple[Callable[[], None], bool]:
         """Check and compile a group's update.
 
@@ -110,53 +124,62 @@ class Stepper:
         """
         group, params, grads, microbatches = work
         if _is_cuda(params[0]) and is_capturing(params[0].device):
-            _check_capture(states, work, self._numbers.tensors(group))
+            _, keywords = self._factory_of(group)
+            _check_capture(self.state, group, params, tensors_among(keywords, group))
         # A step that the device may skip is counted there.
         capturable, apart = group["capturable"], False
         if microbatches is not None:
             flags = [m.finite for m in microbatches]
             capturable = capturable or any([flag is not None for flag in flags])
             apart = capturable and len(set(map(id, flags))) > 1
-        bound = self._numbers.bind(group, params, capturable)
+        bound = self.bound_of(group, params, capturable)
         key = (*_asked(group), capturable, apart, *map(id, params))
-        plan, flat = self.plans.find(key, bound.rule), None
-        if plan is not None:
-            flat = plan.current(params, list(map(states.get, params)))
-        if plan is None or flat is None:
+        plan, tensors = self._plans.get(key), None
+        if plan is not None and plan.rule is bound.rule:
+            tensors = plan.current(params, list(map(self.state.get, params)))
+        if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                numbers = self._numbers
-                run = partial(step_without_memory, numbers, states, *work, write, count)
+                value = self.bound_of(group)
+                run = partial(step_without_memory, value, self.state, *work, write, count)
                 return run, False
             with _uncollected(), kernel_context(params[0].device):
                 how = bound.rule, group_storage(group), capturable
                 entries = [
-                    ensure_state(states, made, Path(group, p), p, *how) for p in params
+                    ensure_state(self.state, made, path_of(group, p), p, *how)
+                    for p in params
                 ]
-                plan = Plan(Spec(*how), apart, params, entries)
-                flat, plan.made = plan.made, []
-                others = sum([len(group["params"]) for group in groups])
-                self.plans.keep(key, plan, others)
+                plan = Plan(bound.rule, capturable, apart, params, entries)
+                tensors, plan.made = plan.made, []
+                self._keep(key, plan)
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
-        counts = plan.counts.now(flat)
+        counts = plan.counts.now(tensors)
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
-        roles, executor = plan.roles(flat), executor_of(group)
-        inputs = StepInputs(roles, roles, grads, packed, at)
-        found = plan.launches(executor, inputs, write, new=False)
+        inputs = plan.columns(tensors, grads), packed, at
+        found = plan.launches(_executor_of(group), *inputs, write, new=False)
         if found is None:
             if any_distributed(grads):
                 _aligned(group, params, grads)  # raises, because their parameters are none
-            for p, part, g in zip(params, roles[0], grads):
-                check_grad(Path(group, p), part, g)
+            for p, part, g in zip(params, tensors, grads):
+                check_grad(path_of(group, p), part, g)
             with kernel_context(params[0].device):
-                found = plan.launches(executor, inputs, write, new=True)
+                found = plan.launches(_executor_of(group), *inputs, write, new=True)
             assert found is not None
         launches, host = found
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
-        return partial(plan.run, launches, flat, inputs, after, moved, write, count), host
+        return partial(
+            plan.run, launches, tensors, *inputs, after, moved, write, count
+        ), host
+
+    def _keep(self, key: Any, plan: Plan) -> None:
+        """Keep a plan, in the place of the oldest if there are too many."""
+        most = _LISTS + sum([len(group["params"]) for group in self.param_groups])
+        while len(self._plans) >= most:
+            self._plans.pop(next(iter(self._plans)), None)
+        self._plans[key] = plan
 
 
 # The options of a group that a plan depends on.
@@ -164,15 +187,25 @@ _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
 
 
-def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]]) -> None:
+def _executor_of(group: Group) -> Executor:
+    """Return the executor that a group's options ask for."""
+    if group["foreach"]:
+        return "foreach"
+    if group["compile"] is False:
+        return "eager"
+    return "kernels" if group["compile"] or group["triton"] else "auto"
+
+
+def _check_capture(
+    states: Mapping[Any, Entry],
+    group: Group,
+    params: list[Tensor],
+    tensors: list[tuple[str, Tensor]],
+) -> None:
     """Raise if the replays of a CUDA graph would differ from steps.
 
-    Args:
-        states: The optimizer's state.
-        work: The update.
-        tensors: Hyperparameters of the group that are tensors, by name.
+    `tensors` are the hyperparameters of the group that are tensors, by name.
     """
-    group, params, *_ = work
     if not group["capturable"]:
         raise RuntimeError(
             "a CUDA graph is being captured with capturable=False: all its replays would "
@@ -183,8 +216,8 @@ def _check_capture(states: State, work: Work, tensors: list[tuple[str, Tensor]])
         if not states.get(p):
             raise RuntimeError(
                 f"a CUDA graph is being captured before the first step of params"
-                f"{Path(group, p)}: each of its replays would make its state anew. Take a "
-                "step, or call init_state(), before the capture"
+                f"{path_of(group, p)}: each of its replays would make its state anew. Take "
+                "a step, or call init_state(), before the capture"
             )
     for name, x in tensors:
         if x.device != params[0].device:
@@ -215,5 +248,5 @@ def _uncollected() -> Generator[None]:
 def _aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     """Return gradients with the placements of their parameters."""
     for p, g in zip(params, grads):
-        check_grad(Path(group, p), p, g)
-    return [redistribute_like(Path(group, p), p, g) for p, g in zip(params, grads)]
+        check_grad(path_of(group, p), p, g)
+    return [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]

@@ -6,11 +6,11 @@ a compensation, `kahan_comp`.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,31 +27,24 @@ from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Storage
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._fields import Fields
+from optimi_func.optimizers._fields import Fields, Params
 from optimi_func.optimizers._groups import (
-    GroupNumbers,
-    Path,
     check_group,
     check_modes,
     check_torchs_own,
     likely_mistakes,
+    path_of,
     plain_number,
 )
-from optimi_func.optimizers._step import Stepper, Work
-from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.checkpoints import Checkpoints
+from optimi_func.optimizers._step import Steps
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 
-Params: TypeAlias = (
-    Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-)
-Closure: TypeAlias = Callable[[], Any]
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
 
 
-class BaseOptimizer(Fields, Checkpoints):
+class BaseOptimizer(Fields, Steps):
     """Base class of all optimizers: `step` over param groups, state, loading, checks.
 
     A subclass declares its hyperparameters as fields and sets `factory`, the pure optimizer
@@ -94,8 +87,6 @@ class BaseOptimizer(Fields, Checkpoints):
         ValueError: A hyperparameter out of its range, or options that exclude each other.
         TypeError: A parameter that is not a dense real floating tensor.
     """
-
-    factory: ClassVar[Callable[..., FunctionalOptimizer]]
 
     params: InitVar[Params]
     lr: InitVar[float | Tensor]
@@ -175,17 +166,9 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _clear_caches(self) -> None:
         """Make new caches; they are not pickled (`_CACHES`)."""
-        self._numbers = self._group_numbers()
+        self._forget()
         self._grouped: list[tuple[int, int]] = []
         self._group_index: dict[Tensor, int] = {}
-        self._stepper = Stepper(self._numbers)
-
-    def _group_numbers(self) -> GroupNumbers:
-        return GroupNumbers(type(self).factory, self.keywords)
-
-    def bound_of(self, group: dict[str, Any]) -> FunctionalOptimizer:
-        """Return the pure optimizer with a group's present hyperparameters."""
-        return self._numbers.bind(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; options that it does not set are those of the constructor.
@@ -198,12 +181,13 @@ class BaseOptimizer(Fields, Checkpoints):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[count]
-            keywords, choices = self._numbers.keywords(group)
+            factory, keywords = self._factory_of(group)
+            choices = getattr(factory, "choices", ())  # which take no number
             group.update({name: plain_number(group[name]) for name in keywords})
             check_group(group, tuple([k for k in keywords if k not in choices]))
-            rule = self._numbers.bind(group).rule
+            rule = self.rule_of(group)
             for p in group["params"]:
-                check_taken(rule, Path(group, p), p)
+                check_taken(rule, path_of(group, p), p)
             check_modes(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
@@ -213,11 +197,11 @@ class BaseOptimizer(Fields, Checkpoints):
 
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""
-        bounds = [self._numbers.bind(group) for group in self.param_groups]
+        bounds = list(map(self.bound_of, self.param_groups))
         warn(likely_mistakes(self.param_groups, bounds, first))
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Closure | None = None, param: Tensor | None = None
+        self, closure: Callable[[], Any] | None = None, param: Tensor | None = None
     ) -> Any:
         """Update every parameter that has a gradient, or one parameter.
 
@@ -249,7 +233,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 raise ValueError("step takes a closure or a param, not both")
             self.step_params([param])
             return None
-        fresh = not (self._stepper.has_stepped and self.state)
+        fresh = not (self._has_stepped and self.state)
         if closure is None and fresh and wants_state_alone(self.state, self.param_groups):
             self.init_state()
             return None
@@ -257,7 +241,7 @@ class BaseOptimizer(Fields, Checkpoints):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work: list[Work] = []
+        works: list[Any] = []
         for group in self.param_groups:
             params: list[Tensor] = group["params"]
             grads: list[Any] = list(map(_grad, params))
@@ -265,12 +249,14 @@ class BaseOptimizer(Fields, Checkpoints):
                 params = [p for p in params if p.grad is not None]
                 grads = [p.grad for p in params]
             if params:
-                work.append(Work(group, params, grads, None))
-        self._stepper.run(self.param_groups, self.state, work, write=True, count=True)
+                works.append((group, params, grads, None))
+        self._update(works, write=True, count=True)
         return loss
 
     @uncompiled
-    def _step_outside_graph(self, closure: Closure | None, param: Tensor | None) -> Any:
+    def _step_outside_graph(
+        self, closure: Callable[[], Any] | None, param: Tensor | None
+    ) -> Any:
         return self.step(closure, param)
 
     def init_state(self) -> None:
@@ -286,7 +272,7 @@ class BaseOptimizer(Fields, Checkpoints):
             for p in group["params"]:
                 if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
-                        ensure_state(self.state, made, Path(group, p), p, *how)
+                        ensure_state(self.state, made, path_of(group, p), p, *how)
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
@@ -305,7 +291,7 @@ class BaseOptimizer(Fields, Checkpoints):
             )
         for p in params:
             if p.grad is None:
-                name = Path(self.group_of(p), p)
+                name = path_of(self.group_of(p), p)
                 raise ValueError(f"step(param=...): {name} has no gradient")
         grads = [cast(Tensor, p.grad) for p in params]
         microbatches = [WHOLE_BATCH] * len(params)
@@ -326,23 +312,23 @@ class BaseOptimizer(Fields, Checkpoints):
         only the state moves; with count=True the step ends here, so step counts advance. If
         a gradient does not fit, nothing is written.
         """
-        works: dict[int, Work] = {}
+        works: dict[int, Any] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
             group = self.group_of(p)
             if id(group) not in works:
-                works[id(group)] = Work(group, [], [], [])
+                works[id(group)] = group, [], [], []
                 if not write:
                     check_moves_state(self.rule_of(group))
             _, ps, gs, its = works[id(group)]
             ps.append(p)
             gs.append(g)
-            cast(list[Microbatch], its).append(microbatch)
-        self._stepper.run(self.param_groups, self.state, list(works.values()), write, count)
+            its.append(microbatch)
+        self._update(list(works.values()), write, count)
 
     def check_numbers(self) -> None:
         """Raise if the next step would refuse a hyperparameter of a group."""
         for group in self.param_groups:
-            self._numbers.bind(group, group["params"])
+            self.bound_of(group, group["params"])
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
@@ -434,7 +420,7 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
     return optimizer.register_step_post_hook(after_step)
 
 
-_CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
+_CACHES = ("_bound", "_plans", "_has_stepped", "_grouped", "_group_index")
 _ATTACHED = ("releases", "_unprepared")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

@@ -1,7 +1,7 @@
 """`Mixed`: one optimizer with several rules, chosen by the names of parameters."""
 
 import inspect
-from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +10,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.rule import Storage
 from optimi_func.optimizers._evaluation import Evaluated
-from optimi_func.optimizers._groups import (
-    Group,
-    GroupNumbers,
-)
-from optimi_func.optimizers.base import BaseOptimizer, Params
+from optimi_func.optimizers._fields import Params
+from optimi_func.optimizers._groups import Group
+from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state.checkpoints import counterparts_of
@@ -39,38 +37,6 @@ from optimi_func.transforms.partition import (
     partition,
     place,
 )
-
-
-class MixedNumbers(GroupNumbers):
-    """The hyperparameters of groups that name their rule in `group["rule"]`."""
-
-    def __init__(self, values: list[FunctionalOptimizer]) -> None:
-        self._by_rule = {
-            rule_name(value): GroupNumbers(
-                type(value), tuple(inspect.signature(type(value)).parameters)
-            )
-            for value in values
-        }
-
-    def _of(self, group: Group) -> GroupNumbers:
-        rule = group.get("rule")
-        if rule not in self._by_rule:
-            raise ValueError(
-                f"a group has rule={rule!r}: allowed are {list(self._by_rule)}, and a "
-                "parameter keeps its own"
-            )
-        return self._by_rule[rule]
-
-    def keywords(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self._of(group).keywords(group)
-
-    def tensors(self, group: Group) -> list[tuple[str, Tensor]]:
-        return self._of(group).tensors(group)
-
-    def bind(
-        self, group: Group, params: Sequence[Tensor] = (), capturable: bool = False
-    ) -> FunctionalOptimizer:
-        return self._of(group).bind(group, params, capturable)
 
 
 def rule_name(value: FunctionalOptimizer) -> str:
@@ -154,8 +120,16 @@ class Mixed(Evaluated):
         check_each("Mixed", selects, rest is not None, names, places)
         del self._placed
 
-    def _group_numbers(self) -> GroupNumbers:
-        return MixedNumbers(self._values)
+    def _factory_of(
+        self, group: Group
+    ) -> tuple[type[FunctionalOptimizer], tuple[str, ...]]:
+        for value in self._values:
+            if rule_name(value) == group.get("rule"):
+                return type(value), _keywords(type(value))
+        raise ValueError(
+            f"a group has rule={group.get('rule')!r}: allowed are "
+            f"{list(map(rule_name, self._values))}, and a parameter keeps its own"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, divided among the parts.
@@ -278,7 +252,7 @@ class Mixed(Evaluated):
         states: list[TreeState] = []
         like = first_param(self.param_groups)
         for group in self.param_groups:
-            bound = self._numbers.bind(group)
+            bound = self.bound_of(group)
             entries = named_entries(self.state, group, bound.rule)
             if entries:
                 made.append((Named(list(entries)), bound))
@@ -334,9 +308,12 @@ def _checked_value(value: Any) -> FunctionalOptimizer:
 
 def _numbers_of(value: FunctionalOptimizer) -> dict[str, Any]:
     """Return the keywords and values of the call that makes a value."""
-    return {
-        name: getattr(value, name) for name in inspect.signature(type(value)).parameters
-    }
+    return {name: getattr(value, name) for name in _keywords(type(value))}
+
+
+@cache
+def _keywords(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
+    return tuple(inspect.signature(factory).parameters)
 
 
 def _named(group: dict[str, Any]) -> tuple[list[str], list[Tensor]]:

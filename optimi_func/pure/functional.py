@@ -6,6 +6,7 @@ are in `optimizers`, a file each.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
@@ -148,6 +149,12 @@ class FunctionalOptimizer:
         kind = (self.decay, top, self.maximize, self.cautious_decay, self.cautious)
         return rates(lr, weight_decay, *kind)
 
+    @cached_property
+    def rates_now(self) -> Rates:
+        """The rates, for an lr and a weight_decay that are neither schedules nor trees."""
+        lr, decay = cast(tuple[Scalar, Scalar], (self.lr, self.weight_decay))
+        return self.rates(lr, decay, self.max_lr)
+
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""
         self.check()
@@ -173,8 +180,8 @@ class FunctionalOptimizer:
         check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, lr=lr)
-        changed.__dict__.pop("rates_now", None)
-        changed.__dict__.pop("numbers", None)  # lr may be one of them
+        for name in ("rates_now", "numbers"):  # lr may be one of them
+            changed.__dict__.pop(name, None)
         changed.__dict__["numbers"] = changed.numbers
         if self.needs_max_lr:
             changed._check_max_lr()

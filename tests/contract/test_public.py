@@ -144,6 +144,40 @@ def test_the_house_speaks_of_what_is_there() -> None:
             assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, code
 
 
+# The files that a step of AdamW runs through, after its first one.
+STEP = [f"optimizers/{name}.py" for name in ("base", "_step", "_groups")]
+STEP += [f"execution/{name}.py" for name in ("plans", "guards", "counts", "scalars")]
+STEP += [f"execution/{name}.py" for name in ("slots", "launches", "executors")]
+STEP += [f"execution/{name}.py" for name in ("kernels", "list_kernel")]
+
+
+def types_in(path: str) -> dict[str, set[str]]:
+    """The classes and type aliases of a file, with the names of their bases."""
+    found: dict[str, set[str]] = {}
+    for node in ast.parse((PACKAGE / path).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = set(map(ast.unparse, node.bases))
+        elif (
+            isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+        ):
+            found[ast.unparse(node.target)] = set()
+    return found
+
+
+def test_the_glossary_names_all_that_a_step_passes() -> None:
+    """Its words are the types between `step()` and a kernel, and kinds of them."""
+    known = set(re.findall(r"^\| `(\w+)` \|", HOUSE.split("### Glossary")[1], re.M))
+    own = {base.__name__ for base in optimi_func.optimizers.BaseOptimizer.__mro__}
+    found: dict[str, set[str]] = {}
+    for path in STEP:
+        found |= types_in(path)
+    assert len(found) > 20
+    # A context manager in lower case is called like a function.
+    public = {name for name in found if not (name.startswith("_") or name.islower())}
+    kinds = {name for name in public if found[name] & {*known, "RuntimeError"}}
+    assert public - kinds - known - own == set()
+
+
 LINKS = re.compile(r"\]\((?!https?://)([^)#]+)")
 
 

@@ -14,7 +14,7 @@ from optimi_func import compiled
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rates, Scalars, Storage
 from optimi_func.execution import inductor, kernels, list_kernel
-from optimi_func.execution.kernels import KernelKey, Pass, kernel
+from optimi_func.execution.kernels import KernelKey, kernel
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 
@@ -95,8 +95,8 @@ def code_of(name: str, dtype: torch.dtype) -> list[str]:
     numbers = Packed(Scalars(coeffs, Rates(0.1, 0.0, 0.0, 1.0)))
     dtypes = (dtype, *(x.dtype for x in flat_leaf(leaf)))
     rule, options = optimizer.rule, (numbers.statics, True, True, dtypes, p.device)
-    parts: list[Pass] = ["mean", "move"] if rule.means else ["move"]
-    keys = [KernelKey(rule, *options, part) for part in parts]
+    measures = [True, False] if rule.means else [False]
+    keys = [KernelKey(rule, *options, part) for part in measures]
     _, code = run_and_get_code(lambda: [kernel(key, numbers.scalars) for key in keys])
     return code
 

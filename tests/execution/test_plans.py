@@ -53,7 +53,7 @@ def how(request, monkeypatch) -> dict[str, Any]:
 
 
 def plans(optimizer: Any) -> list[Plan]:
-    return list(optimizer._stepper.plans._plans.values())
+    return list(optimizer._plans.values())
 
 
 def launches(optimizer: Any) -> list[Launch]:

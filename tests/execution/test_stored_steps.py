@@ -35,7 +35,7 @@ QUICK |= {("lion", "compact")}
 
 
 def launches(optimizer: Any) -> list[Any]:
-    plans = optimizer._stepper.plans._plans.values()
+    plans = optimizer._plans.values()
     latest = [found for plan in plans for (_, found), *_ in plan._known.values()]
     return [launch for launches, _ in latest for launch in launches]
 

@@ -13,7 +13,7 @@ from optimi_func import Muon, compiled, muon_init, muon_step
 from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.rule import Leaf, Means, Rule, Scalar, Scalars
 from optimi_func.execution import wholes
-from optimi_func.execution.launches import StepInputs, run_launches
+from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import make_launches
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
@@ -199,27 +199,28 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         leaf_step(rule, leaf, g, scalars, True, whole_means)
         for leaf, g in zip(leaves, grads)
     ]
-    roles: Any = [
+    columns: Any = [
         [leaf.p for leaf in leaves],
+        grads,
         [leaf.state.momentum_buffer for leaf in leaves],
         [leaf.comp for leaf in leaves],
     ]
-    into = [[None if x is None else torch.empty_like(x) for x in role] for role in roles]
+    into = [[None if x is None else torch.empty_like(x) for x in y] for y in columns]
     names = ["momentum_buffer"]
     packed, at = pack(rule, [scalars], [0, 0], None, True)
-    for there in (into, roles):
-        slots = make_slots(names, State._fields, roles, there, [None, None])
-        inputs = StepInputs(roles, there, grads, packed, at)
+    for targets in (into, []):
+        slots = make_slots(names, State._fields, columns, targets, [None, None])
+        there = targets or columns
         with torch.no_grad():
-            launches = make_launches(executor, rule, slots, inputs, True)
-            run_launches(launches, inputs, there)
+            launches = make_launches(executor, rule, slots, columns, packed, at, True)
+            run_launches(launches, columns + targets, packed, at, there)
         for i, want in enumerate(wanted):
             torch.testing.assert_close(there[0][i], want.p, rtol=1e-2, atol=1e-5)
             buffer = want.state.momentum_buffer
-            torch.testing.assert_close(there[1][i], buffer, rtol=1e-2, atol=1e-6)
+            torch.testing.assert_close(there[2][i], buffer, rtol=1e-2, atol=1e-6)
             if comp:
                 exact = want.p.double() + want.comp.double()
-                got = there[0][i].double() + there[2][i].double()
+                got = there[0][i].double() + there[3][i].double()
                 torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
 
 

@@ -13,7 +13,7 @@ import optimi_func
 from optimi_func.core.leaf import init_leaf, leaf_step, rates, whole_means
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
 from optimi_func.core.storage import storage_of
-from optimi_func.execution.kernels import KernelKey, Pass, fill
+from optimi_func.execution.kernels import KernelKey, fill
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 
@@ -72,11 +72,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if rule.means else ["move"]
-    for part in parts:
+    for measures in [True, False] if rule.means else [False]:
         device = offline_cuda.DEVICE
-        key = KernelKey(rule, statics, True, True, dtypes, device, part, codes)
-        own = Path(folder, part)
+        key = KernelKey(rule, statics, True, True, dtypes, device, measures, codes)
+        own = Path(folder, "mean" if measures else "move")
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
     return Made(case, rule, programs)
@@ -98,7 +97,7 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
     """Decoded, stepped and encoded again in registers, none of which are spilled."""
     _, runs = stepped(made, 0)
     for key, run in runs.items():
-        if key.part != "mean":
+        if not key.measures:
             assert len(run.launches) == 1 and not run.scratch
         else:
             assert sum(x.numel() for x in run.scratch) <= 256
@@ -110,7 +109,7 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
 def test_each_byte_is_read_and_written_once(made: Made) -> None:
     tensors, runs = stepped(made, 0)
     for key, run in runs.items():
-        if key.part == "mean":
+        if key.measures:
             continue
         loaded = {i: run.memory.loaded[x.data_ptr()] for i, x in enumerate(tensors)}
         stored = {i: run.memory.stored[x.data_ptr()] for i, x in enumerate(tensors)}

@@ -28,7 +28,7 @@ from optimi_func.core.leaf import (
     whole_means,
 )
 from optimi_func.core.rule import Leaf, Rule, Scalars, Storage
-from optimi_func.execution.kernels import KernelKey, Pass, fill
+from optimi_func.execution.kernels import KernelKey, fill
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
 from optimi_func.execution.triton_list import BLOCK, DeviceTable
@@ -92,10 +92,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     now = scalars(case, T)
     statics = Packed(now).statics
     programs: dict[KernelKey, Any] = {}
-    parts: list[Pass] = ["mean", "move"] if count_means(rule, now.rates) else ["move"]
-    for part in parts:
-        key = KernelKey(rule, statics, True, True, dtypes, offline_cuda.DEVICE, part)
-        own = Path(folder, part)
+    for measures in [True, False] if count_means(rule, now.rates) else [False]:
+        key = KernelKey(rule, statics, True, True, dtypes, offline_cuda.DEVICE, measures)
+        own = Path(folder, "mean" if measures else "move")
         own.mkdir()
         programs[key] = offline_cuda.Program(key, now, own)
     return Made(case, rule, programs)
@@ -148,7 +147,7 @@ def test_no_register_is_spilled(made: Made) -> None:
 def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
     _, runs = stepped(made, LENGTHS[-1], 0)
     for key, run in runs.items():
-        if key.part != "mean":
+        if not key.measures:
             assert len(run.launches) == 1
             assert not run.scratch
 
@@ -156,7 +155,7 @@ def test_a_move_is_one_kernel_without_scratch(made: Made) -> None:
 def test_means_are_few_kernels_with_little_scratch(made: Made) -> None:
     _, runs = stepped(made, LENGTHS[-1], 0)
     for key, run in runs.items():
-        if key.part == "mean":
+        if key.measures:
             count = count_means(made.rule, scalars(made.case, T).rates)
             # Of pieces, and of all; of several one each, and one that writes them.
             assert len(run.launches) == (2 if count == 1 else 2 + count)
@@ -183,7 +182,7 @@ def needed(key: KernelKey, now: Scalars) -> tuple[int, int]:
     sizes = {x: dtype.itemsize for x, dtype in zip(tensors, key.dtypes)}
     read = {x for call in traced.calls for x in call.all_input_nodes if x in sizes}
     p, _, *rest = tensors
-    results = [] if key.part == "mean" else traced.outputs
+    results = [] if key.measures else traced.outputs
     written = [x for x, result in zip([p, *rest], results) if x is not result]
     return sum(sizes[x] for x in read), sum(sizes[x] for x in written)
 
@@ -306,5 +305,5 @@ def test_a_mean_is_no_list_kernel(made: Made) -> None:
     leaf, g = leaves(made.case, 64)
     p, *rest = flat_leaf(leaf)
     for key, program in made.programs.items():
-        if key.part == "mean":
+        if key.measures:
             assert program.list_kernel([torch.ones(16), p, g, *rest]) is None

@@ -29,7 +29,7 @@ def trace(key: KernelKey, scalars: Scalars) -> Trace:
         now = fill(key.statics, spec, values)
         p, g, *rest = tensors
         leaf = leaf_of(key.rule, (), [p, *rest])
-        if key.part == "mean":
+        if key.measures:
             return leaf_means(key.rule, leaf, g, now)
         return flat_leaf(leaf_step(key.rule, leaf, g, now, key.write, whole_means))
 

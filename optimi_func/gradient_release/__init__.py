@@ -182,8 +182,8 @@ def _owned(
         params = {name: p for name, p in params.items() if id(p) in known}
     elif not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} is not one of optimi_func's classes, "
-            "nor a FunctionalOptimizer"
+            f"optimizer={type(optimizer)} is not one of optimi_func's classes, nor a "
+            "FunctionalOptimizer"
         )
     if not params:
         raise ValueError(

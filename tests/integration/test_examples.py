@@ -317,6 +317,27 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_transformers_callbacks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = "examples/trainers/transformers_callbacks.py"
+    out = run(script, f"--out={tmp_path}", strict=False)
+    assert "Release: the same weights: True" in out
+    found = re.findall(r"^(.*): the saved weights are the average: (\w+)$", out, re.M)
+    assert found == [("no callback", "False"), ("SaveAverage", "True")]
+
+
+@pytest.mark.full
+def test_lightning_schedule_free(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    script = "examples/trainers/lightning_schedule_free.py"
+    out = run(script, f"--out={tmp_path}", strict=False)
+    assert "the last checkpoint is the average: True" in out
+    assert "the average is the trained weights: False" in out
+    assert "resumed half way, the same end: True" in out
+
+
+@pytest.mark.full
 def test_lightning_fit(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = run("examples/trainers/lightning_fit.py", f"--out={tmp_path}", strict=False)

@@ -19,6 +19,14 @@ def run(script: str, *options: str, **how: Any) -> str:
     return done.stdout
 
 
+def test_what_examples_write_is_in_outputs() -> None:
+    for path in (ROOT / "examples").rglob("*.py"):
+        source = path.read_text()
+        assert "Path(__file__).with" not in source, path.name
+        found = re.findall(r'\bPath\("([^")]+)"\)', source)
+        assert all(x.split("/")[0] == "outputs" for x in found), path.name
+
+
 def test_train_gpt(tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     options = ["--quick", "--no-compile", "--out", str(picture)]
@@ -283,6 +291,18 @@ def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
         # As if it had been stopped while it wrote its last.
         (tmp_path / "kept" / "step 4" / ".metadata").unlink()
     assert abs(float(losses[0]) - float(losses[1])) <= 2e-6
+
+
+@pytest.mark.full
+def test_fsdp2_says_what_does_not_fit(tmp_path: Path) -> None:
+    script = "examples/fsdp2.py"
+    options = ["--quick", "--no-compile", "--steps=1", "--every=1", f"--folder={tmp_path}"]
+    run(script, *options, count=1, strict=False)
+    done = run_script(ROOT / script, *options, "--muon", count=1, strict=False)
+    assert done.returncode != 0
+    assert re.search(
+        r"step 1 does not fit this run: .*momentum_buffer.*--folder", done.stderr
+    )
 
 
 @pytest.mark.full

@@ -346,3 +346,13 @@ def test_a_sharded_model_is_paused(tmp_path) -> None:
             assert torch.equal(p, q.full_tensor())
     finally:
         dist.destroy_process_group()
+
+
+def test_a_loop_that_drops_applied_gradients_is_told_once() -> None:
+    """As by `continue` after a backward, or after a probe."""
+    model, optimizer = make()
+    prepare_for_gradient_release(model, optimizer)
+    model(batch(0)).mean().backward()
+    with pytest.warns(UserWarning, match=r"drops nothing.*with handle\.paused\(\)"):
+        optimizer.zero_grad()
+    optimizer.zero_grad()

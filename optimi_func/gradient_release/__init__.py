@@ -59,7 +59,7 @@ def prepare_for_gradient_release(
 
     Afterwards `loss.backward()` updates the parameters and frees each gradient at once.
     `optimizer.step()` and `zero_grad()` may stay in the loop and find nothing to do.
-    A backward whose gradients are to be thrown away belongs into `with handle.paused():`.
+    Run a backward whose gradients are to be thrown away in `with handle.paused():`.
     Schedulers, changes of param groups and load_state_dict take effect, because the hooks
     read everything when they run.
 

@@ -302,12 +302,11 @@ class GradientRelease:
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which backwards update nothing, as without release.
 
-        Their gradients stay in `p.grad`, for a look at them or to be thrown away by
-        `zero_grad()`: a GAN's discriminator in the generator's backward, a probe of a loss.
-        Gradients that nobody throws away are part of the next step: the next backward
-        outside adds to them, and `optimizer.step()` applies them as the ordinary step does,
-        without this handle's clipping. An open accumulation cycle waits meanwhile.
-        Contexts may be nested, and are for the backwards of all threads.
+        Their gradients stay in `p.grad`, to be read, or dropped by `zero_grad()`. A GAN needs
+        this for the discriminator during the generator's backward. Gradients that are not
+        dropped join the next step. A later backward outside adds to them, or
+        `optimizer.step()` applies them without this handle's clipping. An open accumulation
+        cycle waits meanwhile. Contexts may be nested, and are for all threads.
 
         Raises:
             RuntimeError: On entering it inside a running backward.

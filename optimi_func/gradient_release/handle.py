@@ -302,8 +302,8 @@ class GradientRelease:
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which backwards update nothing, as without release.
 
-        Their gradients stay in `p.grad`, to be read, or dropped by `zero_grad()`. A GAN needs
-        this for the discriminator during the generator's backward. Gradients that are not
+        Their gradients stay in `p.grad`, to be read, or dropped by `zero_grad()`. A GAN
+        needs this for the discriminator in the generator's backward. Gradients that are not
         dropped join the next step. A later backward outside adds to them, or
         `optimizer.step()` applies them without this handle's clipping. An open accumulation
         cycle waits meanwhile. Contexts may be nested, and are for all threads.

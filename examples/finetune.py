@@ -52,7 +52,7 @@ WAYS: dict[str, tuple[torch.dtype, Storage | str | None, str]] = {
     "compact": (torch.bfloat16, "compact", "tab:green"),
     "exact": (torch.bfloat16, "exact", "tab:red"),
 }
-PICTURE = Path(__file__).with_suffix(".png")
+PICTURE = Path("outputs/finetune.png")
 
 
 @dataclass(frozen=True)

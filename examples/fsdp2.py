@@ -12,8 +12,8 @@ process computes of the whole matrix, and the rest AdamW, in one optimizer.
 
 A checkpoint is a folder by torch.distributed.checkpoint, which is whole once its
 ``.metadata`` is there: the run goes on from the last whole one, among as many processes as
-there are now. What is learned from depends on the step alone, so that the resumed run ends
-as the uninterrupted one does.
+there are now. AdamW and Muon have a folder each. What is learned from depends on the step
+alone, so that the resumed run ends as the uninterrupted one does.
 
 The model is a small transformer that learns to copy a sequence of digits backwards; it
 runs on CPU (gloo) or one CUDA device a process (nccl).
@@ -21,6 +21,7 @@ runs on CPU (gloo) or one CUDA device a process (nccl).
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class Config:
     release: bool = False
     muon: bool = False
     compile: bool | None = None
-    folder: Path = Path("outputs/fsdp2")
+    folder: Path = Path("outputs/fsdp2/adamw")
 
 
 class Net(nn.Module):
@@ -114,7 +115,14 @@ def resume(model: nn.Module, optimizer: AdamW | Mixed, config: Config) -> int:
     # The state to load into: the optimizer makes it without taking a step.
     weights, state = get_state_dict(model, optimizer)
     kept = {"model": weights, "optimizer": state}
-    dcp.load(kept, checkpoint_id=last)
+    try:
+        dcp.load(kept, checkpoint_id=last)
+    except dcp.api.CheckpointException as error:
+        (reason, *_) = (str(e) for e, _ in error.failures.values())
+        sys.exit(
+            f"{last} does not fit this run: {reason.rstrip('.')}. Was it saved with other "
+            "options (--muon, --quick)? Then pass another --folder"
+        )
     set_state_dict(
         *(model, optimizer),
         model_state_dict=kept["model"],
@@ -180,7 +188,7 @@ def parse(arguments: Sequence[str] | None) -> Config:
     parser.add_argument("--steps", type=int, default=usual.steps)
     parser.add_argument("--batch", type=int, default=usual.batch)
     parser.add_argument("--every", type=int, default=usual.every, help="save so often")
-    parser.add_argument("--folder", type=Path, default=usual.folder)
+    parser.add_argument("--folder", type=Path, help="default: outputs/fsdp2/<rule>")
     parser.add_argument("--release", action="store_true", help="step within backward")
     parser.add_argument("--muon", action="store_true", help="for the hidden matrices")
     parser.add_argument("--no-compile", action="store_true", help="step eagerly")
@@ -195,7 +203,7 @@ def parse(arguments: Sequence[str] | None) -> Config:
         release=given.release,
         muon=given.muon,
         compile=False if given.no_compile else None,
-        folder=given.folder,
+        folder=given.folder or usual.folder.with_name("muon" if given.muon else "adamw"),
     )
 
 

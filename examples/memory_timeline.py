@@ -69,7 +69,7 @@ COLORS = {
 }
 CATEGORIES = tuple(COLORS)
 SHADES = {"forward": "#c7e9c0", "backward": "#74c476", "step": "#006d2c"}
-PICTURE = Path(__file__).with_suffix(".png")
+PICTURE = Path("outputs/memory_timeline.png")
 TUTORIAL = """\
 The tutorial's own figures, for comparison: about 6 GB standard and 4 GB with its recipe.
 They are from another device (CUDA) and from torch.optim.Adam, whose default there holds

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimi_func import AdamW, memory
 
-PICTURE = Path(__file__).with_suffix(".png")
+PICTURE = Path("outputs/plan_llama.png")
 # GPUs, and memory of each.
 MACHINES = {"24 GB": (1, "24GB"), "80 GB": (1, "80GB"), "8 x 80 GB": (8, "80GB")}
 

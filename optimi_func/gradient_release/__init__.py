@@ -59,6 +59,7 @@ def prepare_for_gradient_release(
 
     Afterwards `loss.backward()` updates the parameters and frees each gradient at once.
     `optimizer.step()` and `zero_grad()` may stay in the loop and find nothing to do.
+    Run a backward whose gradients are to be thrown away in `with handle.paused():`.
     Schedulers, changes of param groups and load_state_dict take effect, because the hooks
     read everything when they run.
 
@@ -182,8 +183,8 @@ def _owned(
         params = {name: p for name, p in params.items() if id(p) in known}
     elif not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} is not one of optimi_func's classes, "
-            "nor a FunctionalOptimizer"
+            f"optimizer={type(optimizer)} is not one of optimi_func's classes, nor a "
+            "FunctionalOptimizer"
         )
     if not params:
         raise ValueError(

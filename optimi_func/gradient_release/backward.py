@@ -126,6 +126,11 @@ class Backward:
         return place.view(g.shape).copy_(g)
 
 
+# A key that a wrapper of optimizers writes into param groups, and the wrapper.
+WRAPPERS = {"lookahead_k": "timm's Lookahead", "weight_sum": "schedulefree's wrapper"}
+PAUSE = "If a gradient is to be thrown away, run its backward in `with handle.paused():`"
+
+
 class SinceStep:
     """The backwards since the last step(), for its warnings."""
 

@@ -1,6 +1,7 @@
 """The handle of a gradient release, and which handles have hooks on which parameters."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from optimi_func.core import torch_private
 from optimi_func.core.checks import warn_user
 from optimi_func.core.distributed import distribute_like
-from optimi_func.gradient_release.backward import Accumulation, SinceStep
+from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
@@ -37,7 +38,8 @@ _by_hook: "WeakKeyDictionary[Any, _Attached]" = WeakKeyDictionary()
 class GradientRelease:
     """The hooks of one model and optimizer: `remove()` them, or use it as a context.
 
-    Made by `prepare_for_gradient_release`.
+    Made by `prepare_for_gradient_release`. A copy (deepcopy, pickle) of a handle has a copy
+    of the optimizer and of all that the handle carries, but no hooks: no model is prepared.
 
     Attributes:
         optimizer: The optimizer that updates the parameters in backward.
@@ -45,30 +47,46 @@ class GradientRelease:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         optimizer: BaseOptimizer | FunctionalOptimizer,
         params: dict[str, Tensor],
         options: ReleaseOptions,
     ) -> None:
         self.optimizer = optimizer
-        self._model = ref(model)
         is_class = isinstance(optimizer, BaseOptimizer)
         updater = optimizer if is_class else TreeOptimizer(optimizer, params)
         self._runner = runner = Runner(params, updater, options)
         self._warned: set[str] = set()
         self._idle = 0  # steps before the first backward
-        self._hooks: list[RemovableHandle] = [
+        self._hooks: list[RemovableHandle] = []
+        self._model = None if model is None else ref(model)
+        if model is None:
+            return  # a copy
+        self._hooks += [
             p.register_post_accumulate_grad_hook(runner.hook) for p in params.values()
         ]
         _by_model.setdefault(model, []).append(self)
         _by_hook[runner.hook] = _Attached(ref(self), list(self._hooks))
         if isinstance(optimizer, BaseOptimizer):
             self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_state_dict_pre_hook(self._before_state_dict),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
             optimizer.attach(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a copy's parts; hooks and locks belong to one model and process."""
+        built = None, self.optimizer, self.params, self.options
+        return GradientRelease, built, (self.state_dict(), getattr(self, "state", None))
+
+    def __setstate__(self, carried: tuple[dict[str, Any], TreeState | None]) -> None:
+        """Load what the copied handle carried."""
+        state_dict, state = carried
+        self.load_state_dict(state_dict)
+        if state is not None:
+            self.state = state
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -281,6 +299,28 @@ class GradientRelease:
             )
         self._runner.cycle = Accumulation()
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards update nothing, as without release.
+
+        Their gradients stay in `p.grad`, to be read, or dropped by `zero_grad()`. A GAN
+        needs this for the discriminator in the generator's backward. Gradients that are not
+        dropped join the next step. A later backward outside adds to them, or
+        `optimizer.step()` applies them without this handle's clipping. An open accumulation
+        cycle waits meanwhile. Contexts may be nested, and are for all threads.
+
+        Raises:
+            RuntimeError: On entering it inside a running backward.
+
+        >>> from optimi_func import prepare_for_gradient_release, sgd
+        >>> model = nn.Linear(2, 1)
+        >>> handle = prepare_for_gradient_release(model, sgd(lr=0.1))
+        >>> with handle.paused():
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+        """
+        return self._runner.paused()
+
     @property
     def accumulating(self) -> bool:
         """True if an accumulation cycle is open."""
@@ -290,8 +330,14 @@ class GradientRelease:
         """Warn if zero_grad() would be expected to drop the gradients of an open cycle."""
         if self.accumulating:
             self._warn_once(
-                "zero_grad() inside an open accumulation cycle has no effect: "
-                "handle.discard() forgets the gradients so far"
+                "zero_grad() does not drop the gradients of the open accumulation cycle: "
+                f"handle.discard() does. {PAUSE}"
+            )
+        elif (since := self._runner.since_step) is not None and since.moves:
+            self._warn_once(
+                "zero_grad() between a backward and step() drops nothing: the backward has "
+                f"moved the parameters already. {PAUSE}. If nothing was to be thrown away, "
+                "call step() before zero_grad()"
             )
 
     def _warn_once(self, text: str) -> None:
@@ -306,10 +352,23 @@ class GradientRelease:
                 "handle.load_state_dict() loads where the saved run stood in its own"
             )
 
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        params = self._runner.params.values()
+        if self.accumulating and any(p.grad is not None for p in params):
+            raise RuntimeError(
+                "step() would apply p.grad and then the open accumulation cycle, in two "
+                "steps: drop one of them first, by zero_grad() or handle.discard()"
+            )
+
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if len(args) > 2 or kwargs.get("param") is not None:
             return  # the optimizer, closure, param: a step of one parameter
         self.step()
+        for key in WRAPPERS.keys() & set[str]().union(*optimizer.param_groups):
+            self._warn_once(
+                f"{WRAPPERS[key]} (param_groups have its {key!r}) passes over parameters "
+                "without p.grad, so all under gradient release: use the ordinary step"
+            )
         since, params = self._runner.since_step, self._runner.params.values()
         if since is None:
             self._idle += any(p.requires_grad for p in params)
@@ -325,7 +384,7 @@ class GradientRelease:
             self._warn_once(
                 f"{since.moves} backwards since the last step(), and each moved the same "
                 "parameters: to accumulate, pass accumulation='buffer' or 'states' to "
-                "prepare_for_gradient_release"
+                f"prepare_for_gradient_release. {PAUSE}"
             )
         if since.backwards > 1 and not since.repeats and self.options.whole_backward:
             self._warn_once(
@@ -377,8 +436,10 @@ class GradientRelease:
             finally:
                 self._runner.options = usual
         if not self._hooks:
-            raise RuntimeError("the hooks were removed: call loss.backward() and step()")
-        runner, model = self._runner, self._model()
+            raise RuntimeError(
+                "the hooks were removed, or this is a copy: call loss.backward() and step()"
+            )
+        runner, model = self._runner, self._model and self._model()
         if not (self.options.two_pass and runner.moves_next()):
             loss = loss_fn()
             loss.backward()

@@ -56,6 +56,7 @@ class Runner:
         self.skipped: dict[Tensor, Tensor] = {}  # the number of skipped updates
         self.grad_scale: Tensor | None = None  # from the pass that measured the gradients
         self.since_step: SinceStep | None = None  # None before the first backward
+        self.pauses = 0  # the number of open paused() blocks
         self.lock = threading.RLock()  # autograd has one thread per device
         self._running: weakref.ref[Backward] | None = None
         self._updated: list[str] | None = None  # None if the last backward has finished
@@ -103,6 +104,19 @@ class Runner:
             self._measuring = None
             self.forget()
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Make backwards inside leave their gradients in p.grad."""
+        with self.lock:
+            if self._running is not None and self._running() is not None:
+                raise RuntimeError("paused() inside a backward: enter it before")
+            self.pauses += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.pauses -= 1
+
     def forget(self) -> None:
         """Forget a backward that runs or has failed."""
         self._running = self._updated = None
@@ -134,6 +148,9 @@ class Runner:
         g = p.grad
         if g is None:
             return
+        if self.pauses:
+            self.since_step = self.since_step or SinceStep()
+            return  # the gradient stays in p.grad
         # If this backward fails, the next one must not add to this gradient.
         p.grad = None
         with self.lock:
@@ -141,7 +158,7 @@ class Runner:
                 if g.requires_grad:
                     raise RuntimeError(
                         f"{self.names[p]}: backward(create_graph=True) needs the "
-                        "gradients that gradient release frees: remove() the hooks for it"
+                        "gradients that release frees: run it in handle.paused()"
                     )
                 if g.layout != torch.strided:
                     check_grad(f"[{self.names[p]!r}]", p, g)
@@ -215,6 +232,8 @@ class Runner:
     def moves_next(self) -> bool:
         """Return True if the next backward moves parameters."""
         o = self.options
+        if self.pauses:
+            return False
         if o.accumulation is None:
             return True
         steps = o.accumulation_steps

@@ -396,10 +396,13 @@ class BaseOptimizer(Fields, Steps):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes and make new caches; load_state_dict calls this too."""
+        is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_unprepared", None)
         super().__setstate__(state)
         self._clear_caches()
+        if is_copy and self.defaults["gradient_release"]:
+            self._unprepared = _warn_if_unprepared(self)
 
 
 def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:

@@ -320,3 +320,28 @@ def test_what_optimis_state_holds_beside_is_no_part_of_ours(name: str) -> None:
     fresh = getattr(optimi_func, name)(params(), lr=0.1, **EAGER)
     fresh.init_state()
     assert fields == set(fresh.state[fresh.param_groups[0]["params"][0]])
+
+
+@pytest.mark.parametrize(("wrapper", "steps"), [(Lookahead, 1), (ScheduleFree, 2)])
+def test_wrappers_that_need_gradients_are_named_under_release(
+    wrapper: Any, steps: int
+) -> None:
+    """They pass over parameters without p.grad; the wrapper's key names it."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = AdamW(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(model, optimizer)
+    wrapped = wrapper(optimizer)
+
+    def train() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        wrapped.step()
+
+    for _ in range(steps - 1):
+        train()
+    with pytest.warns(UserWarning, match=r"passes over parameters without p\.grad") as said:
+        train()
+    name = {Lookahead: "timm's Lookahead", ScheduleFree: "schedulefree's wrapper"}[wrapper]
+    assert len(said) == 1 and str(said[0].message).startswith(name)
+    train()  # said once
+    if wrapper is Lookahead:  # what the warning says
+        assert all("lookahead_slow_buff" not in x for x in optimizer.state.values())

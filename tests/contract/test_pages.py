@@ -65,6 +65,18 @@ def test_the_house_shows_a_test() -> None:
     assert shown == re.findall(r"--8<-- \[start:(\w+)\]", test) and len(shown) == 6
 
 
+def test_included_sections_are_there() -> None:
+    shown = [
+        found
+        for page in DOCS.rglob("*.md")
+        for found in re.findall(r'--8<-- "([\w/.]+):(\w+)"', page.read_text())
+    ]
+    assert ("examples/trainers/transformers_callbacks.py", "release") in shown
+    for path, section in shown:
+        source = (ROOT / path).read_text()
+        assert f"--8<-- [start:{section}]" in source and f"[end:{section}]" in source
+
+
 def test_every_optimizer_has_a_page() -> None:
     assert sorted(optimizer_pages.names()) == sorted(NAMES)
     nav = (ROOT / "mkdocs.yml").read_text()

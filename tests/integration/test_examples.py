@@ -19,6 +19,14 @@ def run(script: str, *options: str, **how: Any) -> str:
     return done.stdout
 
 
+def test_what_examples_write_is_in_outputs() -> None:
+    for path in (ROOT / "examples").rglob("*.py"):
+        source = path.read_text()
+        assert "Path(__file__).with" not in source, path.name
+        found = re.findall(r'\bPath\("([^")]+)"\)', source)
+        assert all(x.split("/")[0] == "outputs" for x in found), path.name
+
+
 def test_train_gpt(tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     options = ["--quick", "--no-compile", "--out", str(picture)]
@@ -286,6 +294,18 @@ def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
 
 
 @pytest.mark.full
+def test_fsdp2_says_what_does_not_fit(tmp_path: Path) -> None:
+    script = "examples/fsdp2.py"
+    options = ["--quick", "--no-compile", "--steps=1", "--every=1", f"--folder={tmp_path}"]
+    run(script, *options, count=1, strict=False)
+    done = run_script(ROOT / script, *options, "--muon", count=1, strict=False)
+    assert done.returncode != 0
+    assert re.search(
+        r"step 1 does not fit this run: .*momentum_buffer.*--folder", done.stderr
+    )
+
+
+@pytest.mark.full
 def test_resume(tmp_path: Path) -> None:
     """What becomes of it when it is killed is in test_killed.py."""
     checkpoint = tmp_path / "run.pt"
@@ -314,6 +334,27 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     (losses,) = re.findall(r"loss every 10 steps: (.*)", out)
     losses = list(map(float, losses.split(", ")))
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
+
+
+@pytest.mark.full
+def test_transformers_callbacks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = "examples/trainers/transformers_callbacks.py"
+    out = run(script, f"--out={tmp_path}", strict=False)
+    assert "Release: the same weights: True" in out
+    found = re.findall(r"^(.*): the saved weights are the average: (\w+)$", out, re.M)
+    assert found == [("no callback", "False"), ("SaveAverage", "True")]
+
+
+@pytest.mark.full
+def test_lightning_schedule_free(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    script = "examples/trainers/lightning_schedule_free.py"
+    out = run(script, f"--out={tmp_path}", strict=False)
+    assert "the last checkpoint is the average: True" in out
+    assert "the average is the trained weights: False" in out
+    assert "resumed half way, the same end: True" in out
 
 
 @pytest.mark.full

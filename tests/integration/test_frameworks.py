@@ -5,7 +5,9 @@ the hooks have to outlive all of it. None of the frameworks is a dependency: its
 skipped where it is not installed.
 """
 
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -325,6 +327,108 @@ def test_transformers_trainer_clips_on_the_handle(transformers, tmp_path) -> Non
     assert not torch.equal(*[end["transformer.wte.weight"] for end in ends])
 
 
+@pytest.fixture
+def callbacks(transformers, monkeypatch):
+    """The callbacks that docs/trainers.md shows."""
+    folder = Path(__file__).parents[2] / "examples" / "trainers"
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module("transformers_callbacks")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_transformers_trainer_makes_the_optimizer_that_a_callback_releases(
+    transformers, callbacks, tmp_path, parts: int
+) -> None:
+    pair = []
+    for release in (False, True):
+        model, half = make_gpt2(transformers), STEPS // 2
+        given = {"lr": LR, "gradient_release": release, "compile": False}
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(release)),
+            max_steps=STEPS,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=parts,
+            max_grad_norm=0,
+            save_steps=half,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+        )
+
+        def make(model=model, arguments=arguments, given=given, release=release):
+            return transformers.Trainer(
+                model,
+                arguments,
+                train_dataset=tokens(4 * STEPS * parts),
+                optimizer_cls_and_kwargs=(AdamW, given),
+                callbacks=[callbacks.Release()] if release else None,
+            )
+
+        trainer = make()
+        trainer.train()
+        optimizer = trainer.optimizer.optimizer
+        assert type(optimizer) is AdamW and not optimizer.releases
+        assert {int(s["step"]) for s in optimizer.state.values()} == {STEPS}
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    # Resumed, its hooks are added after the state is loaded.
+    twin = make_gpt2(transformers, seed=7)
+    resumed = make(model=twin)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"True/checkpoint-{half}"))
+    assert_same(pair[0], (twin, resumed.optimizer.optimizer))
+    with pytest.raises(ValueError, match="set max_grad_norm=0"):
+        resumed.args.max_grad_norm = 1.0
+        resumed.train()
+
+
+def test_transformers_trainer_saves_the_average_by_a_callback(
+    transformers, callbacks, tmp_path
+) -> None:
+    half = STEPS // 2
+
+    def train(steps: int, averages: bool = True, **options):
+        model = make_gpt2(transformers)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):  # evaluation draws from its generator
+                module.p = 0.0
+        optimizer = ScheduleFreeAdamW(model.parameters(), lr=LR, compile=False)
+        schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        trainer = make_trainer(transformers, tmp_path, model, optimizer, schedule)
+        trainer.args.max_steps, trainer.args.save_steps = steps, half
+        for name, value in options.items():
+            setattr(trainer.args, name, value)
+        if averages:
+            trainer.add_callback(callbacks.SaveAverage())
+        trainer.train()
+        return trainer
+
+    def saved(name: str) -> dict[str, torch.Tensor]:
+        path = str(tmp_path / name)
+        return transformers.GPT2LMHeadModel.from_pretrained(path).state_dict()
+
+    def equal(one, other) -> bool:
+        return all(torch.equal(x, other[name]) for name, x in one.items())
+
+    end, middle = train(STEPS).model.state_dict(), train(half).model.state_dict()
+    # Without the callback both are weights that are not to be evaluated.
+    without = train(STEPS, averages=False, save_strategy="steps")
+    without.save_model(str(tmp_path / "end"))
+    assert not equal(end, saved("end"))
+    assert not equal(middle, saved(f"checkpoint-{half}"))
+    without.optimizer.eval()
+    assert equal(end, without.model.state_dict())
+
+    trainer = train(STEPS, save_strategy="steps")
+    trainer.save_model(str(tmp_path / "end"))
+    assert equal(end, saved("end"))
+    assert equal(middle, saved(f"checkpoint-{half}"))
+    # What is loaded at the end stays.
+    trainer.state.best_model_checkpoint = str(tmp_path / f"checkpoint-{half}")
+    trainer._load_best_model()
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert equal(middle, trainer.model.state_dict())
+
+
 # Lightning
 
 
@@ -572,3 +676,24 @@ def test_accelerate_takes_it(accelerate, tmp_path) -> None:
             schedule.step()
         pair.append((model, optimizer))
     assert_same(*pair)
+
+
+def test_accelerate_leaves_the_modes_to_the_loop(accelerate) -> None:
+    """It passes train() and eval() on, and calls neither."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = make_net()
+    optimizer = ScheduleFreeAdamW(model.parameters(), lr=LR, compile=False)
+    model, prepared, data = accelerator.prepare(model, optimizer, make_data())
+    for x, y in data:
+        model.train()
+        accelerator.backward((model(x) - y).square().mean())
+        prepared.step()
+        prepared.zero_grad()
+    model.eval()
+    assert optimizer.param_groups[0]["train_mode"]
+    trained = accelerator.get_state_dict(model)["0.weight"].clone()
+    prepared.eval()
+    assert not optimizer.param_groups[0]["train_mode"]
+    assert not torch.equal(trained, accelerator.get_state_dict(model)["0.weight"])
+    prepared.train()
+    assert torch.equal(trained, accelerator.get_state_dict(model)["0.weight"])

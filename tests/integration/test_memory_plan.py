@@ -1,5 +1,6 @@
 """Peaks of `optimi_func.memory.plan` against the peaks that the profiler records."""
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,10 +10,11 @@ import torch
 from cases import CLASSES, ELEMENTWISE, NO_CODES
 from measured import allocated_by, trained_peak
 from planned import FEW, GPT, MANY, TOKENS, Net, autocast, by_name, entropy, squared
-from torch import nn
+from torch import Tensor, nn
 
 import optimi_func
 from optimi_func import SGD, AdamW
+from optimi_func.execution import kernels
 from optimi_func.memory import plan
 
 TRUE = {
@@ -50,6 +52,46 @@ def test_the_peak_is_the_profilers(kind: str) -> None:
         assert found[name].peak == pytest.approx(measured, rel=3e-3), name
         if kind != "checkpoint":
             assert abs(found[name].peak - measured) <= 64, name
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("plain_products")
+def test_the_peak_is_the_profilers_where_steps_are_compiled() -> None:
+    found = by_name(plan(Net(), AdamW, "1GB", squared, MANY))
+    for name in ("float32", "bfloat16 compact", "bfloat16 exact, release"):
+        measured = trained_peak(Net, squared, MANY, found[name])
+        assert abs(found[name].peak - measured) <= 64, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "compact")],
+    ids=str,
+)
+def test_compiled_kernels_keep_no_tensors(monkeypatch, dtype, storage) -> None:
+    """The examples that a kernel is compiled with would add to every peak."""
+    # As in a new process.
+    monkeypatch.setattr(kernels, "_kernels", {})
+
+    def live() -> int:
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if type(x) is Tensor]
+        return sum(x.untyped_storage().nbytes() for x in tensors)
+
+    before, made = live(), compiled_graphs()
+    model = nn.Linear(128, 128).to(dtype)
+    optimizer = AdamW(model.parameters(), lr=1e-3, storage=storage)
+    model(torch.ones(1, 128, dtype=dtype)).float().sum().backward()
+    optimizer.step()
+    assert compiled_graphs() > made
+    del model, optimizer
+    assert live() - before < 1000
+
+
+def compiled_graphs() -> int:
+    counters = torch._dynamo.utils.counters["inductor"]
+    return sum(counters[f"fxgraph_cache_{how}"] for how in ("hit", "miss", "bypass"))
 
 
 @pytest.mark.parametrize("steps", [2, 3])

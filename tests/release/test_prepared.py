@@ -1,11 +1,16 @@
 """Prepared twice, as where a notebook's cell is run again; and never prepared."""
 
+import copy
 import gc
+import pickle
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from optimi_func import (
     SGD,
@@ -14,6 +19,7 @@ from optimi_func import (
     remove_gradient_release,
     sgd,
 )
+from optimi_func.gradient_release import GradientRelease
 
 RELEASE = {"gradient_release": True, "compile": False}
 
@@ -151,3 +157,75 @@ def test_backward_asks_for_the_function_and_not_for_its_loss() -> None:
         handle.backward(model(torch.ones(1, 2)).sum())
     assert all(map(torch.equal, before, weights(model)))
     handle.remove()
+
+
+class Prepared(nn.Module):
+    """A module that keeps its handle, as a LightningModule may."""
+
+    def __init__(self, pure: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        optimizer: Any = sgd(lr=0.5, momentum=0.9, nesterov=False)
+        if not pure:
+            optimizer = SGD(self.parameters(), lr=0.5, momentum=0.9, **RELEASE)
+        self.handle = prepare_for_gradient_release(self, optimizer, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def pickled(x: Any) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+COPIES: list[Callable[[Any], Any]] = [copy.deepcopy, pickled]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copied_handle_has_no_hooks_and_its_optimizer_says_so(copied: Any) -> None:
+    model = Prepared()
+    backward(model)
+    twin = copied(model)
+    handle = twin.handle
+    assert handle.params == dict(twin.named_parameters())
+    with pytest.raises(RuntimeError, match="or this is a copy"):
+        handle.backward(lambda: twin(torch.ones(1, 2)).sum())
+    before = weights(twin)
+    backward(twin)
+    assert all(map(torch.equal, before, weights(twin)))
+    with pytest.warns(UserWarning, match="no model was prepared"):
+        handle.optimizer.step()  # the ordinary step
+    handle.remove()
+    # The original goes on as before, and the copy can be prepared.
+    backward(model)
+    assert all(map(torch.equal, weights(model), weights(twin)))
+    twin.zero_grad()
+    twin.handle = prepare_for_gradient_release(twin, handle.optimizer)
+    for module in (model, twin):
+        module.handle.backward(lambda m=module: m(torch.ones(1, 2)).sum())
+    assert all(map(torch.equal, weights(model), weights(twin)))
+
+
+def test_a_module_with_a_handle_can_be_averaged() -> None:
+    model = Prepared()
+    average = AveragedModel(model)
+    for _ in range(2):
+        backward(model)
+        average.update_parameters(model)
+    assert int(average.n_averaged) == 2 and average.module.layer.weight.grad is None
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copied_handle_has_what_it_carried(copied: Any) -> None:
+    """Nothing is compiled: the last backward, which would step, is not run."""
+    model = Prepared(pure=True, accumulation="buffer", accumulation_steps=2)
+    model.handle.state.step.fill_(3.0)
+    backward(model)
+    twin: GradientRelease = copied(model).handle
+    assert twin.options == model.handle.options and twin.state.step == 3
+    assert twin.state.step is not model.handle.state.step
+    one, other = model.handle.state_dict(), twin.state_dict()
+    sums, copies = one.pop("buffer"), other.pop("buffer")
+    assert one == other and one["position"] == 1 and len(sums) == 2
+    for name, x in sums.items():
+        assert torch.equal(x, copies[name]) and x is not copies[name]

@@ -96,6 +96,17 @@ def test_the_sum_of_bfloat16_gradients_has_the_dtype_asked_for(buffer_dtype) -> 
     assert_same((model, optimizer), other)
 
 
+@pytest.mark.parametrize("buffer_dtype", [None, torch.bfloat16])
+def test_bfloat16_is_as_in_p_grad_if_the_sum_is_bfloat16(buffer_dtype) -> None:
+    one, other = two(dtype=torch.bfloat16)
+    plainly(*one, 5)
+    released(*other, 5, **BUFFER, buffer_dtype=buffer_dtype)
+    if buffer_dtype:
+        assert_same(one, other)
+    else:  # in float32, which has other bits
+        assert not torch.equal(one[0].last.weight, other[0].last.weight)
+
+
 def test_the_dtype_of_the_sum_changes_the_answer() -> None:
     ends = []
     for dtype in (None, torch.bfloat16, torch.float64):
@@ -437,7 +448,7 @@ def test_a_cycle_can_be_discarded() -> None:
     plainly(*one, 1)
     handle = prepare_for_gradient_release(*other, **BUFFER)
     loss_of(other[0], 50).backward()
-    with pytest.warns(UserWarning, match=r"zero_grad.*no effect.*discard"):
+    with pytest.warns(UserWarning, match=r"zero_grad.*does not drop.*discard.*paused"):
         other[1].zero_grad()
     handle.discard()
     run(handle, other[0], range(MICRO))

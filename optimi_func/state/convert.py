@@ -48,8 +48,8 @@ _FIELDS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
     "mu_product prev_grad slow_param square_avg acc_delta weight_sum".split()
 )
-# They stay in entries when the option that needs them is turned off.
-_TURNED_OFF = {"sgd": "momentum_buffer", "adam": "max_exp_avg_sq"}
+# Fields that stay in an entry of others when the option that needs them is turned off.
+_TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
 
 # Parts that torch.compile, activation checkpointing and FSDP add to parameter names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -310,17 +310,17 @@ def _from_bitsandbytes(saved: Entry, group: Group, names: tuple[str, ...]) -> En
 
     Its 8 bits are indices of a table, with a scale for each 256.
     """
-    two, lion = "state2" in saved, names == ("exp_avg",)
-    one = group["eps"] == 0 and lion == (group["betas"][1] != 0)  # no RMSprop or Adagrad
+    two, buffer = "state2" in saved, names == ("momentum_buffer",)
+    # RMSprop and Adagrad have an eps, and LAMB and LARS a unorm_vec.
+    one = group["eps"] == 0 and buffer == (group["betas"][1] == 0)
     whole = ("qmap1" in saved) == ("absmax1" in saved) and "unorm_vec" not in saved
     if len(names) != 1 + two or not (two or one) or not whole:
         raise ValueError(
             f"bitsandbytes' {sorted(saved)} with betas={group['betas']} and "
-            f"eps={group['eps']} are not of this rule. Its Adam, AdamW, Lion and SGD load "
-            "into ours, if their 8-bit states are in blocks"
+            f"eps={group['eps']} are not of this rule, or not in blocks of 256"
         )
-    group["decouple_wd"] = two or lion  # its Adam decouples decay as its AdamW
-    if not group["decouple_wd"]:
+    group["decouple_wd"] = not buffer  # its Adam decouples decay as its AdamW
+    if buffer:
         group |= {"momentum": group["betas"][0], "dampening": 0, "nesterov": False}
     entry: Entry = {"step": saved["step"]}
     for k, name in enumerate(names, 1):
@@ -420,7 +420,7 @@ def checked(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
-    own = {*names, _TURNED_OFF.get(rule.name)}
+    own = {*names, _TURNED_OFF.get(rule.state._fields)}
     strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
     if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
         raise ValueError(

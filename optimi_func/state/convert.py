@@ -112,8 +112,8 @@ def find_entries(
     """
     if match not in ("names", "order"):
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
-    kinds = {"state": dict, "param_groups": list | tuple}
-    fits = all(isinstance(state_dict.get(key), kind) for key, kind in kinds.items())
+    fits = isinstance(state_dict.get("state"), dict)
+    fits = fits and isinstance(state_dict.get("param_groups"), list | tuple)
     if not fits or not all("params" in group for group in state_dict["param_groups"]):
         raise ValueError(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "

@@ -4,8 +4,8 @@ In eval mode a parameter is its `eval_point`, and `state[p]["train_param"]` is t
 of train mode, so that it is saved, loaded, copied and moved with the state.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from optimi_func.core.storage import state_in
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._groups import Group, path_of
 from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.state.convert import TRAIN_PARAM, LoadReport
+from optimi_func.state.convert import TRAIN_PARAM
 
 
 class Evaluated(BaseOptimizer):
@@ -175,39 +175,6 @@ class Evaluated(BaseOptimizer):
                         x = to(x, torch.promote_types(p.dtype, torch.float32))
                         found[names[p]] = from_local(x, p)
         return found
-
-    def load_master_state_dict(
-        self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
-    ) -> None:
-        """Load a `master_state_dict`; raise in eval mode."""
-        self.check_train_mode("load_master_state_dict()")
-        super().load_master_state_dict(model, state_dict)
-
-    def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        state_dict: dict[str, Any],
-        *,
-        strict: bool = True,
-        keep_dtypes: bool = False,
-        match: Literal["names", "order"] = "names",
-    ) -> LoadReport:
-        """Load a state dict, and take over its mode: see `BaseOptimizer.load_state_dict`.
-
-        No parameter is written to. If the state is one of train mode, the parameters must
-        be those of the saved model; if it is one of eval mode, `train()` sets them.
-        """
-        before = [(group, group["train_mode"]) for group in self._evaluated()]
-        self._set_mode(True)
-        try:
-            report = super().load_state_dict(
-                state_dict, strict=strict, keep_dtypes=keep_dtypes, match=match
-            )
-        except BaseException:
-            for group, mode in before:
-                group["train_mode"] = mode
-            raise
-        self._set_mode(all(group["train_mode"] for group in self._evaluated()))
-        return report
 
 
 def _write(p: Tensor, x: Tensor) -> None:

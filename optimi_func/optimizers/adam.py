@@ -126,7 +126,7 @@ class AdamLikeValue(FunctionalOptimizer):
 class adam(AdamLikeValue):
     """`Adam` as a value: `init` and `step` over a tree of parameters."""
 
-    counterparts = Counterparts(in_torch=torch.optim.Adam)
+    counterparts = Counterparts(in_torch=torch.optim.Adam, bitsandbytes=State._fields)
 
     decouple_wd: bool = False
     amsgrad: bool = False
@@ -138,7 +138,7 @@ class adam(AdamLikeValue):
 class adamw(AdamLikeValue):
     """`AdamW` as a value: `init` and `step` over a tree of parameters."""
 
-    counterparts = Counterparts(in_torch=torch.optim.AdamW)
+    counterparts = Counterparts(in_torch=torch.optim.AdamW, bitsandbytes=State._fields)
 
     weight_decay: Number = 1e-2
     amsgrad: bool = False

@@ -10,6 +10,7 @@ from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["Lion", "lion", "lion_init", "lion_step"]
 
@@ -60,6 +61,8 @@ lion_rule = Rule("lion", State, init, coeffs, direction, accumulate=accumulate)
 @dataclass(frozen=True, kw_only=True, repr=False)
 class lion(FunctionalOptimizer, rule=lion_rule):
     """`Lion` as a value: `init` and `step` over a tree of parameters."""
+
+    counterparts = Counterparts(bitsandbytes=State._fields)
 
     betas: tuple[Number, Number] = (0.9, 0.99)
 

@@ -216,7 +216,8 @@ class Mixed(Evaluated):
                 unexpected += theirs
                 continue
             value = next(x for x in self._values if rule_name(x) == rule)
-            found = find_entries(saved, mine, strict, match, counterparts_of(value))
+            given = saved, mine, strict, match, tuple(_numbers_of(value))
+            found = find_entries(*given, counterparts_of(value))
             for i, options, some in zip(places, found.groups, found.entries):
                 groups[i], entries[i] = options, some
             missing += found.report.missing

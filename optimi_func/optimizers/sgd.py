@@ -90,6 +90,7 @@ class sgd(FunctionalOptimizer):
             {"dampening": group["momentum"]} if group["dampening"] is True else {}
         ),
         optimi_names={"exp_avg": "momentum_buffer"},
+        bitsandbytes=State._fields,
     )
 
     momentum: Number = 0.0

@@ -120,6 +120,7 @@ class Checkpoints(Optimizer):
         Raises:
             ValueError: Names or shapes that do not fit; nothing is loaded then.
         """
+        self.check_train_mode("load_master_state_dict()")
         params = dict(model.named_parameters())
         if params.keys() != state_dict.keys():
             raise ValueError(
@@ -139,8 +140,8 @@ class Checkpoints(Optimizer):
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
-        counterparts = counterparts_of(self)
-        return find_entries(state_dict, self.param_groups, strict, match, counterparts)
+        given = state_dict, self.param_groups, strict, match, self.keywords
+        return find_entries(*given, counterparts_of(self))
 
     def describe(self) -> str:
         """Return a table of each group's storage of parameters and moments, and its bytes.
@@ -174,7 +175,8 @@ class Checkpoints(Optimizer):
         kahan_sum, state_dtype, compile, foreach, triton, capturable, gradient_release).
         Tensors are copied to the dtypes that fresh state would have, where torch casts all
         to the parameter's. Values that other code keeps in a parameter's state are copied,
-        tensors to its device.
+        tensors to its device. No parameter is written to. With `eval()`, the mode is loaded
+        too, and if it is eval mode, `train()` sets the parameters.
 
         Args:
             state_dict: From `state_dict`.
@@ -187,10 +189,12 @@ class Checkpoints(Optimizer):
             The names that only one side has.
 
         Raises:
-            TypeError: A value of an entry that is no tensor, or codes that were cast.
+            TypeError: No dict, an entry's value that is no tensor, or codes that were cast.
             ValueError: Groups, names, hyperparameters, fields or shapes that do not fit.
                 Nothing is loaded then.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
         made: dict[Tensor, dict[str, Any]] = {}
         reports: list[LoadReport] = []
 
@@ -198,7 +202,7 @@ class Checkpoints(Optimizer):
             with torch.inference_mode(False):
                 found = self._find(given, strict, match)
                 groups, entries = loaded_groups(
-                    found, self.param_groups, self.rule_of, keep_dtypes
+                    found, self.param_groups, self.bound_of, keep_dtypes
                 )
             reports.append(found.report)
             made.update(entries)

@@ -1,4 +1,4 @@
-"""Load state dicts of this package, torch.optim and optimi.
+"""Load state dicts of this package, torch.optim, optimi and bitsandbytes.
 
 Finds the saved entry of each parameter, and converts it to our names and values.
 """
@@ -6,16 +6,19 @@ Finds the saved entry of each parameter, and converts it to our names and values
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import warn_user
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import (
     check_entry,
     entry_of,
+    field_of,
     missing_fields,
     own_names,
     state_in,
@@ -39,6 +42,14 @@ _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay"
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
 TRAIN_PARAM = "train_param"
+
+# Fields of this package's and torch's rules. In another rule's entry they are no wrapper's.
+_FIELDS = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
+    "mu_product prev_grad slow_param square_avg acc_delta weight_sum".split()
+)
+# Fields that stay in an entry of others when the option that needs them is turned off.
+_TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
 
 # Parts that torch.compile, activation checkpointing and FSDP add to parameter names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -65,6 +76,7 @@ class Counterparts:
         our_options: Returns the options of one of torch's groups whose values we change.
         optimi_names: Our names of optimi's fields, by optimi's names.
         optimi_negated: Our names of fields that optimi keeps with the opposite sign.
+        bitsandbytes: Our names of the fields state1 and state2 of bitsandbytes' class.
     """
 
     in_torch: type[torch.optim.Optimizer] | None = None
@@ -73,6 +85,7 @@ class Counterparts:
     our_options: Callable[[Group], Group] = lambda group: {}
     optimi_names: Mapping[str, str] = field(default_factory=dict[str, str])
     optimi_negated: tuple[str, ...] = ()
+    bitsandbytes: tuple[str, ...] = ()
 
 
 class Match(NamedTuple):
@@ -89,16 +102,18 @@ def find_entries(
     groups: list[Group],
     strict: bool,
     match: str,
+    keywords: tuple[str, ...],
     counterparts: Counterparts,
 ) -> Match:
     """Find the saved entry of each parameter, by name if both sides have names.
 
     Raises ValueError if groups do not fit or, if `strict`, if only one side has a name.
-    `match` is "names", or "order" to ignore names.
+    `match` is "names", or "order" to ignore names. `keywords` name the hyperparameters.
     """
     if match not in ("names", "order"):
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
-    fits = {"state", "param_groups"} <= set(state_dict)
+    fits = isinstance(state_dict.get("state"), dict)
+    fits = fits and isinstance(state_dict.get("param_groups"), list | tuple)
     if not fits or not all("params" in group for group in state_dict["param_groups"]):
         raise ValueError(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
@@ -110,7 +125,7 @@ def find_entries(
     others = {k: v for k, v in state.items() if k not in known}
     named = all("param_names" in group for group in [*saved, *groups])
     if named and match == "names":
-        return _by_name(saved, state, groups, others, strict)
+        return _by_name(saved, state, groups, others, strict, keywords)
     if len(saved) != len(groups):
         raise ValueError(
             "loaded state dict has a different number of parameter groups: it has "
@@ -137,8 +152,9 @@ def _by_name(
     groups: list[dict[str, Any]],
     others: dict[Any, Any],
     strict: bool,
+    keywords: tuple[str, ...],
 ) -> Match:
-    home = {name: group for group in saved for name in group["param_names"]}
+    home = {name: i for i, group in enumerate(saved) for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
     theirs = same_names(ours, list(index))
@@ -152,23 +168,48 @@ def _by_name(
             f"nothing would be loaded: the state has the names {report.unexpected}, the "
             f"optimizer {report.missing}. match='order' loads by order, as torch does"
         )
-    if strict and any(report):
+    # Names without an entry, as those of frozen parameters, lose nothing.
+    lost = [name for name in report.unexpected if state.get(index[name])]
+    said = {"the state has nothing for": report.missing}
+    said["the optimizer has no parameters"] = lost
+    if strict and any(said.values()):
+        sides = ", and ".join(f"{text} {names}" for text, names in said.items() if names)
         raise ValueError(
-            f"the state has nothing for {report.missing}, and the optimizer has no "
-            f"parameters {report.unexpected}: strict=False starts the former with fresh "
-            "state and ignores the latter"
+            f"{sides}: strict=False loads what both have, and starts the optimizer's other "
+            "parameters with fresh state"
         )
-    options: list[dict[str, Any]] = []
+    homes: list[list[int]] = []
     entries: list[list[Entry | None]] = []
     for place, group in enumerate(groups):
         names = [theirs.get(name) for name in group["param_names"]]
-        homes = [home[name] for name in names if name is not None]
+        homes.append(list(dict.fromkeys(home[n] for n in names if n is not None)))
         if not names and len(saved) == len(groups):
-            homes = [saved[place]]  # an empty group
-        # A group takes the saved options of the first of its parameters.
-        options.append(_options(homes[0]) if homes else {})
+            homes[-1] = [place]  # an empty group
         entries.append([None if n is None else state.get(index[n]) for n in names])
+    _check_regrouped(saved, groups, homes, ("initial_lr", *keywords))
+    # A group takes the saved options of the first of its parameters.
+    options = [_options(saved[some[0]]) if some else {} for some in homes]
     return Match(options, entries, others, report)
+
+
+def _check_regrouped(
+    saved: list[Group], groups: list[Group], homes: list[list[int]], keywords: Any
+) -> None:
+    """Raise if groups that were joined or divided differ in a hyperparameter.
+
+    `homes` lists, for each group, the saved groups that its parameters come from.
+    """
+    parts = [[i for i, some in enumerate(homes) if j in some] for j in range(len(saved))]
+    sides = ("the state's", saved, homes), ("the optimizer's", groups, parts)
+    for name, (whose, owners, shared) in product(keywords, sides):
+        for some in shared if any(name in group for group in saved) else ():
+            found = {i: owners[i].get(name) for i in some}
+            if any(x != found[some[0]] for x in found.values()):
+                raise ValueError(
+                    f"{whose} param_groups {some} share a group of the other side and "
+                    f"differ in {name}: {found}. Make groups as the state's, or keep the "
+                    f"optimizer's values by deleting {name!r} from the state's param_groups"
+                )
 
 
 def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
@@ -205,18 +246,22 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _under_our_names(
     state_dict: dict[str, Any], counterparts: Counterparts
 ) -> dict[str, Any]:
-    """Convert torch's and optimi's groups and entries to our names and values."""
+    """Convert groups and entries of other libraries to our names and values."""
     state = dict(state_dict["state"])
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
         group = dict(group)
         group |= counterparts.our_options(group)
-        if "decoupled_weight_decay" in group:  # torch's
-            group.setdefault("decouple_wd", group["decoupled_weight_decay"])
+        if "decoupled_weight_decay" in group or "decouple_lr" in group:
+            # torch's name. Ours and optimi's groups without either always decouple decay.
+            group.setdefault("decouple_wd", group.get("decoupled_weight_decay", True))
         for i in group["params"]:
             if not isinstance(state.get(i), dict):
                 continue
-            if "setup" in group:  # optimi's
+            flat = {**state[i], **state[i].get("__bnb_optimizer_quant_state__", {})}
+            if "state1" in flat:
+                state[i] = _from_bitsandbytes(flat, group, counterparts.bitsandbytes)
+            elif "setup" in group:  # optimi's
                 state[i] = _from_optimi(state[i], group, counterparts)
             elif not counterparts.torch_counts_steps:
                 # A step was taken if the entry holds anything.
@@ -258,6 +303,49 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
         if name in entry:
             entry[name] = -entry[name]
     return entry
+
+
+def _from_bitsandbytes(saved: Entry, group: Group, names: tuple[str, ...]) -> Entry:
+    """Convert bitsandbytes' entry, and its group's options in place.
+
+    Its 8 bits are indices of a table, with a scale for each 256.
+    """
+    two, buffer = "state2" in saved, names == ("momentum_buffer",)
+    # RMSprop and Adagrad have an eps, and LAMB and LARS a unorm_vec.
+    one = group["eps"] == 0 and buffer == (group["betas"][1] == 0)
+    whole = ("qmap1" in saved) == ("absmax1" in saved) and "unorm_vec" not in saved
+    if len(names) != 1 + two or not (two or one) or not whole:
+        raise ValueError(
+            f"bitsandbytes' {sorted(saved)} with betas={group['betas']} and "
+            f"eps={group['eps']} are not of this rule, or not in blocks of 256"
+        )
+    group["decouple_wd"] = not buffer  # its Adam decouples decay as its AdamW
+    if buffer:
+        group |= {"momentum": group["betas"][0], "dampening": 0, "nesterov": False}
+    entry: Entry = {"step": saved["step"]}
+    for k, name in enumerate(names, 1):
+        entry[name] = x = saved[f"state{k}"]
+        if x.dtype == torch.uint8:
+            scale = saved[f"absmax{k}"].repeat_interleave(256)[: x.numel()]
+            entry[name] = saved[f"qmap{k}"][x.long()] * scale.view(x.shape)
+    return entry
+
+
+def check_kind(mine: Group, options: Group, decay: str) -> None:
+    """Raise for options of another rule. Warn if the kind of weight decay changes."""
+    theirs = {"betas", "momentum"} & {*options}
+    if theirs and not theirs & {*mine}:
+        raise ValueError(
+            f"the state's param_groups have {theirs}, which this optimizer does not take: "
+            "it is another rule's"
+        )
+    given = bool(options.get("decouple_lr")), any(map(options.get, _OUR_DECAYS))
+    now = "fully" in decay, decay != "l2"
+    if "decouple_wd" in options and options.get("weight_decay") and given != now:
+        warn_user(
+            f"weight_decay={options['weight_decay']} of the state is for (decouple_lr, "
+            f"decouple_wd)={given}, and this optimizer has {now}: decay changes its kind"
+        )
 
 
 def as_torchs(
@@ -332,10 +420,13 @@ def checked(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
-    if entry and (missing_fields(rule, entry) or not {*counted} <= {*entry}):
+    own = {*names, _TURNED_OFF.get(rule.state._fields)}
+    strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
+    if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
         raise ValueError(
             f"{root}{path} holds {sorted(saved)}: the optimizer needs "
-            f"{sorted({*rule.state._fields, *counted})}, or nothing"
+            f"{sorted({*rule.state._fields, *counted})}"
+            + (f", and {strange} are another rule's" if strange else ", or nothing")
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}
 

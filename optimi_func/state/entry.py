@@ -29,8 +29,9 @@ from optimi_func.core.storage import (
     own_names,
 )
 from optimi_func.core.torch_private import has_memory
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState, running_tensors
-from optimi_func.state.convert import Entry, Group, Match, checked, from_tree
+from optimi_func.state.convert import Entry, Group, Match, check_kind, checked, from_tree
 from optimi_func.state.stored import has_codes, owned, restored
 
 
@@ -186,12 +187,12 @@ def first_param(groups: list[Group]) -> Tensor:
 def loaded_groups(
     found: Match,
     groups: list[Group],
-    rule_of: Callable[[Group], Rule[Any, Any]],
+    bound_of: Callable[[Group], FunctionalOptimizer],
     keep_dtypes: bool,
 ) -> tuple[list[Group], dict[Tensor, Entry]]:
     """Return the groups and entries that a saved state becomes, checked and copied.
 
-    `rule_of` returns a group's rule and raises for hyperparameters out of range.
+    `bound_of` returns a group's pure optimizer and raises for hyperparameters out of range.
     """
     loaded: list[Group] = []
     made: dict[Tensor, Entry] = {}
@@ -199,13 +200,21 @@ def loaded_groups(
         first = sum(len(group["params"]) for group in loaded)
         places = list(range(first, first + len(entries)))
         group = {**mine, **options, "params": places}
+        bound = bound_of(group)
+        check_kind(mine, options, bound.decay)
+        if "decouple_wd" not in mine:
+            group.pop("decouple_wd", None)
+        if "train_mode" in mine:
+            group["train_mode"] = options.get("train_mode", True)
         loaded.append(group)
-        rule, storage, capturable = rule_of(group), group_storage(mine), mine["capturable"]
+        rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
         names = group.get("param_names", places)
         for name, p, saved in zip(names, mine["params"], entries):
             if saved is not None:
                 entry = checked(rule, "state", name, p, saved)
                 made[p] = owned(rule, p, capturable, storage, entry, keep_dtypes)
+    mode = all(group.get("train_mode", True) for group in loaded)
+    loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
     return loaded, made
 
 

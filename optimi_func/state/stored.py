@@ -64,9 +64,11 @@ def owned(
         fresh = init_leaf(rule, torch.empty_like(p, device="meta"), storage)
         pairs = zip(state, fresh.state)
         kept = rule.state(*[_kept(p, old, like, keep_dtypes) for old, like in pairs])
-        mine: Tensor | None = None
-        if comp is not None and fresh.comp is not None:
-            before, dtype = _compensated(rule, p, entry), fresh.comp.dtype
+        dtype = None if fresh.comp is None else fresh.comp.dtype
+        # Without it, `load_master_state_dict` would have no place for the rest.
+        mine = None if dtype is None else torch.zeros_like(p, dtype=dtype)
+        if comp is not None and dtype is not None:
+            before = _compensated(rule, p, entry)
             mine = _laid_out(before, comp, comp.dtype)
             if not alike(comp.dtype, dtype):
                 mine = recast_remainder(before, mine, dtype)

@@ -145,3 +145,48 @@ def test_the_table_says_how_each_group_is_kept() -> None:
 def test_the_table_of_a_rule_without_moments() -> None:
     net = model(torch.float32)
     assert SGD(net.parameters(), lr=0.1).describe().split()[-1] == "4.000"
+
+
+@pytest.mark.parametrize("storage", [*STORAGES, Storage(None, torch.float32)], ids=str)
+def test_torchs_float32_run_gets_all_that_is_kept(storage: Any) -> None:
+    """No moment is rounded on the way, whatever the model's dtype."""
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-3, storage=storage, compile=False)
+    train(net, optimizer, 3)
+    kept = optimizer.decoded_state_dict()["state"]
+    wide = model(torch.float32)
+    wide.load_state_dict(optimizer.master_state_dict(net))
+    theirs = torch.optim.AdamW(wide.named_parameters(), lr=1.0)
+    theirs.load_state_dict(optimizer.torch_state_dict())
+    low = 0
+    for i, p in enumerate(wide.parameters()):
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = theirs.state[p][name]
+            assert found.dtype == torch.float32 and found.equal(kept[i][name].float())
+            low += found.equal(found.bfloat16().float())
+    # What is in float32 or in codes has more bits than the model.
+    full = {None: 0, "exact": 6}
+    assert low <= 12 - full.get(storage, 0) and (low == 12) == (storage is None)
+
+
+@pytest.mark.parametrize("storage", ["exact", Storage("exact", "8bit"), "compact", None])
+def test_a_float32_run_goes_on_in_bfloat16(storage: Any) -> None:
+    wide = model(torch.float32)
+    old = AdamW(wide.named_parameters(), lr=1e-3, compile=False)
+    train(wide, old, 3)
+    net = model()
+    new = AdamW(net.named_parameters(), lr=1.0, storage=storage, compile=False)
+    new.load_state_dict(old.state_dict())
+    new.load_master_state_dict(net, dict(wide.named_parameters()))
+    bits = {None: 2.0**-16, "compact": 2.0**-15}.get(storage, 0.0)
+    for (name, x), p in zip(new.master_state_dict(net).items(), wide.parameters()):
+        torch.testing.assert_close(x, p.detach(), rtol=bits, atol=0, msg=name)
+        assert new.state[dict(net.named_parameters())[name]]["step"] == 3
+    if storage == "exact":
+        own = torch.Generator().manual_seed(9)
+        for p, q in zip(wide.parameters(), net.parameters()):
+            q.grad = torch.randn(p.shape, generator=own).bfloat16()
+            p.grad = q.grad.float()
+        old.step()
+        new.step()
+        assert all(map(torch.equal, new.master_state_dict(net).values(), wide.parameters()))

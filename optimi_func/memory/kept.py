@@ -18,7 +18,7 @@ from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Storage
 from optimi_func.execution.kernels import has_list_kernels
-from optimi_func.memory.trace import Counter, most_alive
+from optimi_func.memory.trace import Counter, is_cast, most_alive
 from optimi_func.optimizers import BaseOptimizer
 
 # A class of this package, or a function that makes one of its optimizers in the same way.
@@ -103,13 +103,13 @@ def made_of(
 
 
 def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Return meta parameters of the same shapes, in another dtype."""
-    return {
-        name: nn.Parameter(
-            torch.empty_like(p.detach(), device="meta", dtype=dtype), p.requires_grad
-        )
-        for name, p in params.items()
-    }
+    """Return meta parameters of the same shapes, cast to a dtype."""
+    metas: dict[str, nn.Parameter] = {}
+    for name, p in params.items():
+        kind = dtype if is_cast(p) else p.dtype
+        x = torch.empty_like(p.detach(), device="meta", dtype=kind)
+        metas[name] = nn.Parameter(x, p.requires_grad)
+    return metas
 
 
 def kept(

@@ -10,6 +10,7 @@ from torch import nn
 from optimi_func.core.rule import Storage
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
 from optimi_func.memory.kept import Factory, parse_size
+from optimi_func.memory.trace import is_cast
 from optimi_func.optimizers import BaseOptimizer
 
 # Storages of parameters and moments; those that lose least in a step come first.
@@ -113,7 +114,12 @@ class Recipe:
                 "the model is on meta, where an optimizer has nothing to update: call "
                 'model.to_empty(device="cuda") and load its weights first'
             )
+        tensors = (*model.parameters(), *model.buffers())
+        codes = [(x, x.data) for x in tensors if not is_cast(x)]
         model.to(self.dtype)
+        for x, data in codes:
+            if x.dtype != data.dtype:  # float8, which means nothing without its scales
+                x.data = data
         named = list(model.named_parameters())
         optimizer = self.optimizer(named, **{**self.keywords, **options})
         if not self.gradient_release:

@@ -57,7 +57,8 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     """
     names = group.get("param_names") or range(len(group["params"]))
     for name, p in zip(names, group["params"]):
-        check_param(f"[{name!r}]", p)
+        if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
+            check_param(f"[{name!r}]", p)
     lr = group["lr"]
     for name in keywords:
         x = group[name]
@@ -147,7 +148,7 @@ def likely_mistakes(
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
         decay = decay_mistakes([(bound.decay, bound.weight_decay)])
         found += [text for text in bound.likely_mistakes() if text not in decay]
-        kept = {storage.moments or p.dtype for p in group["params"]}
+        kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
         dtypes = {x for x in kept if isinstance(x, torch.dtype)}
         found += stuck_moments(bound.narrow_betas, dtypes)
         lr = group["lr"]

@@ -42,17 +42,14 @@ def param_groups_weight_decay(
             f"additional_layers={additional_layers!r} is one string: pass a list of them"
         )
     excluded = list(additional_layers or ())
-    decay: list[tuple[str, nn.Parameter]] = []
-    no_decay: list[tuple[str, nn.Parameter]] = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
-        (no_decay if exempt else decay).append((name, p))
-    return [
-        {"params": no_decay, "weight_decay": 0.0},
-        {"params": decay, "weight_decay": weight_decay},
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay} for decay in (0.0, weight_decay)
     ]
+    for name, p in model.named_parameters():
+        exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
+        if p.requires_grad:
+            groups[not exempt]["params"].append((name, p))
+    return groups
 
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]]

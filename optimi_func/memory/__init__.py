@@ -27,7 +27,7 @@ from optimi_func.memory.kept import (
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
 from optimi_func.memory.replay import Handling, Param, peak_of
 from optimi_func.memory.shards import largest_unit, sharded_peak
-from optimi_func.memory.trace import LossFn, Trace, is_cast, trace
+from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]
 
@@ -130,7 +130,7 @@ def plan(
         traced = traces.get(dtype)
         attention = traced is not None and traced.attention and device == "cuda"
         sizes = _sizes(model, params, meta, found, ranks, device)
-        fixed = _fixed(model, meta, dtype, ranks, device)
+        fixed = _fixed(model, meta, ranks, device)
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
@@ -191,18 +191,12 @@ def _sizes(
     return sizes
 
 
-def _fixed(
-    model: nn.Module,
-    meta: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    ranks: int,
-    device: str,
-) -> int:
+def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:
     """Return the bytes of parameters and buffers."""
     total = sum(rounded(held(p, ranks), device) for p in meta.values())
+    dtype = next(p.dtype for p in meta.values() if p.requires_grad)
     for x in to_local(list(model.buffers())):
-        item = dtype.itemsize if is_cast(x) else x.element_size()
-        total += rounded(x.numel() * item, device)
+        total += rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
     return total
 
 

@@ -165,9 +165,9 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def is_cast(x: Tensor) -> bool:
-    """Return True if recipes cast x. Integers, complex numbers and float8 stay."""
-    return x.is_floating_point() and x.element_size() > 1
+def cast_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of x in a recipe. Integers, complex numbers and float8 stay."""
+    return dtype if x.is_floating_point() and x.element_size() > 1 else x.dtype
 
 
 def trace(
@@ -180,7 +180,7 @@ def trace(
     """
     mode, counter = torch_private.fake_mode(), Counter()
     calls = _Calls(for_cuda)
-    own = next((p.dtype for p in model.parameters() if is_cast(p)), dtype)
+    own = next((p.dtype for p in model.parameters() if p.requires_grad), dtype)
     inside: list[str] = []
 
     def given(x: Tensor) -> Tensor:
@@ -228,8 +228,8 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         plain = [x for x in vars(module).values() if isinstance(x, Tensor)]
         for x in [*module.parameters(False), *module.buffers(False), *plain]:
             is_param = isinstance(x, nn.Parameter)
-            cast = is_cast(x) and (is_param or id(x) in buffers)
-            fake = _empty_like(x, dtype if cast else x.dtype)
+            cast = is_param or id(x) in buffers
+            fake = _empty_like(x, cast_dtype(x, dtype) if cast else x.dtype)
             memo[id(x)] = nn.Parameter(fake, x.requires_grad) if is_param else fake
     try:
         return copy.deepcopy(model, memo)

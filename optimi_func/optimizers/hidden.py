@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from optimi_func.state.convert import without_wrappers
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Weights of three dimensions that are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
@@ -15,15 +15,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 class HiddenMatrices:
     """The predicate that `hidden_matrices` makes."""
 
-    def __init__(
-        self, names: Iterable[str], others: Iterable[str], name: str = "hidden_matrices"
-    ) -> None:
+    __name__ = "hidden_matrices"
+
+    def __init__(self, names: Iterable[str], others: Iterable[str]) -> None:
         self.names = frozenset(names)
         self.others = frozenset(others)
-        self.__name__ = name
 
     def __call__(self, path: str, p: Tensor) -> bool:
-        """Return True if the parameter of this name is selected."""
+        """Return True if the parameter of this name is a hidden matrix."""
         del p
         plain = without_wrappers(path)
         for name in (path, plain, plain.removeprefix("module.")):
@@ -56,34 +55,19 @@ def hidden_matrices(
     >>> [name for name, p in model.named_parameters() if chosen(name, p)]
     ['1.weight']
     """
-    return matrices_of(model, head)[0]
-
-
-def matrices_of(
-    model: nn.Module, head: str | Iterable[str] | None
-) -> tuple[HiddenMatrices, HiddenMatrices]:
-    """Make predicates for the hidden matrices, and for the other weights that decay.
-
-    The others are the output layer, unless it is an embedding too, and 1-d convolutions.
-    """
     named = dict(model.named_parameters(remove_duplicate=False))
     apart = _head_by_name(named, head) if head is not None else _head_of(model)
-    embedded: set[int] = set()
-    weights: list[str] = []
+    hidden: list[str] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, _EMBEDDINGS):
-            embedded |= set(map(id, own.values()))
-        elif isinstance(module, _CONVOLUTIONS):
-            apart |= set(map(id, own.values()))
-        own = [n for n, p in own.items() if "weight" in n and p.dim() > 1]
-        weights += [f"{prefix}.{n}" if prefix else n for n in own]
-    weights = [name for name in weights if id(named[name]) not in embedded]
-    chosen = {without_wrappers(n) for n in weights if id(named[n]) not in apart}
-    decayed = set(map(without_wrappers, weights)) - chosen
-    every = set(map(without_wrappers, named))
-    others = HiddenMatrices(decayed, every - decayed, "the output layer")
-    return HiddenMatrices(chosen, every - chosen), others
+        if isinstance(module, EMBEDDINGS + _CONVOLUTIONS):
+            apart |= {id(p) for p in own.values()}
+            continue
+        weights = [n for n, p in own.items() if "weight" in n and p.dim() > 1]
+        hidden += [f"{prefix}.{n}" if prefix else n for n in weights]
+    hidden = [name for name in hidden if id(named[name]) not in apart]
+    chosen = {without_wrappers(name) for name in hidden}
+    return HiddenMatrices(chosen, {without_wrappers(name) for name in named} - chosen)
 
 
 def _head_by_name(named: dict[str, nn.Parameter], head: str | Iterable[str]) -> set[int]:

@@ -2,21 +2,20 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from optimi_func.core.rule import Storage
+from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers.adam import adamw
-from optimi_func.optimizers.hidden import HiddenMatrices, matrices_of
-from optimi_func.optimizers.mixed import Mixed
+from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
+from optimi_func.optimizers.mixed import Mixed, Named
 from optimi_func.optimizers.muon import TABLES, muon
-from optimi_func.pure.functional import FunctionalOptimizer
 
 
 def MuonAdamW(  # noqa: D417
-    model: nn.Module = cast(Any, None),
+    model: nn.Module | None = None,
     lr: float = 1e-3,
     weight_decay: float = 0.1,
     *,
@@ -35,12 +34,9 @@ def MuonAdamW(  # noqa: D417
     compile: bool | None = None,
     capturable: bool = False,
     state_dtype: torch.dtype | str | None = None,
-    storage: Storage | str | None = None,
+    storage: StorageLike | None = None,
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest, at one lr.
-
-    Embeddings, norms, biases and other parameters that are not called a weight do not decay
-    unless adamw_weight_decay is given.
 
     With transformers: Trainer(..., optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr":
     1e-3})).
@@ -48,9 +44,9 @@ def MuonAdamW(  # noqa: D417
     Args:
         model: Its trainable parameters are taken.
         lr: Learning rate of both; with another adjust_lr_fn they need different ones.
-        weight_decay: Decay of the matrices: Muon's, and of AdamW's the output layer (unless
-            it is tied to an embedding) and 1-d convolutions.
-        adamw_weight_decay: Decay of all parameters of AdamW instead. None: see above.
+        weight_decay: Decay of matrices and of an output layer not tied to an embedding.
+        adamw_weight_decay: Decay of all that AdamW updates, as torch's. None: embeddings,
+            norms, biases and others that are not called a weight do not decay.
         momentum: Muon's.
         nesterov: Muon's.
         ns_coefficients: Muon's.
@@ -79,43 +75,27 @@ def MuonAdamW(  # noqa: D417
     adamw  4      0.bias
     adamw  3      2.bias
     """
-    if model is None:  # the Trainer calls without arguments whatever is no class
-        raise TypeError(
-            "MuonAdamW takes the model: MuonAdamW(model, lr=1e-3). For transformers: "
-            "optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
-        )
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"MuonAdamW got a {type(model).__name__}: allowed is a module, because its "
-            "layers say what is a matrix. Make a Mixed of named parameters"
+            "layers say what is a matrix. Make a Mixed of named parameters. Pass "
+            "transformers optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
         )
-    hidden, decayed = matrices_of(model, head)
-    matrices = muon(
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        ns_coefficients=ns_coefficients,
-        adjust_lr_fn=adjust_lr_fn,
-        ns_dtype=ns_dtype,
-    )
-    rest = partial(adamw, lr=lr, betas=betas, eps=eps)
+    own: dict[str, Any] = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
+    own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
+    hidden, rest = hidden_matrices(model, head), partial(adamw, lr=lr, betas=betas, eps=eps)
+    parts: list[Any] = [(hidden, muon(lr=lr, weight_decay=weight_decay, **own))]
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    left = [pair for pair in named if not hidden(*pair)]
-    parts: list[tuple[HiddenMatrices, FunctionalOptimizer]] = [(hidden, matrices)]
+    left = {name: p for name, p in named if not hidden(name, p)}
     if adamw_weight_decay is None:
-        if any(decayed(*pair) for pair in left):
-            parts.append((decayed, rest(weight_decay=weight_decay)))
-        left = [pair for pair in left if not decayed(*pair)]
-    return Mixed(
-        named,
-        *parts,
-        rest=rest(weight_decay=adamw_weight_decay or 0.0) if left else None,
-        kahan_sum=kahan_sum,
-        foreach=foreach,
-        gradient_release=gradient_release,
-        compile=compile,
-        capturable=capturable,
-        state_dtype=state_dtype,
-        storage=storage,
-    )
+        tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
+        tied = {id(p) for table in tables for p in table.parameters()}
+        weights = [n for n, p in left.items() if p.dim() > 1 and id(p) not in tied]
+        decayed = Named([n for n in weights if "weight" in n.split(".")[-1]])
+        parts += [(decayed, rest(weight_decay=weight_decay))] if decayed.names else []
+        left = left.keys() - decayed.names
+    how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
+    how |= dict(gradient_release=gradient_release, capturable=capturable)
+    how |= dict(state_dtype=state_dtype, storage=storage)
+    decay = rest(weight_decay=adamw_weight_decay or 0.0) if left else None
+    return Mixed(named, *parts, rest=decay, **how)

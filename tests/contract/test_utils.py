@@ -48,7 +48,9 @@ def test_groups_have_the_names_by_which_the_package_finds_parameters() -> None:
     matrices = (hidden_matrices(model), muon(lr=0.1))
     groups = param_groups_weight_decay(model, 0.3)
     optimizer = Mixed(groups, matrices, rest=adamw(lr=0.1), compile=False)
-    found = {g["rule"]: (g["param_names"], g["weight_decay"]) for g in optimizer.param_groups[1:]}
+    found = {
+        g["rule"]: (g["param_names"], g["weight_decay"]) for g in optimizer.param_groups[1:]
+    }
     assert found == {"muon": (["0.weight"], 0.3), "adamw": (["2.weight"], 0.3)}
     assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.bias"]
     assert optimizer.param_groups[0]["weight_decay"] == 0.0

@@ -190,7 +190,7 @@ class GroupNumbers:
         """Return the factory's keywords, and those of them that are no numbers."""
         del group
         found = inspect.signature(self._factory).parameters.items()
-        flags = [name for name, x in found if isinstance(x.default, bool)]
+        flags = [name for name, x in found if x.annotation is bool]
         return self._keywords, (*getattr(self._factory, "choices", ()), *flags)
 
     def tensors(self, group: Group) -> list[tuple[str, Tensor]]:

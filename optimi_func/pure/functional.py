@@ -152,7 +152,7 @@ class FunctionalOptimizer:
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""
         for f in () if torch.compiler.is_compiling() else fields(self):
-            if isinstance(f.default, bool):
+            if f.type is bool:
                 check_flag(f.name, getattr(self, f.name))
         self.check()
         if not torch.compiler.is_compiling():

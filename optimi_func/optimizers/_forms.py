@@ -29,8 +29,7 @@ class TreeStep(Protocol[P]):
 class TreeInit(Protocol):
     """`(params, *, kahan_sum, state_dtype, storage) -> TreeState`."""
 
-    def __call__(self, params: PyTree, **options: Unpack[InitOptions]) -> TreeState:
-        """Return fresh state: see `FunctionalOptimizer.init`."""
+    def __call__(self, params: PyTree, **options: Unpack[InitOptions]) -> TreeState: ...
 
 
 def with_options(init: Init) -> Init:

@@ -413,7 +413,7 @@ class BaseOptimizer(Fields, Checkpoints):
             tensors = [x for x in chain(group["params"], *entries) if isinstance(x, Tensor)]
             kinds = {str(x.dtype)[6:] for x in tensors}
             found = {"params": len(group["params"]), "dtypes": ", ".join(sorted(kinds))}
-            found["runs"] = _RUNS[executor_of(group)]
+            found["runs"] = _RUNS.get(how := executor_of(group), how)
             for k, x in sorted(group.items()):
                 known = k in usual and k not in ("params", "lr", "weight_decay")
                 if k != "param_names" and not (known and str(x) == str(usual[k].default)):
@@ -458,7 +458,6 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
-_RUNS |= {"foreach": "foreach", "eager": "eagerly"}
 _CACHES = ("_numbers", "_grouped", "_group_index", "_stepper")
 _ATTACHED = ("releases", "_unprepared")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.

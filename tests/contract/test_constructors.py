@@ -15,14 +15,11 @@ import optimi_func
 from optimi_func import (
     SGD,
     AdamW,
-    Lion,
     Mixed,
     Muon,
     Storage,
     adamw,
     adamw_init,
-    adamw_step,
-    lion_step,
     memory,
     muon,
     prepare_for_gradient_release,
@@ -159,55 +156,56 @@ def test_describe_counts_no_state_of_frozen_parameters(how: dict[str, Any]) -> N
     assert bytes_of(optimizer) == [held + each * 128 * 128]
 
 
+of: Any = optimi_func
 TREE: Any = {"w": torch.ones(2)}
 W = nn.Parameter(torch.ones(2))
 SAID: dict[str, tuple[Any, str]] = {
     "a module": (
-        lambda: AdamW(nn.Linear(2, 1)),
+        lambda: of.AdamW(nn.Linear(2, 1)),
         r"module: pass model\.named_param.*, or par",
     ),
     "a module, mixed": (
-        lambda: Mixed(nn.Linear(2, 1), ("*", adamw(lr=1.0))),
+        lambda: of.Mixed(nn.Linear(2, 1), ("*", adamw(lr=1.0))),
         "is a module",
     ),
     "an instance": (
-        lambda: memory.plan(nn.Linear(2, 1), AdamW([W]), "1MB"),
+        lambda: of.memory.plan(nn.Linear(2, 1), AdamW([W]), "1MB"),
         "pass the class",
     ),
     "a near miss": (
-        lambda: AdamW([W], weigth_decay=0.1),
+        lambda: of.AdamW([W], weigth_decay=0.1),
         "AdamW has no argument 'weigth_decay': did you mean 'weight_decay'",
     ),
     "no miss": (
-        lambda: Lion([W], lr=0.1, zeal=1),
+        lambda: of.Lion([W], lr=0.1, zeal=1),
         "Lion has no argument 'zeal': allowed ar",
     ),
     "no lr": (
-        lambda: Lion([W]),
+        lambda: of.Lion([W]),
         r"missing a required argument: 'lr' of Lion\(params, lr, b",
     ),
     "no params": (
-        lambda: AdamW(lr=0.1),
+        lambda: of.AdamW(lr=0.1),
         r"missing a required argument: 'params' of AdamW\(",
     ),
     "factory": (
-        lambda: adamw(lr=0.1, bata=0.1),
+        lambda: of.adamw(lr=0.1, bata=0.1),
         "adamw has no argument 'bata': .* 'betas'",
     ),
     "factory by position": (
-        lambda: adamw(0.1),
+        lambda: of.adamw(0.1),
         r"too many positional.* of adamw\(\*, lr, wei",
     ),
     "step by position": (
-        lambda: adamw_step(TREE, TREE, adamw_init(TREE), 0.1),
+        lambda: of.adamw_step(TREE, TREE, adamw_init(TREE), 0.1),
         r"too many positional arguments of adamw\(\*, lr",
     ),
     "step without lr": (
-        lambda: lion_step(TREE, TREE, optimi_func.lion_init(TREE)),
+        lambda: of.lion_step(TREE, TREE, of.lion_init(TREE)),
         r"missing a required argument: 'lr' of lion\(\*, lr",
     ),
     "compiled step": (
-        lambda: optimi_func.compiled.adamw_step(TREE, TREE, adamw_init(TREE), lr=1, ep=1),
+        lambda: of.compiled.adamw_step(TREE, TREE, adamw_init(TREE), lr=1, ep=1),
         "adamw has no argument 'ep': did you mean 'eps'",
     ),
 }
@@ -246,7 +244,7 @@ def test_pure_states_check_kahan_sum(value: Any) -> None:
 def test_a_number_is_of_one_element(name: str) -> None:
     text = f"Tensor {name} must be 1-element"
     with pytest.raises(ValueError, match=text):
-        AdamW([W], **{name: torch.ones(2)})
+        of.AdamW([W], **{name: torch.ones(2)})
 
 
 def test_a_misspelt_key_of_a_group_is_told() -> None:
@@ -272,7 +270,7 @@ def test_repr_says_how_a_group_runs_and_what_is_kept() -> None:
 Parameter Group 0
     params: 2
     dtypes: bfloat16
-    runs: eagerly
+    runs: eager
     betas: (0.9, 0.95)
     compile: False
     lr: 0.1

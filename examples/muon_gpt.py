@@ -64,6 +64,7 @@ def make_optimizer(name: str, model: GPT, config: Config) -> Optimizer:
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
+        adamw_weight_decay=config.weight_decay,  # of everything, as the other optimizer
         betas=config.betas,
         eps=config.eps,
         compile=config.compile,

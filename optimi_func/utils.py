@@ -14,6 +14,8 @@ def param_groups_weight_decay(
 ) -> list[dict[str, Any]]:
     """Make two param groups: biases, norms and other vectors without decay, and the rest.
 
+    Parameters are pairs with their names, as model.named_parameters() has them.
+
     Args:
         model: The model whose trainable parameters are grouped. Frozen ones are left out.
         weight_decay: Decay coefficient of the second group. The optimizer decides what it
@@ -28,8 +30,8 @@ def param_groups_weight_decay(
         TypeError: additional_layers is one string, because each letter would be matched.
 
     >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
-    >>> [(len(g["params"]), g["weight_decay"]) for g in groups]
-    [(1, 0.0), (1, 0.1)]
+    >>> [([name for name, p in g["params"]], g["weight_decay"]) for g in groups]
+    [(['bias'], 0.0), (['weight'], 0.1)]
     """
     if not weight_decay >= 0.0:
         raise ValueError(
@@ -40,17 +42,14 @@ def param_groups_weight_decay(
             f"additional_layers={additional_layers!r} is one string: pass a list of them"
         )
     excluded = list(additional_layers or ())
-    decay: list[nn.Parameter] = []
-    no_decay: list[nn.Parameter] = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
-        (no_decay if exempt else decay).append(p)
-    return [
-        {"params": no_decay, "weight_decay": 0.0},
-        {"params": decay, "weight_decay": weight_decay},
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay} for decay in (0.0, weight_decay)
     ]
+    for name, p in model.named_parameters():
+        exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
+        if p.requires_grad:
+            groups[not exempt]["params"].append((name, p))
+    return groups
 
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]]

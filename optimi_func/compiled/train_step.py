@@ -20,7 +20,7 @@ from optimi_func.compiled.whole import (
 )
 from optimi_func.core import torch_private
 from optimi_func.core.checks import is_expanded, warn
-from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
+from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, StorageLike, check_pure
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -215,7 +215,7 @@ class PureStep:
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
+        storage: StorageLike | None = None,
     ) -> TrainState:
         """Return the first state: parameters, buffers and fresh optimizer state.
 

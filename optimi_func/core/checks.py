@@ -4,9 +4,11 @@ Every error names the argument, its value and what is allowed. The pure function
 classes share these checks, which know no optimizer.
 """
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -27,6 +29,23 @@ from optimi_func.core.rule import (
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
 IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
+
+
+def bind_call(called: type[Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a constructor's call. Raise TypeError in the class's name."""
+    signature, name = inspect.signature(called), called.__name__
+    known = signature.parameters
+    for key in kwargs.keys() - known.keys():
+        near = get_close_matches(key, known, 1)
+        meant = f"did you mean {near[0]!r}?" if near else f"allowed are {[*known]}"
+        raise TypeError(f"{name} has no argument {key!r}: {meant}")
+    try:
+        given = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        shown = inspect.Signature([x.replace(annotation=x.empty) for x in known.values()])
+        raise TypeError(f"{error} of {name}{shown}") from None
+    given.apply_defaults()
+    return given.arguments
 
 
 def check_number(
@@ -56,6 +75,13 @@ def check_number(
         allowed += "" if below is None else f" and below {below}"
         allowed += "" if most is None else f" and at most {most}"
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
+
+
+def check_flag(name: str, value: Any, none: bool = False) -> None:
+    """Raise if value is neither True nor False, nor, if `none`, None."""
+    if isinstance(value, Tensor | str) or value not in (True, False, *[None] * none):
+        allowed = "None, True and False" if none else "True and False"
+        raise TypeError(f"Invalid {name}: {name}={value!r}: allowed are {allowed}")
 
 
 def check_betas(betas: Any, count: int) -> None:

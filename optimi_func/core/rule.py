@@ -211,6 +211,9 @@ class Storage(NamedTuple):
     moments: MomentStorage | None = None
 
 
+StorageLike: TypeAlias = Storage | Literal["compact", "exact"]
+
+
 class Leaf(NamedTuple):
     """One parameter with its state and compensation."""
 
@@ -224,7 +227,7 @@ class InitOptions(TypedDict, total=False):
 
     kahan_sum: bool | None
     state_dtype: torch.dtype | None
-    storage: Storage | str | None
+    storage: StorageLike | None
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import IDLE_KAHAN, check_state_dtype
+from optimi_func.core.checks import IDLE_KAHAN, check_flag, check_state_dtype
 from optimi_func.core.codes import (
     GROUP,
     Codes,
@@ -23,7 +23,7 @@ from optimi_func.core.codes import (
     refuse_derivatives,
     to,
 )
-from optimi_func.core.rule import Rule, Scalar, Storage
+from optimi_func.core.rule import Rule, Scalar, Storage, StorageLike
 
 STORAGES: dict[str, Storage] = {
     "compact": Storage("kahan8", "8bit"),
@@ -32,11 +32,12 @@ STORAGES: dict[str, Storage] = {
 
 
 def storage_of(
-    storage: Storage | str | None = None,
+    storage: StorageLike | None = None,
     kahan_sum: bool | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> Storage:
     """Return the storage that these options ask for. Raise if they exclude each other."""
+    check_flag("kahan_sum", kahan_sum, none=True)
     if storage is None:
         param = {None: None, True: "kahan", False: "plain"}[kahan_sum]
         check_state_dtype(state_dtype)

@@ -27,7 +27,7 @@ from optimi_func.memory.kept import (
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
 from optimi_func.memory.replay import Handling, Param, peak_of
 from optimi_func.memory.shards import largest_unit, sharded_peak
-from optimi_func.memory.trace import LossFn, Trace, trace
+from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]
 
@@ -194,10 +194,9 @@ def _sizes(
 def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:
     """Return the bytes of parameters and buffers."""
     total = sum(rounded(held(p, ranks), device) for p in meta.values())
-    cast = next(iter(meta.values())).element_size()
+    dtype = next(p.dtype for p in meta.values() if p.requires_grad)
     for x in to_local(list(model.buffers())):
-        item = cast if x.is_floating_point() else x.element_size()
-        total += rounded(x.numel() * item, device)
+        total += rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
     return total
 
 

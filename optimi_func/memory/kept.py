@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
-from optimi_func.core.rule import WHOLE_BATCH, Storage
+from optimi_func.core.rule import WHOLE_BATCH, StorageLike
 from optimi_func.execution.kernels import has_list_kernels
-from optimi_func.memory.trace import Counter, most_alive
+from optimi_func.memory.trace import Counter, cast_dtype, most_alive
 from optimi_func.optimizers import BaseOptimizer
 
 # A class of this package, or a function that makes one of its optimizers in the same way.
@@ -87,6 +87,9 @@ def made_of(
         lr = None
     if lr is not None and lr.default is inspect.Parameter.empty:
         options = {"lr": 1e-3, **options}
+    if not callable(optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(f"optimizer={name}(...): pass the class, as each recipe makes one")
     made: Any = None
     ours = not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer)
     if ours:
@@ -103,10 +106,11 @@ def made_of(
 
 
 def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Return meta parameters of the same shapes, in another dtype."""
+    """Return meta parameters of the same shapes, cast to a dtype."""
     return {
         name: nn.Parameter(
-            torch.empty_like(p.detach(), device="meta", dtype=dtype), p.requires_grad
+            torch.empty_like(p.detach(), device="meta", dtype=cast_dtype(p, dtype)),
+            p.requires_grad,
         )
         for name, p in params.items()
     }
@@ -115,7 +119,7 @@ def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Pa
 def kept(
     optimizer: Factory,
     params: dict[str, nn.Parameter],
-    storage: Storage | str | None,
+    storage: StorageLike | None,
     options: Options,
     device: str,
     ranks: int,

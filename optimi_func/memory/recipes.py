@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from optimi_func.core.rule import Storage
+from optimi_func.core.rule import Storage, StorageLike
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
 from optimi_func.memory.kept import Factory, parse_size
+from optimi_func.memory.trace import cast_dtype
 from optimi_func.optimizers import BaseOptimizer
 
 # Storages of parameters and moments; those that lose least in a step come first.
-WAYS: list[tuple[str, torch.dtype, Storage | str | None]] = [
+WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
     ("float32", torch.float32, None),
     ("bfloat16 exact", torch.bfloat16, "exact"),
     ("float32 + 8bit", torch.float32, Storage(moments="8bit")),
@@ -61,7 +62,7 @@ class Recipe:
 
     name: str
     dtype: torch.dtype
-    storage: Storage | str | None
+    storage: StorageLike | None
     gradient_release: bool
     accumulation_steps: int
     buffer_dtype: torch.dtype | None
@@ -113,7 +114,11 @@ class Recipe:
                 "the model is on meta, where an optimizer has nothing to update: call "
                 'model.to_empty(device="cuda") and load its weights first'
             )
+        codes = [p for p in model.parameters() if cast_dtype(p, self.dtype) == p.dtype]
+        kept = [p.data for p in codes]
         model.to(self.dtype)
+        for p, x in zip(codes, kept):
+            p.data = x  # float8 means nothing without its scales
         named = list(model.named_parameters())
         optimizer = self.optimizer(named, **{**self.keywords, **options})
         if not self.gradient_release:

@@ -165,6 +165,11 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def cast_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of x in a recipe. Integers, complex numbers and float8 stay."""
+    return dtype if x.is_floating_point() and x.element_size() > 1 else x.dtype
+
+
 def trace(
     model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.dtype, for_cuda: bool
 ) -> Trace:
@@ -175,7 +180,7 @@ def trace(
     """
     mode, counter = torch_private.fake_mode(), Counter()
     calls = _Calls(for_cuda)
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
+    own = next((p.dtype for p in model.parameters() if p.requires_grad), dtype)
     inside: list[str] = []
 
     def given(x: Tensor) -> Tensor:
@@ -223,8 +228,8 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         plain = [x for x in vars(module).values() if isinstance(x, Tensor)]
         for x in [*module.parameters(False), *module.buffers(False), *plain]:
             is_param = isinstance(x, nn.Parameter)
-            cast = x.is_floating_point() and (is_param or id(x) in buffers)
-            fake = _empty_like(x, dtype if cast else x.dtype)
+            cast = is_param or id(x) in buffers
+            fake = _empty_like(x, cast_dtype(x, dtype) if cast else x.dtype)
             memo[id(x)] = nn.Parameter(fake, x.requires_grad) if is_param else fake
     try:
         return copy.deepcopy(model, memo)

@@ -3,8 +3,10 @@
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack
 
+from optimi_func.core.checks import bind_call
 from optimi_func.core.rule import InitOptions, PyTree, Rule
 from optimi_func.core.storage import storage_of
 from optimi_func.execution.trees import step, step_
@@ -12,21 +14,22 @@ from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState, init_tree
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., TreeState])
-TreeStep: TypeAlias = Callable[
-    Concatenate[PyTree, PyTree, TreeState, P], tuple[PyTree, TreeState]
-]
-Run: TypeAlias = Callable[
-    [FunctionalOptimizer, PyTree, PyTree, TreeState], tuple[PyTree, TreeState]
-]
+
+
+class TreeStep(Protocol[P]):
+    """`(params, grads, state, *, <hyperparameters>) -> (params, state)`."""
+
+    def __call__(
+        self, params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, TreeState]: ...
 
 
 class TreeInit(Protocol):
     """`(params, *, kahan_sum, state_dtype, storage) -> TreeState`."""
 
-    def __call__(self, params: PyTree, **options: Unpack[InitOptions]) -> TreeState:
-        """Return fresh state: see `FunctionalOptimizer.init`."""
-        ...
+    def __call__(self, params: PyTree, **options: Unpack[InitOptions]) -> TreeState: ...
 
 
 def with_options(init: Init) -> Init:
@@ -54,6 +57,7 @@ def init_function(rule: Rule[Any, Any]) -> TreeInit:
 
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
+    _check_calls(factory)
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 
 
@@ -65,6 +69,19 @@ def compiled_functions(
     return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
 
 
+def _check_calls(factory: Any) -> None:
+    """Name the factory in errors of its calls, and the keyword that was meant."""
+    made, names = factory.__init__, tuple(inspect.signature(factory).parameters)
+
+    @wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args or "lr" not in kwargs or not all([name in names for name in kwargs]):
+            bind_call(factory, args, kwargs)  # raises
+        made(self, **kwargs)
+
+    factory.__init__ = init
+
+
 def _pure_step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
@@ -73,15 +90,11 @@ def _pure_step(
 
 
 def _step_function(
-    factory: Callable[P, FunctionalOptimizer], run: Run, name: str
+    factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
 ) -> TreeStep[P]:
     def step(
-        params: PyTree,
-        grads: PyTree,
-        state: TreeState,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> tuple[PyTree, TreeState]:
+        params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, TreeState]:
         return run(factory(*args, **kwargs), params, grads, state)
 
     # torch.compile limits recompilations per code object, so each step has its own.

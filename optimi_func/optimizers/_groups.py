@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_param, decay_mistakes, stuck_moments, warn_user
+from optimi_func.core.checks import (
+    check_flag,
+    check_param,
+    decay_mistakes,
+    stuck_moments,
+    warn_user,
+)
 from optimi_func.core.rule import Storage
 from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -20,8 +26,10 @@ from optimi_func.state.convert import Group
 
 def plain_number(x: Any) -> Any:
     """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
-    if isinstance(x, bool | str | Tensor | Storage) or x is None:
+    if isinstance(x, bool | str | Tensor) or x is None:
         return x
+    if isinstance(x, Storage):
+        return Storage(x.param, plain_number(x.moments))
     if isinstance(x, torch.dtype):  # json has none
         return str(x)
     if getattr(x, "shape", None) == ():  # numpy's
@@ -54,28 +62,24 @@ def check_group(group: Group, keywords: tuple[str, ...]) -> None:
     """
     names = group.get("param_names") or range(len(group["params"]))
     for name, p in zip(names, group["params"]):
-        check_param(f"[{name!r}]", p)
+        if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
+            check_param(f"[{name!r}]", p)
     lr = group["lr"]
     for name in keywords:
         x = group[name]
         # The pure optimizer checks how many betas there are.
         numbers = x if name == "betas" and isinstance(x, tuple | list) else (x,)
-        unfit = not all(map(_is_host, numbers)) or (x is None and name != "max_lr")
-        if unfit or (name == "lr" and isinstance(x, bool)):
-            raise TypeError(
-                f"Invalid {name}: {name}={group[name]!r}: allowed are numbers and "
-                "tensors of one element"
+        fit = all([isinstance(n, Real | Tensor | None) for n in numbers])
+        fit = fit and (x is not None or name == "max_lr")
+        many = any([isinstance(n, Tensor) and n.numel() != 1 for n in numbers])
+        if many or not fit or (name == "lr" and isinstance(x, bool)):
+            what = f"Tensor {name} must be 1-element" if many else f"Invalid {name}"
+            raise (ValueError if many else TypeError)(
+                f"{what}: {name}={x!r}: allowed are numbers and tensors of one element"
             )
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"Tensor lr must be 1-element: lr={lr}: allowed is a number or a tensor "
-            "of one element"
-        )
     if (group["decouple_lr"] or group["corrected_decay"]) and group["max_lr"] is None:
         # Set now, because a schedule will lower lr.
-        group["max_lr"] = float(lr)
-        if group["max_lr"] == 0.0:
-            group["max_lr"] = None
+        group["max_lr"] = float(lr) or None
     elif isinstance(group["max_lr"], Tensor):
         group["max_lr"] = float(group["max_lr"])
     group["state_dtype"] = _as_dtype(group["state_dtype"])
@@ -90,20 +94,13 @@ def _as_dtype(x: Any) -> Any:
     return found if isinstance(found, torch.dtype) else x
 
 
-def _is_host(x: Any) -> bool:
-    return x is None or isinstance(x, Real | Tensor)
-
-
 def check_modes(group: Group) -> None:
     """Raise for options about how the step runs that exclude each other.
 
     foreach is turned off with a warning if gradient_release is on.
     """
-    for name in ("compile", "foreach", "triton", "kahan_sum"):
-        if group[name] not in (None, True, False):
-            raise TypeError(
-                f"Invalid {name}: {name}={group[name]!r}: allowed are None, True and False"
-            )
+    for name in ("compile", "foreach", "triton", "gradient_release", "capturable"):
+        check_flag(name, group[name], none=name in ("compile", "foreach", "triton"))
     if group["compile"] is False and group["triton"]:
         raise ValueError(
             "triton=True asks for the compiled step and compile=False for the eager "
@@ -144,7 +141,7 @@ def likely_mistakes(
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
         decay = decay_mistakes([(bound.decay, bound.weight_decay)])
         found += [text for text in bound.likely_mistakes() if text not in decay]
-        kept = {storage.moments or p.dtype for p in group["params"]}
+        kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
         dtypes = {x for x in kept if isinstance(x, torch.dtype)}
         found += stuck_moments(bound.narrow_betas, dtypes)
         lr = group["lr"]

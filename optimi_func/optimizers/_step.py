@@ -157,14 +157,14 @@ class Steps(Checkpoints):
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
         inputs = plan.columns(tensors, grads), packed, at
-        found = plan.launches(_executor_of(group), *inputs, write, new=False)
+        found = plan.launches(executor_of(group), *inputs, write, new=False)
         if found is None:
             if any_distributed(grads):
                 _aligned(group, params, grads)  # raises, because their parameters are none
             for p, part, g in zip(params, tensors, grads):
                 check_grad(path_of(group, p), part, g)
             with kernel_context(params[0].device):
-                found = plan.launches(_executor_of(group), *inputs, write, new=True)
+                found = plan.launches(executor_of(group), *inputs, write, new=True)
             assert found is not None
         launches, host = found
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
@@ -187,7 +187,7 @@ _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
 
 
-def _executor_of(group: Group) -> Executor:
+def executor_of(group: Group) -> Executor:
     """Return the executor that a group's options ask for."""
     if group["foreach"]:
         return "foreach"

@@ -8,7 +8,9 @@ a compensation, `kahan_comp`.
 import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
+from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -17,13 +19,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.core.checks import (
+    bind_call,
     check_accumulates,
     check_moves_state,
     check_taken,
     warn,
     warn_user,
 )
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Storage
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled
 from optimi_func.execution.kernels import kernel_context
@@ -36,7 +39,8 @@ from optimi_func.optimizers._groups import (
     path_of,
     plain_number,
 )
-from optimi_func.optimizers._step import Steps
+from optimi_func.optimizers._step import Steps, executor_of
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
@@ -101,7 +105,7 @@ class BaseOptimizer(Fields, Steps):
     maximize: InitVar[bool] = False
     capturable: InitVar[bool] = False
     state_dtype: InitVar[torch.dtype | str | None] = None
-    storage: InitVar[Storage | str | None] = None
+    storage: InitVar[StorageLike | None] = None
     cautious_decay: InitVar[bool] = False
     corrected_decay: InitVar[bool] = False
     cautious: InitVar[bool] = False
@@ -122,25 +126,24 @@ class BaseOptimizer(Fields, Steps):
             )
         signature = cls._signature()
 
-        def construct(
-            self: BaseOptimizer, params: Params, *args: Any, **kwargs: Any
-        ) -> None:
+        def __init__(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:
             # torch.optim's users may pass these with torch's defaults.
             check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
-            given = signature.bind(params, *args, **kwargs)
-            given.apply_defaults()
-            _, *defaults = given.arguments.items()
+            (_, params), *defaults = bind_call(cls, args, kwargs).items()
             BaseOptimizer.__init__(self, params, dict(defaults))
 
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        construct.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
             parameters=[self, *signature.parameters.values()]
         )
-        construct.__name__ = "__init__"
-        construct.__qualname__ = f"{cls.__qualname__}.__init__"
-        cls.__init__ = construct
+        __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+        cls.__init__ = __init__
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                "params is a module: pass model.named_parameters(), or parameters()"
+            )
         self.optimizer_accumulation = False
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
@@ -148,9 +151,6 @@ class BaseOptimizer(Fields, Steps):
         self._constructed = False
         self._clear_caches()
         defaults = {name: plain_number(x) for name, x in defaults.items()}
-        storage = defaults["storage"]
-        if isinstance(moments := getattr(storage, "moments", None), torch.dtype):
-            defaults["storage"] = storage._replace(moments=str(moments))
         super().__init__(cast(Any, params), defaults)
         self._constructed = True
         self._warn_of_mistakes(0)
@@ -182,7 +182,9 @@ class BaseOptimizer(Fields, Steps):
         try:
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
-            choices = getattr(factory, "choices", ())  # which take no number
+            found = inspect.signature(factory).parameters.items()
+            flags = [name for name, x in found if x.annotation is bool]
+            choices = (*getattr(factory, "choices", ()), *flags)  # which take no number
             group.update({name: plain_number(group[name]) for name in keywords})
             check_group(group, tuple([k for k in keywords if k not in choices]))
             rule = self.rule_of(group)
@@ -199,6 +201,11 @@ class BaseOptimizer(Fields, Steps):
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""
         bounds = list(map(self.bound_of, self.param_groups))
         warn(likely_mistakes(self.param_groups, bounds, first))
+        for group in self.param_groups[first:]:
+            known = {*self.defaults, *self._factory_of(group)[1]}
+            for key in group.keys() - known:
+                for name in get_close_matches(key, known, 1, 0.85):
+                    warn_user(f"a group has {key!r}, unused: did you mean {name!r}?")
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Any] | None = None, param: Tensor | None = None
@@ -384,6 +391,24 @@ class BaseOptimizer(Fields, Steps):
         elif param.grad is not None:
             param.grad = torch.zeros_like(param.grad)
 
+    def __repr__(self) -> str:
+        """Return what differs from the defaults, and each group's executor and dtypes."""
+        lines, usual = [f"{type(self).__name__} ("], dict[str, inspect.Parameter]()
+        for made in (FunctionalOptimizer, type(self)):
+            usual |= inspect.signature(made).parameters
+        for i, group in enumerate(self.param_groups):
+            entries = [self.state.get(p, {}).values() for p in group["params"]]
+            tensors = [x for x in chain(group["params"], *entries) if isinstance(x, Tensor)]
+            kinds = {str(x.dtype)[6:] for x in tensors}
+            found = {"params": len(group["params"]), "dtypes": ", ".join(sorted(kinds))}
+            found["runs"] = _RUNS.get(how := executor_of(group), how)
+            for k, x in sorted(group.items()):
+                known = k in usual and k not in ("params", "lr", "weight_decay")
+                if k != "param_names" and not (known and str(x) == str(usual[k].default)):
+                    found.setdefault(k, x)
+            lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in found.items()]]
+        return "\n".join([*lines, ")"])
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""
         dropped = (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
@@ -423,6 +448,7 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
     return optimizer.register_step_post_hook(after_step)
 
 
+_RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = ("_bound", "_plans", "_has_stepped", "_grouped", "_group_index")
 _ATTACHED = ("releases", "_unprepared")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from optimi_func.state.convert import without_wrappers
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Weights of three dimensions that are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
@@ -60,7 +60,7 @@ def hidden_matrices(
     hidden: list[str] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, _EMBEDDINGS + _CONVOLUTIONS):
+        if isinstance(module, EMBEDDINGS + _CONVOLUTIONS):
             apart |= {id(p) for p in own.values()}
             continue
         weights = [n for n, p in own.items() if "weight" in n and p.dim() > 1]

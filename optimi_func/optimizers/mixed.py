@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.rule import Storage
+from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers._evaluation import Evaluated
 from optimi_func.optimizers._fields import Params
 from optimi_func.optimizers._groups import Group
@@ -102,10 +102,9 @@ class Mixed(Evaluated):
         compile: bool | None = None,
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        storage: Storage | str | None = None,
+        storage: StorageLike | None = None,
     ) -> None:
-        selects, values = check_parts("Mixed", parts, rest)
-        self._selects = selects
+        self._selects, values = check_parts("Mixed", parts, rest)
         self._values = list(map(_checked_value, values))
         factories = {rule_name(value): type(value) for value in self._values}
         for value in self._values:
@@ -117,7 +116,7 @@ class Mixed(Evaluated):
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
-        check_each("Mixed", selects, rest is not None, names, places)
+        check_each("Mixed", self._selects, rest is not None, names, places)
         del self._placed
 
     def _factory_of(

@@ -1,20 +1,21 @@
 """`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from optimi_func.core.rule import Storage
+from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers.adam import adamw
-from optimi_func.optimizers.hidden import hidden_matrices
-from optimi_func.optimizers.mixed import Mixed
+from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
+from optimi_func.optimizers.mixed import Mixed, Named
 from optimi_func.optimizers.muon import TABLES, muon
 
 
 def MuonAdamW(  # noqa: D417
-    model: nn.Module,
+    model: nn.Module | None = None,
     lr: float = 1e-3,
     weight_decay: float = 0.1,
     *,
@@ -33,7 +34,7 @@ def MuonAdamW(  # noqa: D417
     compile: bool | None = None,
     capturable: bool = False,
     state_dtype: torch.dtype | str | None = None,
-    storage: Storage | str | None = None,
+    storage: StorageLike | None = None,
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest, at one lr.
 
@@ -43,8 +44,9 @@ def MuonAdamW(  # noqa: D417
     Args:
         model: Its trainable parameters are taken.
         lr: Learning rate of both; with another adjust_lr_fn they need different ones.
-        weight_decay: Decay of the matrices.
-        adamw_weight_decay: Decay of the rest; None takes the same.
+        weight_decay: Decay of matrices and of an output layer not tied to an embedding.
+        adamw_weight_decay: Decay of all that AdamW updates, as torch's. None: embeddings,
+            norms, biases and others that are not called a weight do not decay.
         momentum: Muon's.
         nesterov: Muon's.
         ns_coefficients: Muon's.
@@ -57,45 +59,43 @@ def MuonAdamW(  # noqa: D417
     The other arguments are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is missing, or is no module.
         ValueError: A hyperparameter out of its range, or a model without hidden matrices.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     >>> print(MuonAdamW(model, lr=1e-3).describe())
     group  tensors  elements  parameters  moments  in codes  bytes    each
         0        1         8     float32  float32     0.0 %     64   8.000
-        1        3        19     float32  float32     0.0 %    228  12.000
+        1        1        12     float32  float32     0.0 %    144  12.000
+        2        2         7     float32  float32     0.0 %     84  12.000
       all        4        27                          0.0 %    292  10.815
     <BLANKLINE>
     muon   4 x 2  0.weight
-    adamw  4      0.bias
     adamw  3 x 4  2.weight
+    adamw  4      0.bias
     adamw  3      2.bias
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"MuonAdamW got a {type(model).__name__}: allowed is a module, because its "
-            "layers say what is a matrix. Make a Mixed of named parameters"
+            "layers say what is a matrix. Make a Mixed of named parameters. Pass "
+            "transformers optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
         )
-    decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
-    matrices = muon(
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        ns_coefficients=ns_coefficients,
-        adjust_lr_fn=adjust_lr_fn,
-        ns_dtype=ns_dtype,
-    )
-    return Mixed(
-        [(name, p) for name, p in model.named_parameters() if p.requires_grad],
-        (hidden_matrices(model, head), matrices),
-        rest=adamw(lr=lr, betas=betas, weight_decay=decay, eps=eps),
-        kahan_sum=kahan_sum,
-        foreach=foreach,
-        gradient_release=gradient_release,
-        compile=compile,
-        capturable=capturable,
-        state_dtype=state_dtype,
-        storage=storage,
-    )
+    own: dict[str, Any] = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
+    own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
+    hidden, rest = hidden_matrices(model, head), partial(adamw, lr=lr, betas=betas, eps=eps)
+    parts: list[Any] = [(hidden, muon(lr=lr, weight_decay=weight_decay, **own))]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    left = {name: p for name, p in named if not hidden(name, p)}
+    if adamw_weight_decay is None:
+        tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
+        tied = {id(p) for table in tables for p in table.parameters()}
+        weights = [n for n, p in left.items() if p.dim() > 1 and id(p) not in tied]
+        decayed = Named([n for n in weights if "weight" in n.split(".")[-1]])
+        parts += [(decayed, rest(weight_decay=weight_decay))] if decayed.names else []
+        left = left.keys() - decayed.names
+    how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
+    how |= dict(gradient_release=gradient_release, capturable=capturable)
+    how |= dict(state_dtype=state_dtype, storage=storage)
+    decay = rest(weight_decay=adamw_weight_decay or 0.0) if left else None
+    return Mixed(named, *parts, rest=decay, **how)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import PyTree, Storage
+from optimi_func.core.rule import PyTree, StorageLike
 from optimi_func.population.axes import path, place
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def init(
     n: int | None = None,
     kahan_sum: bool | None = None,
     state_dtype: torch.dtype | None = None,
-    storage: Storage | str | None = None,
+    storage: StorageLike | None = None,
 ) -> Population:
     """Make a population of n copies of one model, or of the models of a list.
 

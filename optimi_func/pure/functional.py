@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import (
     check_betas,
+    check_flag,
     check_number,
     decay_mistakes,
     warn,
@@ -31,7 +32,7 @@ from optimi_func.core.rule import (
     Rule,
     Scalar,
     Scalars,
-    Storage,
+    StorageLike,
 )
 from optimi_func.core.storage import storage_of
 from optimi_func.pure.tree import FlatTree, TreeState, broadcast, init_tree
@@ -157,6 +158,9 @@ class FunctionalOptimizer:
 
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""
+        for f in () if torch.compiler.is_compiling() else fields(self):
+            if f.type is bool:
+                check_flag(f.name, getattr(self, f.name))
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
@@ -265,7 +269,7 @@ class FunctionalOptimizer:
         *,
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
+        storage: StorageLike | None = None,
     ) -> TreeState:
         """Return fresh state for `params`.
 
@@ -280,9 +284,7 @@ class FunctionalOptimizer:
         warn(self.likely_mistakes())
         return init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
 
-    def step(
-        self, params: PyTree, grads: PyTree, state: TreeState
-    ) -> tuple[PyTree, TreeState]:
+    def step(self, params: T, grads: PyTree, state: TreeState) -> tuple[T, TreeState]:
         """Return the parameters and the state after one update.
 
         Args:
@@ -307,7 +309,7 @@ class FunctionalOptimizer:
                 stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means)
         return leaves.rebuild(stepped, running)
 
-    def eval_params(self, params: PyTree, state: TreeState) -> PyTree:
+    def eval_params(self, params: T, state: TreeState) -> T:
         """Return the parameters to evaluate the model with: the average of Schedule-Free.
 
         Other optimizers return `params`. Like a step it writes to nothing, and can be

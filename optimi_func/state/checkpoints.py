@@ -105,7 +105,8 @@ class Checkpoints(Optimizer):
         """Return a model's parameters in float32, by name, with their compensations added.
 
         A bfloat16 parameter has 8 significant bits, and 16 to 24 with its compensation.
-        Parameters without one are converted to float32. float64 stays.
+        Parameters without one are converted to float32. float64, integers and complex
+        numbers stay.
         """
         return {
             name: master(p, self.state.get(p, {}).get("kahan_comp"))
@@ -146,8 +147,8 @@ class Checkpoints(Optimizer):
     def describe(self) -> str:
         """Return a table of each group's storage of parameters and moments, and its bytes.
 
-        State that is not made yet is counted as it will be, and DTensors by their local
-        shards.
+        A frozen parameter without state is counted alone. State that a trainable one does
+        not have yet is counted as it will be, and DTensors by their local shards.
 
         >>> from optimi_func import AdamW
         >>> model = torch.nn.Linear(128, 128).bfloat16()

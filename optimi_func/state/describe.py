@@ -67,7 +67,7 @@ def _kept(
     names = names_in(rule.state._fields, state)
     entry = {name: state[name] for name in names if isinstance(state[name], Tensor)}
     (part,) = to_local([p])
-    if not entry:
+    if not entry and p.requires_grad:
         meta = torch.empty_like(p, device="meta")
         leaf = init_leaf(rule, meta, group_storage(group))
         entry = entry_of(leaf.state, leaf.comp)

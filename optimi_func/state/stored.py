@@ -154,8 +154,9 @@ def decoded(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Entry:
 
 
 def master(p: Tensor, rest: Tensor | None) -> Tensor:
-    """Copy a parameter with its compensation added to float32, or float64 if it is that."""
-    wide = torch.promote_types(p.dtype, torch.float32)
+    """Copy a parameter with its compensation added to float32, or to its own wide dtype."""
+    low = p.is_floating_point() and p.element_size() < 4
+    wide = torch.float32 if low else p.dtype
     if rest is None:
         return p.detach().to(wide, copy=True)
     part, here = to_local([p.detach(), rest])

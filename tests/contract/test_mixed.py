@@ -468,12 +468,12 @@ def test_names_of_wrapped_models() -> None:
 def test_muonadamw_has_one_lr_and_two_decays() -> None:
     model = net()
     model.norm.bias.requires_grad_(False)
-    optimizer = MuonAdamW(model, lr=3e-3, adamw_weight_decay=0.0, **EAGER)
+    optimizer = MuonAdamW(model, lr=3e-3, adamw_weight_decay=0.2, **EAGER)
     first, second = optimizer.param_groups
     assert (first["rule"], first["lr"], first["weight_decay"]) == ("muon", 3e-3, 0.1)
-    assert (second["rule"], second["lr"], second["weight_decay"]) == ("adamw", 3e-3, 0.0)
+    assert (second["rule"], second["lr"], second["weight_decay"]) == ("adamw", 3e-3, 0.2)
     assert first["param_names"] == HIDDEN and "norm.bias" not in second["param_names"]
-    assert MuonAdamW(model, weight_decay=0.4).param_groups[1]["weight_decay"] == 0.4
+    assert MuonAdamW(model, weight_decay=0.4).param_groups[0]["weight_decay"] == 0.4
     text = optimizer.describe()
     assert "muon   16 x 8         first.weight\n" in text
     assert "adamw  7 x 8          tokens.weight\n" in text
@@ -481,6 +481,79 @@ def test_muonadamw_has_one_lr_and_two_decays() -> None:
     train(model, [optimizer], range(1))
     moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before)]
     assert moved == [p.requires_grad for p in model.parameters()]
+
+
+def decays_of(optimizer: Mixed) -> dict[str, float]:
+    return {n: g["weight_decay"] for g in optimizer.param_groups for n in g["param_names"]}
+
+
+def test_muonadamw_decays_neither_norms_nor_biases_nor_embeddings_unless_asked() -> None:
+    model = net()  # whose head is tied to the embedding
+    expected = {n: 0.1 * (n in HIDDEN) for n, _ in model.named_parameters()}
+    assert decays_of(MuonAdamW(model)) == expected
+    model.head.weight = nn.Parameter(torch.randn(7, 8))
+    model.wave = nn.Conv1d(2, 3, 4)
+    decayed = [*HIDDEN, "head.weight", "wave.weight"]
+    expected = {n: 0.3 * (n in decayed) for n, _ in model.named_parameters()}
+    assert decays_of(MuonAdamW(model, weight_decay=0.3)) == expected
+    assert decays_of(MuonAdamW(model, weight_decay=0.0)) == dict.fromkeys(expected, 0.0)
+    expected = {n: 0.3 if n in HIDDEN else 0.2 for n in expected}
+    asked = MuonAdamW(model, weight_decay=0.3, adamw_weight_decay=0.2)
+    assert decays_of(asked) == expected
+    expected = {n: 0.3 * (n in HIDDEN) for n in expected}
+    asked = MuonAdamW(model, weight_decay=0.3, adamw_weight_decay=0.0)
+    assert decays_of(asked) == expected
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.0}, {"adamw_weight_decay": 0.5}])
+def test_each_decay_of_muonadamw_changes_the_step(options: dict[str, Any]) -> None:
+    model, twin = net(), net()
+    for net_ in (model, twin):
+        nn.init.ones_(net_.norm.bias)  # decay does not move a 0
+    train(model, [MuonAdamW(model, lr=0.1, **EAGER)], range(1))
+    train(twin, [MuonAdamW(twin, lr=0.1, **options, **EAGER)], range(1))
+    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+        changed = (name in HIDDEN) == ("weight_decay" in options)
+        assert torch.equal(p, q) != changed, name
+
+
+def test_muonadamw_goes_on_with_a_state_of_two_groups() -> None:
+    """Of versions before 0.3, in which all of AdamW's parameters had one decay."""
+    model = net()
+    model.head.weight = nn.Parameter(torch.randn(7, 8))
+    old = MuonAdamW(model, adamw_weight_decay=0.1, **EAGER)
+    train(model, [old], range(2))
+    new = MuonAdamW(model, **EAGER)
+    assert (len(old.param_groups), len(new.param_groups)) == (2, 3)
+    assert new.load_state_dict(old.state_dict()) == ([], [])
+    assert set(decays_of(new).values()) == {0.1}
+    for p in model.parameters():
+        assert all(torch.equal(x, old.state[p][k]) for k, x in new.state[p].items())
+
+
+def test_muonadamw_takes_adapters_alone() -> None:
+    """As of a model with LoRA: everything that is trained is a matrix."""
+    model = net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in HIDDEN)
+    optimizer = MuonAdamW(model, **EAGER)
+    assert [g["rule"] for g in optimizer.param_groups] == ["muon"]
+    before = model.last.weight.detach().clone()
+    train(model, [optimizer], range(1))
+    assert not torch.equal(model.last.weight, before)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in HIDDEN)
+    with pytest.raises(ValueError, match="hidden_matrices selects no parameter"):
+        MuonAdamW(model)
+
+
+def test_muonadamw_says_what_a_trainer_has_to_pass() -> None:
+    """transformers calls `optimizer_cls_and_kwargs[0]()` of what is no class."""
+    factory: Any = MuonAdamW
+    with pytest.raises(TypeError, match=r"optimizer_cls_and_kwargs=\(lambda: MuonAdamW"):
+        factory()(net(), lr=1e-3)
+    with pytest.raises(TypeError, match="MuonAdamW got a list: allowed is a module"):
+        factory([{"params": list(net().parameters())}], lr=1e-3)
 
 
 def test_lions_and_sgds_too() -> None:

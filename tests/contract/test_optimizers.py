@@ -308,8 +308,12 @@ def test_bad_parameters() -> None:
     ):
         with pytest.raises(TypeError, match=text):
             AdamW([torch.nn.Parameter(torch.ones(2).to(dtype))], lr=0.1)
+    codes = torch.zeros(2, dtype=torch.int64)
+    optimizer = AdamW([codes], lr=0.1, **EAGER)  # frozen, as integers are
+    codes.grad = torch.ones_like(codes)
     with pytest.raises(TypeError, match="int64"):
-        AdamW([torch.zeros(2, dtype=torch.int64)], lr=0.1)
+        optimizer.step()
+    assert codes.tolist() == [0, 0]
 
 
 def test_a_bad_group_is_not_added() -> None:

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from optimi_func import AdamW, param_groups_weight_decay, to_low_precision
+from optimi_func import (
+    AdamW,
+    Mixed,
+    adamw,
+    hidden_matrices,
+    muon,
+    param_groups_weight_decay,
+    to_low_precision,
+)
 
 
 def test_groups() -> None:
@@ -13,8 +21,8 @@ def test_groups() -> None:
     none, some = param_groups_weight_decay(model, 0.1)
     assert none["weight_decay"] == 0.0
     assert some["weight_decay"] == 0.1
-    assert [tuple(p.shape) for p in none["params"]] == [(4,), (4,), (4,)]
-    assert [tuple(p.shape) for p in some["params"]] == [(5, 4)]
+    assert [n for n, _ in none["params"]] == ["0.bias", "1.weight", "1.bias"]
+    assert [(n, tuple(p.shape)) for n, p in some["params"]] == [("2.weight", (5, 4))]
     none, some = param_groups_weight_decay(model, 0.1, additional_layers=["2."])
     assert len(none["params"]) == 4
     assert not some["params"]
@@ -23,6 +31,30 @@ def test_groups() -> None:
         param_groups_weight_decay(model, -1)
     with pytest.raises(TypeError, match="additional_layers='head'"):
         param_groups_weight_decay(model, 0.1, "head")
+
+
+def test_groups_have_the_names_by_which_the_package_finds_parameters() -> None:
+    """`Mixed` and `hidden_matrices`, states in other groups, and `functional()`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    plain = AdamW(model.named_parameters(), lr=0.1, compile=False)
+    model(torch.ones(1, 3)).sum().backward()
+    plain.step()
+    grouped = AdamW(param_groups_weight_decay(model, 0.1), lr=0.1, compile=False)
+    grouped.load_state_dict(plain.state_dict())
+    for p in model.parameters():
+        assert torch.equal(grouped.state[p]["exp_avg"], plain.state[p]["exp_avg"])
+    assert set(grouped.functional()[1].leaves) == {n for n, _ in model.named_parameters()}
+    matrices = (hidden_matrices(model), muon(lr=0.1))
+    groups = param_groups_weight_decay(model, 0.3)
+    optimizer = Mixed(groups, matrices, rest=adamw(lr=0.1), compile=False)
+    found = {
+        g["rule"]: (g["param_names"], g["weight_decay"]) for g in optimizer.param_groups[1:]
+    }
+    assert found == {"muon": (["0.weight"], 0.3), "adamw": (["2.weight"], 0.3)}
+    assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.bias"]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    torch.optim.AdamW(param_groups_weight_decay(model, 0.1))
 
 
 class Rotary(nn.Module):

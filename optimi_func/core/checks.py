@@ -22,6 +22,12 @@ from optimi_func.core.rule import (
     has_init_and_step,
     is_pure,
 )
+from optimi_func.core.torch_private import (
+    any_torch_dispatch_mode_on_stack,
+    is_plain,
+    level_of,
+    transform_level,
+)
 
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
@@ -37,15 +43,21 @@ def check_number(
     least: float = 0.0,
     most: float | None = None,
 ) -> None:
-    """Raise if a Python number is out of its range. Tensors and schedules pass."""
-    if isinstance(value, Tensor) or callable(value):
+    """Raise if a number or a tensor that can be read is out of its range.
+
+    Schedules pass. So do tensors whose `value_of` is None, except by their dtype.
+    """
+    if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
+        if (value := value_of(value)) is None:
+            return
+    elif callable(value):
         return
     if type(value) is not float and (
         isinstance(value, bool) or not isinstance(value, Real)
     ):
         raise TypeError(
-            f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
-            "schedules"
+            f"Invalid {label}: {name}={shown(value)}: allowed are numbers, real 0-d "
+            "tensors and schedules"
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
@@ -58,12 +70,33 @@ def check_number(
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
 
 
+def value_of(x: Tensor) -> float | None:
+    """Return the value of a 0-d tensor, or None if reading it would wait or fail.
+
+    So it is None on a device other than the CPU, in a graph, under a transformation of
+    torch.func or a TorchDispatchMode, and for tensors without data.
+    """
+    if torch.compiler.is_compiling() or x.dim() != 0 or x.device.type != "cpu":
+        return None
+    traced = transform_level() > 0 or level_of(x) != -1
+    traced = traced or any_torch_dispatch_mode_on_stack() or not is_plain(x)
+    return None if traced else float(x.item())
+
+
 def check_betas(betas: Any, count: int) -> None:
     """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
         raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
     for i, beta in enumerate(betas):
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
+
+
+def shown(x: object) -> str:
+    """Return the repr of a host value, or the type of a tensor or container."""
+    if isinstance(x, Tensor):
+        return f"a tensor of dtype {x.dtype} and shape {tuple(x.shape)}"
+    plain = x is None or isinstance(x, str | bool | int | float | complex)
+    return repr(x) if plain else f"a {type(x).__name__}"
 
 
 def check_param(path: object, p: Any) -> None:

@@ -20,6 +20,9 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch.autograd import Variable
+from torch.utils._python_dispatch import (
+    any_torch_dispatch_mode_on_stack as any_torch_dispatch_mode_on_stack,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,6 +17,8 @@ from optimi_func.core.checks import (
     check_betas,
     check_number,
     decay_mistakes,
+    shown,
+    value_of,
     warn,
 )
 from optimi_func.core.codes import dither_at, to
@@ -222,14 +224,18 @@ class FunctionalOptimizer:
         # Every step divides by max_lr.
         option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
         if self.max_lr is not None:
-            if not isinstance(self.max_lr, Tensor) and self.max_lr <= 0:
+            max_lr = self.max_lr
+            top = value_of(max_lr) if isinstance(max_lr, Tensor) else max_lr
+            if top is not None and top <= 0:
                 raise ValueError(
-                    f"Invalid maximum learning rate: max_lr={self.max_lr}: "
+                    f"Invalid maximum learning rate: max_lr={top}: "
                     f"{option} divides by it, it must be positive"
                 )
             return
         for lr in pytree.tree_leaves(self.lr):
             if isinstance(lr, Tensor) or callable(lr) or lr == 0:
+                # All hyperparameters of a population are tensors.
+                lr = "a tensor" if isinstance(lr, Tensor) else lr
                 raise ValueError(
                     f"Invalid maximum learning rate: max_lr=None with lr={lr}: "
                     f"{option} needs max_lr, the largest learning rate that "
@@ -334,6 +340,7 @@ class FunctionalOptimizer:
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
+        self._check_values(own, max_lr)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, leaves)
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
@@ -356,17 +363,46 @@ class FunctionalOptimizer:
                 shared[keys[-1]] = Scalars(coeffs[alike][0], r, dither_at(t))
         return [shared[key] for key in keys], [coeffs[alike][1] for alike, *_ in keys]
 
+    def _check_values(self, own: dict[str, Any], max_lr: Scalar | None) -> None:
+        """Raise if a step's value of a schedule or a tensor is out of its range.
 
-def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:
+        `resolve` has checked that lr and weight_decay are not below 0.
+        """
+        given, spec = pytree.tree_flatten((self.numbers, self.max_lr))
+        changing = [isinstance(x, Tensor) or callable(x) for x in given]
+        if torch.compiler.is_compiling() or not any(changing):
+            return
+        # Tensors, because a momentum of 0 is refused for some options, but not in mid-run.
+        now = [
+            torch.as_tensor(x, dtype=torch.float64, device="cpu") if callable(old) else x
+            for old, x in zip(given, pytree.tree_leaves((own, max_lr)))
+        ]
+        values, top = pytree.tree_unflatten(now, spec)
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **values, max_lr=top)
+        changed.check()
+
+
+def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) -> PyTree:
     """Return a tree of hyperparameters at a step: see `resolve`."""
-    return pytree.tree_map(lambda x: resolve(name, x, step), numbers)
+    return pytree.tree_map(lambda x: resolve(name, x, step, used), numbers)
 
 
-def resolve(name: str, number: Any, step: Tensor) -> Scalar:
-    """Return a hyperparameter at a step: schedules are called, tensors made float64."""
+def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
+    """Return a hyperparameter at a step: schedules are called, tensors made float64.
+
+    used=False allows values below 0, because a later step may not be taken.
+    """
+    source, value = "is", None
     if callable(number):
-        number = _call(name, number, step)
+        value = number = _call(name, number, step)
         _check_scheduled(name, number)
+        source = "is a schedule that returned"
+    if isinstance(number, Tensor):
+        value = value_of(number)
+    # inf is allowed, because a limit may be inf for some steps.
+    if used and value is not None and not value >= 0.0:
+        raise ValueError(f"{name} {source} {value}: allowed are numbers from 0")
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -380,7 +416,7 @@ def resolve(name: str, number: Any, step: Tensor) -> Scalar:
 
 
 def _check_scheduled(name: str, number: Any) -> None:
-    """Raise if a schedule returned no number from 0."""
+    """Raise if a schedule returned no number."""
     if isinstance(number, Tensor):
         if number.dim() != 0:
             raise ValueError(
@@ -390,13 +426,8 @@ def _check_scheduled(name: str, number: Any) -> None:
         return
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(
-            f"{name} is a schedule that returned {number!r}: allowed are numbers and 0-d "
-            "tensors"
-        )
-    # inf is allowed, because a limit may be inf for some steps.
-    if not float(number) >= 0.0:
-        raise ValueError(
-            f"{name} is a schedule that returned {number}: allowed are numbers from 0"
+            f"{name} is a schedule that returned {shown(number)}: allowed are numbers and "
+            "0-d tensors"
         )
 
 

@@ -118,7 +118,8 @@ def _tensors(name: str, numbers: PyTree, step: Tensor) -> PyTree:
     def tensor(x: Scalar) -> Tensor:
         return tensor_of(x, scalar_dtype(step.device), step.device)
 
-    return pytree.tree_map(tensor, resolve_tree(name, numbers, step.clone()))
+    found = resolve_tree(name, numbers, step.clone(), used=False)
+    return pytree.tree_map(tensor, found)
 
 
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:

@@ -6,7 +6,9 @@ classes share these checks, which know no optimizer.
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from itertools import pairwise
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -23,7 +25,9 @@ from optimi_func.core.rule import (
     is_pure,
 )
 from optimi_func.core.torch_private import (
-    any_torch_dispatch_mode_on_stack,
+    dispatch_modes,
+    has_memory,
+    in_compiled_region,
     is_plain,
     level_of,
     transform_level,
@@ -43,10 +47,7 @@ def check_number(
     least: float = 0.0,
     most: float | None = None,
 ) -> None:
-    """Raise if a number or a tensor that can be read is out of its range.
-
-    Schedules pass. So do tensors whose `value_of` is None, except by their dtype.
-    """
+    """Raise if a number is out of its range. Schedules and unread tensors pass."""
     if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
         if (value := value_of(value)) is None:
             return
@@ -71,16 +72,11 @@ def check_number(
 
 
 def value_of(x: Tensor) -> float | None:
-    """Return the value of a 0-d tensor, or None if reading it would wait or fail.
-
-    So it is None on a device other than the CPU, in a graph, under a transformation of
-    torch.func or a TorchDispatchMode, and for tensors without data.
-    """
+    """Return a 0-d tensor's value; None in a trace, or if reading it would wait or fail."""
     if torch.compiler.is_compiling() or x.dim() != 0 or x.device.type != "cpu":
         return None
-    traced = transform_level() > 0 or level_of(x) != -1
-    traced = traced or any_torch_dispatch_mode_on_stack() or not is_plain(x)
-    return None if traced else float(x.item())
+    traced = transform_level() > 0 or level_of(x) != -1 or dispatch_modes() > 0
+    return None if traced or not is_plain(x) else float(x.item())
 
 
 def check_betas(betas: Any, count: int) -> None:
@@ -107,7 +103,12 @@ def check_param(path: object, p: Any) -> None:
             "dict(model.named_parameters())"
         )
     if not isinstance(p, Tensor):
-        raise TypeError(f"params{path}={p!r} is not a tensor")
+        instead = ""
+        if isinstance(p, Iterator):
+            instead = ": pass a dict or list, such as dict(model.named_parameters())"
+        elif is_dataclass(p):
+            instead = ": register its class by torch.utils._pytree.register_dataclass"
+        raise TypeError(f"params{path} is {shown(p)}, which is not a tensor{instead}")
     why = ""
     if p.is_complex():
         why = f"dtype {p.dtype}: optimize torch.view_as_real of it"
@@ -119,6 +120,15 @@ def check_param(path: object, p: Any) -> None:
         why = f"layout {p.layout}: allowed is strided"
     if why:
         raise TypeError(f"params{path} has {why}")
+
+
+def check_step(step: Any) -> None:
+    """Raise if the step count of a tree is no 0-d tensor."""
+    if not isinstance(step, Tensor) or step.dim() != 0:
+        raise TypeError(
+            f"state.step is {shown(step)}: allowed is a 0-d tensor. Under vmap, give the "
+            "axis of its members in in_dims"
+        )
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
@@ -133,7 +143,7 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
     if g is None:
         return
     if not isinstance(g, Tensor):
-        raise TypeError(f"grads{path}={g!r} is neither a tensor nor None")
+        raise TypeError(f"grads{path} is {shown(g)}, which is neither a tensor nor None")
     if g.layout != torch.strided:
         raise TypeError(f"grads{path} has layout {g.layout}: allowed is strided")
     if not g.is_floating_point():
@@ -163,6 +173,52 @@ def check_writable(path: object, p: Tensor) -> None:
             f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
             "clone it"
         )
+
+
+def check_runs_kernels(instead: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if a trace, a transformation or a mode would not see what kernels do."""
+    found = ""
+    if in_compiled_region():
+        found = "under torch.compile"
+    elif transform_level() > 0:
+        found = "under a transformation of torch.func (vmap, grad, jvp)"
+    elif dispatch_modes() > 0:
+        found = "under a TorchDispatchMode (make_fx, FakeTensorMode, a flop counter)"
+    elif not all(map(has_memory, tensors)):
+        found = "on meta or fake tensors"
+    if found:
+        raise RuntimeError(
+            f"a compiled step cannot run {found}, because its kernels are no operations of "
+            f"torch: call {instead} here"
+        )
+
+
+def check_apart(
+    named: Iterable[tuple[Any, Tensor]], name: Callable[[Any], str], instead: str
+) -> None:
+    """Raise if tensors share memory, because a step in place would move it twice."""
+    own = [(k, x) for k, x in named if x.numel() and is_plain(x) and x.data_ptr()]
+    spans: list[tuple[int, int]] = []
+    for _, x in own:
+        last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
+        spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
+    spans.sort()
+    if all([stop <= start for (_, stop), (start, _) in pairwise(spans)]):
+        return
+    # Slices of one tensor may lie within each other's span and share no element.
+    marks: dict[int, Tensor] = {}
+    for i, (key, x) in enumerate(own):
+        memory, size = x.untyped_storage(), x.element_size()
+        blank = torch.zeros(memory.nbytes(), dtype=torch.int32, device="cpu")
+        strides = (*[stride * size for stride in x.stride()], 1)
+        its = marks.setdefault(memory.data_ptr(), blank)
+        its = its.as_strided((*x.shape, size), strides, x.storage_offset() * size)
+        if other := int(its.max()):
+            raise ValueError(
+                f"{name(own[other - 1][0])} and {name(key)} share memory, which a step in "
+                f"place would move twice: clone one, or {instead}"
+            )
+        its.fill_(i + 1)
 
 
 def check_state_dtype(dtype: Any) -> None:

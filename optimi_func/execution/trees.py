@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_apart, check_runs_kernels
 from optimi_func.core.distributed import (
     check_placed,
     is_distributed,
@@ -89,6 +90,9 @@ class TreeStep:
             pure_tree.check_grad(path, leaf.p, g)
             local += to_local([redistribute_like(path, leaf.p, g)])
         names, roles = self._roles(list(map(leaf_to_local, leaves)))
+        if into is None and write:
+            paths = [self._tree.paths[i] for i in places]
+            check_apart(zip(paths, roles[0]), "params{}".format, "call the pure step")
         targets = roles
         if into is not None:
             _, targets = self._roles(list(map(leaf_to_local, into)))
@@ -168,8 +172,29 @@ def _checked(
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
     tree = FlatTree.check(optimizer.rule, params, grads, state)
+    kind = type(optimizer)
+    instead = f"{kind.__module__.partition('.')[0]}.{kind.__name__}_step"
+    check_runs_kernels(instead, [leaf.p for leaf in tree.leaves])
+    if torch.is_grad_enabled():
+        _check_undifferentiated(instead, optimizer, tree)
     pure_tree.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))
     return tree
+
+
+def _check_undifferentiated(
+    instead: str, optimizer: FunctionalOptimizer, tree: FlatTree
+) -> None:
+    """Raise if an argument requires grad, other than parameters that are leaves."""
+    names = dict.fromkeys(["lr", "weight_decay", "max_lr", *optimizer.numbers])
+    given = {name: getattr(optimizer, name) for name in names}
+    given["params"] = [leaf.p for leaf in tree.leaves if not leaf.p.is_leaf]
+    given |= {"grads": tree.grads, "state.leaves": tree.states}
+    for name, values in given.items():
+        if any([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(values)]):
+            raise TypeError(
+                f"{name} requires grad, but a compiled step drops the derivative: call "
+                f"{instead}, or this under torch.no_grad()"
+            )
 
 
 def _update(

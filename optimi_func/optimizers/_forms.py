@@ -94,5 +94,24 @@ def _step_function(
     )
     step.__name__ = step.__qualname__ = name
     step.__module__ = factory.__module__
-    step.__doc__ = f"{run.__doc__}\n\n    {factory.__doc__}"
+    _describe(step, run, factory)
     return step
+
+
+def document(cls: type[Any], factory: Any) -> None:
+    """Add the update and the arguments of a class to its value and its pure step."""
+    if f"`{cls.__name__}` as a value" in (factory.__doc__ or ""):
+        own = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
+        own = own.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
+        factory.__doc__ += f"\n\n{own}"
+        if step := vars(sys.modules[factory.__module__]).get(f"{factory.__name__}_step"):
+            _describe(step, _pure_step, factory)
+
+
+def _describe(step: Any, run: Run, factory: Any) -> None:
+    trees = f"""Args:
+    params: Parameter tree.
+    grads: Its gradients. A parameter whose gradient is None does not change.
+    state: From `{factory.__name__}_init` or the step before.
+"""
+    step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}".replace("Args:\n", trees)

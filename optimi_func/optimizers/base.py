@@ -28,6 +28,7 @@ from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._fields import Fields
+from optimi_func.optimizers._forms import document
 from optimi_func.optimizers._groups import (
     GroupNumbers,
     Path,
@@ -129,6 +130,7 @@ class BaseOptimizer(Fields, Checkpoints):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
+        document(cls, cls.factory)
         signature = cls._signature()
 
         def construct(

@@ -234,10 +234,9 @@ class FunctionalOptimizer:
             return
         for lr in pytree.tree_leaves(self.lr):
             if isinstance(lr, Tensor) or callable(lr) or lr == 0:
-                # All hyperparameters of a population are tensors.
-                lr = "a tensor" if isinstance(lr, Tensor) else lr
+                shown_lr = "a tensor, as in a population" if isinstance(lr, Tensor) else lr
                 raise ValueError(
-                    f"Invalid maximum learning rate: max_lr=None with lr={lr}: "
+                    f"Invalid maximum learning rate: max_lr=None with lr={shown_lr}: "
                     f"{option} needs max_lr, the largest learning rate that "
                     "will be scheduled, unless lr is a positive float"
                 )
@@ -340,7 +339,7 @@ class FunctionalOptimizer:
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
-        self._check_values(own, max_lr)
+        self._check_values(own)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, leaves)
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
@@ -363,24 +362,14 @@ class FunctionalOptimizer:
                 shared[keys[-1]] = Scalars(coeffs[alike][0], r, dither_at(t))
         return [shared[key] for key in keys], [coeffs[alike][1] for alike, *_ in keys]
 
-    def _check_values(self, own: dict[str, Any], max_lr: Scalar | None) -> None:
-        """Raise if a step's value of a schedule or a tensor is out of its range.
-
-        `resolve` has checked that lr and weight_decay are not below 0.
-        """
-        given, spec = pytree.tree_flatten((self.numbers, self.max_lr))
-        changing = [isinstance(x, Tensor) or callable(x) for x in given]
-        if torch.compiler.is_compiling() or not any(changing):
-            return
-        # Tensors, because a momentum of 0 is refused for some options, but not in mid-run.
-        now = [
-            torch.as_tensor(x, dtype=torch.float64, device="cpu") if callable(old) else x
-            for old, x in zip(given, pytree.tree_leaves((own, max_lr)))
-        ]
-        values, top = pytree.tree_unflatten(now, spec)
-        changed = object.__new__(type(self))
-        changed.__dict__.update(self.__dict__, **values, max_lr=top)
-        changed.check()
+    def _check_values(self, own: dict[str, Any]) -> None:
+        """Raise if a step's value of a schedule or a tensor is out of its range."""
+        given = pytree.tree_leaves(self.numbers)
+        changing = any([isinstance(x, Tensor) or callable(x) for x in given])
+        if changing and not torch.compiler.is_compiling():
+            now = object.__new__(type(self))
+            now.__dict__.update(self.__dict__, **own)
+            now.check()
 
 
 def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) -> PyTree:

@@ -125,8 +125,8 @@ def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> P
 def check_positive(label: str, name: str, value: Number) -> None:
     """Raise if a number, or a tensor that can be read, is not above 0."""
     check_number(label, name, value)
-    value = value_of(value) if isinstance(value, Tensor) else value
-    if value is not None and not callable(value) and not value > 0:
+    known = value_of(value) if isinstance(value, Tensor) else value
+    if known is not None and not callable(known) and not known > 0:
         raise ValueError(f"Invalid {label}: {name}={value}: allowed are numbers above 0")
 
 

@@ -255,13 +255,13 @@ class PureStep:
 
         `state` is from `init` or the step before. It is overwritten if donate=True.
         """
+        check_runs_kernels(GRAD_AND_STEP, ())
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"state={type(state).__name__}: allowed is a TrainState; make one with init"
             )
         self._check_names(state)
         self._check_tensors(state)
-        check_runs_kernels(GRAD_AND_STEP, pytree.tree_leaves(state.params))
         with no_grad_context():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
@@ -375,9 +375,9 @@ class ClassStep:
 
         It replaces zero_grad, backward, clip_grad_norm_ and step().
         """
+        check_runs_kernels(GRAD_AND_STEP, ())
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()
-        check_runs_kernels(GRAD_AND_STEP, named.values())
         for name, p in named.items():
             _check_untouched(name, p)
         # Errors inside the graph come too late, after buffers or other groups are written.

@@ -171,10 +171,11 @@ def _checked(
             f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
-    tree = FlatTree.check(optimizer.rule, params, grads, state)
     kind = type(optimizer)
     instead = f"{kind.__module__.partition('.')[0]}.{kind.__name__}_step"
-    check_runs_kernels(instead, [leaf.p for leaf in tree.leaves])
+    leaves = pytree.tree_leaves(params)
+    check_runs_kernels(instead, [x for x in leaves if isinstance(x, Tensor)])
+    tree = FlatTree.check(optimizer.rule, params, grads, state)
     if torch.is_grad_enabled():
         _check_undifferentiated(instead, optimizer, tree)
     pure_tree.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import pairwise
 from numbers import Real
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -90,7 +91,7 @@ def check_betas(betas: Any, count: int) -> None:
 def shown(x: object) -> str:
     """Return the repr of a host value, or the type of a tensor or container."""
     if isinstance(x, Tensor):
-        return f"a tensor of dtype {x.dtype} and shape {tuple(x.shape)}"
+        return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
     plain = x is None or isinstance(x, str | bool | int | float | complex)
     return repr(x) if plain else f"a {type(x).__name__}"
 
@@ -120,15 +121,6 @@ def check_param(path: object, p: Any) -> None:
         why = f"layout {p.layout}: allowed is strided"
     if why:
         raise TypeError(f"params{path} has {why}")
-
-
-def check_step(step: Any) -> None:
-    """Raise if the step count of a tree is no 0-d tensor."""
-    if not isinstance(step, Tensor) or step.dim() != 0:
-        raise TypeError(
-            f"state.step is {shown(step)}: allowed is a 0-d tensor. Under vmap, give the "
-            "axis of its members in in_dims"
-        )
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
@@ -196,29 +188,22 @@ def check_runs_kernels(instead: str, tensors: Iterable[Tensor]) -> None:
 def check_apart(
     named: Iterable[tuple[Any, Tensor]], name: Callable[[Any], str], instead: str
 ) -> None:
-    """Raise if tensors share memory, because a step in place would move it twice."""
-    own = [(k, x) for k, x in named if x.numel() and is_plain(x) and x.data_ptr()]
-    spans: list[tuple[int, int]] = []
-    for _, x in own:
-        last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
-        spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
-    spans.sort()
-    if all([stop <= start for (_, stop), (start, _) in pairwise(spans)]):
-        return
-    # Slices of one tensor may lie within each other's span and share no element.
-    marks: dict[int, Tensor] = {}
-    for i, (key, x) in enumerate(own):
-        memory, size = x.untyped_storage(), x.element_size()
-        blank = torch.zeros(memory.nbytes(), dtype=torch.int32, device="cpu")
-        strides = (*[stride * size for stride in x.stride()], 1)
-        its = marks.setdefault(memory.data_ptr(), blank)
-        its = its.as_strided((*x.shape, size), strides, x.storage_offset() * size)
-        if other := int(its.max()):
+    """Raise if tensors share memory, because a step in place would move it twice.
+
+    A tensor that is not contiguous counts as its first element.
+    """
+    spans = [
+        (x.data_ptr(), x.nbytes if x.is_contiguous() else x.element_size(), key)
+        for key, x in named
+        if x.numel() and is_plain(x)
+    ]
+    spans.sort(key=itemgetter(0))
+    for (start, size, first), (other, _, second) in pairwise(spans):
+        if start and other < start + size:
             raise ValueError(
-                f"{name(own[other - 1][0])} and {name(key)} share memory, which a step in "
-                f"place would move twice: clone one, or {instead}"
+                f"{name(first)} and {name(second)} share memory, which a step in place "
+                f"would move twice: clone one, or {instead}"
             )
-        its.fill_(i + 1)
 
 
 def check_state_dtype(dtype: Any) -> None:

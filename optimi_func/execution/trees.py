@@ -186,7 +186,7 @@ def _check_undifferentiated(
     instead: str, optimizer: FunctionalOptimizer, tree: FlatTree
 ) -> None:
     """Raise if an argument requires grad, other than parameters that are leaves."""
-    names = dict.fromkeys(["lr", "weight_decay", "max_lr", *optimizer.numbers])
+    names = "lr", "weight_decay", "max_lr", *optimizer.numbers
     given = {name: getattr(optimizer, name) for name in names}
     given["params"] = [leaf.p for leaf in tree.leaves if not leaf.p.is_leaf]
     given |= {"grads": tree.grads, "state.leaves": tree.states}

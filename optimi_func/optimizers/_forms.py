@@ -68,7 +68,7 @@ def compiled_functions(
 def _pure_step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Run the step as tensor operations that all transformations of torch can trace."""
+    """Step by operations that torch can trace: see `FunctionalOptimizer.step`."""
     return optimizer.step(params, grads, state)
 
 
@@ -94,7 +94,7 @@ def _step_function(
     )
     step.__name__ = step.__qualname__ = name
     step.__module__ = factory.__module__
-    _describe(step, run, factory)
+    step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}"
     return step
 
 
@@ -105,13 +105,4 @@ def document(cls: type[Any], factory: Any) -> None:
         own = own.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
         factory.__doc__ += f"\n\n{own}"
         if step := vars(sys.modules[factory.__module__]).get(f"{factory.__name__}_step"):
-            _describe(step, _pure_step, factory)
-
-
-def _describe(step: Any, run: Run, factory: Any) -> None:
-    trees = f"""Args:
-    params: Parameter tree.
-    grads: Its gradients. A parameter whose gradient is None does not change.
-    state: From `{factory.__name__}_init` or the step before.
-"""
-    step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}".replace("Args:\n", trees)
+            step.__doc__ = f"{_pure_step.__doc__}\n\n{factory.__doc__}"

@@ -364,7 +364,7 @@ class FunctionalOptimizer:
 
     def _check_values(self, own: dict[str, Any]) -> None:
         """Raise if a step's value of a schedule or a tensor is out of its range."""
-        given = pytree.tree_leaves(self.numbers)
+        given = pytree.tree_leaves((self.numbers, self.lr, self.weight_decay))
         changing = any([isinstance(x, Tensor) or callable(x) for x in given])
         if changing and not torch.compiler.is_compiling():
             now = object.__new__(type(self))
@@ -382,16 +382,9 @@ def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
 
     used=False allows values below 0, because a later step may not be taken.
     """
-    source, value = "is", None
     if callable(number):
-        value = number = _call(name, number, step)
-        _check_scheduled(name, number)
-        source = "is a schedule that returned"
-    if isinstance(number, Tensor):
-        value = value_of(number)
-    # inf is allowed, because a limit may be inf for some steps.
-    if used and value is not None and not value >= 0.0:
-        raise ValueError(f"{name} {source} {value}: allowed are numbers from 0")
+        number = _call(name, number, step)
+        _check_scheduled(name, number, used)
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -404,20 +397,18 @@ def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
     return number.to(scalar_dtype(number.device))
 
 
-def _check_scheduled(name: str, number: Any) -> None:
-    """Raise if a schedule returned no number."""
-    if isinstance(number, Tensor):
-        if number.dim() != 0:
-            raise ValueError(
-                f"{name} is a schedule that returned a tensor of shape "
-                f"{tuple(number.shape)}: allowed are numbers and 0-d tensors"
-            )
+def _check_scheduled(name: str, number: Any, used: bool) -> None:
+    """Raise if a schedule returned no number from 0, as far as that can be read."""
+    scalar = isinstance(number, Tensor) and number.dim() == 0
+    value = value_of(number) if scalar else number
+    fits = isinstance(value, Real) and not isinstance(value, bool)
+    # inf is allowed, because a limit may be inf for some steps.
+    if (scalar and value is None) or (fits and (value >= 0.0 or not used)):
         return
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(
-            f"{name} is a schedule that returned {shown(number)}: allowed are numbers and "
-            "0-d tensors"
-        )
+    raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
+        f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "
+        "and 0-d tensors of them"
+    )
 
 
 def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:

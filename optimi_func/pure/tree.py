@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import (
     check_grad,
     check_param,
-    check_step,
     check_taken,
     shown,
     stuck_moments,
@@ -120,7 +119,11 @@ class FlatTree(NamedTuple):
                 f"state={type(state).__name__} is not a TreeState: make one with the "
                 "optimizer's init"
             )
-        check_step(state.step)
+        if not isinstance(state.step, Tensor) or state.step.dim() != 0:
+            raise TypeError(
+                f"state.step is {shown(state.step)}: allowed is a 0-d tensor. Under vmap, "
+                "give the axis of its members in in_dims"
+            )
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
         for path, p, g, s in zip(paths, tensors, flat_grads, states):

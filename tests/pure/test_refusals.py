@@ -75,7 +75,7 @@ def test_a_tensor_out_of_range_is_refused_as_a_number_is(make, text: str, of) ->
 
 def test_a_complex_or_bool_tensor_is_refused_in_graphs_too() -> None:
     for wrong in (torch.tensor(0.1 + 1j), torch.tensor(True)):
-        with pytest.raises(TypeError, match=r"lr=a tensor of dtype .*allowed are .*real"):
+        with pytest.raises(TypeError, match=r"lr=a tensor of shape .*allowed are .*real"):
             adamw(lr=wrong)
         with pytest.raises(Exception, match="allowed are numbers, real 0-d tensors"):
             torch.compile(lambda x: adamw(lr=x).lr, backend="eager", fullgraph=True)(wrong)
@@ -110,7 +110,7 @@ def test_a_step_looks_again_at_a_tensor_that_was_written_to() -> None:
     rates, means = sgd(lr=lr), sgd(lr=0.1, momentum=momentum)
     lr.fill_(-1.0)
     momentum.fill_(1.5)
-    with pytest.raises(ValueError, match=r"lr is -1\.0: allowed are numbers from 0"):
+    with pytest.raises(ValueError, match=r"learning rate: lr=-1\.0"):
         run(rates, 1)
     with pytest.raises(ValueError, match=r"momentum=1\.5"):
         run(means, 1)
@@ -158,7 +158,7 @@ def test_state_of_inject_is_checked() -> None:
     with pytest.raises(ValueError, match=r"lr=-0\.5"):
         optimizer.step(w, w, state)
     state.hyper["lr"] = torch.ones(2)
-    with pytest.raises(TypeError, match=r"holds a tensor of dtype torch.float32 and shape"):
+    with pytest.raises(TypeError, match=r"holds a tensor of shape"):
         optimizer.step(w, w, state)
 
 
@@ -212,10 +212,10 @@ def test_init_of_a_population_checks_every_member(factory, hyper, text: str) -> 
 def test_tied_parameters_are_refused_in_place() -> None:
     w, base = torch.zeros(1), torch.zeros(4, 4)
     tied = {"emb": w, "head": w}
-    parts = [base[:, :2], base[:, 2:], base[:, 1:3]]
+    parts = [base[:, :2], base[:, 2:], base[:, 2:3]]
     for params, text in (
         (tied, r"params\['emb'\] and params\['head'\] share memory"),
-        (parts, r"params\[\d\] and params\[2\] share memory"),
+        (parts, r"params\[1\] and params\[2\] share memory"),
         (
             [base, base.view(torch.int32).view(torch.float32)[1]],
             r"params\[0\] and params\[1\]",
@@ -362,12 +362,12 @@ def test_types_are_told_and_no_tensor_is_printed() -> None:
         (lambda: adamw_step(p, {"w": p}, state, lr=0.1), r"grads\['w'\] is a dict"),
         (
             lambda: adamw_step(p, p, state._replace(leaves=p), lr=0.1),
-            "is a tensor of dtype",
+            "is a tensor of shape",
         ),
         (lambda: adamw_step(p, p, state._replace(step=0), lr=0.1), "state.step is 0: "),
         (
             lambda: adamw_step(p, p, state._replace(step=torch.ones(2)), lr=0.1),
-            r"state.step is a tensor of dtype torch.float32 and shape \(2,\)",
+            r"state.step is a tensor of shape \(2,\)",
         ),
     ):
         with pytest.raises(TypeError, match=text) as found:
@@ -385,7 +385,7 @@ def test_types_are_told_and_no_tensor_is_printed() -> None:
 def test_help_shows_the_update_and_the_arguments(name: str) -> None:
     value = getattr(optimi_func, name)
     for step in (getattr(optimi_func, f"{name}_step"), getattr(compiled, f"{name}_step_")):
-        for part in ("p <- ", "params: ", "grads: ", f"`{name}_init`", "weight_decay: "):
+        for part in ("p <- ", "Args:", "weight_decay: "):
             assert part in step.__doc__, part
         assert ">>>" not in step.__doc__
     assert "p <- " in value.__doc__

@@ -399,11 +399,13 @@ def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
 
 def _check_scheduled(name: str, number: Any, used: bool) -> None:
     """Raise if a schedule returned no number from 0, as far as that can be read."""
-    scalar = isinstance(number, Tensor) and number.dim() == 0
-    value = value_of(number) if scalar else number
+    value = number
+    if isinstance(number, Tensor) and number.dim() == 0:
+        if (value := value_of(number)) is None:
+            return
     fits = isinstance(value, Real) and not isinstance(value, bool)
     # inf is allowed, because a limit may be inf for some steps.
-    if (scalar and value is None) or (fits and (value >= 0.0 or not used)):
+    if fits and (float(value) >= 0.0 or not used):
         return
     raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
         f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "

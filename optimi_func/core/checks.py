@@ -176,8 +176,8 @@ def check_runs_kernels(instead: str, tensors: Iterable[Tensor]) -> None:
         found = "under a transformation of torch.func (vmap, grad, jvp)"
     elif dispatch_modes() > 0:
         found = "under a TorchDispatchMode (make_fx, FakeTensorMode, a flop counter)"
-    elif not all(map(has_memory, tensors)):
-        found = "on meta or fake tensors"
+    elif not all([has_memory(x) or x.is_meta for x in tensors]):
+        found = "on fake tensors"
     if found:
         raise RuntimeError(
             f"a compiled step cannot run {found}, because its kernels are no operations of "

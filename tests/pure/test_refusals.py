@@ -304,7 +304,6 @@ def _fakes_outside(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         lambda f, x: make_fx(f, tracing_mode="symbolic")(x),
         _faked,
         _fakes_outside,
-        lambda f, x: f(x.to("meta")),
         lambda f, x: torch.compile(f, backend="eager")(x),
         lambda f, x: torch.compile(f, backend="eager", fullgraph=True)(x),
     ],

@@ -21,7 +21,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    raise SystemExit("this example draws a picture: pip install '.[examples]'") from None
 
 matplotlib.use("Agg")  # Only a file is drawn: no display is needed.
 

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    raise SystemExit("this example draws a picture: pip install '.[examples]'") from None
 
 matplotlib.use("Agg")  # Only a file is drawn: no display is needed.
 

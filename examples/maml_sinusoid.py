@@ -22,7 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    raise SystemExit("this example draws a picture: pip install '.[examples]'") from None
 
 matplotlib.use("Agg")  # Only a file is drawn: no display is needed.
 

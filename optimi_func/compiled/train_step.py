@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, cast, overload
 
@@ -19,7 +20,7 @@ from optimi_func.compiled.whole import (
     no_grad_context,
 )
 from optimi_func.core import torch_private
-from optimi_func.core.checks import is_expanded, warn
+from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded, warn
 from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, StorageLike, check_pure
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.trees import TreeStep
@@ -148,6 +149,9 @@ def train_step(
     return PureStep(settings, pure)
 
 
+GRAD_AND_STEP = "torch.func.grad and the step of a pure optimizer"
+
+
 class _Settings(NamedTuple):
     model: Callable[..., Any]
     loss_fn: LossFn
@@ -251,6 +255,7 @@ class PureStep:
 
         `state` is from `init` or the step before. It is overwritten if donate=True.
         """
+        check_runs_kernels(GRAD_AND_STEP, ())
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"state={type(state).__name__}: allowed is a TrainState; make one with init"
@@ -294,22 +299,14 @@ class PureStep:
         # Buffers may share memory, because the graph writes to them as the model would.
         first = len(pytree.tree_leaves(state.params))
         buffers = range(first, first + len(pytree.tree_leaves(state.buffers)))
-        places: dict[Any, int] = {}
-        for i, x in enumerate(tensors):
-            if i in buffers or not x.numel():
-                continue
-            if is_expanded(x):
+        written = [(i, x) for i, x in enumerate(tensors) if i not in buffers]
+        for i, x in written:
+            if x.numel() and is_expanded(x):
                 raise ValueError(
                     f"{_path(state, i)} is expanded (strides {x.stride()}), which "
                     "donate=True cannot write to: clone it, or pass donate=False"
                 )
-            other = places.setdefault((x.device, x.data_ptr()), i)
-            if other != i:
-                raise ValueError(
-                    f"{_path(state, i)} and {_path(state, other)} are the same memory, "
-                    "which donate=True would write to twice: clone one, or pass "
-                    "donate=False"
-                )
+        check_apart(written, partial(_path, state), "pass donate=False")
 
     def _step(self, state: TrainState, batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
@@ -378,6 +375,7 @@ class ClassStep:
 
         It replaces zero_grad, backward, clip_grad_norm_ and step().
         """
+        check_runs_kernels(GRAD_AND_STEP, ())
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()
         for name, p in named.items():

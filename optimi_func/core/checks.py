@@ -7,9 +7,12 @@ classes share these checks, which know no optimizer.
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from numbers import Real
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +26,14 @@ from optimi_func.core.rule import (
     check_pure,
     has_init_and_step,
     is_pure,
+)
+from optimi_func.core.torch_private import (
+    dispatch_modes,
+    has_memory,
+    in_compiled_region,
+    is_plain,
+    level_of,
+    transform_level,
 )
 
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
@@ -56,15 +67,18 @@ def check_number(
     least: float = 0.0,
     most: float | None = None,
 ) -> None:
-    """Raise if a Python number is out of its range. Tensors and schedules pass."""
-    if isinstance(value, Tensor) or callable(value):
+    """Raise if a number is out of its range. Schedules and unread tensors pass."""
+    if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
+        if (value := value_of(value)) is None:
+            return
+    elif callable(value):
         return
     if type(value) is not float and (
         isinstance(value, bool) or not isinstance(value, Real)
     ):
         raise TypeError(
-            f"Invalid {label}: {name}={value!r}: allowed are numbers, 0-d tensors and "
-            "schedules"
+            f"Invalid {label}: {name}={shown(value)}: allowed are numbers, real 0-d "
+            "tensors and schedules"
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
@@ -84,12 +98,28 @@ def check_flag(name: str, value: Any, none: bool = False) -> None:
         raise TypeError(f"Invalid {name}: {name}={value!r}: allowed are {allowed}")
 
 
+def value_of(x: Tensor) -> float | None:
+    """Return a 0-d tensor's value; None in a trace, or if reading it would wait or fail."""
+    if torch.compiler.is_compiling() or x.dim() != 0 or x.device.type != "cpu":
+        return None
+    traced = transform_level() > 0 or level_of(x) != -1 or dispatch_modes() > 0
+    return None if traced or not is_plain(x) else float(x.item())
+
+
 def check_betas(betas: Any, count: int) -> None:
     """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
         raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
     for i, beta in enumerate(betas):
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
+
+
+def shown(x: object) -> str:
+    """Return the repr of a host value, or the type of a tensor or container."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    plain = x is None or isinstance(x, str | bool | int | float | complex)
+    return repr(x) if plain else f"a {type(x).__name__}"
 
 
 def check_param(path: object, p: Any) -> None:
@@ -100,7 +130,12 @@ def check_param(path: object, p: Any) -> None:
             "dict(model.named_parameters())"
         )
     if not isinstance(p, Tensor):
-        raise TypeError(f"params{path}={p!r} is not a tensor")
+        instead = ""
+        if isinstance(p, Iterator):
+            instead = ": pass a dict or list, such as dict(model.named_parameters())"
+        elif is_dataclass(p):
+            instead = ": register its class by torch.utils._pytree.register_dataclass"
+        raise TypeError(f"params{path} is {shown(p)}, which is not a tensor{instead}")
     why = ""
     if p.is_complex():
         why = f"dtype {p.dtype}: optimize torch.view_as_real of it"
@@ -126,7 +161,7 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
     if g is None:
         return
     if not isinstance(g, Tensor):
-        raise TypeError(f"grads{path}={g!r} is neither a tensor nor None")
+        raise TypeError(f"grads{path} is {shown(g)}, which is neither a tensor nor None")
     if g.layout != torch.strided:
         raise TypeError(f"grads{path} has layout {g.layout}: allowed is strided")
     if not g.is_floating_point():
@@ -156,6 +191,45 @@ def check_writable(path: object, p: Tensor) -> None:
             f"params{path} is expanded (strides {p.stride()}): it cannot be written to; "
             "clone it"
         )
+
+
+def check_runs_kernels(instead: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if a trace, a transformation or a mode would not see what kernels do."""
+    found = ""
+    if in_compiled_region():
+        found = "under torch.compile"
+    elif transform_level() > 0:
+        found = "under a transformation of torch.func (vmap, grad, jvp)"
+    elif dispatch_modes() > 0:
+        found = "under a TorchDispatchMode (make_fx, FakeTensorMode, a flop counter)"
+    elif not all([has_memory(x) or x.is_meta for x in tensors]):
+        found = "on fake tensors"
+    if found:
+        raise RuntimeError(
+            f"a compiled step cannot run {found}, because its kernels are no operations of "
+            f"torch: call {instead} here"
+        )
+
+
+def check_apart(
+    named: Iterable[tuple[Any, Tensor]], name: Callable[[Any], str], instead: str
+) -> None:
+    """Raise if tensors share memory, because a step in place would move it twice.
+
+    A tensor that is not contiguous counts as its first element.
+    """
+    spans = [
+        (x.data_ptr(), x.nbytes if x.is_contiguous() else x.element_size(), key)
+        for key, x in named
+        if x.numel() and is_plain(x)
+    ]
+    spans.sort(key=itemgetter(0))
+    for (start, size, first), (other, _, second) in pairwise(spans):
+        if start and other < start + size:
+            raise ValueError(
+                f"{name(first)} and {name(second)} share memory, which a step in place "
+                f"would move twice: clone one, or {instead}"
+            )
 
 
 def check_state_dtype(dtype: Any) -> None:

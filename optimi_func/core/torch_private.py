@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
@@ -33,6 +34,19 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     longer lazy.
     """
     return _disable_dynamo(function)
+
+
+def in_compiled_region() -> bool:
+    """Return True if torch.compile traces, or runs a frame that it could not trace.
+
+    In such a frame torch.compiler.is_compiling() is False.
+    """
+    return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
+
+
+def dispatch_modes() -> int:
+    """Return how many dispatch modes are active, torch's own (make_fx) included."""
+    return torch._C._len_torch_dispatch_stack()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

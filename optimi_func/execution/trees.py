@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_writable
+from optimi_func.core.checks import check_apart, check_runs_kernels, check_writable
 from optimi_func.core.distributed import (
     check_placed,
     is_distributed,
@@ -90,6 +90,9 @@ class TreeStep:
             pure_tree.check_grad(path, leaf.p, g)
             local += to_local([redistribute_like(path, leaf.p, g)])
         names, columns = self._columns(list(map(leaf_to_local, leaves)), local)
+        if into is None and write:
+            paths = [self._tree.paths[i] for i in places]
+            check_apart(zip(paths, columns[0]), "params{}".format, "call the pure step")
         targets: list[list[Any]] = []
         if into is not None:
             _, targets = self._columns(list(map(leaf_to_local, into)), local)
@@ -169,9 +172,31 @@ def _checked(
             f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
+    kind = type(optimizer)
+    instead = f"{kind.__module__.partition('.')[0]}.{kind.__name__}_step"
+    leaves = pytree.tree_leaves(params)
+    check_runs_kernels(instead, [x for x in leaves if isinstance(x, Tensor)])
     tree = FlatTree.check(optimizer.rule, params, grads, state)
+    if torch.is_grad_enabled():
+        _check_undifferentiated(instead, optimizer, tree)
     pure_tree.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))
     return tree
+
+
+def _check_undifferentiated(
+    instead: str, optimizer: FunctionalOptimizer, tree: FlatTree
+) -> None:
+    """Raise if an argument requires grad, other than parameters that are leaves."""
+    names = "lr", "weight_decay", "max_lr", *optimizer.numbers
+    given = {name: getattr(optimizer, name) for name in names}
+    given["params"] = [leaf.p for leaf in tree.leaves if not leaf.p.is_leaf]
+    given |= {"grads": tree.grads, "state.leaves": tree.states}
+    for name, values in given.items():
+        if any([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(values)]):
+            raise TypeError(
+                f"{name} requires grad, but a compiled step drops the derivative: call "
+                f"{instead}, or this under torch.no_grad()"
+            )
 
 
 def _update(

@@ -4,7 +4,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_accumulates
+from optimi_func.core.checks import check_accumulates, check_apart
+from optimi_func.core.distributed import to_local
 from optimi_func.core.rule import Microbatch
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
@@ -23,6 +24,8 @@ class TreeOptimizer:
     def __init__(self, optimizer: FunctionalOptimizer, params: dict[str, Tensor]) -> None:
         self.optimizer = optimizer
         self._params = params
+        named = zip(params, to_local([*params.values()]))
+        check_apart(named, "params[{!r}]".format, "tie them as one parameter")
         self._places = {p: i for i, p in enumerate(params.values())}
         self._state = optimizer.init(params)
         self._step: TreeStep | None = None  # the step of the running backward

@@ -85,7 +85,7 @@ def _check_calls(factory: Any) -> None:
 def _pure_step(
     optimizer: FunctionalOptimizer, params: PyTree, grads: PyTree, state: TreeState
 ) -> tuple[PyTree, TreeState]:
-    """Run the step as tensor operations that all transformations of torch can trace."""
+    """Step by operations that torch can trace: see `FunctionalOptimizer.step`."""
     return optimizer.step(params, grads, state)
 
 
@@ -107,5 +107,15 @@ def _step_function(
     )
     step.__name__ = step.__qualname__ = name
     step.__module__ = factory.__module__
-    step.__doc__ = f"{run.__doc__}\n\n    {factory.__doc__}"
+    step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}"
     return step
+
+
+def document(cls: type[Any], factory: Any) -> None:
+    """Add the update and the arguments of a class to its value and its pure step."""
+    if f"`{cls.__name__}` as a value" in (factory.__doc__ or ""):
+        own = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
+        own = own.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
+        factory.__doc__ += f"\n\n{own}"
+        if step := vars(sys.modules[factory.__module__]).get(f"{factory.__name__}_step"):
+            step.__doc__ = f"{_pure_step.__doc__}\n\n{factory.__doc__}"

@@ -31,6 +31,7 @@ from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._fields import Fields, Params
+from optimi_func.optimizers._forms import document
 from optimi_func.optimizers._groups import (
     check_group,
     check_modes,
@@ -124,6 +125,7 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
+        document(cls, cls.factory)
         signature = cls._signature()
 
         def __init__(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:

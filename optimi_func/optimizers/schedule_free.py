@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import check_number, value_of
 from optimi_func.core.math import (
     choose,
     power,
@@ -244,9 +244,10 @@ class ScheduleFree(FunctionalOptimizer):
         if not hasattr(self, "betas"):
             label = name = "momentum"
         # If it were 0, x could not be computed from y.
-        if isinstance(beta, float | int) and not 0.0 < beta < 1.0:
+        known = value_of(beta) if isinstance(beta, Tensor) else beta
+        if isinstance(known, float | int) and not 0.0 < known < 1.0:
             raise ValueError(
-                f"Invalid {label}: {name}={beta}: allowed are numbers in (0, 1)"
+                f"Invalid {label}: {name}={known}: allowed are numbers in (0, 1)"
             )
         check_number(label, name, beta, below=1.0)
         if hasattr(self, "warmup_steps"):

@@ -110,7 +110,8 @@ class sgd(FunctionalOptimizer):
         check_number("momentum", "momentum", self.momentum, below=1.0)
         if not isinstance(self.dampening, bool):
             check_number("dampening", "dampening", self.dampening)
-        if self.nesterov and (not is_on(self.momentum) or is_on(self.dampening)):
+        # A schedule's momentum may be 0 at a step, which is not another rule.
+        if self.nesterov and (self.rule is gradient_rule or is_on(self.dampening)):
             raise ValueError(
                 f"Invalid nesterov: nesterov=True with momentum={self.momentum} and "
                 f"dampening={self.dampening}: allowed with a momentum and no dampening"

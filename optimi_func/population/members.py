@@ -95,15 +95,15 @@ def init(
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
     device = pytree.tree_leaves(params)[0].device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
-    # The factory checks the range of floats. It does not check tensors.
-    first = pytree.tree_map_only(Tensor, lambda x: x[0] if x.dim() else x, dict(hyper))
-    bind(optimizer, first)
+    placed = place({"params": params, "hyper": given}, (0, 0))
+    # Under vmap the factory could not read the values that it checks.
+    several = pytree.tree_leaves(given)
+    for one in unstack(pytree.tree_map(Tensor.cpu, given)) if several else [given]:
+        bind(optimizer, one)
     given_options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
     # The init of a user's optimizer may lack these options.
     options: Any = {k: x for k, x in given_options.items() if x is not None}
-    start = place({"params": params, "hyper": given}, (0, 0)).run(
-        lambda p, h: bind(optimizer, h).init(p, **options), "error"
-    )
+    start = placed.run(lambda p, h: bind(optimizer, h).init(p, **options), "error")
     # vmap returns state that all members share as an expanded view.
     state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
     return Population(params, state, given, buffers)

@@ -19,6 +19,8 @@ from optimi_func.core.checks import (
     check_flag,
     check_number,
     decay_mistakes,
+    shown,
+    value_of,
     warn,
 )
 from optimi_func.core.codes import dither_at, to
@@ -233,16 +235,19 @@ class FunctionalOptimizer:
         # Every step divides by max_lr.
         option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
         if self.max_lr is not None:
-            if not isinstance(self.max_lr, Tensor) and self.max_lr <= 0:
+            max_lr = self.max_lr
+            top = value_of(max_lr) if isinstance(max_lr, Tensor) else max_lr
+            if top is not None and top <= 0:
                 raise ValueError(
-                    f"Invalid maximum learning rate: max_lr={self.max_lr}: "
+                    f"Invalid maximum learning rate: max_lr={top}: "
                     f"{option} divides by it, it must be positive"
                 )
             return
         for lr in pytree.tree_leaves(self.lr):
             if isinstance(lr, Tensor) or callable(lr) or lr == 0:
+                shown_lr = "a tensor, as in a population" if isinstance(lr, Tensor) else lr
                 raise ValueError(
-                    f"Invalid maximum learning rate: max_lr=None with lr={lr}: "
+                    f"Invalid maximum learning rate: max_lr=None with lr={shown_lr}: "
                     f"{option} needs max_lr, the largest learning rate that "
                     "will be scheduled, unless lr is a positive float"
                 )
@@ -343,6 +348,7 @@ class FunctionalOptimizer:
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
+        self._check_values(own)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, leaves)
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
@@ -365,17 +371,29 @@ class FunctionalOptimizer:
                 shared[keys[-1]] = Scalars(coeffs[alike][0], r, dither_at(t))
         return [shared[key] for key in keys], [coeffs[alike][1] for alike, *_ in keys]
 
+    def _check_values(self, own: dict[str, Any]) -> None:
+        """Raise if a step's value of a schedule or a tensor is out of its range."""
+        given = pytree.tree_leaves((self.numbers, self.lr, self.weight_decay))
+        changing = any([isinstance(x, Tensor) or callable(x) for x in given])
+        if changing and not torch.compiler.is_compiling():
+            now = object.__new__(type(self))
+            now.__dict__.update(self.__dict__, **own)
+            now.check()
 
-def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:
+
+def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) -> PyTree:
     """Return a tree of hyperparameters at a step: see `resolve`."""
-    return pytree.tree_map(lambda x: resolve(name, x, step), numbers)
+    return pytree.tree_map(lambda x: resolve(name, x, step, used), numbers)
 
 
-def resolve(name: str, number: Any, step: Tensor) -> Scalar:
-    """Return a hyperparameter at a step: schedules are called, tensors made float64."""
+def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
+    """Return a hyperparameter at a step: schedules are called, tensors made float64.
+
+    used=False allows values below 0, because a later step may not be taken.
+    """
     if callable(number):
         number = _call(name, number, step)
-        _check_scheduled(name, number)
+        _check_scheduled(name, number, used)
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -388,25 +406,20 @@ def resolve(name: str, number: Any, step: Tensor) -> Scalar:
     return number.to(scalar_dtype(number.device))
 
 
-def _check_scheduled(name: str, number: Any) -> None:
-    """Raise if a schedule returned no number from 0."""
-    if isinstance(number, Tensor):
-        if number.dim() != 0:
-            raise ValueError(
-                f"{name} is a schedule that returned a tensor of shape "
-                f"{tuple(number.shape)}: allowed are numbers and 0-d tensors"
-            )
-        return
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(
-            f"{name} is a schedule that returned {number!r}: allowed are numbers and 0-d "
-            "tensors"
-        )
+def _check_scheduled(name: str, number: Any, used: bool) -> None:
+    """Raise if a schedule returned no number from 0, as far as that can be read."""
+    value = number
+    if isinstance(number, Tensor) and number.dim() == 0:
+        if (value := value_of(number)) is None:
+            return
+    fits = isinstance(value, Real) and not isinstance(value, bool)
     # inf is allowed, because a limit may be inf for some steps.
-    if not float(number) >= 0.0:
-        raise ValueError(
-            f"{name} is a schedule that returned {number}: allowed are numbers from 0"
-        )
+    if fits and (float(value) >= 0.0 or not used):
+        return
+    raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
+        f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "
+        "and 0-d tensors of them"
+    )
 
 
 def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:

@@ -15,6 +15,7 @@ from optimi_func.core.checks import (
     check_grad,
     check_param,
     check_taken,
+    shown,
     stuck_moments,
     warn,
 )
@@ -118,6 +119,11 @@ class FlatTree(NamedTuple):
                 f"state={type(state).__name__} is not a TreeState: make one with the "
                 "optimizer's init"
             )
+        if not isinstance(state.step, Tensor) or state.step.dim() != 0:
+            raise TypeError(
+                f"state.step is {shown(state.step)}: allowed is a 0-d tensor. Under vmap, "
+                "give the axis of its members in in_dims"
+            )
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
         for path, p, g, s in zip(paths, tensors, flat_grads, states):
@@ -149,7 +155,7 @@ class FlatTree(NamedTuple):
 
 def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
     if not isinstance(s, LeafState):
-        raise TypeError(f"state.leaves{path}={s!r} is not a LeafState")
+        raise TypeError(f"state.leaves{path} is {shown(s)}, which is not a LeafState")
     if not isinstance(s.rule_state, rule.state):
         raise ValueError(
             f"state.leaves{path} holds {type(s.rule_state)._fields}, but "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_grad, check_number
+from optimi_func.core.checks import check_grad, check_number, value_of
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
@@ -123,9 +123,10 @@ def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> P
 
 
 def check_positive(label: str, name: str, value: Number) -> None:
-    """Raise if a host number is not above 0."""
+    """Raise if a number, or a tensor that can be read, is not above 0."""
     check_number(label, name, value)
-    if not isinstance(value, Tensor) and not callable(value) and not value > 0:
+    known = value_of(value) if isinstance(value, Tensor) else value
+    if known is not None and not callable(known) and not known > 0:
         raise ValueError(f"Invalid {label}: {name}={value}: allowed are numbers above 0")
 
 

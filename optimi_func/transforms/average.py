@@ -50,6 +50,7 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
         state = self.checked(state)
         params, inner = self.optimizer.step(params, grads, state.inner)
         decay = resolve("decay", self.decay, state.step.detach().clone())
+        check_number("averaging decay", "decay", decay, below=1.0)
         decay = like(decay, state.weight)
         weight = decay * state.weight + (1.0 - decay)
         fresh = (1.0 - decay) / weight

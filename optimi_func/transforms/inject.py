@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import shown
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.pure.functional import FunctionalOptimizer, resolve_tree
@@ -118,7 +119,8 @@ def _tensors(name: str, numbers: PyTree, step: Tensor) -> PyTree:
     def tensor(x: Scalar) -> Tensor:
         return tensor_of(x, scalar_dtype(step.device), step.device)
 
-    return pytree.tree_map(tensor, resolve_tree(name, numbers, step.clone()))
+    found = resolve_tree(name, numbers, step.clone(), used=False)
+    return pytree.tree_map(tensor, found)
 
 
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:
@@ -137,12 +139,12 @@ def _check_hyper(numbers: dict[str, Any], hyper: dict[str, Any]) -> None:
     for name, value in hyper.items():
         if pytree.tree_structure(value) != pytree.tree_structure(numbers[name]):
             raise ValueError(
-                f"state.hyper[{name!r}]={value!r} has not the structure of the "
+                f"state.hyper[{name!r}] is {shown(value)} without the structure of the "
                 f"optimizer's {name}={numbers[name]!r}: set the numbers in it one by one"
             )
         for x in pytree.tree_leaves(value):
             if not isinstance(x, Tensor) or x.dim() != 0:
                 raise TypeError(
-                    f"state.hyper[{name!r}] holds {x!r}: allowed are 0-d tensors (a host "
-                    "number would be another graph)"
+                    f"state.hyper[{name!r}] holds {shown(x)}: allowed are 0-d tensors (a "
+                    "host number would be another graph)"
                 )

@@ -344,6 +344,30 @@ def test_private_norms_are_there() -> None:
     assert [x.dtype for x in norms] == [torch.float32, torch.float64]
 
 
+def test_private_names_tell_what_is_traced() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from optimi_func.core.torch_private import dispatch_modes, in_compiled_region
+
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("this frame runs uncompiled")
+        seen.append(in_compiled_region())
+        return x
+
+    look(torch.ones(2))
+    torch.compile(look, backend="eager")(torch.ones(2))
+    disabled = torch.compiler.disable(look)
+    torch.compile(lambda x: disabled(x) + 1, backend="eager")(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [False, True, False, False]
+    assert dispatch_modes() == 0
+    with FakeTensorMode():
+        assert dispatch_modes() == 1
+
+
 def test_private_autograd_tells_a_backward_within_a_backward() -> None:
     """What starts inside has a number of its own, and its end comes first."""
     from optimi_func.core import torch_private

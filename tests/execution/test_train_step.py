@@ -640,7 +640,7 @@ def test_states_are_refused_before_any_write() -> None:
     refused(TypeError, "state=dict", lambda: step({}, batch))
     w, _ = state.params["layer"]
     twice = state._replace(params={**state.params, "layer": (w, w.view(-1)[:3])})
-    refused(ValueError, "same memory", lambda: step(twice, batch))
+    refused(ValueError, "share memory", lambda: step(twice, batch))
     one = {**state.params, "unused": torch.ones(1, dtype=w.dtype).expand(2)}
     refused(ValueError, "is expanded", lambda: step(state._replace(params=one), batch))
     step(state._replace(buffers={**state.buffers, "again": state.buffers["scale"]}), batch)

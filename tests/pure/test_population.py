@@ -37,11 +37,13 @@ def numbers_of(name: str) -> dict:
         hyper |= {"r": powers[0], "weight_lr_power": powers[1]}
         if name != "schedule_free_radam":
             hyper["warmup_steps"] = torch.tensor([0.0, 5.0, 20.0], dtype=DOUBLE)
-    if name == "schedule_free_sgd":
-        return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
+    if name == "schedule_free_sgd":  # 0 is refused, as in the betas of the others
+        return {**hyper, "momentum": torch.tensor([0.1, 0.5, 0.9], dtype=DOUBLE)}
     betas = torch.tensor(
         [[0.0, 0.5, 0.9], [0.8, 0.9, 0.95], [0.9, 0.8, 0.95]], dtype=DOUBLE
     )
+    if name in SCHEDULE_FREE:
+        betas[0, 0] = 0.1
     hyper["betas"] = tuple(betas[: count_betas(name)])
     if name != "lion":
         hyper["eps"] = torch.tensor([1e-8, 1e-6, 1e-2], dtype=DOUBLE)

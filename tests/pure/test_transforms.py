@@ -1305,7 +1305,7 @@ def test_set_numbers_of_another_structure_are_refused() -> None:
     params = {"w": torch.ones(2), "b": torch.ones(1)}
     state = optimizer.init(params)
     state = state._replace(hyper={**state.hyper, "lr": torch.tensor(0.1)})
-    with pytest.raises(ValueError, match=r"state\.hyper\['lr'\]=tensor.*one by one"):
+    with pytest.raises(ValueError, match=r"state\.hyper\['lr'\] is a tensor.*one by one"):
         optimizer.step(params, params, state)
 
 

@@ -1,0 +1,397 @@
+"""Refusals of what a step could see, and would otherwise take without a word."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import optimi_func
+from optimi_func import (
+    SGD,
+    AdamW,
+    adamw,
+    adamw_init,
+    adamw_step,
+    compiled,
+    population,
+    prepare_for_gradient_release,
+    ranger,
+    schedule_free_adamw,
+    sgd,
+    sgd_init,
+    sgd_step,
+)
+from optimi_func.core.checks import value_of
+from optimi_func.schedules import linear
+from optimi_func.transforms import chain, clip_value, ema, inject
+
+NAN = math.nan
+
+
+def run(optimizer: Any, steps: int = 9) -> Tensor:
+    w = torch.ones(1)
+    state = optimizer.init(w)
+    for _ in range(steps):
+        w, state = optimizer.step(w, 2 * w, state)
+    return w
+
+
+# Values of tensors
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda x: adamw(lr=x(-0.1)), r"learning rate: lr=-0\.1"),
+        (lambda x: adamw(lr=x(NAN)), "learning rate: lr=nan"),
+        (lambda x: adamw(lr=x(math.inf)), "learning rate: lr=inf"),
+        (lambda x: adamw(lr={"w": x(0.1), "b": x(-1.0)}), r"lr=-1\.0"),
+        (lambda x: adamw(lr=0.1, weight_decay=x(-0.1)), r"weight_decay=-0\.1"),
+        (lambda x: adamw(lr=0.1, betas=(x(1.5), 0.9)), r"betas\[0\]=1\.5: .*below 1"),
+        (lambda x: adamw(lr=0.1, eps=x(-1.0)), "epsilon: eps=-1"),
+        (lambda x: sgd(lr=0.1, momentum=x(1.0)), r"momentum=1\.0"),
+        (lambda x: ranger(lr=0.1, k=x(0.0)), "k=0.0: .*at least 1"),
+        (lambda x: adamw(lr=0.1, decouple_lr=True, max_lr=x(0.0)), "max_lr=0.0"),
+        (lambda x: schedule_free_adamw(lr=0.1, betas=(x(0.0), 0.9)), r"betas\[0\]=0\.0"),
+        (lambda x: clip_value(x(0.0)), r"limit=0\.0: allowed are numbers above 0"),
+        (lambda x: ema(sgd(lr=0.1), x(1.0)), r"decay=1\.0: .*below 1"),
+        (lambda x: linear(x(-1.0), 0.0, 4), r"start=-1\.0"),
+        (lambda x: adamw_step({}, {}, None, lr=x(-0.1)), r"lr=-0\.1"),
+    ],
+)
+@pytest.mark.parametrize("of", [float, partial(torch.tensor, dtype=torch.float64)])
+def test_a_tensor_out_of_range_is_refused_as_a_number_is(make, text: str, of) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(of)
+
+
+def test_a_complex_or_bool_tensor_is_refused_in_graphs_too() -> None:
+    for wrong in (torch.tensor(0.1 + 1j), torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"lr=a tensor of shape .*allowed are .*real"):
+            adamw(lr=wrong)
+        with pytest.raises(Exception, match="allowed are numbers, real 0-d tensors"):
+            torch.compile(lambda x: adamw(lr=x).lr, backend="eager", fullgraph=True)(wrong)
+
+
+def test_values_are_read_where_that_neither_waits_nor_falsifies_a_trace() -> None:
+    x, seen = torch.tensor(-1.0), []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(value_of(x))
+        return x * 1.0
+
+    look(x)
+    look(x.clone().requires_grad_())
+    assert seen == [-1.0, -1.0]
+    vmap(look)(x.expand(2))
+    grad(lambda x: look(x).sum())(x)
+    jvp(look, (x,), (x,))
+    make_fx(look)(x)
+    torch.compile(look, backend="eager")(x)
+    vmap(lambda y: look(x) + y)(torch.ones(2))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        look(mode.from_tensor(x))
+    look(mode.from_tensor(x))
+    look(x.to("meta"))
+    look(torch.ones(2))
+    assert seen[2:] and set(seen[2:]) == {None}
+
+
+def test_a_step_looks_again_at_a_tensor_that_was_written_to() -> None:
+    lr, momentum = torch.tensor(0.1), torch.tensor(0.5)
+    rates, means = sgd(lr=lr), sgd(lr=0.1, momentum=momentum)
+    lr.fill_(-1.0)
+    momentum.fill_(1.5)
+    with pytest.raises(ValueError, match=r"learning rate: lr=-1\.0"):
+        run(rates, 1)
+    with pytest.raises(ValueError, match=r"momentum=1\.5"):
+        run(means, 1)
+
+
+# Values of schedules
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (sgd(lr=lambda t: 0.2 * (1 - t / 3)), r"lr is a schedule that returned -0\.06"),
+        (
+            sgd(lr=lambda t: torch.where(t > 1, NAN, 0.1)),
+            "lr is a schedule that returned nan",
+        ),
+        (sgd(lr=0.1, weight_decay=lambda t: -t), "weight_decay is a schedule"),
+        (sgd(lr=0.1, momentum=lambda t: t * 0.3), r"momentum=1\.2"),
+        (sgd(lr=0.1, momentum=lambda t: float(t) * 0.3), r"momentum=1\.2"),
+        (adamw(lr=0.1, betas=(lambda t: 0.5 + t * 0.3, 0.9)), r"betas\[0\]=1\.1"),
+        (chain(clip_value(lambda t: 1 - t / 3), sgd(lr=0.1)), "limit is a schedule"),
+        (ema(sgd(lr=0.1), lambda t: t * 0.4), r"averaging decay: decay=1\.2"),
+        (inject(sgd(lr=lambda t: 0.2 * (1 - t / 3))), r"learning rate: lr=-0\.06"),
+    ],
+)
+def test_a_schedule_out_of_range_is_refused_by_name(optimizer, text: str) -> None:
+    run(optimizer, 1)
+    with pytest.raises(ValueError, match=text):
+        run(optimizer)
+
+
+def test_what_a_schedule_may_be() -> None:
+    # inject resolves the next step's value early: a step that is not taken refuses nothing.
+    falling = sgd(lr=lambda t: 0.2 * (1 - t / 3))
+    assert torch.equal(run(inject(falling), 4), run(falling, 4))
+    # A momentum that is 0 at a step is not another rule.
+    run(sgd(lr=0.1, nesterov=True, momentum=lambda t: 0.0), 3)
+    run(chain(clip_value(lambda t: math.inf), sgd(lr=0.1)), 2)
+
+
+def test_state_of_inject_is_checked() -> None:
+    optimizer, w = inject(adamw(lr=0.1)), torch.ones(1)
+    state = optimizer.init(w)
+    state.hyper["lr"].fill_(-0.5)
+    with pytest.raises(ValueError, match=r"lr=-0\.5"):
+        optimizer.step(w, w, state)
+    state.hyper["lr"] = torch.ones(2)
+    with pytest.raises(TypeError, match=r"holds a tensor of shape"):
+        optimizer.step(w, w, state)
+
+
+def test_compiled_steps_refuse_the_same() -> None:
+    w = torch.ones(1)
+    for step in (compiled.sgd_step, compiled.sgd_step_):
+        for lr in (torch.tensor(-0.1), lambda t: t - 1.0):
+            with pytest.raises(ValueError, match=r"lr(=| is a schedule that returned )-"):
+                step(w, w, sgd_init(w), lr=lr)
+    assert w.item() == 1.0
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_class_whose_scheduler_goes_below_zero_raises(as_tensor: bool) -> None:
+    w = torch.ones(1, requires_grad=True)
+    w.grad = torch.ones(1)
+    optimizer = SGD([w], lr=torch.tensor(0.2) if as_tensor else 0.2, compile=False)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 3)
+    with pytest.raises(ValueError, match=r"learning rate: lr=-0\.06"):
+        for _ in range(9):
+            optimizer.step()
+            scheduler.step()
+    assert 0.5 < w.item() < 0.7  # 1 - 0.2 * (3 + 2 + 1) / 3
+
+
+# Populations
+
+
+@pytest.mark.parametrize(
+    ("factory", "hyper", "text"),
+    [
+        (adamw, {"lr": torch.linspace(-3, -1, 4)}, r"learning rate: lr=-3\.0"),
+        (adamw, {"lr": torch.tensor([0.1, 0.1, 0.1, NAN])}, "lr=nan"),
+        (adamw, {"lr": 0.1, "betas": (torch.full((4,), 1.5), 0.9)}, r"betas\[0\]=1\.5"),
+        (
+            lambda a: sgd(lr=linear(a, 0.0, 4)),
+            {"a": torch.tensor([1.0] * 3 + [-1])},
+            "start",
+        ),
+        (partial(adamw, decouple_lr=True), {"lr": 0.1}, "a tensor, as in a population"),
+    ],
+)
+def test_init_of_a_population_checks_every_member(factory, hyper, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        population.init(factory, torch.ones(2), hyper, n=4)
+
+
+# Parameters that share memory
+
+
+def test_tied_parameters_are_refused_in_place() -> None:
+    w, base = torch.zeros(1), torch.zeros(4, 4)
+    tied = {"emb": w, "head": w}
+    parts = [base[:, :2], base[:, 2:], base[:, 2:3]]
+    for params, text in (
+        (tied, r"params\['emb'\] and params\['head'\] share memory"),
+        (parts, r"params\[1\] and params\[2\] share memory"),
+        (
+            [base, base.view(torch.int32).view(torch.float32)[1]],
+            r"params\[0\] and params\[1\]",
+        ),
+    ):
+        grads = torch.utils._pytree.tree_map(torch.ones_like, params)
+        with pytest.raises(ValueError, match=text):
+            compiled.sgd_step_(params, grads, sgd_init(params), lr=1.0)
+    assert not w.any() and not base.any()
+    pure, _ = sgd_step(tied, {k: torch.ones(1) for k in tied}, sgd_init(tied), lr=1.0)
+    assert pure["emb"] == pure["head"] == -1.0
+
+
+@pytest.mark.kernels
+def test_slices_and_one_of_two_tied_parameters_step_in_place() -> None:
+    w, base = torch.zeros(1), torch.zeros(4, 4)
+    tied, parts = {"emb": w, "head": w}, [base[:, :2], base[:, 2:]]
+    grads = {"emb": torch.ones(1), "head": None}
+    compiled.sgd_step_(tied, grads, sgd_init(tied), lr=1.0)
+    compiled.sgd_step_(parts, [torch.ones(4, 2)] * 2, sgd_init(parts), lr=1.0)
+    assert w.item() == -1.0 and base.eq(-1.0).all()
+
+
+def test_parameters_in_one_memory_are_refused_by_the_release_of_a_tree() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = torch.nn.Parameter(model[0].weight.data)
+    with pytest.raises(ValueError, match=r"'0.weight'\] and params\['1.weight'\] share"):
+        prepare_for_gradient_release(model, sgd(lr=0.1))
+    model[1].weight = model[0].weight
+    prepare_for_gradient_release(model, sgd(lr=0.1))
+
+
+# Derivatives and traces of compiled steps
+
+
+@pytest.mark.parametrize("step", [compiled.adamw_step, compiled.adamw_step_])
+def test_a_compiled_step_drops_no_derivative_without_a_word(step) -> None:
+    p, lr = torch.ones(3), torch.tensor(0.1, requires_grad=True)
+    state = adamw_init(p)
+    moved = adamw_step(p, p * lr, state, lr=0.1)[1]
+    for args, text in (
+        ((p, p, state, lr), "lr requires grad.* call optimi_func.adamw_step"),
+        ((p, p * lr, state, 0.1), "grads requires grad"),
+        ((p * lr, p, state, 0.1), "params requires grad"),
+        ((p, p, moved, 0.1), "state.leaves requires grad"),
+    ):
+        *trees, rate = args
+        with pytest.raises(TypeError, match=text):
+            step(*trees, lr=rate)
+    with pytest.raises(TypeError, match="betas requires grad"):
+        step(p, p, state, lr=0.1, betas=(lr, 0.9))
+
+
+@pytest.mark.kernels
+def test_leaves_and_no_grad_are_the_usual_case() -> None:
+    p = torch.ones(3, requires_grad=True)
+    moved, _ = compiled.adamw_step(p, torch.ones(3), adamw_init(p), lr=0.1)
+    assert not moved.requires_grad
+    with torch.no_grad():
+        again, _ = compiled.adamw_step(
+            p, torch.ones(3), adamw_init(p), lr=torch.tensor(0.1, requires_grad=True)
+        )
+    assert torch.equal(moved, again)
+
+
+def _vmapped(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return vmap(f)(x.expand(2, 3))
+
+
+def _faked(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with FakeTensorMode():
+        return f(torch.ones(3))
+
+
+def _fakes_outside(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return f(FakeTensorMode().from_tensor(x))
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        _vmapped,
+        lambda f, x: grad(f)(x),
+        lambda f, x: jvp(f, (x,), (x,)),
+        lambda f, x: make_fx(f)(x),
+        lambda f, x: make_fx(f, tracing_mode="symbolic")(x),
+        _faked,
+        _fakes_outside,
+        lambda f, x: torch.compile(f, backend="eager")(x),
+        lambda f, x: torch.compile(f, backend="eager", fullgraph=True)(x),
+    ],
+)
+@pytest.mark.parametrize("step", [compiled.adamw_step, compiled.adamw_step_])
+def test_a_compiled_step_names_the_function_to_call_in_a_trace(through, step) -> None:
+    state = adamw_init(torch.ones(3))
+
+    def f(p: Tensor) -> Tensor:
+        return step(p, p, state, lr=0.1)[0].sum()
+
+    with pytest.raises(Exception, match=r"cannot run .*call optimi_func\.adamw_step here"):
+        through(f, torch.ones(3))
+
+
+def test_train_step_refuses_a_trace() -> None:
+    model = torch.nn.Linear(2, 1)
+    pure = compiled.train_step(model, lambda y, _: y.sum(), sgd(lr=0.1))
+    ours = compiled.train_step(model, lambda y, _: y.sum(), SGD(model.parameters(), lr=0.1))
+    state = pure.init()
+    for f in (lambda x: pure(state, x)[1].loss, lambda x: ours(x).loss):
+        for through in (vmap(f), torch.compile(f, backend="eager")):
+            with pytest.raises(RuntimeError, match="a compiled step cannot run under"):
+                through(torch.ones(3, 2))
+
+
+def test_a_class_steps_within_torch_compile() -> None:
+    w = torch.ones(3, requires_grad=True)
+    optimizer = AdamW([w], lr=0.1, compile=False)
+
+    @torch.compile(backend="eager")
+    def train() -> None:
+        w.sum().backward()
+        optimizer.step()
+
+    train()
+    assert w.max() < 1.0
+
+
+# Words
+
+
+@dataclass
+class Unregistered:
+    w: Tensor
+
+
+def test_types_are_told_and_no_tensor_is_printed() -> None:
+    p, model = {"w": torch.ones(3)}, torch.nn.Linear(2, 1)
+    state = adamw_init(p)
+    for call, text in (
+        (lambda: adamw_init(Unregistered(p["w"])), "pytree.register_dataclass"),
+        (lambda: adamw_init(model.parameters()), r"dict\(model\.named_parameters\(\)\)"),
+        (lambda: adamw_init({"w": None}), r"params\['w'\] is None"),
+        (lambda: adamw_step(p, {"w": p}, state, lr=0.1), r"grads\['w'\] is a dict"),
+        (
+            lambda: adamw_step(p, p, state._replace(leaves=p), lr=0.1),
+            "is a tensor of shape",
+        ),
+        (lambda: adamw_step(p, p, state._replace(step=0), lr=0.1), "state.step is 0: "),
+        (
+            lambda: adamw_step(p, p, state._replace(step=torch.ones(2)), lr=0.1),
+            r"state.step is a tensor of shape \(2,\)",
+        ),
+    ):
+        with pytest.raises(TypeError, match=text) as found:
+            call()
+        assert "tensor([" not in str(found.value)
+    with pytest.raises(Exception, match=r"is a dict, which is neither a tensor nor None"):
+        torch.compile(
+            lambda p: adamw_step(p, {"w": p}, state, lr=0.1),
+            backend="eager",
+            fullgraph=True,
+        )(p)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_help_shows_the_update_and_the_arguments(name: str) -> None:
+    value = getattr(optimi_func, name)
+    for step in (getattr(optimi_func, f"{name}_step"), getattr(compiled, f"{name}_step_")):
+        for part in ("p <- ", "Args:", "weight_decay: "):
+            assert part in step.__doc__, part
+        assert ">>>" not in step.__doc__
+    assert "p <- " in value.__doc__
+
+
+def test_a_star_brings_the_public_names() -> None:
+    names: dict[str, Any] = {}
+    exec("from optimi_func import *", names)
+    assert {"adamw", "AdamW", "adamw_step", "compiled", "unroll", "Storage"} <= names.keys()
+    assert not {"core", "execution", "pure", "state"} & names.keys()

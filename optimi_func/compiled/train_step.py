@@ -20,11 +20,18 @@ from optimi_func.compiled.whole import (
 )
 from optimi_func.core import torch_private
 from optimi_func.core.checks import warn
-from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
+from optimi_func.core.rule import (
+    Microbatch,
+    PureOptimizer,
+    PyTree,
+    Storage,
+    check_pure,
+    given_options,
+)
 from optimi_func.execution.tensors import is_expanded, is_plain
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import FlatTree, TreeState
+from optimi_func.pure.tree import FlatTree, TreeState, without_none
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -241,9 +248,8 @@ class PureStep:
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
             buffers = dict(module.named_buffers())
-        inner = self._optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+        options = given_options(kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage)
+        inner = self._optimizer.init(params, **options)
         return TrainState(params, {} if buffers is None else buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
@@ -256,7 +262,7 @@ class PureStep:
                 f"state={type(state).__name__}: allowed is a TrainState; make one with init"
             )
         self._check_names(state)
-        self._check_tensors(state)
+        self._check_tensors(without_none(state))
         with no_grad_context():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
@@ -313,9 +319,9 @@ class PureStep:
 
     def _step(self, state: TrainState, batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
-        params, params_spec = pytree.tree_flatten(state.params)
+        params, params_spec = pytree.tree_flatten(without_none(state.params))
         buffers, buffers_spec = pytree.tree_flatten(state.buffers)
-        flat, spec = pytree.tree_flatten(state.optimizer)
+        flat, spec = pytree.tree_flatten(without_none(state.optimizer))
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
         if spec not in self._step_graphs:
@@ -359,7 +365,8 @@ def _traced_update(
             pytree.tree_unflatten(grads, params_spec),
             pytree.tree_unflatten(state, state_spec),
         )
-        return pytree.tree_leaves(new_params), pytree.tree_leaves(new_state)
+        leaves = pytree.tree_leaves
+        return leaves(without_none(new_params)), leaves(without_none(new_state))
 
     return update
 

@@ -17,6 +17,7 @@ from typing import (
     TypedDict,
     TypeGuard,
     TypeVar,
+    Unpack,
     runtime_checkable,
 )
 
@@ -225,6 +226,11 @@ class InitOptions(TypedDict, total=False):
     kahan_sum: bool | None
     state_dtype: torch.dtype | None
     storage: Storage | str | None
+
+
+def given_options(**options: Unpack[InitOptions]) -> Any:
+    """Return the options that are not None; `init` of a user's optimizer may have none."""
+    return {name: x for name, x in options.items() if x is not None}
 
 
 @runtime_checkable

@@ -8,7 +8,6 @@ function changes torch for other code.
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import reduce
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -99,15 +98,6 @@ def norms_of(tensors: list[Tensor]) -> list[Tensor]:
         some = torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]
-
-
-def total_norm(norms: list[Tensor]) -> Tensor:
-    """Return the norm of all gradients from the norm of each, as torch.nn.utils does."""
-    if not norms:
-        return torch.zeros(())
-    first = norms[0].device
-    wide = reduce(torch.promote_types, [x.dtype for x in norms])
-    return torch.linalg.vector_norm(torch.stack([x.to(first, wide) for x in norms]))
 
 
 def clip_factor(limit: float | Tensor | None, norm: Tensor) -> Tensor:

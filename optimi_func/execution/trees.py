@@ -164,8 +164,9 @@ def _checked(
 ) -> FlatTree:
     if not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
-            "transformed one is compiled by torch.compile(optimizer.step)"
+            f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: "
+            "compile a transform, or an optimizer of your own, by "
+            "torch.compile(optimizer.step)"
         )
     tree = FlatTree.check(optimizer.rule, params, grads, state)
     pure_tree.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import PyTree, Storage
+from optimi_func.core.rule import PyTree, Storage, given_options
 from optimi_func.population.axes import path, place
+from optimi_func.pure.tree import without_none
 
 T = TypeVar("T")
 Hyper: TypeAlias = Mapping[str, Any]
@@ -35,7 +36,7 @@ class Population:
     buffers: dict[str, Tensor]
 
     def __len__(self) -> int:
-        return pytree.tree_leaves(self.params)[0].shape[0]
+        return pytree.tree_leaves(without_none(self.params))[0].shape[0]
 
 
 pytree.register_dataclass(
@@ -93,14 +94,12 @@ def init(
     if not pytree.tree_leaves(params):
         raise ValueError(f"source={source!r} has no parameters to train")
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
-    device = pytree.tree_leaves(params)[0].device
+    device = pytree.tree_leaves(without_none(params))[0].device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
     # The factory checks the range of floats. It does not check tensors.
     first = pytree.tree_map_only(Tensor, lambda x: x[0] if x.dim() else x, dict(hyper))
     bind(optimizer, first)
-    given_options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
-    # The init of a user's optimizer may lack these options.
-    options: Any = {k: x for k, x in given_options.items() if x is not None}
+    options = given_options(kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage)
     start = place({"params": params, "hyper": given}, (0, 0)).run(
         lambda p, h: bind(optimizer, h).init(p, **options), "error"
     )
@@ -130,7 +129,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
             _check_trainable(module)
         params, buffers = stack_module_state(list(source))
         return pytree.tree_map(Tensor.detach, (params, buffers))
-    leaves = pytree.tree_leaves(source)
+    leaves = pytree.tree_leaves(without_none(source))
     if not leaves or not all(isinstance(x, Tensor) for x in leaves):
         kinds = sorted({type(x).__name__ for x in leaves}) or ["no tensor"]
         raise TypeError(
@@ -139,7 +138,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
         )
     if n is not None:
         return _copies(source, n), {}
-    return pytree.tree_map(lambda x: x.detach().clone(), source), {}
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), source), {}
 
 
 def _check_trainable(module: nn.Module) -> None:
@@ -154,7 +153,10 @@ def _check_trainable(module: nn.Module) -> None:
 
 
 def _copies(tree: T, n: int) -> T:
-    return pytree.tree_map(lambda x: x.detach().expand(n, *x.shape).clone(), tree)
+    def copies(x: Tensor) -> Tensor:
+        return x.detach().expand(n, *x.shape).clone()
+
+    return pytree.tree_map_only(Tensor, copies, tree)
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
@@ -198,6 +200,7 @@ def stack(trees: Sequence[T]) -> T:
     """
     if not trees:
         raise ValueError("trees=[]: allowed are lists of at least one tree")
+    trees = list(map(without_none, trees))
     spec = pytree.tree_structure(trees[0])
     for i, tree in enumerate(trees):
         if pytree.tree_structure(tree) != spec:
@@ -226,6 +229,7 @@ def unstack(tree: T) -> list[T]:
     [tensor(1.), tensor(2.)]
     """
     n = place({"tree": tree}, (0,)).n
+    tree = without_none(tree)
     return [pytree.tree_map(lambda x, i=i: x[i].clone(), tree) for i in range(n)]
 
 

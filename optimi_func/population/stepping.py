@@ -13,6 +13,7 @@ from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_los
 from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
 from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
+from optimi_func.pure.tree import without_none
 
 T = TypeVar("T")
 
@@ -138,7 +139,9 @@ def loss_and_grad(
     def checked(*args: Any) -> Any:
         return scalar_loss(loss_fn(*args), has_aux)
 
-    both = grad_and_value(checked, has_aux=has_aux)
+    def both(params: PyTree, *rest: Any) -> Any:
+        return grad_and_value(checked, has_aux=has_aux)(without_none(params), *rest)
+
     grads, losses = _over_members(both, members, data, in_axes, randomness)
     return losses, grads
 

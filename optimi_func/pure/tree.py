@@ -202,9 +202,30 @@ def step_to_come(step: Tensor) -> Scalar:
     return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
 
 
+class _Frozen:
+    """A node without children for a None in params, which it becomes if it is rebuilt."""
+
+
+pytree.register_pytree_node(
+    _Frozen,
+    lambda frozen: ([], None),
+    lambda children, context: None,  # pyright: ignore[reportArgumentType]
+    serialized_type_name="optimi_func.functional.Frozen",
+    flatten_with_keys_fn=lambda frozen: ([], None),
+)
+
+
+def without_none(tree: PyTree) -> PyTree:
+    """Return a tree without leaves that are None; its structure rebuilds it with them."""
+    return pytree.tree_map(lambda x: _Frozen() if x is None else x, tree)
+
+
 def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
     """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
+    if any(x is None for x in tensors):
+        params = without_none(params)
+        tensors, spec = pytree.tree_flatten(params)
     if not tensors:
         raise ValueError(f"params={params!r} holds no tensor")
     paths = _paths(params, len(tensors))
@@ -214,13 +235,35 @@ def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.Tree
 
 
 def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
-    """Flatten `tree` as far as `spec` goes. Raise with the first leaf that differs."""
+    """Flatten `tree` as far as `spec` goes. Raise with the first leaf that differs.
+
+    A None in params is skipped. If `tree` is grads, its None stands for any subtree.
+    """
     try:
         return spec.flatten_up_to(tree)
     except ValueError as error:
+        found = _match_none(name == "grads", tree, spec)
+        if found is not None:
+            return found
         raise ValueError(
             f"{name} and params differ in structure{_difference(tree, params)}"
         ) from error
+
+
+def _match_none(prefixes: bool, tree: PyTree, spec: pytree.TreeSpec) -> list[Any] | None:
+    """Return `match_tree` of trees with None, or None if they differ otherwise."""
+    leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
+    found: list[Any] = [None] * spec.num_leaves
+    try:
+        places = own.flatten_up_to(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    except ValueError:
+        return None
+    for x, place in zip(leaves, places):
+        if isinstance(place, int):
+            found[place] = x
+        elif x is not None or not (prefixes or place is None):
+            return None
+    return found
 
 
 def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
@@ -239,7 +282,8 @@ def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list
     at = [0] * count
     for i, subtree in enumerate(subtrees):
         for place in pytree.tree_leaves(subtree):
-            at[place] = i
+            if place is not None:  # a frozen parameter
+                at[place] = i
     return numbers, at
 
 
@@ -247,13 +291,15 @@ def _difference(tree: PyTree, params: PyTree) -> str:
     def stop(x: Any) -> bool:
         return isinstance(x, LeafState)
 
+    params = without_none(params)
     ours = _paths(params, len(pytree.tree_leaves(params)))
     theirs = _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
     for path in ours:
         # A prefix covers all leaves below it.
         if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
-    for path in theirs:
+    tree = without_none(tree)
+    for path in _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop):
         if not any(known.startswith(path) for known in ours):
             return f": {path} is not in params"
     return ": the containers are of different types"

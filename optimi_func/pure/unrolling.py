@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core import torch_private
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
+from optimi_func.pure.tree import without_none
 
 T = TypeVar("T")
 
@@ -216,7 +217,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
-            grads, value = grad_and_value(loss)(params, batch)
+            grads, value = grad_and_value(loss)(without_none(params), batch)
             params, state = bound.step(params, grads, state)
             losses.append(value)
         return params, state, losses
@@ -243,6 +244,7 @@ def _recomputed(run: Segment) -> Segment:
             else:
                 with ambient[0].again():
                     results = run(pytree.tree_unflatten(whole, spec))
+            results = without_none(results)
             specs[:] = [pytree.tree_structure(results)]
             return tuple(pytree.tree_leaves(results))
 

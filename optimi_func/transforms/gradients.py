@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.math import norm, total_norm
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
-from optimi_func.core.torch_private import clip_factor, total_norm
+from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.functional import Number, resolve
 from optimi_func.pure.tree import flatten_params
 from optimi_func.transforms._trees import (
@@ -192,7 +193,7 @@ def _clip_param_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
     limit = resolve("max_norm", max_norm, step)
 
     def clip(g: Tensor) -> Tensor:
-        return clip_factor(like(limit, g), torch.linalg.vector_norm(g)) * g
+        return clip_factor(like(limit, g), norm(g)) * g
 
     return _each(clip, grads)
 
@@ -225,7 +226,7 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
 
 
 def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
-    norms = [torch.linalg.vector_norm(g) for g in grads if g is not None]
+    norms = [norm(g) for g in grads if g is not None]
     if not norms:
         return grads
     total = total_norm(norms)

@@ -13,7 +13,7 @@ from optimi_func.core.codes import is_low
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree
+from optimi_func.pure.tree import flatten_params, match_tree, without_none
 from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
@@ -125,7 +125,7 @@ class Partition(Transform):
                 states[i],
             )
             at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(own)):
+            for j, p in zip(at, pytree.tree_leaves(without_none(own))):
                 new[j] = p
         return (
             pytree.tree_unflatten(new, trees.spec),
@@ -141,7 +141,7 @@ class Partition(Transform):
         for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts)):
             own = inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
             at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(own)):
+            for j, p in zip(at, pytree.tree_leaves(without_none(own))):
                 found[j] = p
         if all(a is b for a, b in zip(found, tensors)):
             return params
@@ -338,7 +338,7 @@ def _dotted_paths(params: PyTree) -> list[str]:
             "a graph cannot see the paths of its parameters: call init of partition and "
             "masked outside of the compiled function"
         )
-    keyed, _ = pytree.tree_flatten_with_path(params)
+    keyed, _ = pytree.tree_flatten_with_path(without_none(params))
     return [".".join(_key(key) for key in path) for path, _ in keyed]
 
 

@@ -248,8 +248,8 @@ class PureStep:
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
             buffers = dict(module.named_buffers())
-        options = given_options(kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage)
-        inner = self._optimizer.init(params, **options)
+        options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
+        inner = self._optimizer.init(params, **given_options(options))
         return TrainState(params, {} if buffers is None else buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:

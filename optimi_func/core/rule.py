@@ -17,7 +17,6 @@ from typing import (
     TypedDict,
     TypeGuard,
     TypeVar,
-    Unpack,
     runtime_checkable,
 )
 
@@ -228,7 +227,7 @@ class InitOptions(TypedDict, total=False):
     storage: Storage | str | None
 
 
-def given_options(**options: Unpack[InitOptions]) -> Any:
+def given_options(options: InitOptions) -> Any:
     """Return the options that are not None; `init` of a user's optimizer may have none."""
     return {name: x for name, x in options.items() if x is not None}
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.population.axes import place
-from optimi_func.population.members import Population, check_members
-from optimi_func.pure.tree import without_none
+from optimi_func.population.members import Population, check_members, first_tensor
 
 T = TypeVar("T")
 
@@ -151,7 +150,7 @@ def _is_factor(f: object) -> bool:
 
 def _index(name: str, index: Sequence[int] | Tensor, tree: Any) -> Tensor:
     """Convert indices or bools of a tree's members to a checked 1-D tensor of indices."""
-    n, device = place({"tree": tree}, (0,)).n, pytree.tree_leaves(without_none(tree))[0].device
+    n, device = place({"tree": tree}, (0,)).n, first_tensor(tree).device
     if isinstance(index, str) or not isinstance(index, Iterable):
         raise TypeError(f"{name}={index!r}: allowed are lists of indices of members")
     at = torch.as_tensor(index if isinstance(index, Tensor) else list(index), device=device)

@@ -36,7 +36,7 @@ class Population:
     buffers: dict[str, Tensor]
 
     def __len__(self) -> int:
-        return pytree.tree_leaves(without_none(self.params))[0].shape[0]
+        return first_tensor(self.params).shape[0]
 
 
 pytree.register_dataclass(
@@ -94,12 +94,14 @@ def init(
     if not pytree.tree_leaves(params):
         raise ValueError(f"source={source!r} has no parameters to train")
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
-    device = pytree.tree_leaves(without_none(params))[0].device
+    device = first_tensor(params).device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
     # The factory checks the range of floats. It does not check tensors.
     first = pytree.tree_map_only(Tensor, lambda x: x[0] if x.dim() else x, dict(hyper))
     bind(optimizer, first)
-    options = given_options(kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage)
+    options = given_options(
+        {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
+    )
     start = place({"params": params, "hyper": given}, (0, 0)).run(
         lambda p, h: bind(optimizer, h).init(p, **options), "error"
     )
@@ -271,6 +273,11 @@ def state_dicts(members: Population, module: nn.Module) -> list[dict[str, Any]]:
             # A module's extra state is the same for all members.
             one[name] = x if known is None else own[known][i].detach().clone()
     return found
+
+
+def first_tensor(tree: Any) -> Tensor:
+    """Return the first leaf of a tree that is not None."""
+    return pytree.tree_leaves(without_none(tree))[0]
 
 
 def check_members(members: Any) -> None:

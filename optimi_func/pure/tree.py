@@ -4,11 +4,12 @@ A parameter tree is a pytree of tensors. Its gradients and its state have the sa
 structure, and lr and weight_decay may be prefixes of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import (
@@ -218,6 +219,19 @@ pytree.register_pytree_node(
 def without_none(tree: PyTree) -> PyTree:
     """Return a tree without leaves that are None; its structure rebuilds it with them."""
     return pytree.tree_map(lambda x: _Frozen() if x is None else x, tree)
+
+
+def grads_and_value(
+    loss: Callable[..., Any], has_aux: bool, params: PyTree, *rest: Any
+) -> tuple[PyTree, Any]:
+    """Return what torch.func.grad_and_value does, with params that may have None."""
+    leaves, spec = pytree.tree_flatten(without_none(params))
+
+    def of_leaves(leaves: list[Tensor], *rest: Any) -> Any:
+        return loss(pytree.tree_unflatten(leaves, spec), *rest)
+
+    grads, found = grad_and_value(of_leaves, has_aux=has_aux)(leaves, *rest)
+    return pytree.tree_unflatten(grads, spec), found
 
 
 def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, jvp, vjp
+from torch.func import grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
-from optimi_func.pure.tree import without_none
+from optimi_func.pure.tree import grads_and_value, without_none
 
 T = TypeVar("T")
 
@@ -125,6 +125,12 @@ def unroll(
             f"Invalid checkpoint_every: checkpoint_every={checkpoint_every!r}: allowed are "
             "None and integers from 1"
         )
+    if checkpoint_every is not None and torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"checkpoint_every={checkpoint_every} in a compiled function, which cannot "
+            "trace a run that repeats itself: compile loss_fn instead, or leave "
+            "checkpoint_every out"
+        )
     cut_at = _cuts(detach_at)
     # With two forward modes, torch's autograd.Function loses the outer tangents in the
     # inner jvp (pytorch/pytorch#197867). One forward mode and any reverse ones are right.
@@ -217,7 +223,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
-            grads, value = grad_and_value(loss)(without_none(params), batch)
+            grads, value = grads_and_value(loss, False, params, batch)
             params, state = bound.step(params, grads, state)
             losses.append(value)
         return params, state, losses
@@ -228,6 +234,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
 def _recomputed(run: Segment) -> Segment:
     """Make `run` keep only its arguments for derivatives, and run again in them."""
 
+    @torch_private.uncompiled
     def call(given: PyTree) -> PyTree:
         leaves, spec = pytree.tree_flatten(given)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -359,6 +366,7 @@ def _of_floats(
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
+@torch_private.uncompiled
 def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
     """Raise if `run` uses a tensor whose derivative a recomputed run would lose.
 

@@ -19,6 +19,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch.autograd import Variable
+from torch.utils import _pytree as pytree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,6 +83,17 @@ def fake_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def serializable(node: type[T]) -> type[T]:
+    """Name a NamedTuple of a state in the files of torch.export.
+
+    The public register_pytree_node refuses NamedTuples. Torch 2.11 to 2.15,
+    test_private_pytree_names_states.
+    """
+    name = f"optimi_func.{node.__name__}"
+    pytree._register_namedtuple(node, serialized_type_name=name)
+    return node
 
 
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:

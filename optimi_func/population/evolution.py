@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.math import scalar_dtype
 from optimi_func.population.axes import place
 from optimi_func.population.members import Population, check_members, first_tensor
 
@@ -125,6 +126,8 @@ def perturb(
             )
 
     def scale(name: str, x: Tensor) -> Tensor:
+        # A factor would be rounded in integers.
+        x = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
         some, old = factors[name], x[at]
         drawn = torch.randint(len(some), (len(at),), generator=generator, device=device)
         f = torch.tensor(some, dtype=x.dtype, device=device)[drawn]

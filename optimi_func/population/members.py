@@ -66,6 +66,7 @@ def init(
             each member; a float or 0-d tensor is the value for all. betas are a tuple of
             these. lr and weight_decay may be prefixes of the parameter tree. A list is
             such a prefix for a list of parameters, so values of members need a tensor.
+            Tensors keep their dtype, as a seed for each member: torch.arange(n).
         n: Number of copies.
         kahan_sum: Passed to the optimizer's own init.
         state_dtype: Passed to the optimizer's own init.
@@ -162,7 +163,7 @@ def _copies(tree: T, n: int) -> T:
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
-    """Convert every number in a hyperparameter to a floating tensor of shape [n]."""
+    """Convert every number in a hyperparameter to a tensor of shape [n]."""
 
     def spread(x: Any) -> Tensor:
         if isinstance(x, Tensor):
@@ -173,9 +174,7 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
                 )
             if x.dtype == torch.bool or x.is_complex():
                 raise TypeError(f"{path} has dtype {x.dtype}: allowed are real numbers")
-            # `perturb` multiplies by factors, which integers would round.
-            wide = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
-            return (wide.expand(n) if x.dim() == 0 else wide).detach().clone()
+            return (x.expand(n) if x.dim() == 0 else x).detach().clone()
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             raise TypeError(
                 f"{path}={x!r}: allowed are numbers, and tensors with one for each member. "

@@ -4,6 +4,7 @@ A parameter tree is a pytree of tensors. Its gradients and its state have the sa
 structure, and lr and weight_decay may be prefixes of it.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
+from optimi_func.core.torch_private import serializable
 
 NO_RUNNING = NoRunning()
 
@@ -82,15 +84,27 @@ def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
     return LeafState(kind(*tensors[:count]), comp, running(*tensors[count:]))
 
 
+def _dump_leaf(context: Any) -> list[Any]:
+    """Return names of the classes in a context, for torch.export."""
+    return [*[(x.__module__, x.__qualname__) for x in context[:2]], context[2]]
+
+
+def _load_leaf(dumped: Any) -> Any:
+    return *[getattr(sys.modules[module], name) for module, name in dumped[:2]], dumped[2]
+
+
 pytree.register_pytree_node(
     LeafState,
     _flatten_leaf,
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
+    to_dumpable_context=_dump_leaf,
+    from_dumpable_context=_load_leaf,
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 
 
+@serializable
 class TreeState(NamedTuple):
     """The state of a parameter tree."""
 

@@ -35,6 +35,7 @@ from optimi_func.pure.tree import grads_and_value, without_none
 T = TypeVar("T")
 
 
+@torch_private.serializable
 class Unrolled(NamedTuple):
     """The result of a run of training steps."""
 

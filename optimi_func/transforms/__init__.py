@@ -15,6 +15,7 @@ fresh one:
     state = pytree.tree_unflatten(leaves, pytree.tree_structure(optimizer.init(params)))
 """
 
+from optimi_func.core.torch_private import serializable
 from optimi_func.transforms.accumulate import EveryState as EveryState
 from optimi_func.transforms.accumulate import every_k as every_k
 from optimi_func.transforms.average import EmaState as EmaState
@@ -35,3 +36,6 @@ from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
+
+for _state in (ChainState, EmaState, EveryState, FiniteState, InjectState, NoiseState):
+    serializable(_state)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.distributed import distribute_like
 from optimi_func.core.math import norm, total_norm
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import clip_factor
@@ -318,7 +319,7 @@ def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
 def _add_noise(std: Number, grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
     scale = resolve("std", std, step)
     noisy = [
-        None if g is None or z is None else g + like(scale, g) * z
+        None if g is None or z is None else g + like(scale, g) * distribute_like(g, z)
         for g, z in zip(grads, normals(*state, grads))
     ]
     return noisy, NoiseState(state.seed.clone(), state.step + 1)

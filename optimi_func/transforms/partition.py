@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.codes import is_low
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
+from optimi_func.core.torch_private import serializable
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import flatten_params, match_tree, without_none
 from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
@@ -20,6 +21,7 @@ from optimi_func.transforms._trees import Transform, Trees, check_state, inner_e
 Select: TypeAlias = str | Callable[[str, Tensor], bool]
 
 
+@serializable
 class Elsewhere(NamedTuple):
     """Placeholder in a part's trees for another part's leaf: a node without children."""
 
@@ -54,15 +56,27 @@ def _unflatten_places(children: Any, places: Any) -> Places:
     return places
 
 
+def _dump_places(places: Places) -> tuple[str, list[int | None]]:
+    leaves, spec = pytree.tree_flatten(places.tree)
+    return pytree.treespec_dumps(spec), leaves
+
+
+def _load_places(dumped: Any) -> Places:
+    return Places(pytree.tree_unflatten(dumped[1], pytree.treespec_loads(dumped[0])))
+
+
 pytree.register_pytree_node(
     Places,
     _flatten_places,
     _unflatten_places,
     serialized_type_name="optimi_func.transforms.Places",
+    to_dumpable_context=_dump_places,
+    from_dumpable_context=_load_places,
     flatten_with_keys_fn=_flatten_places,
 )
 
 
+@serializable
 class PartitionState(NamedTuple):
     """The state of `partition` and `masked`."""
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ from optimi_func.compiled.whole import (
 from optimi_func.core import torch_private
 from optimi_func.core.checks import warn
 from optimi_func.core.rule import (
+    InitOptions,
     Microbatch,
     PureOptimizer,
     PyTree,
-    Storage,
     check_pure,
-    given_options,
 )
 from optimi_func.execution.tensors import is_expanded, is_plain
 from optimi_func.execution.trees import TreeStep
@@ -219,10 +218,7 @@ class PureStep:
         self,
         params: PyTree = None,
         buffers: PyTree = None,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: Storage | str | None = None,
+        **options: Unpack[InitOptions],
     ) -> TrainState:
         """Return the first state: parameters, buffers and fresh optimizer state.
 
@@ -230,9 +226,7 @@ class PureStep:
             params: Parameter tree. None for a module, whose parameters that require a
                 gradient and whose buffers are taken, by name.
             buffers: Tree of the tensors that the function writes to; None has none.
-            kahan_sum: Passed to the optimizer's own init.
-            state_dtype: Passed to the optimizer's own init.
-            storage: Passed to the optimizer's own init.
+            **options: Passed to the optimizer's own init, such as `storage`.
 
         Raises:
             ValueError, TypeError: Trees for a module, or no params for a function.
@@ -248,8 +242,7 @@ class PureStep:
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
             buffers = dict(module.named_buffers())
-        options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
-        inner = self._optimizer.init(params, **given_options(options))
+        inner = self._optimizer.init(params, **options)
         return TrainState(params, {} if buffers is None else buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:

@@ -227,11 +227,6 @@ class InitOptions(TypedDict, total=False):
     storage: Storage | str | None
 
 
-def given_options(options: InitOptions) -> Any:
-    """Return the options that are not None; `init` of a user's optimizer may have none."""
-    return {name: x for name, x in options.items() if x is not None}
-
-
 @runtime_checkable
 class PureOptimizer(Protocol):
     """The interface of pure optimizers and of transforms: two functions over pytrees.

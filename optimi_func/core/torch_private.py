@@ -150,6 +150,7 @@ def level_of(x: Tensor) -> int:
     return _functorch.maybe_get_level(x)
 
 
+@uncompiled
 def forward_modes() -> int:
     """Return how many active transformations are forward mode (jvp, jacfwd)."""
     kinds = [one.key() for one in retrieve_all_functorch_interpreters()]

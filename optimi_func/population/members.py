@@ -2,9 +2,10 @@
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import PyTree, Storage, given_options
+from optimi_func.core.rule import InitOptions, PyTree
 from optimi_func.population.axes import path, place
 from optimi_func.pure.tree import without_none
 
@@ -50,9 +51,7 @@ def init(
     hyper: Hyper = NO_HYPER,
     *,
     n: int | None = None,
-    kahan_sum: bool | None = None,
-    state_dtype: torch.dtype | None = None,
-    storage: Storage | str | None = None,
+    **options: Unpack[InitOptions],
 ) -> Population:
     """Make a population of n copies of one model, or of the models of a list.
 
@@ -68,9 +67,7 @@ def init(
             such a prefix for a list of parameters, so values of members need a tensor.
             Tensors keep their dtype, as a seed for each member: torch.arange(n).
         n: Number of copies.
-        kahan_sum: Passed to the optimizer's own init.
-        state_dtype: Passed to the optimizer's own init.
-        storage: Passed to the optimizer's own init.
+        **options: Passed to the optimizer's own init, such as `storage`.
 
     Returns:
         Params, fresh state, hyper and buffers (of modules), in their own memory. All
@@ -100,9 +97,6 @@ def init(
     # The factory checks the range of floats. It does not check tensors.
     first = pytree.tree_map_only(Tensor, lambda x: x[0] if x.dim() else x, dict(hyper))
     bind(optimizer, first)
-    options = given_options(
-        {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
-    )
     start = place({"params": params, "hyper": given}, (0, 0)).run(
         lambda p, h: bind(optimizer, h).init(p, **options), "error"
     )
@@ -156,10 +150,9 @@ def _check_trainable(module: nn.Module) -> None:
 
 
 def _copies(tree: T, n: int) -> T:
-    def copies(x: Tensor) -> Tensor:
-        return x.detach().expand(n, *x.shape).clone()
-
-    return pytree.tree_map_only(Tensor, copies, tree)
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.detach().expand(n, *x.shape).clone(), tree
+    )
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
@@ -185,6 +178,64 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
         return torch.full((n,), float(x), dtype=scalar_dtype(device), device=device)
 
     return pytree.tree_map(spread, number)
+
+
+def from_class(
+    optimizer: Any, module: nn.Module, hyper: Hyper = NO_HYPER, *, n: int
+) -> tuple[Optimizer, Population]:
+    """Make a population of n copies of a run: a module with the state of its class.
+
+    Args:
+        optimizer: An instance such as `AdamW(module.named_parameters(), ...)`.
+        module: What it trains.
+        hyper: As in `init`. The others are those of `optimizer`.
+        n: Number of copies.
+
+    Returns:
+        The factory that `step` takes, and the population.
+
+    Raises:
+        ValueError: See `init`, and `functional` of the class.
+
+    >>> from optimi_func import AdamW
+    >>> module = nn.Linear(2, 1)
+    >>> optimizer = AdamW(module.named_parameters(), lr=0.1, compile=False)
+    >>> factory, members = from_class(optimizer, module, {"lr": torch.ones(2)}, n=2)
+    >>> load_member(members, 1, module, optimizer)
+    >>> optimizer.param_groups[0]["lr"]
+    1.0
+    """
+    value, state = optimizer.functional()
+    factory = partial(replace, value)
+    return factory, replace(init(factory, module, hyper, n=n), state=_copies(state, n))
+
+
+def load_member(members: Population, index: int, module: nn.Module, optimizer: Any) -> None:
+    """Load a member into a module and its class: weights, state, hyperparameters, buffers.
+
+    Args:
+        members: A population of an optimizer without transforms.
+        index: The member, from 0.
+        module: Its parameters and buffers are written.
+        optimizer: An instance such as `AdamW(module.named_parameters())`.
+
+    Raises:
+        ValueError: The class lacks a hyperparameter, or see `load_functional`.
+    """
+    check_members(members)
+    one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
+    hyper = pytree.tree_map(Tensor.item, one.hyper)
+    for name, x in hyper.items():
+        if isinstance(x, dict) or name not in optimizer.param_groups[0]:
+            raise ValueError(
+                f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
+                f"{type(optimizer).__name__}'s param groups, and no trees of them"
+            )
+    optimizer.load_functional(one.state, one.params)
+    for group in optimizer.param_groups:
+        group.update(hyper)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(one.buffers[name])
 
 
 def stack(trees: Sequence[T]) -> T:

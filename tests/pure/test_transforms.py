@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, lion, sgd
+from optimi_func.core.math import norm
 from optimi_func.schedules import join, linear, one_cycle, warmup_cosine, wsd
 from optimi_func.transforms import (
     add_noise,
@@ -772,6 +773,68 @@ def test_derivatives_are_finite_at_zero_gradients() -> None:
     assert all(x.isfinite().all() for x in pytree.tree_leaves(found))
     ones = pytree.tree_map(torch.ones_like, zeros)
     assert jvp(loss, (one, zeros), (one, ones))[1].isfinite()
+
+
+@pytest.mark.parametrize("clip", [clip_global_norm, clip_param_norm])
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-30])
+def test_second_derivatives_are_finite_at_zero_gradients(clip, scale: float) -> None:
+    """Reverse over reverse; a leaf at 0 next to one that is not changes nothing of it."""
+
+    def end(limit: Tensor, grads: Tensors) -> Tensor:
+        params = {k: torch.ones(2, 2) for k in grads}
+        optimizer = chain(clip(limit), sgd(lr=0.1))
+        state = optimizer.init(params)
+        for _ in range(2):
+            params, state = optimizer.step(params, grads, state)
+        return sum(((p**2).sum() for p in params.values()), torch.zeros(()))
+
+    def second(limit: Tensor, grads: Tensors) -> Any:
+        def total(limit: Tensor, grads: Tensors) -> Tensor:
+            found = grad(end, argnums=(0, 1))(limit, grads)
+            return sum((x.sum() for x in pytree.tree_leaves(found)), torch.zeros(()))
+
+        return grad(total, argnums=(0, 1))(limit, grads)
+
+    limit, dead = torch.tensor(0.5), torch.full((2, 2), scale)
+    for grads in ({"a": dead}, {"a": dead, "b": torch.ones(2, 2)}):
+        found = second(limit, grads)
+        assert all(x.isfinite().all() for x in pytree.tree_leaves(found))
+    # The last one's leaf "b" alone.
+    alone = second(limit, {"b": torch.ones(2, 2)})[1]["b"]
+    assert torch.allclose(
+        found[1]["b"], alone, atol=2e-3 if clip is clip_global_norm else 1e-6
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, float("inf"), float("nan")])
+def test_norms_and_their_first_derivatives_are_torchs(shape: Any, scale: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape) * scale
+    for y in (x, x.clone().requires_grad_()):
+        assert torch.equal(norm(y).nan_to_num(), torch.linalg.vector_norm(x).nan_to_num())
+    ours, torchs = grad(norm)(x), grad(torch.linalg.vector_norm)(x)
+    assert torch.equal(ours.nan_to_num(7.0), torchs.nan_to_num(7.0))
+
+
+def test_noise_of_sharded_gradients(tmp_path) -> None:
+    """A DTensor gets the part of the noise that its elements have in a whole tensor."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    optimizer, p = chain(add_noise(0.1, seed=3), sgd(lr=1.0)), torch.zeros(4, 3)
+    want, _ = optimizer.step(p, torch.ones(4, 3), optimizer.init(p))
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q, g = (distribute_tensor(x, mesh, [Shard(0)]) for x in (p, torch.ones(4, 3)))
+        moved, _ = optimizer.step(q, g, optimizer.init(q))
+        assert moved.placements == (Shard(0),)
+        assert torch.equal(moved.full_tensor(), want)
+    finally:
+        dist.destroy_process_group()
 
 
 PUBLISHED = [  # kat_vectors of Random123 1.14, philox4x32 10: counter, key, words

@@ -188,7 +188,7 @@ def from_class(
     Args:
         optimizer: An instance such as `AdamW(module.named_parameters(), ...)`.
         module: What it trains.
-        hyper: As in `init`. The others are those of `optimizer`.
+        hyper: As in `init`; the others are those of `optimizer`.
         n: Number of copies.
 
     Returns:

@@ -84,22 +84,14 @@ def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
     return LeafState(kind(*tensors[:count]), comp, running(*tensors[count:]))
 
 
-def _dump_leaf(context: Any) -> list[Any]:
-    """Return names of the classes in a context, for torch.export."""
-    return [*[(x.__module__, x.__qualname__) for x in context[:2]], context[2]]
-
-
-def _load_leaf(dumped: Any) -> Any:
-    return *[getattr(sys.modules[module], name) for module, name in dumped[:2]], dumped[2]
-
-
 pytree.register_pytree_node(
     LeafState,
     _flatten_leaf,
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
-    to_dumpable_context=_dump_leaf,
-    from_dumpable_context=_load_leaf,
+    # torch.export writes the names of the classes.
+    to_dumpable_context=lambda c: [*((x.__module__, x.__name__) for x in c[:2]), c[2]],
+    from_dumpable_context=lambda d: (*(getattr(sys.modules[m], n) for m, n in d[:2]), d[2]),
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 
@@ -270,28 +262,20 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
     try:
         return spec.flatten_up_to(tree)
     except ValueError as error:
-        found = _match_none(name == "grads", tree, spec)
-        if found is not None:
+        leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
+        found: list[Any] = [None] * spec.num_leaves
+        try:
+            places = own.flatten_up_to(pytree.tree_unflatten(range(len(found)), spec))
+            for x, place in zip(leaves, places):
+                if isinstance(place, int):
+                    found[place] = x
+                elif x is not None or not (name == "grads" or place is None):
+                    raise error
             return found
-        raise ValueError(
-            f"{name} and params differ in structure{_difference(tree, params)}"
-        ) from error
-
-
-def _match_none(prefixes: bool, tree: PyTree, spec: pytree.TreeSpec) -> list[Any] | None:
-    """Return `match_tree` of trees with None, or None if they differ otherwise."""
-    leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
-    found: list[Any] = [None] * spec.num_leaves
-    try:
-        places = own.flatten_up_to(pytree.tree_unflatten(range(spec.num_leaves), spec))
-    except ValueError:
-        return None
-    for x, place in zip(leaves, places):
-        if isinstance(place, int):
-            found[place] = x
-        elif x is not None or not (prefixes or place is None):
-            return None
-    return found
+        except ValueError:
+            raise ValueError(
+                f"{name} and params differ in structure{_difference(tree, params)}"
+            ) from error
 
 
 def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:

@@ -1,19 +1,4 @@
-"""Unrolled training: a run of steps as one differentiable function.
-
-`unroll` trains from given parameters on given batches, without side effects. A result, such
-as a validation loss of the last parameters, is a function of the hyperparameters, the first
-parameters and everything in the batches. torch.func differentiates it:
-
-    def validation(hyper):
-        return val_loss(unroll(adamw, loss_fn, params, None, batches, hyper=hyper).params)
-
-    torch.func.grad(validation)(hyper)      reverse: one pass, memory grows with steps
-    torch.func.jacfwd(validation)(hyper)    forward: a pass per element, memory of one step
-
-Reverse mode keeps the intermediate tensors of every step. With `checkpoint_every=k` it
-keeps every k-th step only and computes the others again. `detach_at` cuts the run, as
-truncated backpropagation does.
-"""
+"""Unrolled training: a run of steps as one function that torch.func differentiates."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

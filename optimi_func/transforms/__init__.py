@@ -7,12 +7,7 @@ state)` a step, so that transforms nest:
 
 A state is a NamedTuple of tensors, and its last field is the inner optimizer's state. No
 step depends on values of tensors, so that each compiles into one graph, vmaps and
-differentiates. To save a state, save its leaves; to load it, give them the structure of a
-fresh one:
-
-    torch.save(pytree.tree_leaves(state), path)
-    leaves = torch.load(path, weights_only=True)
-    state = pytree.tree_unflatten(leaves, pytree.tree_structure(optimizer.init(params)))
+differentiates.
 """
 
 from optimi_func.core.torch_private import serializable

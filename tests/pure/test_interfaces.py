@@ -115,7 +115,8 @@ def test_transforms_of_frozen_parameters(around: Callable[[Any], Any]) -> None:
 
 def test_no_gradients_for_a_subtree() -> None:
     for p in trees():
-        for optimizer in (adamw(lr=0.1), chain(clip_value(1.0), adamw(lr=0.1))):
+        both: list[Any] = [adamw(lr=0.1), chain(clip_value(1.0), adamw(lr=0.1))]
+        for optimizer in both:
             grads = {**gradients(p), "sub": None}
             new, _ = optimizer.step(p, grads, optimizer.init(p))
             assert new["sub"]["a"] is p["sub"]["a"]
@@ -126,7 +127,8 @@ def test_no_gradients_for_a_subtree() -> None:
 
 def test_frozen_parameters_have_no_gradient_and_may_have_a_number() -> None:
     p, _ = trees()
-    optimizer = adamw(lr={"w": 0.1, "bias": 0.5, "sub": 0.2})
+    lrs: Any = {"w": 0.1, "bias": 0.5, "sub": 0.2}
+    optimizer = adamw(lr=lrs)
     new, _ = optimizer.step(p, gradients(p), optimizer.init(p))
     assert (new["sub"]["a"] - p["sub"]["a"]).abs().max().item() == pytest.approx(0.2, 1e-1)
     with pytest.raises(ValueError, match=r"\['bias'\] is not in params"):
@@ -171,7 +173,7 @@ def test_runs_with_frozen_parameters(factory: Any, every: int | None) -> None:
     for params in trees():
 
         def run(lr: Tensor, params: Any = params) -> Any:
-            more = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
+            more: Any = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
             return unroll(factory, loss, params, None, X, **more)
 
         def end(lr: Tensor, run: Any = run) -> Tensor:
@@ -287,7 +289,7 @@ def assert_exports(optimizer: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", few(NAMES, ["sgd", "adamw"]))
-def test_exported_steps_save_load_and_run(name: str, caplog) -> None:
+def test_exported_steps_save_load_and_run(name: str, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert_exports(getattr(optimi_func, name)(lr=0.1))
@@ -313,9 +315,9 @@ def test_exported_states_in_codes() -> None:
 # A recomputed run in a graph.
 
 
-def test_a_recomputed_run_is_not_compiled(graphs) -> None:
+def test_a_recomputed_run_is_not_compiled(graphs: Callable[[], int]) -> None:
     def end(lr: Tensor, every: int | None = 2) -> Tensor:
-        more = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
+        more: Any = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
         return unroll(sgd, lambda p, x: ((p * x) ** 2).sum(), X, None, X, **more).params
 
     lr = torch.tensor(0.01)

@@ -26,34 +26,17 @@ class Elsewhere(NamedTuple):
     """Placeholder in a part's trees for another part's leaf: a node without children."""
 
 
+@dataclass(slots=True)
 class Places:
     """The part that each leaf belongs to, -1 for none; a pytree node without children.
 
     `init` decides it once, and torch.compile treats it as a constant.
     """
 
-    __slots__ = ("tree",)
-
-    def __init__(self, tree: PyTree) -> None:
-        self.tree = tree  # the parameters' structure, with an index for each leaf
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places) and self.tree == other.tree
+    tree: PyTree  # the parameters' structure, with an index for each leaf
 
     def __hash__(self) -> int:
         return hash(frozenset(pytree.tree_leaves(self.tree)))
-
-    def __repr__(self) -> str:
-        return f"Places({self.tree!r})"
-
-
-def _flatten_places(places: Places) -> tuple[list[Any], Places]:
-    return [], places
-
-
-def _unflatten_places(children: Any, places: Any) -> Places:
-    del children
-    return places
 
 
 def _dump_places(places: Places) -> tuple[str, list[int | None]]:
@@ -67,12 +50,12 @@ def _load_places(dumped: Any) -> Places:
 
 pytree.register_pytree_node(
     Places,
-    _flatten_places,
-    _unflatten_places,
+    lambda places: ([], places),
+    lambda _, places: places,  # pyright: ignore[reportArgumentType]
     serialized_type_name="optimi_func.transforms.Places",
     to_dumpable_context=_dump_places,
     from_dumpable_context=_load_places,
-    flatten_with_keys_fn=_flatten_places,
+    flatten_with_keys_fn=lambda places: ([], places),
 )
 
 

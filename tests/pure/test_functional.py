@@ -245,6 +245,24 @@ def test_second_derivatives_are_finite_at_zero_gradients(name: str, scale: float
         assert found.isfinite().all()
 
 
+def test_lions_derivative_is_that_of_a_sign() -> None:
+    def end(hyper, data):
+        p = torch.tensor([1.0, -2.0])
+        optimizer = optimi_func.lion(**hyper)
+        state = optimizer.init(p)
+        for _ in range(3):
+            p, state = optimizer.step(p, data * p, state)
+        return (p**2).sum()
+
+    hyper = {"lr": torch.tensor(0.1), "weight_decay": torch.tensor(0.1)}
+    hyper["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
+    slopes, by_data = torch.func.grad(end, argnums=(0, 1))(hyper, torch.ones(2))
+    assert slopes["lr"] != 0
+    assert slopes["weight_decay"] != 0
+    assert slopes["betas"] == (0, 0)
+    assert by_data.tolist() == [0, 0]
+
+
 def test_a_training_step_composes_with_torch_func() -> None:
     model = torch.nn.Linear(3, 1)
     params = dict(model.named_parameters())

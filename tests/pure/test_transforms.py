@@ -1175,6 +1175,25 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert (fine.consecutive.item(), fine.skipped.item()) == (0, 2)
 
 
+def test_a_skipped_step_differentiates_in_forward_mode() -> None:
+    """Reverse mode is 0 * inf in the loss itself, as the guide says."""
+
+    def end(lr: Tensor, detach: bool = False) -> Tensor:
+        optimizer, p = apply_if_finite(sgd(lr=lr)), torch.ones((), dtype=torch.float64)
+        state = optimizer.init(p)
+        for x in (0.1, 1000.0, 0.1):
+            g = grad(lambda p, x=x: torch.exp(p * x))(p.detach() if detach else p)
+            p, state = optimizer.step(p, g, state)
+        assert state.skipped == 1.0
+        return p
+
+    lr, h = torch.tensor(0.1, dtype=torch.float64), 1e-6
+    want = (end(lr + h) - end(lr - h)) / (2 * h)
+    assert torch.allclose(torch.func.jacfwd(end)(lr), want)
+    assert grad(end)(lr).isnan()
+    assert torch.allclose(grad(lambda lr: end(lr, True))(lr), want, rtol=0.05)
+
+
 def test_too_many_bad_steps_in_a_row_are_let_through() -> None:
     p, bad, good = torch.ones(2), torch.tensor([1.0, float("nan")]), torch.ones(2)
     optimizer = apply_if_finite(sgd(lr=0.1), max_consecutive=2)

@@ -266,26 +266,29 @@ class Step(nn.Module):
         return self.optimizer.step(params, grads, state)
 
 
-def exported(optimizer: Any, params: Any, state: Any) -> Any:
+def exported(optimizer: Any, params: Any, state: Any) -> tuple[Any, Any]:
+    """Return the exported step, and the one that was saved and loaded."""
     program = torch.export.export(Step(optimizer), (params, gradients(params), state))
     program.example_inputs = None
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    return torch.export.load(file).module(check_guards=False)
+    return program.module(check_guards=False), torch.export.load(file).module()
 
 
 def assert_exports(optimizer: Any, **options: Any) -> None:
     # 8-bit moments are those of tensors from 4096 elements.
     params = {"w": torch.linspace(-1.0, 1.0, 4096).view(64, 64), "v": torch.eye(3)}
     state = optimizer.init(params, **options)
-    step = exported(optimizer, params, state)
-    there, there_state = params, state
-    for _ in range(3):
-        there, there_state = step(there, gradients(there), there_state)
-        params, state = optimizer.step(params, gradients(params), state)
-    assert pytree.tree_structure(there_state) == pytree.tree_structure(state)
-    assert_same((there, there_state), (params, state))
+    ends: list[Any] = []
+    for step in (*exported(optimizer, params, state), optimizer.step):
+        p, s = params, state
+        for _ in range(3):
+            p, s = step(p, gradients(p), s)
+        ends.append((p, s))
+    for end in ends[:2]:
+        assert pytree.tree_structure(end) == pytree.tree_structure(ends[2])
+        assert_same(end, ends[2])
 
 
 @pytest.mark.parametrize("name", few(NAMES, ["sgd", "adamw"]))

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,11 +21,17 @@ from optimi_func.compiled.whole import (
 )
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded, warn
-from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, StorageLike, check_pure
+from optimi_func.core.rule import (
+    InitOptions,
+    Microbatch,
+    PureOptimizer,
+    PyTree,
+    check_pure,
+)
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import FlatTree, TreeState
+from optimi_func.pure.tree import FlatTree, TreeState, without_none
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -216,10 +222,7 @@ class PureStep:
         self,
         params: PyTree = None,
         buffers: PyTree = None,
-        *,
-        kahan_sum: bool | None = None,
-        state_dtype: torch.dtype | None = None,
-        storage: StorageLike | None = None,
+        **options: Unpack[InitOptions],
     ) -> TrainState:
         """Return the first state: parameters, buffers and fresh optimizer state.
 
@@ -227,9 +230,7 @@ class PureStep:
             params: Parameter tree. None for a module, whose parameters that require a
                 gradient and whose buffers are taken, by name.
             buffers: Tree of the tensors that the function writes to; None has none.
-            kahan_sum: Passed to the optimizer's own init.
-            state_dtype: Passed to the optimizer's own init.
-            storage: Passed to the optimizer's own init.
+            **options: Passed to the optimizer's own init, such as `storage`.
 
         Raises:
             ValueError, TypeError: Trees for a module, or no params for a function.
@@ -245,9 +246,7 @@ class PureStep:
                 )
             params = {n: p.detach() for n, p in _trainable(module).items()}
             buffers = dict(module.named_buffers())
-        inner = self._optimizer.init(
-            params, kahan_sum=kahan_sum, state_dtype=state_dtype, storage=storage
-        )
+        inner = self._optimizer.init(params, **options)
         return TrainState(params, {} if buffers is None else buffers, inner)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Outcome]:
@@ -261,7 +260,7 @@ class PureStep:
                 f"state={type(state).__name__}: allowed is a TrainState; make one with init"
             )
         self._check_names(state)
-        self._check_tensors(state)
+        self._check_tensors(without_none(state))
         with no_grad_context():
             if not self._settings.donate:
                 state = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), state)
@@ -310,9 +309,9 @@ class PureStep:
 
     def _step(self, state: TrainState, batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
-        params, params_spec = pytree.tree_flatten(state.params)
+        params, params_spec = pytree.tree_flatten(without_none(state.params))
         buffers, buffers_spec = pytree.tree_flatten(state.buffers)
-        flat, spec = pytree.tree_flatten(state.optimizer)
+        flat, spec = pytree.tree_flatten(without_none(state.optimizer))
         params = [p.detach() for p in params]
         program = Program(settings.model, settings.loss_fn, params_spec, buffers_spec)
         if spec not in self._step_graphs:
@@ -356,7 +355,8 @@ def _traced_update(
             pytree.tree_unflatten(grads, params_spec),
             pytree.tree_unflatten(state, state_spec),
         )
-        return pytree.tree_leaves(new_params), pytree.tree_leaves(new_state)
+        leaves = pytree.tree_leaves
+        return leaves(without_none(new_params)), leaves(without_none(new_state))
 
     return update
 

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.math import total_norm
 from optimi_func.core.rule import PyTree
-from optimi_func.core.torch_private import clip_factor, norms_of, total_norm
+from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import probe_vectors, torch_compile, unprobed_vectors
 from optimi_func.execution.kernels import with_own_code_object

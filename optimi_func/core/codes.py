@@ -16,6 +16,7 @@ from optimi_func.core.distributed import (
     zeros_divided_like,
 )
 from optimi_func.core.rule import ParamStorage, Scalar
+from optimi_func.core.torch_private import serializable
 
 GROUP = 64  # elements that share a scale
 LEAST = 1 << 13  # elements of the smallest tensor that is kept in codes
@@ -31,6 +32,7 @@ def to(x: Tensor, dtype: torch.dtype) -> Tensor:
 # Moments in 8 bits
 
 
+@serializable
 class Moment8(NamedTuple):
     """A first moment m in 8 bits, in groups of 64 with a scale s = max|m|.
 
@@ -56,6 +58,7 @@ class Moment8(NamedTuple):
         return Moment8(q, scale.reshape(self.scale.shape))
 
 
+@serializable
 class SecondMoment8(NamedTuple):
     """A mean of squares v in 8 bits, in groups of 64 with a scale s = sqrt(max v).
 

@@ -1,6 +1,7 @@
 """Scalar functions for Python numbers and tensors, and initial values of moments."""
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -55,6 +56,26 @@ def log(x: Scalar) -> Scalar:
 def root(v: Tensor) -> Tensor:
     """Return sqrt(v), elementwise, with a finite derivative at 0."""
     return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()
+
+
+def norm(x: Tensor, **over: Any) -> Tensor:
+    """Return the Euclidean norm, with finite second derivatives at 0."""
+    found = torch.linalg.vector_norm(x, **over)
+    if not is_differentiated(x):
+        return found
+    # The backward of vector_norm at 0 is finite, but its own backward is 0 * inf.
+    zero = found.detach() == 0.0
+    found = torch.linalg.vector_norm(torch.where(zero, 1.0, x), **over)
+    return torch.where(zero, 0.0, found)
+
+
+def total_norm(norms: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients from the norm of each, as torch.nn.utils does."""
+    if not norms:
+        return torch.zeros(())
+    first = norms[0].device
+    wide = reduce(torch.promote_types, [x.dtype for x in norms])
+    return norm(torch.stack([x.to(first, wide) for x in norms]))
 
 
 def is_differentiated(x: Tensor) -> bool:

@@ -8,7 +8,6 @@ function changes torch for other code.
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import reduce
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch.autograd import Variable
+from torch.utils import _pytree as pytree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,6 +99,17 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def serializable(node: type[T]) -> type[T]:
+    """Name a NamedTuple of a state in the files of torch.export.
+
+    The public register_pytree_node refuses NamedTuples. Torch 2.11 to 2.15,
+    test_private_pytree_names_states.
+    """
+    name = f"optimi_func.{node.__name__}"
+    pytree._register_namedtuple(node, serialized_type_name=name)
+    return node
+
+
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return the Euclidean norm of each tensor, as a 0-d tensor of at least float32.
 
@@ -113,15 +124,6 @@ def norms_of(tensors: list[Tensor]) -> list[Tensor]:
         some = torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]
-
-
-def total_norm(norms: list[Tensor]) -> Tensor:
-    """Return the norm of all gradients from the norm of each, as torch.nn.utils does."""
-    if not norms:
-        return torch.zeros(())
-    first = norms[0].device
-    wide = reduce(torch.promote_types, [x.dtype for x in norms])
-    return torch.linalg.vector_norm(torch.stack([x.to(first, wide) for x in norms]))
 
 
 def clip_factor(limit: float | Tensor | None, norm: Tensor) -> Tensor:
@@ -162,6 +164,7 @@ def level_of(x: Tensor) -> int:
     return _functorch.maybe_get_level(x)
 
 
+@uncompiled
 def forward_modes() -> int:
     """Return how many active transformations are forward mode (jvp, jacfwd)."""
     kinds = [one.key() for one in retrieve_all_functorch_interpreters()]

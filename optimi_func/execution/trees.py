@@ -169,8 +169,9 @@ def _checked(
 ) -> FlatTree:
     if not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: a "
-            "transformed one is compiled by torch.compile(optimizer.step)"
+            f"optimizer={type(optimizer).__name__} is not a FunctionalOptimizer: "
+            "compile a transform, or an optimizer of your own, by "
+            "torch.compile(optimizer.step)"
         )
     kind = type(optimizer)
     instead = f"{kind.__module__.partition('.')[0]}.{kind.__name__}_step"

@@ -12,8 +12,9 @@ from optimi_func.core.distributed import (
     shards_of,
     to_local,
 )
+from optimi_func.core.math import total_norm
 from optimi_func.core.rule import Scalar
-from optimi_func.core.torch_private import norms_of, total_norm
+from optimi_func.core.torch_private import norms_of
 
 
 class Norm(NamedTuple):

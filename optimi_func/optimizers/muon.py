@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.checks import check_number
-from optimi_func.core.math import is_differentiated
+from optimi_func.core.math import is_differentiated, norm
 from optimi_func.core.rule import Direction, Rule, Scalar
 from optimi_func.optimizers import sgd
 from optimi_func.optimizers._forms import init_function, step_function
@@ -99,8 +99,8 @@ def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
     dtype, (m, n) = how.dtype or iterated_in(x), shape[-2:]
     if dtype.itemsize < wide.itemsize and is_differentiated(x):
         dtype = wide  # else the derivative would be noise
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x / norm.clamp_min(eps).clamp_min(torch.finfo(wide).tiny)
+    length = norm(x, dim=(-2, -1), keepdim=True)
+    x = x / length.clamp_min(eps).clamp_min(torch.finfo(wide).tiny)
     x = (x.mT if m > n else x).to(dtype)
     x = x.flatten(0, -3) if x.dim() > 2 else x
     multiply = torch.baddbmm if x.dim() > 2 else torch.addmm

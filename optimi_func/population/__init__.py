@@ -21,7 +21,9 @@ from optimi_func.population.evolution import perturb as perturb
 from optimi_func.population.evolution import select as select
 from optimi_func.population.members import Hyper as Hyper
 from optimi_func.population.members import Population as Population
+from optimi_func.population.members import from_class as from_class
 from optimi_func.population.members import init as init
+from optimi_func.population.members import load_member as load_member
 from optimi_func.population.members import stack as stack
 from optimi_func.population.members import state_dicts as state_dicts
 from optimi_func.population.members import unstack as unstack

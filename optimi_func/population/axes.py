@@ -9,6 +9,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.rule import PyTree
+from optimi_func.pure.tree import without_none
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
@@ -30,7 +31,7 @@ class Placed(NamedTuple):
             leaves = list(self.leaves)
             for i, x in zip(moving, tensors):
                 leaves[i] = x
-            return fn(*pytree.tree_unflatten(leaves, self.spec))
+            return without_none(fn(*pytree.tree_unflatten(leaves, self.spec)))
 
         in_dims = tuple(self.axes[i] for i in moving)
         tensors = [self.leaves[i] for i in moving]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.math import scalar_dtype
 from optimi_func.population.axes import place
-from optimi_func.population.members import Population, check_members
+from optimi_func.population.members import Population, check_members, first_tensor
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def select(tree: T, index: Sequence[int] | Tensor) -> T:
     tensor([3., 1., 1.])
     """
     at = _index("index", index, tree)
-    return pytree.tree_map(lambda x: x[at.to(x.device)], tree)
+    return pytree.tree_map_only(Tensor, lambda x: x[at.to(x.device)], tree)
 
 
 def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor) -> T:
@@ -125,6 +126,8 @@ def perturb(
             )
 
     def scale(name: str, x: Tensor) -> Tensor:
+        # A factor would be rounded in integers.
+        x = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
         some, old = factors[name], x[at]
         drawn = torch.randint(len(some), (len(at),), generator=generator, device=device)
         f = torch.tensor(some, dtype=x.dtype, device=device)[drawn]
@@ -139,7 +142,8 @@ def perturb(
     hyper = dict(members.hyper)
     for name in factors:
         hyper[name] = pytree.tree_map(partial(scale, name), hyper[name])
-    params = pytree.tree_map(shake, members.params) if noise else members.params
+    params = members.params
+    params = pytree.tree_map_only(Tensor, shake, params) if noise else params
     return replace(members, params=params, hyper=hyper)
 
 
@@ -149,7 +153,7 @@ def _is_factor(f: object) -> bool:
 
 def _index(name: str, index: Sequence[int] | Tensor, tree: Any) -> Tensor:
     """Convert indices or bools of a tree's members to a checked 1-D tensor of indices."""
-    n, device = place({"tree": tree}, (0,)).n, pytree.tree_leaves(tree)[0].device
+    n, device = place({"tree": tree}, (0,)).n, first_tensor(tree).device
     if isinstance(index, str) or not isinstance(index, Iterable):
         raise TypeError(f"{name}={index!r}: allowed are lists of indices of members")
     at = torch.as_tensor(index if isinstance(index, Tensor) else list(index), device=device)

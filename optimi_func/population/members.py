@@ -2,9 +2,10 @@
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import PyTree, StorageLike
+from optimi_func.core.rule import InitOptions, PyTree
 from optimi_func.population.axes import path, place
+from optimi_func.pure.tree import without_none
 
 T = TypeVar("T")
 Hyper: TypeAlias = Mapping[str, Any]
@@ -35,7 +37,7 @@ class Population:
     buffers: dict[str, Tensor]
 
     def __len__(self) -> int:
-        return pytree.tree_leaves(self.params)[0].shape[0]
+        return first_tensor(self.params).shape[0]
 
 
 pytree.register_dataclass(
@@ -49,9 +51,7 @@ def init(
     hyper: Hyper = NO_HYPER,
     *,
     n: int | None = None,
-    kahan_sum: bool | None = None,
-    state_dtype: torch.dtype | None = None,
-    storage: StorageLike | None = None,
+    **options: Unpack[InitOptions],
 ) -> Population:
     """Make a population of n copies of one model, or of the models of a list.
 
@@ -65,10 +65,9 @@ def init(
             each member; a float or 0-d tensor is the value for all. betas are a tuple of
             these. lr and weight_decay may be prefixes of the parameter tree. A list is
             such a prefix for a list of parameters, so values of members need a tensor.
+            Tensors keep their dtype, as a seed for each member: torch.arange(n).
         n: Number of copies.
-        kahan_sum: Passed to the optimizer's own init.
-        state_dtype: Passed to the optimizer's own init.
-        storage: Passed to the optimizer's own init.
+        **options: Passed to the optimizer's own init, such as `storage`.
 
     Returns:
         Params, fresh state, hyper and buffers (of modules), in their own memory. All
@@ -93,16 +92,13 @@ def init(
     if not pytree.tree_leaves(params):
         raise ValueError(f"source={source!r} has no parameters to train")
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
-    device = pytree.tree_leaves(params)[0].device
+    device = first_tensor(params).device
     given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
     placed = place({"params": params, "hyper": given}, (0, 0))
     # Under vmap the factory could not read the values that it checks.
     several = pytree.tree_leaves(given)
     for one in unstack(pytree.tree_map(Tensor.cpu, given)) if several else [given]:
         bind(optimizer, one)
-    given_options = {"kahan_sum": kahan_sum, "state_dtype": state_dtype, "storage": storage}
-    # The init of a user's optimizer may lack these options.
-    options: Any = {k: x for k, x in given_options.items() if x is not None}
     start = placed.run(lambda p, h: bind(optimizer, h).init(p, **options), "error")
     # vmap returns state that all members share as an expanded view.
     state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
@@ -130,7 +126,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
             _check_trainable(module)
         params, buffers = stack_module_state(list(source))
         return pytree.tree_map(Tensor.detach, (params, buffers))
-    leaves = pytree.tree_leaves(source)
+    leaves = pytree.tree_leaves(without_none(source))
     if not leaves or not all(isinstance(x, Tensor) for x in leaves):
         kinds = sorted({type(x).__name__ for x in leaves}) or ["no tensor"]
         raise TypeError(
@@ -139,7 +135,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
         )
     if n is not None:
         return _copies(source, n), {}
-    return pytree.tree_map(lambda x: x.detach().clone(), source), {}
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), source), {}
 
 
 def _check_trainable(module: nn.Module) -> None:
@@ -154,11 +150,13 @@ def _check_trainable(module: nn.Module) -> None:
 
 
 def _copies(tree: T, n: int) -> T:
-    return pytree.tree_map(lambda x: x.detach().expand(n, *x.shape).clone(), tree)
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.detach().expand(n, *x.shape).clone(), tree
+    )
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
-    """Convert every number in a hyperparameter to a floating tensor of shape [n]."""
+    """Convert every number in a hyperparameter to a tensor of shape [n]."""
 
     def spread(x: Any) -> Tensor:
         if isinstance(x, Tensor):
@@ -169,9 +167,7 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
                 )
             if x.dtype == torch.bool or x.is_complex():
                 raise TypeError(f"{path} has dtype {x.dtype}: allowed are real numbers")
-            # `perturb` multiplies by factors, which integers would round.
-            wide = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
-            return (wide.expand(n) if x.dim() == 0 else wide).detach().clone()
+            return (x.expand(n) if x.dim() == 0 else x).detach().clone()
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             raise TypeError(
                 f"{path}={x!r}: allowed are numbers, and tensors with one for each member. "
@@ -182,6 +178,64 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
         return torch.full((n,), float(x), dtype=scalar_dtype(device), device=device)
 
     return pytree.tree_map(spread, number)
+
+
+def from_class(
+    optimizer: Any, module: nn.Module, hyper: Hyper = NO_HYPER, *, n: int
+) -> tuple[Optimizer, Population]:
+    """Make a population of n copies of a run: a module with the state of its class.
+
+    Args:
+        optimizer: An instance such as `AdamW(module.named_parameters(), ...)`.
+        module: What it trains.
+        hyper: As in `init`; the others are those of `optimizer`.
+        n: Number of copies.
+
+    Returns:
+        The factory that `step` takes, and the population.
+
+    Raises:
+        ValueError: See `init`, and `functional` of the class.
+
+    >>> from optimi_func import AdamW
+    >>> module = nn.Linear(2, 1)
+    >>> optimizer = AdamW(module.named_parameters(), lr=0.1, compile=False)
+    >>> factory, members = from_class(optimizer, module, {"lr": torch.ones(2)}, n=2)
+    >>> load_member(members, 1, module, optimizer)
+    >>> optimizer.param_groups[0]["lr"]
+    1.0
+    """
+    value, state = optimizer.functional()
+    factory = partial(replace, value)
+    return factory, replace(init(factory, module, hyper, n=n), state=_copies(state, n))
+
+
+def load_member(members: Population, index: int, module: nn.Module, optimizer: Any) -> None:
+    """Load a member into a module and its class: weights, state, hyperparameters, buffers.
+
+    Args:
+        members: A population of an optimizer without transforms.
+        index: The member, from 0.
+        module: Its parameters and buffers are written.
+        optimizer: An instance such as `AdamW(module.named_parameters())`.
+
+    Raises:
+        ValueError: The class lacks a hyperparameter, or see `load_functional`.
+    """
+    check_members(members)
+    one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
+    hyper = pytree.tree_map(Tensor.item, one.hyper)
+    for name, x in hyper.items():
+        if isinstance(x, dict) or name not in optimizer.param_groups[0]:
+            raise ValueError(
+                f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
+                f"{type(optimizer).__name__}'s param groups, and no trees of them"
+            )
+    optimizer.load_functional(one.state, one.params)
+    for group in optimizer.param_groups:
+        group.update(hyper)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(one.buffers[name])
 
 
 def stack(trees: Sequence[T]) -> T:
@@ -198,6 +252,7 @@ def stack(trees: Sequence[T]) -> T:
     """
     if not trees:
         raise ValueError("trees=[]: allowed are lists of at least one tree")
+    trees = list(map(without_none, trees))
     spec = pytree.tree_structure(trees[0])
     for i, tree in enumerate(trees):
         if pytree.tree_structure(tree) != spec:
@@ -226,6 +281,7 @@ def unstack(tree: T) -> list[T]:
     [tensor(1.), tensor(2.)]
     """
     n = place({"tree": tree}, (0,)).n
+    tree = without_none(tree)
     return [pytree.tree_map(lambda x, i=i: x[i].clone(), tree) for i in range(n)]
 
 
@@ -267,6 +323,11 @@ def state_dicts(members: Population, module: nn.Module) -> list[dict[str, Any]]:
             # A module's extra state is the same for all members.
             one[name] = x if known is None else own[known][i].detach().clone()
     return found
+
+
+def first_tensor(tree: Any) -> Tensor:
+    """Return the first leaf of a tree that is not None."""
+    return pytree.tree_leaves(without_none(tree))[0]
 
 
 def check_members(members: Any) -> None:

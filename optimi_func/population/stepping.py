@@ -3,16 +3,18 @@
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value
+from torch.func import functional_call
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
 from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
+from optimi_func.pure.tree import grads_and_value
 
 T = TypeVar("T")
 
@@ -138,7 +140,7 @@ def loss_and_grad(
     def checked(*args: Any) -> Any:
         return scalar_loss(loss_fn(*args), has_aux)
 
-    both = grad_and_value(checked, has_aux=has_aux)
+    both = partial(grads_and_value, checked, has_aux)
     grads, losses = _over_members(both, members, data, in_axes, randomness)
     return losses, grads
 

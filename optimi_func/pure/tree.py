@@ -4,11 +4,13 @@ A parameter tree is a pytree of tensors. Its gradients and its state have the sa
 structure, and lr and weight_decay may be prefixes of it.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import (
@@ -23,6 +25,7 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
+from optimi_func.core.torch_private import serializable
 
 NO_RUNNING = NoRunning()
 
@@ -87,10 +90,14 @@ pytree.register_pytree_node(
     _flatten_leaf,
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
+    # torch.export writes the names of the classes.
+    to_dumpable_context=lambda c: [*((x.__module__, x.__name__) for x in c[:2]), c[2]],
+    from_dumpable_context=lambda d: (*(getattr(sys.modules[m], n) for m, n in d[:2]), d[2]),
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 
 
+@serializable
 class TreeState(NamedTuple):
     """The state of a parameter tree."""
 
@@ -208,9 +215,43 @@ def step_to_come(step: Tensor) -> Scalar:
     return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
 
 
+class _Frozen:
+    """A node without children for a None in params, which it becomes if it is rebuilt."""
+
+
+pytree.register_pytree_node(
+    _Frozen,
+    lambda frozen: ([], None),
+    lambda children, context: None,  # pyright: ignore[reportArgumentType]
+    serialized_type_name="optimi_func.functional.Frozen",
+    flatten_with_keys_fn=lambda frozen: ([], None),
+)
+
+
+def without_none(tree: PyTree) -> PyTree:
+    """Return a tree without leaves that are None; its structure rebuilds it with them."""
+    return pytree.tree_map(lambda x: _Frozen() if x is None else x, tree)
+
+
+def grads_and_value(
+    loss: Callable[..., Any], has_aux: bool, params: PyTree, *rest: Any
+) -> tuple[PyTree, Any]:
+    """Return what torch.func.grad_and_value does, with params that may have None."""
+    leaves, spec = pytree.tree_flatten(without_none(params))
+
+    def of_leaves(leaves: list[Tensor], *rest: Any) -> Any:
+        return loss(pytree.tree_unflatten(leaves, spec), *rest)
+
+    grads, found = grad_and_value(of_leaves, has_aux=has_aux)(leaves, *rest)
+    return pytree.tree_unflatten(grads, spec), found
+
+
 def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
     """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
+    if any(x is None for x in tensors):
+        params = without_none(params)
+        tensors, spec = pytree.tree_flatten(params)
     if not tensors:
         raise ValueError(f"params={params!r} holds no tensor")
     paths = _paths(params, len(tensors))
@@ -220,13 +261,27 @@ def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.Tree
 
 
 def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
-    """Flatten `tree` as far as `spec` goes. Raise with the first leaf that differs."""
+    """Flatten `tree` as far as `spec` goes. Raise with the first leaf that differs.
+
+    A None in params is skipped. If `tree` is grads, its None stands for any subtree.
+    """
     try:
         return spec.flatten_up_to(tree)
     except ValueError as error:
-        raise ValueError(
-            f"{name} and params differ in structure{_difference(tree, params)}"
-        ) from error
+        leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
+        found: list[Any] = [None] * spec.num_leaves
+        try:
+            places = own.flatten_up_to(pytree.tree_unflatten(range(len(found)), spec))
+            for x, place in zip(leaves, places):
+                if isinstance(place, int):
+                    found[place] = x
+                elif x is not None or not (name == "grads" or place is None):
+                    raise error
+            return found
+        except ValueError:
+            raise ValueError(
+                f"{name} and params differ in structure{_difference(tree, params)}"
+            ) from error
 
 
 def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
@@ -245,7 +300,8 @@ def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list
     at = [0] * count
     for i, subtree in enumerate(subtrees):
         for place in pytree.tree_leaves(subtree):
-            at[place] = i
+            if place is not None:  # a frozen parameter
+                at[place] = i
     return numbers, at
 
 
@@ -253,13 +309,15 @@ def _difference(tree: PyTree, params: PyTree) -> str:
     def stop(x: Any) -> bool:
         return isinstance(x, LeafState)
 
+    params = without_none(params)
     ours = _paths(params, len(pytree.tree_leaves(params)))
     theirs = _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
     for path in ours:
         # A prefix covers all leaves below it.
         if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
-    for path in theirs:
+    tree = without_none(tree)
+    for path in _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop):
         if not any(known.startswith(path) for known in ours):
             return f": {path} is not in params"
     return ": the containers are of different types"

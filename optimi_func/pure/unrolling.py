@@ -1,19 +1,4 @@
-"""Unrolled training: a run of steps as one differentiable function.
-
-`unroll` trains from given parameters on given batches, without side effects. A result, such
-as a validation loss of the last parameters, is a function of the hyperparameters, the first
-parameters and everything in the batches. torch.func differentiates it:
-
-    def validation(hyper):
-        return val_loss(unroll(adamw, loss_fn, params, None, batches, hyper=hyper).params)
-
-    torch.func.grad(validation)(hyper)      reverse: one pass, memory grows with steps
-    torch.func.jacfwd(validation)(hyper)    forward: a pass per element, memory of one step
-
-Reverse mode keeps the intermediate tensors of every step. With `checkpoint_every=k` it
-keeps every k-th step only and computes the others again. `detach_at` cuts the run, as
-truncated backpropagation does.
-"""
+"""Unrolled training: a run of steps as one function that torch.func differentiates."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,17 +8,19 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, jvp, vjp
+from torch.func import grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
+from optimi_func.pure.tree import grads_and_value, without_none
 
 T = TypeVar("T")
 
 
+@torch_private.serializable
 class Unrolled(NamedTuple):
     """The result of a run of training steps."""
 
@@ -123,6 +110,12 @@ def unroll(
         raise ValueError(
             f"Invalid checkpoint_every: checkpoint_every={checkpoint_every!r}: allowed are "
             "None and integers from 1"
+        )
+    if checkpoint_every is not None and torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"checkpoint_every={checkpoint_every} in a compiled function, which cannot "
+            "trace a run that repeats itself: compile loss_fn instead, or leave "
+            "checkpoint_every out"
         )
     cut_at = _cuts(detach_at)
     # With two forward modes, torch's autograd.Function loses the outer tangents in the
@@ -216,7 +209,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
-            grads, value = grad_and_value(loss)(params, batch)
+            grads, value = grads_and_value(loss, False, params, batch)
             params, state = bound.step(params, grads, state)
             losses.append(value)
         return params, state, losses
@@ -227,6 +220,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
 def _recomputed(run: Segment) -> Segment:
     """Make `run` keep only its arguments for derivatives, and run again in them."""
 
+    @torch_private.uncompiled
     def call(given: PyTree) -> PyTree:
         leaves, spec = pytree.tree_flatten(given)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -243,6 +237,7 @@ def _recomputed(run: Segment) -> Segment:
             else:
                 with ambient[0].again():
                     results = run(pytree.tree_unflatten(whole, spec))
+            results = without_none(results)
             specs[:] = [pytree.tree_structure(results)]
             return tuple(pytree.tree_leaves(results))
 
@@ -357,6 +352,7 @@ def _of_floats(
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
+@torch_private.uncompiled
 def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
     """Raise if `run` uses a tensor whose derivative a recomputed run would lose.
 

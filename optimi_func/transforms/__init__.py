@@ -7,14 +7,10 @@ state)` a step, so that transforms nest:
 
 A state is a NamedTuple of tensors, and its last field is the inner optimizer's state. No
 step depends on values of tensors, so that each compiles into one graph, vmaps and
-differentiates. To save a state, save its leaves; to load it, give them the structure of a
-fresh one:
-
-    torch.save(pytree.tree_leaves(state), path)
-    leaves = torch.load(path, weights_only=True)
-    state = pytree.tree_unflatten(leaves, pytree.tree_structure(optimizer.init(params)))
+differentiates.
 """
 
+from optimi_func.core.torch_private import serializable
 from optimi_func.transforms.accumulate import EveryState as EveryState
 from optimi_func.transforms.accumulate import every_k as every_k
 from optimi_func.transforms.average import EmaState as EmaState
@@ -35,3 +31,6 @@ from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
+
+for _state in (ChainState, EmaState, EveryState, FiniteState, InjectState, NoiseState):
+    serializable(_state)

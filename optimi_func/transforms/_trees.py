@@ -116,8 +116,8 @@ def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> P
     found = getattr(optimizer, "eval_params", None)
     if not callable(found):
         raise TypeError(
-            f"{optimizer!r} has no eval_params(params, state): allowed are optimizers of "
-            "optimi_func, and transforms of them"
+            f"{optimizer!r} has no eval_params(params, state): evaluate at its params, or "
+            "give it this method, which optimizers of optimi_func and transforms have"
         )
     return found(params, state)
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.distributed import distribute_like
+from optimi_func.core.math import norm, total_norm
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
-from optimi_func.core.torch_private import clip_factor, total_norm
+from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.functional import Number, resolve
 from optimi_func.pure.tree import flatten_params
 from optimi_func.transforms._trees import (
@@ -192,7 +194,7 @@ def _clip_param_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
     limit = resolve("max_norm", max_norm, step)
 
     def clip(g: Tensor) -> Tensor:
-        return clip_factor(like(limit, g), torch.linalg.vector_norm(g)) * g
+        return clip_factor(like(limit, g), norm(g)) * g
 
     return _each(clip, grads)
 
@@ -225,7 +227,7 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
 
 
 def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
-    norms = [torch.linalg.vector_norm(g) for g in grads if g is not None]
+    norms = [norm(g) for g in grads if g is not None]
     if not norms:
         return grads
     total = total_norm(norms)
@@ -317,7 +319,7 @@ def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
 def _add_noise(std: Number, grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
     scale = resolve("std", std, step)
     noisy = [
-        None if g is None or z is None else g + like(scale, g) * z
+        None if g is None or z is None else g + like(scale, g) * distribute_like(g, z)
         for g, z in zip(grads, normals(*state, grads))
     ]
     return noisy, NoiseState(state.seed.clone(), state.step + 1)

@@ -70,6 +70,9 @@ def apply_if_finite(
     `state.consecutive` on the host now and then, or give `max_consecutive`: after that many
     skips bad gradients are let through and the loss shows it, as in optax.
 
+    Reverse mode through a skipped step is NaN if the loss itself overflowed (0 * inf);
+    forward mode is right, and so is a detached gradient.
+
     Args:
         optimizer: The optimizer.
         max_consecutive: The most steps in a row to skip; 0 skips none. None: no limit.

@@ -94,7 +94,8 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
     if not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
             f"inject got a {type(optimizer).__name__}: allowed is a FunctionalOptimizer; "
-            "transforms go around it, as in chain(clip_value(1.0), inject(adamw(lr=1e-3)))"
+            "transforms go around it, as in chain(clip_value(1.0), inject(adamw(lr=0.1))). "
+            "An optimizer of your own can keep its hyperparameters in its own state"
         )
     several = not isinstance(optimizer.lr, float | int)
     if optimizer.needs_max_lr and optimizer.max_lr is None and several:

@@ -12,57 +12,54 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.codes import is_low
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
+from optimi_func.core.torch_private import serializable
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree
+from optimi_func.pure.tree import flatten_params, match_tree, without_none
 from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
 Select: TypeAlias = str | Callable[[str, Tensor], bool]
 
 
+@serializable
 class Elsewhere(NamedTuple):
     """Placeholder in a part's trees for another part's leaf: a node without children."""
 
 
+@dataclass(slots=True)
 class Places:
     """The part that each leaf belongs to, -1 for none; a pytree node without children.
 
     `init` decides it once, and torch.compile treats it as a constant.
     """
 
-    __slots__ = ("tree",)
-
-    def __init__(self, tree: PyTree) -> None:
-        self.tree = tree  # the parameters' structure, with an index for each leaf
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places) and self.tree == other.tree
+    tree: PyTree  # the parameters' structure, with an index for each leaf
 
     def __hash__(self) -> int:
         return hash(frozenset(pytree.tree_leaves(self.tree)))
 
-    def __repr__(self) -> str:
-        return f"Places({self.tree!r})"
+
+def _dump_places(places: Places) -> tuple[str, list[int | None]]:
+    leaves, spec = pytree.tree_flatten(places.tree)
+    return pytree.treespec_dumps(spec), leaves
 
 
-def _flatten_places(places: Places) -> tuple[list[Any], Places]:
-    return [], places
-
-
-def _unflatten_places(children: Any, places: Any) -> Places:
-    del children
-    return places
+def _load_places(dumped: Any) -> Places:
+    return Places(pytree.tree_unflatten(dumped[1], pytree.treespec_loads(dumped[0])))
 
 
 pytree.register_pytree_node(
     Places,
-    _flatten_places,
-    _unflatten_places,
+    lambda places: ([], places),
+    lambda _, places: places,  # pyright: ignore[reportArgumentType]
     serialized_type_name="optimi_func.transforms.Places",
-    flatten_with_keys_fn=_flatten_places,
+    to_dumpable_context=_dump_places,
+    from_dumpable_context=_load_places,
+    flatten_with_keys_fn=lambda places: ([], places),
 )
 
 
+@serializable
 class PartitionState(NamedTuple):
     """The state of `partition` and `masked`."""
 
@@ -125,7 +122,7 @@ class Partition(Transform):
                 states[i],
             )
             at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(own)):
+            for j, p in zip(at, pytree.tree_leaves(without_none(own))):
                 new[j] = p
         return (
             pytree.tree_unflatten(new, trees.spec),
@@ -141,7 +138,7 @@ class Partition(Transform):
         for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts)):
             own = inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
             at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(own)):
+            for j, p in zip(at, pytree.tree_leaves(without_none(own))):
                 found[j] = p
         if all(a is b for a, b in zip(found, tensors)):
             return params
@@ -338,7 +335,7 @@ def _dotted_paths(params: PyTree) -> list[str]:
             "a graph cannot see the paths of its parameters: call init of partition and "
             "masked outside of the compiled function"
         )
-    keyed, _ = pytree.tree_flatten_with_path(params)
+    keyed, _ = pytree.tree_flatten_with_path(without_none(params))
     return [".".join(_key(key) for key in path) for path, _ in keyed]
 
 

@@ -368,6 +368,16 @@ def test_private_names_tell_what_is_traced() -> None:
         assert dispatch_modes() == 1
 
 
+def test_private_pytree_names_states() -> None:
+    from torch.utils import _pytree as pytree
+
+    params = {"w": torch.ones(3)}
+    spec = pytree.tree_structure(optimi_func.adamw(lr=0.1).init(params))
+    text = pytree.treespec_dumps(spec)
+    assert "optimi_func.TreeState" in text
+    assert pytree.treespec_loads(text) == spec
+
+
 def test_private_autograd_tells_a_backward_within_a_backward() -> None:
     """What starts inside has a number of its own, and its end comes first."""
     from optimi_func.core import torch_private

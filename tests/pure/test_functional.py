@@ -224,6 +224,45 @@ def test_hypergradient_equals_finite_differences(name: str) -> None:
     assert ours.item() == pytest.approx(((ends[0] - ends[1]) / (2 * h)).item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-5])
+def test_second_derivatives_are_finite_at_zero_gradients(name: str, scale: float) -> None:
+    """Reverse over reverse, by the learning rate and by the gradients."""
+    make = getattr(optimi_func, name)
+
+    def end(lr, g):
+        optimizer, p = make(lr=lr), torch.ones(2, 2)
+        state = optimizer.init(p)
+        for _ in range(2):
+            p, state = optimizer.step(p, g, state)
+        return (p**2).sum()
+
+    def slopes(lr, g):
+        return sum(x.sum() for x in torch.func.grad(end, argnums=(0, 1))(lr, g))
+
+    given = torch.tensor(0.1), torch.full((2, 2), scale)
+    for found in torch.func.grad(slopes, argnums=(0, 1))(*given):
+        assert found.isfinite().all()
+
+
+def test_lions_derivative_is_that_of_a_sign() -> None:
+    def end(hyper, data):
+        p = torch.tensor([1.0, -2.0])
+        optimizer = optimi_func.lion(**hyper)
+        state = optimizer.init(p)
+        for _ in range(3):
+            p, state = optimizer.step(p, data * p, state)
+        return (p**2).sum()
+
+    hyper = {"lr": torch.tensor(0.1), "weight_decay": torch.tensor(0.1)}
+    hyper["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
+    slopes, by_data = torch.func.grad(end, argnums=(0, 1))(hyper, torch.ones(2))
+    assert slopes["lr"] != 0
+    assert slopes["weight_decay"] != 0
+    assert slopes["betas"] == (0, 0)
+    assert by_data.tolist() == [0, 0]
+
+
 def test_a_training_step_composes_with_torch_func() -> None:
     model = torch.nn.Linear(3, 1)
     params = dict(model.named_parameters())

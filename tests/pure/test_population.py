@@ -671,8 +671,13 @@ def test_bad_input(call, error, text: str) -> None:
 
 def test_whole_numbers_are_multiplied_as_real_ones() -> None:
     members = population.init(sgd, TWO, {"lr": torch.tensor([1, 2, 3])})
-    assert members.hyper["lr"].dtype == DOUBLE
+    assert members.hyper["lr"].dtype == torch.int64
+    moved = population.step(sgd, members, pytree.tree_map(torch.ones_like, members.params))
+    want = torch.tensor([-1.0, -2.0, -3.0])[:, None] * torch.ones(3, 2)
+    start, end = pytree.tree_leaves(members.params)[0], pytree.tree_leaves(moved.params)[0]
+    assert torch.equal((end - start).view(3, -1)[:, :2], want)
     after = population.perturb(members, factors={"lr": [0.5]}).hyper["lr"]
+    assert after.dtype == DOUBLE
     assert after.tolist() == [0.5, 1.0, 1.5]
 
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import optimi_func
 from optimi_func import adamw, lion, sgd
+from optimi_func.core.math import norm
 from optimi_func.schedules import join, linear, one_cycle, warmup_cosine, wsd
 from optimi_func.transforms import (
     add_noise,
@@ -774,6 +775,66 @@ def test_derivatives_are_finite_at_zero_gradients() -> None:
     assert jvp(loss, (one, zeros), (one, ones))[1].isfinite()
 
 
+@pytest.mark.parametrize("clip", [clip_global_norm, clip_param_norm])
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-30])
+def test_second_derivatives_are_finite_at_zero_gradients(clip, scale: float) -> None:
+    """Reverse over reverse, which equals forward over reverse."""
+
+    def end(limit: Tensor, grads: Tensors) -> Tensor:
+        params = {k: torch.ones(2, 2) for k in grads}
+        optimizer = chain(clip(limit), sgd(lr=0.1))
+        state = optimizer.init(params)
+        for _ in range(2):
+            params, state = optimizer.step(params, grads, state)
+        return sum(((p**2).sum() for p in params.values()), torch.zeros(()))
+
+    slopes = grad(end, argnums=(0, 1))
+
+    def total(limit: Tensor, grads: Tensors) -> Tensor:
+        found = pytree.tree_leaves(slopes(limit, grads))
+        return sum((x.sum() for x in found), torch.zeros(()))
+
+    limit, dead = torch.tensor(0.5), torch.full((2, 2), scale)
+    for grads in ({"a": dead}, {"a": dead, "b": torch.ones(2, 2)}):
+        found = grad(total, argnums=(0, 1))(limit, grads)
+        ones = torch.ones(()), pytree.tree_map(torch.ones_like, grads)
+        want = jvp(slopes, (limit, grads), ones)[1]
+        for x, y in zip(pytree.tree_leaves(found), pytree.tree_leaves(want)):
+            assert x.isfinite().all()
+            assert torch.allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, float("inf"), float("nan")])
+def test_norms_and_their_first_derivatives_are_torchs(shape: Any, scale: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape) * scale
+    for y in (x, x.clone().requires_grad_()):
+        assert torch.equal(norm(y).nan_to_num(), torch.linalg.vector_norm(x).nan_to_num())
+    ours, torchs = grad(norm)(x), grad(torch.linalg.vector_norm)(x)
+    assert torch.equal(ours.nan_to_num(7.0), torchs.nan_to_num(7.0))
+
+
+def test_noise_of_sharded_gradients(tmp_path) -> None:
+    """A DTensor gets the part of the noise that its elements have in a whole tensor."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    optimizer, p = chain(add_noise(0.1, seed=3), sgd(lr=1.0)), torch.zeros(4, 3)
+    want, _ = optimizer.step(p, torch.ones(4, 3), optimizer.init(p))
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q, g = (distribute_tensor(x, mesh, [Shard(0)]) for x in (p, torch.ones(4, 3)))
+        moved, _ = optimizer.step(q, g, optimizer.init(q))
+        assert moved.placements == (Shard(0),)
+        assert torch.equal(moved.full_tensor(), want)
+    finally:
+        dist.destroy_process_group()
+
+
 PUBLISHED = [  # kat_vectors of Random123 1.14, philox4x32 10: counter, key, words
     ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     (
@@ -1112,6 +1173,25 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert (twice.consecutive.item(), twice.skipped.item()) == (2, 2)
     fine = optimizer.step(same, grads[0], twice)[1]
     assert (fine.consecutive.item(), fine.skipped.item()) == (0, 2)
+
+
+def test_a_skipped_step_differentiates_in_forward_mode() -> None:
+    """Reverse mode is 0 * inf in the loss itself, as the guide says."""
+
+    def end(lr: Tensor, detach: bool = False) -> Tensor:
+        optimizer, p = apply_if_finite(sgd(lr=lr)), torch.ones((), dtype=torch.float64)
+        state = optimizer.init(p)
+        for x in (0.1, 1000.0, 0.1):
+            g = grad(lambda p, x=x: torch.exp(p * x))(p.detach() if detach else p)
+            p, state = optimizer.step(p, g, state)
+        assert state.skipped == 1.0
+        return p
+
+    lr, h = torch.tensor(0.1, dtype=torch.float64), 1e-6
+    want = (end(lr + h) - end(lr - h)) / (2 * h)
+    assert torch.allclose(torch.func.jacfwd(end)(lr), want)
+    assert grad(end)(lr).isnan()
+    assert torch.allclose(grad(lambda lr: end(lr, True))(lr), want, rtol=0.05)
 
 
 def test_too_many_bad_steps_in_a_row_are_let_through() -> None:

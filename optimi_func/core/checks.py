@@ -42,9 +42,10 @@ Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
 
 
-def bind_call(called: type[Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_call(
+    name: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return all arguments of a constructor's call. Raise TypeError in the class's name."""
-    signature, name = inspect.signature(called), called.__name__
     known = signature.parameters
     for key in kwargs.keys() - known.keys():
         near = get_close_matches(key, known, 1)

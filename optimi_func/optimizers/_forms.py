@@ -76,7 +76,7 @@ def _check_calls(factory: Any) -> None:
     @wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if args or "lr" not in kwargs or not all([name in names for name in kwargs]):
-            bind_call(factory, args, kwargs)  # raises
+            bind_call(factory.__name__, inspect.signature(factory), args, kwargs)  # raises
         made(self, **kwargs)
 
     factory.__init__ = init

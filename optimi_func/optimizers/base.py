@@ -131,7 +131,9 @@ class BaseOptimizer(Fields, Steps):
         def __init__(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:
             # torch.optim's users may pass these with torch's defaults.
             check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
-            (_, params), *defaults = bind_call(cls, args, kwargs).items()
+            (_, params), *defaults = bind_call(
+                cls.__name__, signature, args, kwargs
+            ).items()
             BaseOptimizer.__init__(self, params, dict(defaults))
 
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -142,7 +144,9 @@ class BaseOptimizer(Fields, Steps):
         cls.__init__ = __init__
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        if isinstance(params, torch.nn.Module):
+        if isinstance(params, torch.nn.Module) and not isinstance(
+            params, torch.nn.ParameterList
+        ):
             raise TypeError(
                 "params is a module: pass model.named_parameters(), or parameters()"
             )

@@ -166,6 +166,40 @@ def differentiates(x: Tensor) -> bool:
     return torch.func.debug_unwrap(x, recurse=True).requires_grad if kinds else False
 
 
+def is_constant(x: Tensor) -> bool:
+    """Return True if no derivative passes through x."""
+    return not x.requires_grad and (level_of(x) < 0 or not differentiates(x))
+
+
+def unwatched() -> bool:
+    """Return True if no graph is traced, and no mode sees the operations.
+
+    No public name tells whether a mode is active. Torch 2.11 to 2.15,
+    test_private_modes_are_seen.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not torch._C._len_torch_dispatch_stack()
+
+
+def runs_at_once(tensors: list[Tensor]) -> bool:
+    """Return True if operations on these run now, on CPU, and nothing records them."""
+    recorded = torch.is_grad_enabled()
+    return (
+        unwatched()
+        and not transform_level()
+        and all(
+            [
+                type(x) in _PLAIN and x.is_cpu and not (recorded and x.requires_grad)
+                for x in tensors
+            ]
+        )
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def no_transforms() -> AbstractContextManager[Any]:
     """Return a context in which no transformation of torch.func is active."""
     return temporarily_clear_interpreter_stack()

@@ -4,8 +4,10 @@
 are in `optimizers`, a file each.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
@@ -17,6 +19,7 @@ from optimi_func.core.checks import (
     check_betas,
     check_number,
     decay_mistakes,
+    stuck_moments,
     warn,
 )
 from optimi_func.core.codes import dither_at, to
@@ -33,11 +36,80 @@ from optimi_func.core.rule import (
     Storage,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.pure.tree import FlatTree, TreeState, broadcast, init_tree
+from optimi_func.core.torch_private import is_constant, unwatched
+from optimi_func.pure.tree import (
+    FlatTree,
+    TreeState,
+    broadcast,
+    init_tree,
+    running_tensors,
+)
 
 # A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 T = TypeVar("T")
+
+
+class Casts:
+    """Scalars as the arithmetic of leaves takes them: in its dtype, on its device.
+
+    Each is converted once for a dtype and device, unless a derivative may pass through it,
+    which would then be summed in another order. If the step runs at once, Python numbers
+    become 0-d tensors, because torch would make one of each in every operation.
+    """
+
+    def __init__(self, rule: Rule[Any, Any], at_once: bool) -> None:
+        self._rule, self._at_once = rule, at_once
+        self._made: dict[Any, Any] = {}
+
+    def __call__(
+        self, scalars: Scalars, dtype: torch.dtype, device: torch.device
+    ) -> Scalars:
+        """Return the scalars of a leaf."""
+        if not unwatched():
+            return _each(lambda x: _cast(x, dtype, device), scalars)
+        if (found := self._made.get((id(scalars), dtype, device))) is not None:
+            return found
+        passed: list[Tensor] = []
+
+        def cast(x: Any) -> Any:
+            key = id(x), dtype, device
+            if not isinstance(x, Tensor) or key in self._made:
+                return self._made.get(key, x)
+            made = _cast(x, dtype, device)
+            if is_constant(x):
+                self._made[key] = made
+            else:
+                passed.append(x)
+            return made
+
+        found = _each(cast, scalars)
+        if not passed:
+            found = self._as_tensors(found, dtype) if self._at_once else found
+            self._made[id(scalars), dtype, device] = found
+        return found
+
+    def _as_tensors(self, scalars: Scalars, dtype: torch.dtype) -> Scalars:
+        coeffs, r, dither = scalars
+        # Sums and products of these alone keep their digits as Python numbers.
+        apart = r[:2] if self._rule.means is not None or r.undecayed_lr else ()
+        numbers: list[float] = []
+
+        def collect(x: Any) -> Any:
+            return numbers.append(x) if type(x) in (float, int) else None
+
+        _each(collect, (coeffs, r[len(apart) :]))
+        values = torch.frombuffer(array(_CODES[dtype], numbers), dtype=dtype).unbind()
+        made = iter(values)
+
+        def pick(x: Any) -> Any:
+            return next(made) if type(x) in (float, int) else x
+
+        coeffs, rest = _each(pick, (coeffs, tuple(r[len(apart) :])))
+        return Scalars(coeffs, Rates(*apart, *rest), dither)
+
+
+_CODES = {torch.float32: "f", torch.float64: "d"}
 
 
 class derived(Generic[T]):
@@ -252,6 +324,21 @@ class FunctionalOptimizer:
             )
         return found + decay_mistakes([(self.decay, self.weight_decay)])
 
+    @cached_property
+    def _mistakes(self) -> tuple[list[str], list[str]]:
+        return self.likely_mistakes(), stuck_moments(self.narrow_betas, {torch.bfloat16})
+
+    def warn(self, leaves: FlatTree) -> None:
+        """Warn of likely mistakes, and of moments whose dtype is too coarse for a beta."""
+        always, if_coarse = self._mistakes
+        warn(always + if_coarse if if_coarse and leaves.has_coarse_moments() else always)
+
+    @cached_property
+    def _on_host(self) -> bool:
+        """True if every hyperparameter is a Python number."""
+        given = self.lr, self.weight_decay, self.max_lr or 0.0, self.numbers
+        return all(isinstance(x, float | int) for x in pytree.tree_leaves(given))
+
     def init(
         self,
         params: PyTree,
@@ -289,14 +376,12 @@ class FunctionalOptimizer:
         """
         leaves = FlatTree.check(self.rule, params, grads, state)
         if not torch.compiler.is_compiling():
-            warn(self.likely_mistakes() + leaves.stuck_moments(self))
-        step = state.step.detach()
-        t = step.to(scalar_dtype(step.device)) + 1.0
-        scalars, running = self.scalars(leaves, step, t)
+            self.warn(leaves)
+        scalars, running, cast = self._now(leaves)
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
-                now = _cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
+                now = cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
                 stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means)
         return leaves.rebuild(stepped, running)
 
@@ -314,24 +399,39 @@ class FunctionalOptimizer:
         leaves = FlatTree.check(self.rule, params, params, state)
         if self.rule.eval_point is None:
             return params
-        step = state.step.detach()
-        t = step.to(scalar_dtype(step.device)) + 1.0
-        scalars, _ = self.scalars(leaves, step, t)
+        scalars, _, cast = self._now(leaves)
         found: list[Tensor] = []
         for leaf, now in zip(leaves.leaves, scalars):
-            coeffs = _cast(now.coeffs, leaf_dtype(leaf, leaf.p), leaf.p.device)
-            found.append(to(leaf_eval_point(self.rule, leaf, coeffs), leaf.p.dtype))
+            now = cast(now, leaf_dtype(leaf, leaf.p), leaf.p.device)
+            found.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), leaf.p.dtype))
         return pytree.tree_unflatten(found, leaves.spec)
 
+    def _now(self, leaves: FlatTree) -> tuple[list[Scalars], list[Any], Casts]:
+        """Return the scalars of each leaf, its running scalars after, and their casts."""
+        step, at_once = leaves.state.step.detach(), leaves.runs_at_once()
+        cast = Casts(self.rule, at_once)
+        if at_once and self._on_host and not self.rule.running._fields:
+            found = self.scalars(leaves, step, step.item() + 1.0, at_once)
+            # A rule may leave out operations for a bool. Of a tensor it has none.
+            if not _has_bools(found[0][0].coeffs):
+                return *found, cast
+        t = step.to(scalar_dtype(step.device)) + 1.0
+        scalars, running = self.scalars(leaves, step, t, at_once)
+        if at_once and self.rule.running._fields:
+            running = [running_tensors(x, step.device) for x in running]  # shared so far
+        return scalars, running, cast
+
     def scalars(
-        self, leaves: FlatTree, step: Tensor, t: Scalar
+        self, leaves: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
     ) -> tuple[list[Scalars], list[Any]]:
         """Return the scalars of each leaf, and its running scalars after the step.
 
         Leaves with equal scalars share one object. `step` counts the steps before this one
         and t is step + 1; if t is a tensor, coefficients are computed on its device.
+        at_once is True if that is the CPU, where its values can be read.
         """
-        step = step.clone()  # a schedule may write to what it is given
+        if not (at_once and self._on_host):
+            step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
@@ -342,11 +442,12 @@ class FunctionalOptimizer:
         keys: list[Any] = []
         for k, (i, j, s) in enumerate(zip(lr_at, decay_at, leaves.states)):
             before, alike = s.running, ()
-            if before and isinstance(t, Tensor):
+            if before and isinstance(t, Tensor) and not at_once:
                 alike = (k,)  # comparing them with another leaf's would synchronize
             elif before:
-                before = type(before)(*[x.item() for x in before])
-                alike = (i, *before)
+                alike = (i, *[x.item() for x in before])
+                if not isinstance(t, Tensor):
+                    before = type(before)(*alike[1:])
             keys.append((alike, i, j))
             if alike not in coeffs:
                 coeffs[alike] = self.rule.advance(t, lr_now[i], before, own)
@@ -421,13 +522,23 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
         raise
 
 
-def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
-    """Convert tensors among the scalars to a leaf's device and dtype of arithmetic."""
+def _each(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Return nested tuples with fn of each item."""
+    if not isinstance(x, tuple):
+        return fn(x)
+    items = [_each(fn, y) for y in x]
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
-    def cast(x: Tensor) -> Tensor:
-        x = x.to(device, dtype)
-        # The strided view makes Inductor store the scalar; without it, it would compute the
-        # powers of betas again for every few elements of a parameter.
-        return x.as_strided((), ()) if torch.compiler.is_compiling() else x
 
-    return pytree.tree_map_only(Tensor, cast, tree)
+def _cast(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Convert a tensor among the scalars to a leaf's device and dtype of arithmetic."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.to(device, dtype)
+    # The strided view makes Inductor store the scalar; without it, it would compute the
+    # powers of betas again for every few elements of a parameter.
+    return x.as_strided((), ()) if torch.compiler.is_compiling() else x
+
+
+def _has_bools(x: Any) -> bool:
+    return any(map(_has_bools, x)) if isinstance(x, tuple) else isinstance(x, bool)

@@ -15,13 +15,13 @@ from optimi_func.core.checks import (
     check_grad,
     check_param,
     check_taken,
-    stuck_moments,
     warn,
 )
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
+from optimi_func.core.torch_private import runs_at_once
 
 NO_RUNNING = NoRunning()
 
@@ -100,7 +100,7 @@ class TreeState(NamedTuple):
 class FlatTree(NamedTuple):
     """Checked (params, grads, state) as flat lists."""
 
-    paths: list[str]
+    paths: Sequence[object]
     spec: pytree.TreeSpec
     leaves: list[Leaf]
     grads: list[Tensor | None]
@@ -120,9 +120,11 @@ class FlatTree(NamedTuple):
             )
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
-        for path, p, g, s in zip(paths, tensors, flat_grads, states):
-            check_grad(path, p, g)
-            _check_state(rule, path, p, s)
+        for i, (p, g, s) in enumerate(zip(tensors, flat_grads, states)):
+            if g is not None and not _is_like(p, g):
+                check_grad(paths[i], p, g)
+            if not _is_plain_state(rule, p, s):
+                _check_state(rule, paths[i], p, s)
         leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
         return FlatTree(paths, spec, leaves, flat_grads, state, states)
 
@@ -140,14 +142,43 @@ class FlatTree(NamedTuple):
             TreeState(step, pytree.tree_unflatten(states, self.spec)),
         )
 
-    def stuck_moments(self, optimizer: object) -> list[str]:
-        """Return warnings for moments whose dtype is too coarse for their beta."""
+    def has_coarse_moments(self) -> bool:
+        """Return True if any moment is kept in bfloat16."""
         fields = [field for leaf in self.leaves for field in leaf.state]
-        dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
-        return stuck_moments(getattr(optimizer, "narrow_betas", ()), dtypes)
+        return any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in fields)
+
+    def runs_at_once(self) -> bool:
+        """Return True if a step runs now, on CPU, and nothing records or rewrites it."""
+        tensors = [self.state.step, *[x for x in self.grads if x is not None]]
+        for p, fields, comp in self.leaves:
+            tensors += p, *fields, *(() if comp is None else (comp,))
+        return runs_at_once(tensors)
 
 
-def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
+def _is_like(p: Tensor, x: Any) -> bool:
+    """Return True if x has p's shape, dtype, layout and device."""
+    return (
+        isinstance(x, Tensor)
+        and x.dtype is p.dtype
+        and x.shape == p.shape
+        and x.device == p.device
+        and x.layout is p.layout
+    )
+
+
+def _is_plain_state(rule: Rule[Any, Any], p: Tensor, s: Any) -> bool:
+    """Return True if s fits p at first sight: no codes, no compensation, p's dtype."""
+    return (
+        isinstance(s, LeafState)
+        and s.kahan_comp is None
+        and isinstance(s.rule_state, rule.state)
+        and isinstance(s.running, rule.running)
+        and all([_is_like(p, x) for x in s.rule_state])
+        and all([isinstance(x, Tensor) and x.dim() == 0 for x in s.running])
+    )
+
+
+def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:
     if not isinstance(s, LeafState):
         raise TypeError(f"state.leaves{path}={s!r} is not a LeafState")
     if not isinstance(s.rule_state, rule.state):
@@ -202,14 +233,42 @@ def step_to_come(step: Tensor) -> Scalar:
     return step.item() + 1.0 if step.device.type == "cpu" else step.double() + 1.0
 
 
-def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
+class Path(NamedTuple):
+    """The path of a tree's leaf, which is found when it is shown."""
+
+    tree: PyTree
+    i: int
+
+    def __str__(self) -> str:
+        return _paths(self.tree, self.i + 1)[self.i]
+
+
+class Paths(Sequence[Path]):
+    """The paths of a tree's leaves."""
+
+    def __init__(self, tree: PyTree, count: int) -> None:
+        self._tree, self._count = tree, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: Any) -> Any:
+        return Path(self._tree, range(self._count)[i])
+
+
+def flatten_params(
+    params: PyTree,
+) -> tuple[Sequence[object], list[Tensor], pytree.TreeSpec]:
     """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
     if not tensors:
         raise ValueError(f"params={params!r} holds no tensor")
-    paths = _paths(params, len(tensors))
-    for path, p in zip(paths, tensors):
-        check_param(path, p)
+    if torch.compiler.is_compiling():
+        paths = _paths(params, len(tensors))
+    else:
+        paths = Paths(params, len(tensors))
+    for i, p in enumerate(tensors):
+        check_param(paths[i], p)
     return paths, tensors, spec
 
 

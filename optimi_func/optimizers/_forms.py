@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack
 
+import torch
+
 from optimi_func.core.rule import InitOptions, PyTree, Rule
 from optimi_func.core.storage import storage_of
 from optimi_func.execution.trees import step, step_
@@ -75,6 +77,8 @@ def _pure_step(
 def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Run, name: str
 ) -> TreeStep[P]:
+    made: dict[Any, FunctionalOptimizer] = {}
+
     def step(
         params: PyTree,
         grads: PyTree,
@@ -82,7 +86,9 @@ def _step_function(
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[PyTree, TreeState]:
-        return run(factory(*args, **kwargs), params, grads, state)
+        if torch.compiler.is_compiling() or args:
+            return run(factory(*args, **kwargs), params, grads, state)
+        return run(_known(factory, made, kwargs), params, grads, state)
 
     # torch.compile limits recompilations per code object, so each step has its own.
     step.__code__ = step.__code__.replace(co_name=name)
@@ -96,3 +102,33 @@ def _step_function(
     step.__module__ = factory.__module__
     step.__doc__ = f"{run.__doc__}\n\n    {factory.__doc__}"
     return step
+
+
+def _known(
+    factory: Callable[..., FunctionalOptimizer],
+    made: dict[Any, FunctionalOptimizer],
+    kwargs: dict[str, Any],
+) -> FunctionalOptimizer:
+    """Return `factory(**kwargs)`, which is made once for equal numbers and flags.
+
+    Of another lr no more is checked than that. Tensors, schedules and trees may change, so
+    values with these are not kept.
+    """
+    lr = kwargs.get("lr")
+    key: list[Any] = [type(lr)]
+    for name, x in kwargs.items():
+        items = x if type(x) is tuple else (x,)
+        if not _HOST.issuperset(map(type, items)):
+            return factory(**kwargs)
+        if name != "lr" or type(lr) is not float:
+            # 1, 1.0 and True are equal, but not equally allowed.
+            key += (name, x, *map(type, items))
+    found = made.get(key := tuple(key))
+    if found is None:
+        if len(made) >= 64:
+            made.clear()
+        found = made[key] = factory(**kwargs)
+    return found if found.lr == lr else found.with_lr(lr)
+
+
+_HOST = {float, int, bool, str, type(None)}

@@ -4,10 +4,10 @@
 are in `optimizers`, a file each.
 """
 
-from array import array
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
@@ -60,56 +60,51 @@ class Casts:
 
     def __init__(self, rule: Rule[Any, Any], at_once: bool) -> None:
         self._rule, self._at_once = rule, at_once
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Any, Any] | None = {} if unwatched() else None
 
     def __call__(
         self, scalars: Scalars, dtype: torch.dtype, device: torch.device
     ) -> Scalars:
         """Return the scalars of a leaf."""
-        if not unwatched():
+        made = self._made
+        if made is None:
             return _each(lambda x: _cast(x, dtype, device), scalars)
-        if (found := self._made.get((id(scalars), dtype, device))) is not None:
+        if (found := made.get((id(scalars), dtype, device))) is not None:
             return found
-        passed: list[Tensor] = []
 
-        def cast(x: Any) -> Any:
+        def convert(x: Any) -> Any:
             key = id(x), dtype, device
-            if not isinstance(x, Tensor) or key in self._made:
-                return self._made.get(key, x)
-            made = _cast(x, dtype, device)
-            if is_constant(x):
-                self._made[key] = made
-            else:
-                passed.append(x)
-            return made
+            if isinstance(x, Tensor) and key not in made:
+                if not is_constant(x):
+                    return _cast(x, dtype, device)
+                made[key] = _cast(x, dtype, device)
+            return made.get(key, x)
 
-        found = _each(cast, scalars)
-        if not passed:
+        tensors = [x for x in _flat(scalars) if isinstance(x, Tensor)]
+        found = _each(convert, scalars) if tensors else scalars
+        if all(map(is_constant, tensors)):
             found = self._as_tensors(found, dtype) if self._at_once else found
-            self._made[id(scalars), dtype, device] = found
+            made[id(scalars), dtype, device] = found
         return found
 
     def _as_tensors(self, scalars: Scalars, dtype: torch.dtype) -> Scalars:
         coeffs, r, dither = scalars
-        # Sums and products of these alone keep their digits as Python numbers.
-        apart = r[:2] if self._rule.means is not None or r.undecayed_lr else ()
-        numbers: list[float] = []
+        # The mean of a rule, and cautious decay, compute with these as Python numbers.
+        kept = 2 if self._rule.means is not None or r.undecayed_lr else 0
+        usual = zip(r[kept:4], (math.nan, 0.0, 0.0, 1.0)[kept:])
+        rest = [None if type(x) is float and x == none else x for x, none in usual]
+        given = coeffs, (*rest, *r[4:])
 
-        def collect(x: Any) -> Any:
-            return numbers.append(x) if type(x) in (float, int) else None
+        def convert(x: Any) -> Any:
+            return _number(x, dtype) if type(x) in (float, int) else x
 
-        _each(collect, (coeffs, r[len(apart) :]))
-        values = torch.frombuffer(array(_CODES[dtype], numbers), dtype=dtype).unbind()
-        made = iter(values)
-
-        def pick(x: Any) -> Any:
-            return next(made) if type(x) in (float, int) else x
-
-        coeffs, rest = _each(pick, (coeffs, tuple(r[len(apart) :])))
-        return Scalars(coeffs, Rates(*apart, *rest), dither)
+        coeffs, rest = _each(convert, given)
+        return Scalars(coeffs, Rates(*r[:kept], *rest), dither)
 
 
-_CODES = {torch.float32: "f", torch.float64: "d"}
+@lru_cache(256)
+def _number(x: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(x, dtype=dtype, device="cpu")
 
 
 class derived(Generic[T]):
@@ -335,9 +330,16 @@ class FunctionalOptimizer:
 
     @cached_property
     def _on_host(self) -> bool:
-        """True if every hyperparameter is a Python number."""
-        given = self.lr, self.weight_decay, self.max_lr or 0.0, self.numbers
-        return all(isinstance(x, float | int) for x in pytree.tree_leaves(given))
+        """True if the scalars of a step can be computed in Python, with the same results.
+
+        A rule may leave out operations for a bool that it computes of a Python number.
+        """
+        given = self.lr, self.weight_decay, self.max_lr, self.numbers
+        if not all(isinstance(x, float | int | None) for x in pytree.tree_leaves(given)):
+            return False
+        return not self.rule.running._fields and bool not in map(
+            type, _flat(self.rule.coeffs(1.0, **self.numbers))
+        )
 
     def init(
         self,
@@ -409,17 +411,14 @@ class FunctionalOptimizer:
     def _now(self, leaves: FlatTree) -> tuple[list[Scalars], list[Any], Casts]:
         """Return the scalars of each leaf, its running scalars after, and their casts."""
         step, at_once = leaves.state.step.detach(), leaves.runs_at_once()
-        cast = Casts(self.rule, at_once)
-        if at_once and self._on_host and not self.rule.running._fields:
-            found = self.scalars(leaves, step, step.item() + 1.0, at_once)
-            # A rule may leave out operations for a bool. Of a tensor it has none.
-            if not _has_bools(found[0][0].coeffs):
-                return *found, cast
-        t = step.to(scalar_dtype(step.device)) + 1.0
+        if at_once and self._on_host:
+            t = step.item() + 1.0
+        else:
+            t = step.to(scalar_dtype(step.device)) + 1.0
         scalars, running = self.scalars(leaves, step, t, at_once)
         if at_once and self.rule.running._fields:
             running = [running_tensors(x, step.device) for x in running]  # shared so far
-        return scalars, running, cast
+        return scalars, running, Casts(self.rule, at_once)
 
     def scalars(
         self, leaves: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
@@ -430,9 +429,10 @@ class FunctionalOptimizer:
         and t is step + 1; if t is a tensor, coefficients are computed on its device.
         at_once is True if that is the CPU, where its values can be read.
         """
+        own = self.numbers
         if not (at_once and self._on_host):
             step = step.clone()  # a schedule may write to what it is given
-        own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
+            own = {name: resolve_tree(name, x, step) for name, x in own.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, leaves)
@@ -522,11 +522,9 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
         raise
 
 
-def _each(fn: Callable[[Any], Any], x: Any) -> Any:
+def _each(fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:
     """Return nested tuples with fn of each item."""
-    if not isinstance(x, tuple):
-        return fn(x)
-    items = [_each(fn, y) for y in x]
+    items = [_each(fn, y) if isinstance(y, tuple) else fn(y) for y in x]
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
@@ -540,5 +538,12 @@ def _cast(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
     return x.as_strided((), ()) if torch.compiler.is_compiling() else x
 
 
-def _has_bools(x: Any) -> bool:
-    return any(map(_has_bools, x)) if isinstance(x, tuple) else isinstance(x, bool)
+def _flat(x: tuple[Any, ...]) -> list[Any]:
+    """Return the items of nested tuples."""
+    found: list[Any] = []
+    for y in x:
+        if isinstance(y, tuple):
+            found += _flat(y)
+        else:
+            found.append(y)
+    return found

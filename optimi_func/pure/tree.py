@@ -121,9 +121,8 @@ class FlatTree(NamedTuple):
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
         for i, (p, g, s) in enumerate(zip(tensors, flat_grads, states)):
-            if g is not None and not _is_like(p, g):
+            if not _fits(rule, p, g, s):
                 check_grad(paths[i], p, g)
-            if not _is_plain_state(rule, p, s):
                 _check_state(rule, paths[i], p, s)
         leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
         return FlatTree(paths, spec, leaves, flat_grads, state, states)
@@ -155,27 +154,21 @@ class FlatTree(NamedTuple):
         return runs_at_once(tensors)
 
 
-def _is_like(p: Tensor, x: Any) -> bool:
-    """Return True if x has p's shape, dtype, layout and device."""
-    return (
-        isinstance(x, Tensor)
-        and x.dtype is p.dtype
-        and x.shape == p.shape
-        and x.device == p.device
-        and x.layout is p.layout
-    )
-
-
-def _is_plain_state(rule: Rule[Any, Any], p: Tensor, s: Any) -> bool:
-    """Return True if s fits p at first sight: no codes, no compensation, p's dtype."""
-    return (
-        isinstance(s, LeafState)
-        and s.kahan_comp is None
-        and isinstance(s.rule_state, rule.state)
-        and isinstance(s.running, rule.running)
-        and all([_is_like(p, x) for x in s.rule_state])
-        and all([isinstance(x, Tensor) and x.dim() == 0 for x in s.running])
-    )
+def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:
+    """Return True if g and s fit p at first sight: p's dtype, no codes, no compensation."""
+    if not isinstance(s, LeafState) or s.kahan_comp is not None:
+        return False
+    if not (isinstance(s.rule_state, rule.state) and isinstance(s.running, rule.running)):
+        return False
+    if any([not isinstance(x, Tensor) or x.dim() for x in s.running]):
+        return False
+    shape, dtype, device = p.shape, p.dtype, p.device
+    for x in s.rule_state if g is None else (g, *s.rule_state):
+        if not isinstance(x, Tensor) or x.dtype is not dtype or x.device != device:
+            return False
+        if x.shape != shape or x.layout is not torch.strided:
+            return False
+    return True
 
 
 def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:
@@ -268,8 +261,12 @@ def flatten_params(
     else:
         paths = Paths(params, len(tensors))
     for i, p in enumerate(tensors):
-        check_param(paths[i], p)
+        if type(p) is not Tensor or p.dtype not in _USUAL or p.layout is not torch.strided:
+            check_param(paths[i], p)
     return paths, tensors, spec
+
+
+_USUAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
@@ -285,6 +282,8 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
 def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(leaves.leaves)
+    if isinstance(prefix, float | Tensor):
+        return [prefix], [0] * count
     numbers, spec = pytree.tree_flatten(prefix)
     if callable(prefix) or spec.is_leaf():
         return [prefix], [0] * count

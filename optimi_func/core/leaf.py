@@ -55,6 +55,7 @@ def leaf_step(
     scalars: Scalars,
     write: bool,
     take_means: Callable[[list[Tensor]], list[Tensor]],
+    wide: torch.dtype | None = None,
 ) -> Leaf:
     """Return one parameter after one step.
 
@@ -75,10 +76,11 @@ def leaf_step(
     divide the others by their share, but by no less than 1e-3.
 
     write=False moves only the state (accumulating). take_means returns the mean of each
-    tensor over the whole parameter, of which the leaf may be a shard.
+    tensor over the whole parameter, of which the leaf may be a shard. `wide` is the leaf's
+    dtype of arithmetic, if it is known.
     """
     p, state, comp = leaf
-    wide = leaf_dtype(leaf, g)
+    wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
     p32, x = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]

@@ -182,22 +182,20 @@ def unwatched() -> bool:
     return not torch._C._len_torch_dispatch_stack()
 
 
-def runs_at_once(tensors: list[Tensor]) -> bool:
-    """Return True if operations on these run now, on CPU, and nothing records them."""
+def run_at_once(tensors: list[Tensor]) -> bool:
+    """Return True if operations on these run on CPU, untransformed and unrecorded."""
     recorded = torch.is_grad_enabled()
-    return (
-        unwatched()
-        and not transform_level()
-        and all(
-            [
-                type(x) in _PLAIN and x.is_cpu and not (recorded and x.requires_grad)
-                for x in tensors
-            ]
-        )
+    if transform_level():
+        return False
+    return all(
+        [
+            type(x) in _USUAL and x.is_cpu and not (recorded and x.requires_grad)
+            for x in tensors
+        ]
     )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def no_transforms() -> AbstractContextManager[Any]:

@@ -68,20 +68,20 @@ class Casts:
         """Return the scalars of a leaf."""
         made = self._made
         if made is None:
-            return _each(lambda x: _cast(x, dtype, device), scalars)
+            return pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)
         if (found := made.get((id(scalars), dtype, device))) is not None:
             return found
 
-        def convert(x: Any) -> Any:
+        def convert(x: Tensor) -> Tensor:
             key = id(x), dtype, device
-            if isinstance(x, Tensor) and key not in made:
+            if key not in made:
                 if not is_constant(x):
                     return _cast(x, dtype, device)
                 made[key] = _cast(x, dtype, device)
-            return made.get(key, x)
+            return made[key]
 
         tensors = [x for x in _flat(scalars) if isinstance(x, Tensor)]
-        found = _each(convert, scalars) if tensors else scalars
+        found = _each(Tensor, convert, scalars) if tensors else scalars
         if all(map(is_constant, tensors)):
             found = self._as_tensors(found, dtype) if self._at_once else found
             made[id(scalars), dtype, device] = found
@@ -93,12 +93,11 @@ class Casts:
         kept = 2 if self._rule.means is not None or r.undecayed_lr else 0
         usual = zip(r[kept:4], (math.nan, 0.0, 0.0, 1.0)[kept:])
         rest = [None if type(x) is float and x == none else x for x, none in usual]
-        given = coeffs, (*rest, *r[4:])
 
-        def convert(x: Any) -> Any:
-            return _number(x, dtype) if type(x) in (float, int) else x
+        def convert(x: float) -> Any:
+            return x if type(x) is bool else _number(x, dtype)
 
-        coeffs, rest = _each(convert, given)
+        coeffs, rest = _each(float | int, convert, (coeffs, (*rest, *r[4:])))
         return Scalars(coeffs, Rates(*r[:kept], *rest), dither)
 
 
@@ -383,8 +382,9 @@ class FunctionalOptimizer:
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
-                now = cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
-                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means)
+                wide = leaf_dtype(leaf, g)
+                now = cast(scalars[i], wide, leaf.p.device)
+                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
         return leaves.rebuild(stepped, running)
 
     def eval_params(self, params: PyTree, state: TreeState) -> PyTree:
@@ -522,16 +522,19 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
         raise
 
 
-def _each(fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:
-    """Return nested tuples with fn of each item."""
-    items = [_each(fn, y) if isinstance(y, tuple) else fn(y) for y in x]
+def _each(kind: Any, fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:
+    """Return nested tuples with fn of each item that is of a kind."""
+    items = [
+        _each(kind, fn, y)
+        if isinstance(y, tuple)
+        else (fn(y) if isinstance(y, kind) else y)
+        for y in x
+    ]
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
-def _cast(x: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Convert a tensor among the scalars to a leaf's device and dtype of arithmetic."""
-    if not isinstance(x, Tensor):
-        return x
     x = x.to(device, dtype)
     # The strided view makes Inductor store the scalar; without it, it would compute the
     # powers of betas again for every few elements of a parameter.

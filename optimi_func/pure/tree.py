@@ -21,7 +21,7 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
-from optimi_func.core.torch_private import runs_at_once
+from optimi_func.core.torch_private import run_at_once, unwatched
 
 NO_RUNNING = NoRunning()
 
@@ -148,10 +148,12 @@ class FlatTree(NamedTuple):
 
     def runs_at_once(self) -> bool:
         """Return True if a step runs now, on CPU, and nothing records or rewrites it."""
+        if not unwatched():
+            return False
         tensors = [self.state.step, *[x for x in self.grads if x is not None]]
         for p, fields, comp in self.leaves:
             tensors += p, *fields, *(() if comp is None else (comp,))
-        return runs_at_once(tensors)
+        return run_at_once(tensors)
 
 
 def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:

@@ -19,6 +19,7 @@ from optimi_func.compiled.whole import (
     no_grad_context,
 )
 from optimi_func.core import torch_private
+from optimi_func.core.checks import warn
 from optimi_func.core.rule import Microbatch, PureOptimizer, PyTree, Storage, check_pure
 from optimi_func.execution.tensors import is_expanded, is_plain
 from optimi_func.execution.trees import TreeStep
@@ -328,7 +329,7 @@ class PureStep:
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
         leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
-        optimizer.warn(leaves)
+        warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
         steps = TreeStep(optimizer, leaves, "kernels")
 
         with running(steps.update, params):

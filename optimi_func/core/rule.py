@@ -155,14 +155,14 @@ class Rates(NamedTuple):
 
     All kinds of decay, maximize and gradient scaling are values of these four, so that
     none of them needs another graph. Cautious decay and cautious updates do need one each,
-    because they cost operations. In a step that runs at once, None are a decay and an l2 of
-    0 and a grad_scale of 1, which save operations.
+    because they cost operations. In a pure step that runs at once, a decay or l2 of None is
+    0 and a grad_scale of None is 1, so that they cost none.
     """
 
     lr: Scalar
-    decay: Scalar | None  # share of p to lose in this step: already multiplied by lr or not
-    l2: Scalar | None  # share of p to add to g
-    grad_scale: Scalar | None  # factor on g: -1 to maximize
+    decay: Scalar  # share of p to lose in this step: already multiplied by lr or not
+    l2: Scalar  # share of p to add to g
+    grad_scale: Scalar  # factor on g: -1 to maximize
     # Cautious decay: the lr of elements that do not decay, where d and p differ in sign. An
     # empty tuple turns it off and adds no kernel argument.
     undecayed_lr: tuple[Scalar, ...] = ()

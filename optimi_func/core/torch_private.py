@@ -171,31 +171,26 @@ def is_constant(x: Tensor) -> bool:
     return not x.requires_grad and (level_of(x) < 0 or not differentiates(x))
 
 
-def unwatched() -> bool:
+def is_unwatched() -> bool:
     """Return True if no graph is traced, and no mode sees the operations.
 
-    No public name tells whether a mode is active. Torch 2.11 to 2.15,
-    test_private_modes_are_seen.
+    No public name tells that a mode is active. Torch 2.11 to 2.15, test_private_modes.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    return not torch._C._len_torch_dispatch_stack()
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not (traced or torch._C._len_torch_dispatch_stack())
 
 
-def run_at_once(tensors: list[Tensor]) -> bool:
-    """Return True if operations on these run on CPU, untransformed and unrecorded."""
-    recorded = torch.is_grad_enabled()
-    if transform_level():
+def runs_at_once(tensors: list[Tensor]) -> bool:
+    """Return True if operations on these run now, on CPU, and nothing records them."""
+    if not is_unwatched() or transform_level():
         return False
+    usual, recorded = (Tensor, torch.nn.Parameter), torch.is_grad_enabled()
     return all(
         [
-            type(x) in _USUAL and x.is_cpu and not (recorded and x.requires_grad)
+            type(x) in usual and x.is_cpu and not (recorded and x.requires_grad)
             for x in tensors
         ]
     )
-
-
-_USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def no_transforms() -> AbstractContextManager[Any]:

@@ -168,7 +168,7 @@ def _checked(
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
     tree = FlatTree.check(optimizer.rule, params, grads, state)
-    optimizer.warn(tree)
+    pure_tree.warn(optimizer.likely_mistakes() + tree.stuck_moments(optimizer))
     return tree
 
 

@@ -109,26 +109,23 @@ def _known(
     made: dict[Any, FunctionalOptimizer],
     kwargs: dict[str, Any],
 ) -> FunctionalOptimizer:
-    """Return `factory(**kwargs)`, which is made once for equal numbers and flags.
+    """Return `factory(**kwargs)`, which is made once for all lrs of equal other numbers.
 
-    Of another lr no more is checked than that. Tensors, schedules and trees may change, so
-    values with these are not kept.
+    Tensors, schedules and trees may change, so values with these are not kept.
     """
     lr = kwargs.get("lr")
-    key: list[Any] = [type(lr)]
-    for name, x in kwargs.items():
-        items = x if type(x) is tuple else (x,)
-        if not _HOST.issuperset(map(type, items)):
-            return factory(**kwargs)
-        if name != "lr" or type(lr) is not float:
-            # 1, 1.0 and True are equal, but not equally allowed.
-            key += (name, x, *map(type, items))
-    found = made.get(key := tuple(key))
-    if found is None:
-        if len(made) >= 64:
+    if type(lr) is not float or not all(map(_is_plain, kwargs.values())):
+        return factory(**kwargs)
+    # 1, 1.0 and True are equal, but not equally allowed.
+    key = tuple([(name, x, type(x)) for name, x in kwargs.items() if name != "lr"])
+    if key not in made:
+        if len(made) == 64:
             made.clear()
-        found = made[key] = factory(**kwargs)
+        made[key] = factory(**kwargs)
+    found = made[key]
     return found if found.lr == lr else found.with_lr(lr)
 
 
-_HOST = {float, int, bool, str, type(None)}
+def _is_plain(x: Any) -> bool:
+    floats = type(x) is tuple and all([type(y) is float for y in x])
+    return floats or type(x) in (float, int, bool, str, type(None))

@@ -19,7 +19,6 @@ from optimi_func.core.checks import (
     check_betas,
     check_number,
     decay_mistakes,
-    stuck_moments,
     warn,
 )
 from optimi_func.core.codes import dither_at, to
@@ -36,7 +35,7 @@ from optimi_func.core.rule import (
     Storage,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.core.torch_private import is_constant, unwatched
+from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import (
     FlatTree,
     TreeState,
@@ -60,7 +59,7 @@ class Casts:
 
     def __init__(self, rule: Rule[Any, Any], at_once: bool) -> None:
         self._rule, self._at_once = rule, at_once
-        self._made: dict[Any, Any] | None = {} if unwatched() else None
+        self._made: dict[Any, Scalars] | None = {} if is_unwatched() else None
 
     def __call__(
         self, scalars: Scalars, dtype: torch.dtype, device: torch.device
@@ -69,22 +68,21 @@ class Casts:
         made = self._made
         if made is None:
             return pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)
-        if (found := made.get((id(scalars), dtype, device))) is not None:
-            return found
-
-        def convert(x: Tensor) -> Tensor:
-            key = id(x), dtype, device
-            if key not in made:
-                if not is_constant(x):
-                    return _cast(x, dtype, device)
-                made[key] = _cast(x, dtype, device)
+        key = id(scalars), dtype, device
+        if key in made:
             return made[key]
+        passed: list[Tensor] = []
 
-        tensors = [x for x in _flat(scalars) if isinstance(x, Tensor)]
-        found = _each(Tensor, convert, scalars) if tensors else scalars
-        if all(map(is_constant, tensors)):
-            found = self._as_tensors(found, dtype) if self._at_once else found
-            made[id(scalars), dtype, device] = found
+        def convert(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if not is_constant(x):
+                passed.append(x)
+            return _cast(x, dtype, device)
+
+        found = _each(convert, scalars)
+        if not passed:
+            found = made[key] = self._as_tensors(found, dtype) if self._at_once else found
         return found
 
     def _as_tensors(self, scalars: Scalars, dtype: torch.dtype) -> Scalars:
@@ -94,10 +92,10 @@ class Casts:
         usual = zip(r[kept:4], (math.nan, 0.0, 0.0, 1.0)[kept:])
         rest = [None if type(x) is float and x == none else x for x, none in usual]
 
-        def convert(x: float) -> Any:
-            return x if type(x) is bool else _number(x, dtype)
+        def convert(x: Any) -> Any:
+            return _number(x, dtype) if type(x) in (float, int) else x
 
-        coeffs, rest = _each(float | int, convert, (coeffs, (*rest, *r[4:])))
+        coeffs, rest = _each(convert, (coeffs, (*rest, *r[4:])))
         return Scalars(coeffs, Rates(*r[:kept], *rest), dither)
 
 
@@ -319,26 +317,21 @@ class FunctionalOptimizer:
         return found + decay_mistakes([(self.decay, self.weight_decay)])
 
     @cached_property
-    def _mistakes(self) -> tuple[list[str], list[str]]:
-        return self.likely_mistakes(), stuck_moments(self.narrow_betas, {torch.bfloat16})
-
-    def warn(self, leaves: FlatTree) -> None:
-        """Warn of likely mistakes, and of moments whose dtype is too coarse for a beta."""
-        always, if_coarse = self._mistakes
-        warn(always + if_coarse if if_coarse and leaves.has_coarse_moments() else always)
+    def _mistakes(self) -> list[str]:
+        return self.likely_mistakes()
 
     @cached_property
     def _on_host(self) -> bool:
-        """True if the scalars of a step can be computed in Python, with the same results.
+        """True if a step's scalars can be computed in Python, with the same results.
 
         A rule may leave out operations for a bool that it computes of a Python number.
         """
         given = self.lr, self.weight_decay, self.max_lr, self.numbers
         if not all(isinstance(x, float | int | None) for x in pytree.tree_leaves(given)):
             return False
-        return not self.rule.running._fields and bool not in map(
-            type, _flat(self.rule.coeffs(1.0, **self.numbers))
-        )
+        coeffs, _ = self.rule.advance(1.0, 0.0, self.rule.running(), self.numbers)
+        bools = [x for x in pytree.tree_leaves(coeffs) if isinstance(x, bool)]
+        return not (bools or self.rule.running._fields)
 
     def init(
         self,
@@ -377,7 +370,7 @@ class FunctionalOptimizer:
         """
         leaves = FlatTree.check(self.rule, params, grads, state)
         if not torch.compiler.is_compiling():
-            self.warn(leaves)
+            warn(self._mistakes + leaves.stuck_moments(self))
         scalars, running, cast = self._now(leaves)
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
@@ -522,14 +515,9 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
         raise
 
 
-def _each(kind: Any, fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:
-    """Return nested tuples with fn of each item that is of a kind."""
-    items = [
-        _each(kind, fn, y)
-        if isinstance(y, tuple)
-        else (fn(y) if isinstance(y, kind) else y)
-        for y in x
-    ]
+def _each(fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:
+    """Return nested tuples with fn of each item."""
+    items = [_each(fn, y) if isinstance(y, tuple) else fn(y) for y in x]
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
@@ -539,14 +527,3 @@ def _cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     # The strided view makes Inductor store the scalar; without it, it would compute the
     # powers of betas again for every few elements of a parameter.
     return x.as_strided((), ()) if torch.compiler.is_compiling() else x
-
-
-def _flat(x: tuple[Any, ...]) -> list[Any]:
-    """Return the items of nested tuples."""
-    found: list[Any] = []
-    for y in x:
-        if isinstance(y, tuple):
-            found += _flat(y)
-        else:
-            found.append(y)
-    return found

@@ -15,13 +15,14 @@ from optimi_func.core.checks import (
     check_grad,
     check_param,
     check_taken,
+    stuck_moments,
     warn,
 )
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
-from optimi_func.core.torch_private import run_at_once, unwatched
+from optimi_func.core.torch_private import runs_at_once
 
 NO_RUNNING = NoRunning()
 
@@ -120,10 +121,10 @@ class FlatTree(NamedTuple):
             )
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
-        for i, (p, g, s) in enumerate(zip(tensors, flat_grads, states)):
+        for path, p, g, s in zip(paths, tensors, flat_grads, states):
             if not _fits(rule, p, g, s):
-                check_grad(paths[i], p, g)
-                _check_state(rule, paths[i], p, s)
+                check_grad(path, p, g)
+                _check_state(rule, path, p, s)
         leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
         return FlatTree(paths, spec, leaves, flat_grads, state, states)
 
@@ -141,19 +142,18 @@ class FlatTree(NamedTuple):
             TreeState(step, pytree.tree_unflatten(states, self.spec)),
         )
 
-    def has_coarse_moments(self) -> bool:
-        """Return True if any moment is kept in bfloat16."""
+    def stuck_moments(self, optimizer: object) -> list[str]:
+        """Return warnings for moments whose dtype is too coarse for their beta."""
         fields = [field for leaf in self.leaves for field in leaf.state]
-        return any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in fields)
+        dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
+        return stuck_moments(getattr(optimizer, "narrow_betas", ()), dtypes)
 
     def runs_at_once(self) -> bool:
         """Return True if a step runs now, on CPU, and nothing records or rewrites it."""
-        if not unwatched():
-            return False
         tensors = [self.state.step, *[x for x in self.grads if x is not None]]
         for p, fields, comp in self.leaves:
             tensors += p, *fields, *(() if comp is None else (comp,))
-        return run_at_once(tensors)
+        return runs_at_once(tensors)
 
 
 def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:
@@ -238,19 +238,6 @@ class Path(NamedTuple):
         return _paths(self.tree, self.i + 1)[self.i]
 
 
-class Paths(Sequence[Path]):
-    """The paths of a tree's leaves."""
-
-    def __init__(self, tree: PyTree, count: int) -> None:
-        self._tree, self._count = tree, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, i: Any) -> Any:
-        return Path(self._tree, range(self._count)[i])
-
-
 def flatten_params(
     params: PyTree,
 ) -> tuple[Sequence[object], list[Tensor], pytree.TreeSpec]:
@@ -258,17 +245,12 @@ def flatten_params(
     tensors, spec = pytree.tree_flatten(params)
     if not tensors:
         raise ValueError(f"params={params!r} holds no tensor")
-    if torch.compiler.is_compiling():
-        paths = _paths(params, len(tensors))
-    else:
-        paths = Paths(params, len(tensors))
-    for i, p in enumerate(tensors):
-        if type(p) is not Tensor or p.dtype not in _USUAL or p.layout is not torch.strided:
-            check_param(paths[i], p)
+    count = len(tensors)
+    traced = torch.compiler.is_compiling()
+    paths = _paths(params, count) if traced else [Path(params, i) for i in range(count)]
+    for path, p in zip(paths, tensors):
+        check_param(path, p)
     return paths, tensors, spec
-
-
-_USUAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:

@@ -174,7 +174,8 @@ def is_constant(x: Tensor) -> bool:
 def is_unwatched() -> bool:
     """Return True if no graph is traced, and no mode sees the operations.
 
-    No public name tells that a mode is active. Torch 2.11 to 2.15, test_private_modes.
+    No public name tells that a mode is active. Torch 2.11 to 2.15,
+    test_private_modes_are_seen.
     """
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     return not (traced or torch._C._len_torch_dispatch_stack())

@@ -86,7 +86,7 @@ class Casts:
         return found
 
     def _as_tensors(self, scalars: Scalars, dtype: torch.dtype) -> Scalars:
-        coeffs, r, dither = scalars
+        r: Any = scalars.rates
         # The mean of a rule, and cautious decay, compute with these as Python numbers.
         kept = 2 if self._rule.means is not None or r.undecayed_lr else 0
         usual = zip(r[kept:4], (math.nan, 0.0, 0.0, 1.0)[kept:])
@@ -95,8 +95,8 @@ class Casts:
         def convert(x: Any) -> Any:
             return _number(x, dtype) if type(x) in (float, int) else x
 
-        coeffs, rest = _each(convert, (coeffs, (*rest, *r[4:])))
-        return Scalars(coeffs, Rates(*r[:kept], *rest), dither)
+        coeffs, rest = _each(convert, (scalars.coeffs, (*rest, *r[4:])))
+        return scalars._replace(coeffs=coeffs, rates=Rates(*r[:kept], *rest))
 
 
 @lru_cache(256)

@@ -181,19 +181,6 @@ def is_unwatched() -> bool:
     return not (traced or torch._C._len_torch_dispatch_stack())
 
 
-def runs_at_once(tensors: list[Tensor]) -> bool:
-    """Return True if operations on these run now, on CPU, and nothing records them."""
-    if not is_unwatched() or transform_level():
-        return False
-    usual, recorded = (Tensor, torch.nn.Parameter), torch.is_grad_enabled()
-    return all(
-        [
-            type(x) in usual and x.is_cpu and not (recorded and x.requires_grad)
-            for x in tensors
-        ]
-    )
-
-
 def no_transforms() -> AbstractContextManager[Any]:
     """Return a context in which no transformation of torch.func is active."""
     return temporarily_clear_interpreter_stack()

@@ -22,7 +22,7 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
-from optimi_func.core.torch_private import runs_at_once
+from optimi_func.core.torch_private import is_unwatched, transform_level
 
 NO_RUNNING = NoRunning()
 
@@ -150,10 +150,21 @@ class FlatTree(NamedTuple):
 
     def runs_at_once(self) -> bool:
         """Return True if a step runs now, on CPU, and nothing records or rewrites it."""
-        tensors = [self.state.step, *[x for x in self.grads if x is not None]]
-        for p, fields, comp in self.leaves:
-            tensors += p, *fields, *(() if comp is None else (comp,))
-        return runs_at_once(tensors)
+        if not is_unwatched() or transform_level():
+            return False
+        pairs = zip(self.leaves, self.grads)
+        tensors = [x for leaf, g in pairs for x in (g, leaf.p, *leaf.state, leaf.comp)]
+        recorded = torch.is_grad_enabled()
+        return all(
+            [
+                type(x) in _USUAL and x.is_cpu and not (recorded and x.requires_grad)
+                for x in (self.state.step, *tensors)
+                if x is not None
+            ]
+        )
+
+
+_USUAL = (Tensor, torch.nn.Parameter)
 
 
 def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:

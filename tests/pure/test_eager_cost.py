@@ -56,7 +56,7 @@ def operations(step: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operations_of_a_leaf(name: str) -> None:
-    options = {"momentum": 0.9} if name == "sgd" else {}
+    options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
     step = getattr(optimi_func, name)(lr=0.1, **options)
     counts: list[int] = []
     for n in (2, 5):
@@ -104,8 +104,8 @@ def test_a_derivative_passes_through_casts_of_its_own() -> None:
     p = {f"w{i}": torch.tensor(1.0 + 2.0**-20 * i) for i in range(50)}
     lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     new, _ = optimi_func.sgd_step(p, p, optimi_func.sgd_init(p), lr=lr)
-    sum(x.double() for x in new.values()).backward()
-    assert lr.grad == -sum(x.double() for x in p.values())
+    torch.stack([x.double() for x in new.values()]).sum().backward()
+    assert lr.grad == -torch.stack([x.double() for x in p.values()]).sum()
 
 
 def test_equal_numbers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_equal_numbers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None
         adamw_step(p, p, state, **numbers)
         return sorted(checks)
 
-    given = {"betas": (0.81, 0.92), "eps": 3e-7}
+    given: dict[str, Any] = {"betas": (0.81, 0.92), "eps": 3e-7}
     every = ["eps", "lr", "weight_decay"]
     assert step(lr=0.013, **given) == every
     assert step(lr=0.013, **given) == []
@@ -139,20 +139,21 @@ def test_kept_values_accept_no_more_than_fresh_ones() -> None:
     p = leaves(1, 3)
     state = adamw_init(p)
     adamw_step(p, p, state, lr=1.0, weight_decay=1, betas=(0.0, 0.5))
-    for wrong in (
+    refused: tuple[dict[str, Any], ...] = (
         {"lr": True},
         {"lr": float("nan")},
         {"lr": -1.0},
         {"lr": 1.0, "weight_decay": True},
         {"lr": 1.0, "weight_decay": 1, "betas": (False, 0.5)},
         {"lr": 0.0, "decouple_lr": True},
-    ):
+    )
+    for wrong in refused:
         for _ in range(2):
             with pytest.raises((TypeError, ValueError), match="Invalid"):
                 adamw_step(p, p, state, **wrong)
     # Its lr is the largest, as in a fresh value.
     adamw_step(p, p, state, lr=0.5, decouple_lr=True, weight_decay=1e-5)
-    numbers = {"decouple_lr": True, "weight_decay": 1e-5}
+    numbers: dict[str, Any] = {"decouple_lr": True, "weight_decay": 1e-5}
     new, _ = adamw_step(p, p, state, lr=0.25, **numbers)
     fresh, _ = optimi_func.adamw(lr=0.25, **numbers).step(p, p, state)
     assert torch.equal(new["w0"], fresh["w0"])

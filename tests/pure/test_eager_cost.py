@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import adamw_init, adamw_step, schedules
-from optimi_func.pure import functional, tree
+from optimi_func.pure import casts, functional, tree
 
 # Operations of a leaf of float32, with the default hyperparameters.
 OPERATIONS = {
@@ -73,26 +73,26 @@ def test_operations_of_a_leaf(name: str) -> None:
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), schedules.linear(0.1, 0.2, 9)])
 def test_scalars_are_cast_once(lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a dtype and device, whatever the number of leaves."""
-    casts: list[torch.dtype] = []
-    cast, number = functional._cast, functional._number.__wrapped__
+    made_in: list[torch.dtype] = []
+    cast, number = casts._cast, casts._number.__wrapped__
 
     def counted(x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        casts.append(dtype)
+        made_in.append(dtype)
         return cast(x, dtype, device)
 
     def made(x: float, dtype: torch.dtype) -> torch.Tensor:
-        casts.append(dtype)
+        made_in.append(dtype)
         return number(x, dtype)
 
-    monkeypatch.setattr(functional, "_cast", counted)
-    monkeypatch.setattr(functional, "_number", made)
+    monkeypatch.setattr(casts, "_cast", counted)
+    monkeypatch.setattr(casts, "_number", made)
     counts: list[list[int]] = []
     for n in (1, 5):
         p = {**leaves(n, 3), "wide": torch.randn(3).double()}
         state = adamw_init(p)
-        casts.clear()
+        made_in.clear()
         adamw_step(p, p, state, lr=lr)
-        counts.append([casts.count(torch.float32), casts.count(torch.float64)])
+        counts.append([made_in.count(torch.float32), made_in.count(torch.float64)])
     # Seven coefficients, lr and decay; tensors of what depends on the step, and the dither.
     assert counts[0] == counts[1]
     assert 9 <= counts[0][0] <= 10

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
 from optimi_func.core.distributed import on_whole
+from optimi_func.core.math import plus, times
 from optimi_func.core.rule import (
     WHOLE_BATCH,
     DecayKind,
@@ -22,7 +23,7 @@ from optimi_func.core.rule import (
     Scalar,
     Scalars,
 )
-from optimi_func.core.storage import Storage, decode, encode, tensors_of
+from optimi_func.core.storage import Storage, decode, encode
 
 
 def whole_means(tensors: list[Tensor]) -> list[Tensor]:
@@ -42,7 +43,8 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
     """Return the dtype of one leaf's arithmetic."""
-    fields = [x.dtype for field in leaf.state for x in tensors_of(field)]
+    # Codes are no float64.
+    fields = [x.dtype for x in leaf.state if not isinstance(x, tuple)]
     return compute_dtype(leaf.p.dtype, g.dtype, *fields)
 
 
@@ -53,6 +55,7 @@ def leaf_step(
     scalars: Scalars,
     write: bool,
     take_means: Callable[[list[Tensor]], list[Tensor]],
+    wide: torch.dtype | None = None,
 ) -> Leaf:
     """Return one parameter after one step.
 
@@ -73,14 +76,15 @@ def leaf_step(
     divide the others by their share, but by no less than 1e-3.
 
     write=False moves only the state (accumulating). take_means returns the mean of each
-    tensor over the whole parameter, of which the leaf may be a shard.
+    tensor over the whole parameter, of which the leaf may be a shard. `wide` is the leaf's
+    dtype of arithmetic, if it is known.
     """
     p, state, comp = leaf
-    wide = leaf_dtype(leaf, g)
+    wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
     p32, x = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
-    g = r.grad_scale * to(g, wide) + r.l2 * x
+    g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     d, new, shared = rule.direction(g, type(state)(*old), c)
     if write:
         if rule.whole is not None:
@@ -136,7 +140,7 @@ def _delta(
     if r.cautious:
         scale = 1.0 / means.pop(0).clamp_min(1e-3)
         d = d * scale
-    u = -(lr * d + r.decay * decaying)
+    u = -plus(lr * d, r.decay, decaying)
     if rule.means is None:
         return u
     return u / rule.means.settle(means, scale, r.lr, r.decay, coeffs)

@@ -27,6 +27,16 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def times(factor: Scalar | None, x: Tensor) -> Tensor:
+    """Return factor * x, or x itself if the factor is None, which means 1."""
+    return x if factor is None else factor * x
+
+
+def plus(x: Tensor, factor: Scalar | None, y: Tensor) -> Tensor:
+    """Return x + factor * y, in one operation if the factor is None, which means 0."""
+    return torch.add(x, y, alpha=0.0) if factor is None else x + factor * y
+
+
 def choose(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
     """Return the scalar `yes` if the condition holds, else `no`."""
     if not isinstance(condition, Tensor):

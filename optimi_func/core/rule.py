@@ -155,7 +155,8 @@ class Rates(NamedTuple):
 
     All kinds of decay, maximize and gradient scaling are values of these four, so that
     none of them needs another graph. Cautious decay and cautious updates do need one each,
-    because they cost operations.
+    because they cost operations. In a pure step that runs at once, a decay or l2 of None is
+    0 and a grad_scale of None is 1, so that they cost none.
     """
 
     lr: Scalar

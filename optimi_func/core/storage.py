@@ -117,12 +117,12 @@ def keeps_codes(rule: Rule[Any, Any]) -> bool:
 
 def decode(field: Tensor | Codes, dtype: torch.dtype) -> Tensor:
     """Convert a field to a dtype. Return the field itself if it has that dtype."""
-    return field.decode(dtype) if isinstance(field, Codes) else to(field, dtype)
+    return field.decode(dtype) if isinstance(field, tuple) else to(field, dtype)
 
 
 def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
     """Convert x to the dtype or the codes of `like`."""
-    if isinstance(like, Codes):
+    if isinstance(like, tuple):
         return like.encode(refuse_derivatives(x, x), dither)
     return to(x, like.dtype)
 

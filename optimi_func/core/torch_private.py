@@ -183,6 +183,21 @@ def differentiates(x: Tensor) -> bool:
     return torch.func.debug_unwrap(x, recurse=True).requires_grad if kinds else False
 
 
+def is_constant(x: Tensor) -> bool:
+    """Return True if no derivative passes through x."""
+    return not x.requires_grad and (level_of(x) < 0 or not differentiates(x))
+
+
+def is_unwatched() -> bool:
+    """Return True if no graph is traced, and no mode sees the operations.
+
+    No public name tells that a mode is active. Torch 2.11 to 2.15,
+    test_private_modes_are_seen.
+    """
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not (traced or torch._C._len_torch_dispatch_stack())
+
+
 def no_transforms() -> AbstractContextManager[Any]:
     """Return a context in which no transformation of torch.func is active."""
     return temporarily_clear_interpreter_stack()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, Unpack
 
+import torch
+
 from optimi_func.core.checks import bind_call
 from optimi_func.core.rule import InitOptions, PyTree, Rule
 from optimi_func.core.storage import storage_of
@@ -92,10 +94,14 @@ def _pure_step(
 def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
 ) -> TreeStep[P]:
+    made: dict[Any, FunctionalOptimizer] = {}
+
     def step(
         params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[T, TreeState]:
-        return run(factory(*args, **kwargs), params, grads, state)
+        if torch.compiler.is_compiling() or args:
+            return run(factory(*args, **kwargs), params, grads, state)
+        return run(_known(factory, made, kwargs), params, grads, state)
 
     # torch.compile limits recompilations per code object, so each step has its own.
     step.__code__ = step.__code__.replace(co_name=name)
@@ -119,3 +125,30 @@ def document(cls: type[Any], factory: Any) -> None:
         factory.__doc__ += f"\n\n{own}"
         if step := vars(sys.modules[factory.__module__]).get(f"{factory.__name__}_step"):
             step.__doc__ = f"{_pure_step.__doc__}\n\n{factory.__doc__}"
+
+
+def _known(
+    factory: Callable[..., FunctionalOptimizer],
+    made: dict[Any, FunctionalOptimizer],
+    kwargs: dict[str, Any],
+) -> FunctionalOptimizer:
+    """Return `factory(**kwargs)`, which is made once for all lrs of equal other numbers.
+
+    Tensors, schedules and trees may change, so values with these are not kept.
+    """
+    lr = kwargs.get("lr")
+    if type(lr) is not float or not all(map(_is_plain, kwargs.values())):
+        return factory(**kwargs)
+    # 1, 1.0 and True are equal, but not equally allowed.
+    key = tuple([(name, x, type(x)) for name, x in kwargs.items() if name != "lr"])
+    if key not in made:
+        if len(made) == 64:
+            made.clear()
+        made[key] = factory(**kwargs)
+    found = made[key]
+    return found if found.lr == lr else found.with_lr(lr)
+
+
+def _is_plain(x: Any) -> bool:
+    floats = type(x) is tuple and all([type(y) is float for y in x])
+    return floats or type(x) in (float, int, bool, str, type(None))

@@ -37,7 +37,14 @@ from optimi_func.core.rule import (
     StorageLike,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.pure.tree import FlatTree, TreeState, broadcast, init_tree
+from optimi_func.pure.casts import Casts
+from optimi_func.pure.tree import (
+    FlatTree,
+    TreeState,
+    broadcast,
+    init_tree,
+    running_tensors,
+)
 
 # A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
@@ -268,6 +275,23 @@ class FunctionalOptimizer:
             )
         return found + decay_mistakes([(self.decay, self.weight_decay)])
 
+    @cached_property
+    def _mistakes(self) -> list[str]:
+        return self.likely_mistakes()
+
+    @cached_property
+    def _on_host(self) -> bool:
+        """True if a step's scalars can be computed in Python, with the same results.
+
+        A rule may leave out operations for a bool that it computes of a Python number.
+        """
+        given = self.lr, self.weight_decay, self.max_lr, self.numbers
+        if not all(isinstance(x, float | int | None) for x in pytree.tree_leaves(given)):
+            return False
+        coeffs, _ = self.rule.advance(1.0, 0.0, self.rule.running(), self.numbers)
+        bools = [x for x in pytree.tree_leaves(coeffs) if isinstance(x, bool)]
+        return not (bools or self.rule.running._fields)
+
     def init(
         self,
         params: PyTree,
@@ -303,15 +327,14 @@ class FunctionalOptimizer:
         """
         leaves = FlatTree.check(self.rule, params, grads, state)
         if not torch.compiler.is_compiling():
-            warn(self.likely_mistakes() + leaves.stuck_moments(self))
-        step = state.step.detach()
-        t = step.to(scalar_dtype(step.device)) + 1.0
-        scalars, running = self.scalars(leaves, step, t)
+            warn(self._mistakes + leaves.stuck_moments(self))
+        scalars, running, cast = self._now(leaves)
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
             if g is not None:
-                now = _cast(scalars[i], leaf_dtype(leaf, g), leaf.p.device)
-                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means)
+                wide = leaf_dtype(leaf, g)
+                now = cast(scalars[i], wide, leaf.p.device)
+                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
         return leaves.rebuild(stepped, running)
 
     def eval_params(self, params: T, state: TreeState) -> T:
@@ -328,25 +351,38 @@ class FunctionalOptimizer:
         leaves = FlatTree.check(self.rule, params, params, state)
         if self.rule.eval_point is None:
             return params
-        step = state.step.detach()
-        t = step.to(scalar_dtype(step.device)) + 1.0
-        scalars, _ = self.scalars(leaves, step, t)
+        scalars, _, cast = self._now(leaves)
         found: list[Tensor] = []
         for leaf, now in zip(leaves.leaves, scalars):
-            coeffs = _cast(now.coeffs, leaf_dtype(leaf, leaf.p), leaf.p.device)
-            found.append(to(leaf_eval_point(self.rule, leaf, coeffs), leaf.p.dtype))
+            now = cast(now, leaf_dtype(leaf, leaf.p), leaf.p.device)
+            found.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), leaf.p.dtype))
         return pytree.tree_unflatten(found, leaves.spec)
 
+    def _now(self, leaves: FlatTree) -> tuple[list[Scalars], list[Any], Casts]:
+        """Return the scalars of each leaf, its running scalars after, and their casts."""
+        step, at_once = leaves.state.step.detach(), leaves.runs_at_once()
+        if at_once and self._on_host:
+            t = step.item() + 1.0
+        else:
+            t = step.to(scalar_dtype(step.device)) + 1.0
+        scalars, running = self.scalars(leaves, step, t, at_once)
+        if at_once and self.rule.running._fields:
+            running = [running_tensors(x, step.device) for x in running]  # shared so far
+        return scalars, running, Casts(self.rule, at_once)
+
     def scalars(
-        self, leaves: FlatTree, step: Tensor, t: Scalar
+        self, leaves: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
     ) -> tuple[list[Scalars], list[Any]]:
         """Return the scalars of each leaf, and its running scalars after the step.
 
         Leaves with equal scalars share one object. `step` counts the steps before this one
         and t is step + 1; if t is a tensor, coefficients are computed on its device.
+        at_once is True if that is the CPU, where its values can be read.
         """
-        step = step.clone()  # a schedule may write to what it is given
-        own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
+        own = self.numbers
+        if not (at_once and self._on_host):
+            step = step.clone()  # a schedule may write to what it is given
+            own = {name: resolve_tree(name, x, step) for name, x in own.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         self._check_values(own)
         lrs, lr_at = broadcast("lr", self.lr, leaves)
@@ -357,11 +393,12 @@ class FunctionalOptimizer:
         keys: list[Any] = []
         for k, (i, j, s) in enumerate(zip(lr_at, decay_at, leaves.states)):
             before, alike = s.running, ()
-            if before and isinstance(t, Tensor):
+            if before and isinstance(t, Tensor) and not at_once:
                 alike = (k,)  # comparing them with another leaf's would synchronize
             elif before:
-                before = type(before)(*[x.item() for x in before])
-                alike = (i, *before)
+                alike = (i, *[x.item() for x in before])
+                if not isinstance(t, Tensor):
+                    before = type(before)(*alike[1:])
             keys.append((alike, i, j))
             if alike not in coeffs:
                 coeffs[alike] = self.rule.advance(t, lr_now[i], before, own)
@@ -441,15 +478,3 @@ def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
         if ".item()" in str(error) or "data-dependent control flow" in str(error):
             raise ValueError(help) from error
         raise
-
-
-def _cast(tree: PyTree, dtype: torch.dtype, device: torch.device) -> PyTree:
-    """Convert tensors among the scalars to a leaf's device and dtype of arithmetic."""
-
-    def cast(x: Tensor) -> Tensor:
-        x = x.to(device, dtype)
-        # The strided view makes Inductor store the scalar; without it, it would compute the
-        # powers of betas again for every few elements of a parameter.
-        return x.as_strided((), ()) if torch.compiler.is_compiling() else x
-
-    return pytree.tree_map_only(Tensor, cast, tree)

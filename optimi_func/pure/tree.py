@@ -25,7 +25,7 @@ from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
-from optimi_func.core.torch_private import serializable
+from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
 
 NO_RUNNING = NoRunning()
 
@@ -108,7 +108,7 @@ class TreeState(NamedTuple):
 class FlatTree(NamedTuple):
     """Checked (params, grads, state) as flat lists."""
 
-    paths: list[str]
+    paths: Sequence[object]
     spec: pytree.TreeSpec
     leaves: list[Leaf]
     grads: list[Tensor | None]
@@ -134,8 +134,9 @@ class FlatTree(NamedTuple):
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
         for path, p, g, s in zip(paths, tensors, flat_grads, states):
-            check_grad(path, p, g)
-            _check_state(rule, path, p, s)
+            if not _fits(rule, p, g, s):
+                check_grad(path, p, g)
+                _check_state(rule, path, p, s)
         leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
         return FlatTree(paths, spec, leaves, flat_grads, state, states)
 
@@ -159,8 +160,43 @@ class FlatTree(NamedTuple):
         dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
         return stuck_moments(getattr(optimizer, "narrow_betas", ()), dtypes)
 
+    def runs_at_once(self) -> bool:
+        """Return True if a step runs now, on CPU, and nothing records or rewrites it."""
+        if not is_unwatched() or transform_level():
+            return False
+        pairs = zip(self.leaves, self.grads)
+        tensors = [x for leaf, g in pairs for x in (g, leaf.p, *leaf.state, leaf.comp)]
+        recorded = torch.is_grad_enabled()
+        return all(
+            [
+                type(x) in _USUAL and x.is_cpu and not (recorded and x.requires_grad)
+                for x in (self.state.step, *tensors)
+                if x is not None
+            ]
+        )
 
-def _check_state(rule: Rule[Any, Any], path: str, p: Tensor, s: Any) -> None:
+
+_USUAL = (Tensor, torch.nn.Parameter)
+
+
+def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:
+    """Return True if g and s fit p at first sight: p's dtype, no codes, no compensation."""
+    if not isinstance(s, LeafState) or s.kahan_comp is not None:
+        return False
+    if not (isinstance(s.rule_state, rule.state) and isinstance(s.running, rule.running)):
+        return False
+    if any([not isinstance(x, Tensor) or x.dim() for x in s.running]):
+        return False
+    shape, dtype, device = p.shape, p.dtype, p.device
+    for x in s.rule_state if g is None else (g, *s.rule_state):
+        if not isinstance(x, Tensor) or x.dtype is not dtype or x.device != device:
+            return False
+        if x.shape != shape or x.layout is not torch.strided:
+            return False
+    return True
+
+
+def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:
     if not isinstance(s, LeafState):
         raise TypeError(f"state.leaves{path} is {shown(s)}, which is not a LeafState")
     if not isinstance(s.rule_state, rule.state):
@@ -246,7 +282,19 @@ def grads_and_value(
     return pytree.tree_unflatten(grads, spec), found
 
 
-def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
+class Path(NamedTuple):
+    """The path of a tree's leaf, which is found when it is shown."""
+
+    tree: PyTree
+    i: int
+
+    def __str__(self) -> str:
+        return _paths(self.tree, self.i + 1)[self.i]
+
+
+def flatten_params(
+    params: PyTree,
+) -> tuple[Sequence[object], list[Tensor], pytree.TreeSpec]:
     """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
     if all(x is None for x in tensors):
@@ -254,7 +302,9 @@ def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.Tree
     if any(x is None for x in tensors):
         params = without_none(params)
         tensors, spec = pytree.tree_flatten(params)
-    paths = _paths(params, len(tensors))
+    count = len(tensors)
+    traced = torch.compiler.is_compiling()
+    paths = _paths(params, count) if traced else [Path(params, i) for i in range(count)]
     for path, p in zip(paths, tensors):
         check_param(path, p)
     return paths, tensors, spec
@@ -287,6 +337,8 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
 def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(leaves.leaves)
+    if isinstance(prefix, float | Tensor):
+        return [prefix], [0] * count
     numbers, spec = pytree.tree_flatten(prefix)
     if callable(prefix) or spec.is_leaf():
         return [prefix], [0] * count

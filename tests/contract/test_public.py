@@ -452,6 +452,31 @@ def test_private_transforms_are_there() -> None:
     assert seen[2:] == [2, 0]
 
 
+def test_private_modes_are_seen() -> None:
+    """Without this, a graph would keep the step count as a constant."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from optimi_func.core.torch_private import is_unwatched
+
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_unwatched())
+        return x + 1
+
+    one = torch.ones(())
+    look(one)
+    torch.func.vmap(look)(torch.ones(2))
+    make_fx(look)(one)
+    make_fx(look, tracing_mode="symbolic")(one)
+    torch.jit.trace(look, one, check_trace=False)
+    with FakeTensorMode():
+        look(torch.ones(()))
+    assert seen[:2] == [True, True]
+    assert len(seen) >= 6 and not any(seen[2:])
+
+
 def test_the_package_depends_on_torch_alone() -> None:
     import sys
 

@@ -1,0 +1,222 @@
+"""The eager pure step: what it costs is counted, and that its short cuts change nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, NAMES, Case
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import optimi_func
+from optimi_func import adamw_init, adamw_step, schedules
+from optimi_func.pure import casts, functional, tree
+
+# Operations of a leaf of float32, with the default hyperparameters.
+OPERATIONS = {
+    **{"adam": 18, "adamw": 19, "adan": 29, "ademamix": 23, "adopt": 20, "lamb": 43},
+    **{"lion": 12, "muon": 41, "radam": 20, "ranger": 28, "sgd": 8, "stableadamw": 26},
+    **{"schedule_free_adamw": 23, "schedule_free_radam": 25, "schedule_free_sgd": 14},
+}
+
+
+class Operations(TorchFunctionMode):
+    """A mode that counts the calls that return tensors; attributes are none."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += isinstance(found, torch.Tensor)
+        return found
+
+
+class Watched(TorchDispatchMode):
+    """A mode that sees the operations, as make_fx does, so that no short cut is taken."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def leaves(n: int, *shape: int) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.randn(*shape) for i in range(n)}
+
+
+def operations(step: Callable[[], Any]) -> int:
+    with Operations() as mode:
+        step()
+    return mode.count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_of_a_leaf(name: str) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+    step = getattr(optimi_func, name)(lr=0.1, **options)
+    counts: list[int] = []
+    for n in (2, 5):
+        p, g = leaves(n, 4, 4), leaves(n, 4, 4)
+        _, state = step.step(p, g, step.init(p))
+        step.step(p, g, state)  # which makes 0-d tensors of Python numbers
+        counts.append(operations(lambda: step.step(p, g, state)))  # noqa: B023
+    each, rest = divmod(counts[1] - counts[0], 3)
+    # Of running scalars each leaf has a copy of its own.
+    own = len(step.rule.running._fields)
+    assert (each - own, rest) == (OPERATIONS[name], 0)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), schedules.linear(0.1, 0.2, 9)])
+def test_scalars_are_cast_once(lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a dtype and device, whatever the number of leaves."""
+    made_in: list[torch.dtype] = []
+    cast, number = casts._cast, casts._number.__wrapped__
+
+    def counted(x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made_in.append(dtype)
+        return cast(x, dtype, device)
+
+    def made(x: float, dtype: torch.dtype) -> torch.Tensor:
+        made_in.append(dtype)
+        return number(x, dtype)
+
+    monkeypatch.setattr(casts, "_cast", counted)
+    monkeypatch.setattr(casts, "_number", made)
+    counts: list[list[int]] = []
+    for n in (1, 5):
+        p = {**leaves(n, 3), "wide": torch.randn(3).double()}
+        state = adamw_init(p)
+        made_in.clear()
+        adamw_step(p, p, state, lr=lr)
+        counts.append([made_in.count(torch.float32), made_in.count(torch.float64)])
+    # Seven coefficients, lr and decay; tensors of what depends on the step, and the dither.
+    assert counts[0] == counts[1]
+    assert 9 <= counts[0][0] <= 10
+    assert counts[0][0] == counts[0][1]
+
+
+def test_a_derivative_passes_through_casts_of_its_own() -> None:
+    """It is summed over the leaves in the dtype of the hyperparameter."""
+    p = {f"w{i}": torch.tensor(1.0 + 2.0**-20 * i) for i in range(50)}
+    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    new, _ = optimi_func.sgd_step(p, p, optimi_func.sgd_init(p), lr=lr)
+    torch.stack([x.double() for x in new.values()]).sum().backward()
+    assert lr.grad == -torch.stack([x.double() for x in p.values()]).sum()
+
+
+def test_equal_numbers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[str] = []
+    check = functional.check_number
+
+    def counted(label: str, name: str, *rest: Any, **more: Any) -> None:
+        checks.append(name)
+        check(label, name, *rest, **more)
+
+    monkeypatch.setattr(functional, "check_number", counted)
+    p = leaves(1, 3)
+    state = adamw_init(p)
+
+    def step(**numbers: Any) -> list[str]:
+        checks.clear()
+        adamw_step(p, p, state, **numbers)
+        return sorted(checks)
+
+    given: dict[str, Any] = {"betas": (0.81, 0.92), "eps": 3e-7}
+    every = ["eps", "lr", "weight_decay"]
+    assert step(lr=0.013, **given) == every
+    assert step(lr=0.013, **given) == []
+    assert step(lr=0.014, **given) == ["lr"]
+    assert step(lr=0.014, **{**given, "eps": 4e-7}) == every
+    for lr in (torch.tensor(0.1), lambda step: 0.1 + 0 * step, {"w0": 0.1}):
+        assert step(lr=lr, **given) == step(lr=lr, **given) == every
+
+
+def test_kept_values_accept_no_more_than_fresh_ones() -> None:
+    p = leaves(1, 3)
+    state = adamw_init(p)
+    adamw_step(p, p, state, lr=1.0, weight_decay=1, betas=(0.0, 0.5))
+    refused: tuple[dict[str, Any], ...] = (
+        {"lr": True},
+        {"lr": float("nan")},
+        {"lr": -1.0},
+        {"lr": 1.0, "weight_decay": True},
+        {"lr": 1.0, "weight_decay": 1, "betas": (False, 0.5)},
+        {"lr": 0.0, "decouple_lr": True},
+    )
+    for wrong in refused:
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match="Invalid"):
+                adamw_step(p, p, state, **wrong)
+    # Its lr is the largest, as in a fresh value.
+    adamw_step(p, p, state, lr=0.5, decouple_lr=True, weight_decay=1e-5)
+    numbers: dict[str, Any] = {"decouple_lr": True, "weight_decay": 1e-5}
+    new, _ = adamw_step(p, p, state, lr=0.25, **numbers)
+    fresh, _ = optimi_func.adamw(lr=0.25, **numbers).step(p, p, state)
+    assert torch.equal(new["w0"], fresh["w0"])
+
+
+def test_warnings_are_looked_for_once_and_given_at_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+    look = optimi_func.adamw.likely_mistakes
+
+    def counted(self: Any) -> list[str]:
+        looked.append(1)
+        return look(self)
+
+    monkeypatch.setattr(optimi_func.adamw, "likely_mistakes", counted)
+    p = leaves(1, 3)
+    state, optimizer = adamw_init(p), optimi_func.adamw(lr=0.1, eps=0.0123)
+    for _ in range(3):
+        with pytest.warns(UserWarning, match=r"eps=0\.0123 is unusually large"):
+            optimizer.step(p, p, state)
+    assert len(looked) == 1
+
+
+def test_paths_are_found_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    paths = tree._paths
+
+    def counted(*args: Any) -> list[str]:
+        found.append(1)
+        return paths(*args)
+
+    monkeypatch.setattr(tree, "_paths", counted)
+    for dtype in (torch.float32, torch.bfloat16):
+        p = {"a": [torch.ones(2, dtype=dtype), torch.ones(3, dtype=dtype)]}
+        state = adamw_init(p)
+        adamw_step(p, p, state, lr=0.1)
+        assert not found
+        g = {"a": [torch.ones(2, dtype=dtype), torch.ones(4, dtype=dtype)]}
+        with pytest.raises(ValueError, match=r"grads\['a'\]\[1\] has shape \(4,\)"):
+            adamw_step(p, g, state, lr=0.1)
+        assert found
+        found.clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.filterwarnings("ignore:eps=", "ignore:weight_decay=")
+def test_short_cuts_change_no_bit(case: Case) -> None:
+    """Nor the sign of a zero, nor what infinite parameters and gradients do."""
+    odd = torch.tensor([0.0, -0.0, 1.5, -2.5, torch.inf, -torch.inf, torch.nan])
+    p_odd, g_odd = torch.cartesian_prod(odd, odd).T.reshape(2, 7, 7)
+    optimizer = case.functional()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        p = {"odd": p_odd.to(dtype), "usual": torch.randn(7, 3).to(dtype)}
+        g = {"odd": g_odd.to(dtype), "usual": torch.randn(7, 3).to(dtype)}
+        if case.name != "muon":
+            p["0-d"], g["0-d"] = torch.randn(2).to(dtype).unbind()
+        q, state = p, optimizer.init(p)
+        twin = state
+        for _ in range(7):
+            p, state = optimizer.step(p, g, state)
+            with Watched():
+                q, twin = optimizer.step(q, g, twin)
+            for x, y in zip(*map(pytree.tree_leaves, ((p, state), (q, twin)))):
+                same = (x == y) & (x.signbit() == y.signbit())
+                assert (same | (x.isnan() & y.isnan())).all()

@@ -41,7 +41,9 @@ def test_groups_have_the_names_by_which_the_package_finds_parameters() -> None:
     model(torch.ones(1, 3)).sum().backward()
     plain.step()
     grouped = AdamW(param_groups_weight_decay(model, 0.1), lr=0.1, compile=False)
-    grouped.load_state_dict(plain.state_dict())
+    state = plain.state_dict()
+    del state["param_groups"][0]["weight_decay"]  # the groups' own stay
+    grouped.load_state_dict(state)
     for p in model.parameters():
         assert torch.equal(grouped.state[p]["exp_avg"], plain.state[p]["exp_avg"])
     assert set(grouped.functional()[1].leaves) == {n for n, _ in model.named_parameters()}
@@ -55,6 +57,20 @@ def test_groups_have_the_names_by_which_the_package_finds_parameters() -> None:
     assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.bias"]
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
     torch.optim.AdamW(param_groups_weight_decay(model, 0.1))
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(3, 3, bias=False), nn.LayerNorm(3)], ids=["matrices", "vectors"]
+)
+def test_a_group_may_be_empty(model: nn.Module) -> None:
+    """As that without decay is for adapters, which have no biases."""
+    torch.optim.AdamW(param_groups_weight_decay(model, 0.1))
+    optimizer = AdamW(param_groups_weight_decay(model, 0.1), lr=0.1, compile=False)
+    optimizer.init_state()
+    again = AdamW(param_groups_weight_decay(model, 0.2), lr=0.2, compile=False)
+    again.load_state_dict(optimizer.state_dict())
+    assert [group["weight_decay"] for group in again.param_groups] == [0.0, 0.1]
+    assert [group["lr"] for group in again.param_groups] == [0.1, 0.1]
 
 
 class Rotary(nn.Module):

@@ -115,7 +115,7 @@ def to_low_precision(
     return model
 
 
-def _listed(name: str, given: Buffers | None, strings: bool) -> list[Any]:
+def _listed(name: str, given: Any, strings: bool) -> list[Any]:
     single = isinstance(given, str) or not isinstance(given, Iterable | None)
     items = [given] if single else list(given or ())
     for item in items:

@@ -92,9 +92,7 @@ class adan(FunctionalOptimizer, rule=adan_rule):
 
     @derived
     def decay(self) -> DecayKind:
-        if self.adam_wd:
-            return super().decay
-        return self._decay_kind("proximal")
+        return super().decay if self.adam_wd else self._decay_kind("proximal")
 
 
 adan_init = init_function(adan_rule)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_number, value_of
+from optimi_func.core.checks import check_number
 from optimi_func.core.math import (
     choose,
     power,
@@ -239,17 +239,12 @@ class ScheduleFree(FunctionalOptimizer):
     def check(self) -> None:
         super().check()
         own: Any = self
-        label, name = "beta1 parameter", "betas[0]"
-        beta = own.betas[0] if hasattr(self, "betas") else own.momentum
-        if not hasattr(self, "betas"):
-            label = name = "momentum"
+        if hasattr(self, "betas"):
+            label, name, beta = "beta1 parameter", "betas[0]", own.betas[0]
+        else:
+            label, name, beta = "momentum", "momentum", own.momentum
         # If it were 0, x could not be computed from y.
-        known = value_of(beta) if isinstance(beta, Tensor) else beta
-        if isinstance(known, float | int) and not 0.0 < known < 1.0:
-            raise ValueError(
-                f"Invalid {label}: {name}={known}: allowed are numbers in (0, 1)"
-            )
-        check_number(label, name, beta, below=1.0)
+        check_number(label, name, beta, above=0.0, below=1.0)
         if hasattr(self, "warmup_steps"):
             check_number("warmup", "warmup_steps", own.warmup_steps)
         if self.cautious:

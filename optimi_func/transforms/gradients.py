@@ -131,11 +131,7 @@ def _keep_state(
 
 
 def _by(
-    name: str,
-    number: Number,
-    change: Callable[[Tensor, Scalar], Tensor],
-    grads: Grads,
-    step: Tensor,
+    name: str, number: Number, change: Callable[..., Tensor], grads: Grads, step: Tensor
 ) -> Grads:
     """Change each gradient by a hyperparameter of that name."""
     now = resolve(name, number, step)

@@ -217,9 +217,6 @@ def _title(
     return text + f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
 
 
-# Checks
-
-
 def _checked_params(model: Any, device: Any) -> tuple[dict[str, Tensor], str]:
     """Return the parameters, and the type of the device to plan for."""
     if not isinstance(model, nn.Module):

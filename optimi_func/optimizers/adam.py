@@ -39,8 +39,6 @@ __all__ = [
     "adamw_step",
 ]
 
-# The rule
-
 
 class State(NamedTuple):
     exp_avg: Tensor  # m
@@ -106,8 +104,6 @@ amsgrad_rule = Rule(
     "amsgrad", AMSGradState, amsgrad_init, coeffs, amsgrad_direction, None, accumulate
 )
 
-# The pure optimizers
-
 
 def rule_of(optimizer: "adam | adamw") -> Rule[Any, Any]:
     return amsgrad_rule if optimizer.amsgrad else adam_rule
@@ -160,8 +156,6 @@ def adam_init(
 adamw_init = adam_init
 adam_step = step_function(adam)
 adamw_step = step_function(adamw)
-
-# The classes
 
 
 class AdamLike(BaseOptimizer):

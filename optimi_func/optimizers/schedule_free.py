@@ -44,8 +44,6 @@ __all__ = [
     "schedule_free_sgd_step",
 ]
 
-# The average
-
 
 class Running(NamedTuple):
     weight_sum: Scalar = 0.0  # W: the sum of all weights
@@ -106,9 +104,6 @@ def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
 def eval_point(x: Tensor, s: Any, c: Any) -> Tensor:
     a: Averaging = c.averaging
     return x + a.beyond * (x - z_of(x, s.z, a))
-
-
-# The rules
 
 
 class SGDState(NamedTuple):
@@ -228,13 +223,15 @@ sgd_rule = averaged("schedule_free_sgd", SGDState, sgd_init, sgd_coeffs, along_g
 adamw_rule = averaged("schedule_free_adamw", State, init, adamw_coeffs, adamw_direction)
 radam_rule = averaged("schedule_free_radam", State, init, radam_coeffs, radam_direction)
 
-# The pure optimizers
 
-
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ScheduleFree(FunctionalOptimizer):
     """Base class of the pure optimizers, with the checks of their hyperparameters."""
 
     narrow = 0
+
+    r: Number = 0.0
+    weight_lr_power: Number = 2.0
 
     def check(self) -> None:
         super().check()
@@ -252,8 +249,8 @@ class ScheduleFree(FunctionalOptimizer):
                 "cautious=True with a direction that always has the gradient's sign, so "
                 "that there is nothing to leave out. Allowed is cautious=False"
             )
-        check_number("power of the step", "r", own.r)
-        check_number("power of the learning rate", "weight_lr_power", own.weight_lr_power)
+        check_number("power of the step", "r", self.r)
+        check_number("power of the learning rate", "weight_lr_power", self.weight_lr_power)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -262,8 +259,6 @@ class schedule_free_sgd(ScheduleFree, rule=sgd_rule):
 
     momentum: Number = 0.9
     warmup_steps: Number = 0
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -273,8 +268,6 @@ class schedule_free_adamw(ScheduleFree, rule=adamw_rule):
     betas: tuple[Number, Number] = (0.9, 0.999)
     eps: Number = 1e-8
     warmup_steps: Number = 0
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -283,8 +276,6 @@ class schedule_free_radam(ScheduleFree, rule=radam_rule):
 
     betas: tuple[Number, Number] = (0.9, 0.999)
     eps: Number = 1e-8
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
     silent_sgd_phase: bool = True
 
 
@@ -294,8 +285,6 @@ schedule_free_adamw_init = init_function(adamw_rule)
 schedule_free_adamw_step = step_function(schedule_free_adamw)
 schedule_free_radam_init = init_function(radam_rule)
 schedule_free_radam_step = step_function(schedule_free_radam)
-
-# The classes
 
 
 class ScheduleFreeOptimizer(Evaluated):

@@ -25,8 +25,6 @@ from optimi_func.state.convert import Counterparts
 
 __all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
 
-# The rules
-
 
 class State(NamedTuple):
     momentum_buffer: Tensor  # b
@@ -69,8 +67,6 @@ def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 momentum_rule = Rule("sgd_momentum", State, init, coeffs, direction, None, accumulate)
 nesterov_rule = Rule("sgd_nesterov", State, init, coeffs, look_ahead, None, accumulate)
-
-# The pure optimizer
 
 
 def is_on(number: object) -> bool:
@@ -134,8 +130,6 @@ def sgd_init(
 
 
 sgd_step = step_function(sgd)
-
-# The class
 
 
 class SGD(BaseOptimizer):

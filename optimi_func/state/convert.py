@@ -257,8 +257,7 @@ def _under_our_names(
     state = dict(state_dict["state"])
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
-        group = dict(group)
-        group |= counterparts.our_options(group)
+        group = {**group, **counterparts.our_options(group)}
         if "decoupled_weight_decay" in group or "decouple_lr" in group:
             # torch's name. Ours and optimi's groups without either always decouple decay.
             group.setdefault("decouple_wd", group.get("decoupled_weight_decay", True))

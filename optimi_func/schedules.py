@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import check_number, check_whole
 from optimi_func.core.math import choose, scalar_dtype, sqrt
 from optimi_func.core.rule import Scalar
 
@@ -119,7 +119,7 @@ def linear(start: Scalar, end: Scalar, steps: int) -> Schedule:
     >>> schedule(torch.tensor(2.0))
     tensor(0.5000, dtype=torch.float64)
     """
-    _check_length("steps", steps, 1)
+    check_whole("steps", steps, 1)
     return _ramp(start, end, steps, "linear")
 
 
@@ -144,7 +144,7 @@ def cosine(start: Scalar, end: Scalar, steps: int) -> Schedule:
     >>> [round(schedule(step), 3) for step in range(6)]
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
-    _check_length("steps", steps, 1)
+    check_whole("steps", steps, 1)
     return _ramp(start, end, steps, "cosine")
 
 
@@ -174,7 +174,7 @@ def join(
     for i, part in enumerate(parts):
         check_number("part of a schedule", f"parts[{i}]", part)
     for i, boundary in enumerate(boundaries):
-        _check_length(f"boundaries[{i}]", boundary, 1)
+        check_whole(f"boundaries[{i}]", boundary, 1)
     if any(a >= b for a, b in pairwise(boundaries)):
         raise ValueError(f"boundaries={list(boundaries)}: allowed are increasing steps")
     return Joined(tuple(parts), tuple(boundaries))
@@ -206,8 +206,8 @@ def warmup_cosine(
     >>> [round(schedule(step), 3) for step in range(7)]
     [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    _check_length("warmup", warmup, 0)
-    _check_length("total", total, 1)
+    check_whole("warmup", warmup, 0)
+    check_whole("total", total, 1)
     if warmup >= total:
         raise ValueError(f"warmup={warmup} with total={total}: allowed is below total")
     fall = cosine(peak, end, steps=total - warmup)
@@ -253,9 +253,9 @@ def wsd(
     >>> [schedule(step) for step in range(9)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    _check_length("warmup", warmup, 0)
-    _check_length("total", total, 1)
-    _check_length("decay", decay, 1)
+    check_whole("warmup", warmup, 0)
+    check_whole("total", total, 1)
+    check_whole("decay", decay, 1)
     if warmup + decay > total:
         raise ValueError(
             f"warmup={warmup} and decay={decay} with total={total}: allowed are at most "
@@ -305,7 +305,7 @@ def one_cycle(
     >>> [round(schedule(step), 3) for step in range(4)]
     [0.04, 0.52, 1.0, 0.95]
     """
-    _check_length("total", total, 1)
+    check_whole("total", total, 1)
     _check_constant("peak", peak)
     _check_positive("share of steps", "pct_start", pct_start)
     _check_positive("divisor", "div_factor", div_factor)
@@ -339,14 +339,7 @@ def _check_constant(name: str, value: Scalar) -> None:
 def _check_positive(label: str, name: str, value: Scalar) -> None:
     if callable(value):
         raise TypeError(f"{name}={value!r}: allowed are numbers above 0")
-    check_number(label, name, value)
-    if not value > 0:
-        raise ValueError(f"{name}={value}: allowed are numbers above 0")
-
-
-def _check_length(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r}: allowed are whole numbers from {least}")
+    check_number(label, name, value, above=0.0)
 
 
 def _part(part: Scalar | Callable[[Scalar], Scalar], step: Scalar) -> Scalar:

@@ -49,7 +49,8 @@ def param_groups_weight_decay(
         exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
         if p.requires_grad:
             groups[not exempt]["params"].append((name, p))
-    return groups
+    # An empty group has names too, because torch refuses groups of which some have none.
+    return [group if group["params"] else {**group, "param_names": []} for group in groups]
 
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]]
@@ -114,12 +115,9 @@ def to_low_precision(
     return model
 
 
-def _listed(name: str, given: Buffers | None, strings: bool) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        given = [given]
-    items = list(given)
+def _listed(name: str, given: Any, strings: bool) -> list[Any]:
+    single = isinstance(given, str) or not isinstance(given, Iterable | None)
+    items = [given] if single else list(given or ())
     for item in items:
         module = isinstance(item, type) and issubclass(item, nn.Module)
         if not module and not (strings and isinstance(item, str)):

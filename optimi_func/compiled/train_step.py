@@ -21,15 +21,10 @@ from optimi_func.compiled.whole import (
 )
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded, warn
-from optimi_func.core.rule import (
-    InitOptions,
-    Microbatch,
-    PureOptimizer,
-    PyTree,
-    check_pure,
-)
+from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.trees import TreeStep
+from optimi_func.population.axes import path
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState, without_none
 
@@ -219,10 +214,7 @@ class PureStep:
         self._step_graphs: dict[pytree.TreeSpec, StepGraph] = {}
 
     def init(
-        self,
-        params: PyTree = None,
-        buffers: PyTree = None,
-        **options: Unpack[InitOptions],
+        self, params: PyTree = None, buffers: PyTree = None, **options: Unpack[InitOptions]
     ) -> TrainState:
         """Return the first state: parameters, buffers and fresh optimizer state.
 
@@ -289,10 +281,10 @@ class PureStep:
 
     def _check_tensors(self, state: TrainState) -> None:
         """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
-        tensors = pytree.tree_leaves(state)
+        tensors, name = pytree.tree_leaves(state), partial(path, "state", state)
         for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
-                raise TypeError(f"{_path(state, i)}={x!r}: allowed are trees of tensors")
+                raise TypeError(f"{name(i)}={x!r}: allowed are trees of tensors")
         if not self._settings.donate:
             return
         # Buffers may share memory, because the graph writes to them as the model would.
@@ -302,10 +294,10 @@ class PureStep:
         for i, x in written:
             if x.numel() and is_expanded(x):
                 raise ValueError(
-                    f"{_path(state, i)} is expanded (strides {x.stride()}), which "
+                    f"{name(i)} is expanded (strides {x.stride()}), which "
                     "donate=True cannot write to: clone it, or pass donate=False"
                 )
-        check_apart(written, partial(_path, state), "pass donate=False")
+        check_apart(written, name, "pass donate=False")
 
     def _step(self, state: TrainState, batch: PyTree) -> Outcome:
         settings, optimizer = self._settings, self._optimizer
@@ -332,12 +324,6 @@ class PureStep:
             outcome = graph.step(program, params, buffers, [], batch)
         tree_state.step.add_(1.0)
         return outcome
-
-
-def _path(state: TrainState, index: int) -> str:
-    """Return the name of a leaf, for an error message."""
-    keyed, _ = pytree.tree_flatten_with_path(state)
-    return "state" + pytree.keystr(keyed[index][0])
 
 
 def _traced_update(

@@ -67,6 +67,7 @@ def check_number(
     below: float | None = None,
     least: float = 0.0,
     most: float | None = None,
+    above: float | None = None,
 ) -> None:
     """Raise if a number is out of its range. Schedules and unread tensors pass."""
     if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
@@ -83,13 +84,20 @@ def check_number(
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
-    fits = least <= number <= sys.float_info.max
+    fits = least <= number <= sys.float_info.max and (above is None or number > above)
     fits = fits and (below is None or number < below) and (most is None or number <= most)
     if not fits:
-        allowed = f"finite, at least {least}"
+        allowed = f"finite, at least {least}" if above is None else f"finite, above {above}"
         allowed += "" if below is None else f" and below {below}"
         allowed += "" if most is None else f" and at most {most}"
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
+
+
+def check_whole(name: str, value: object, least: int, none: bool = False) -> None:
+    """Raise if value is no integer from `least` on, nor, if `none`, None."""
+    if not (none and value is None) and (type(value) is not int or value < least):
+        allowed = f"whole numbers from {least}" + ", and None" * none
+        raise ValueError(f"{name}={value!r}: allowed are {allowed}")
 
 
 def check_flag(name: str, value: Any, none: bool = False) -> None:

@@ -93,8 +93,6 @@ class GradientRelease:
         """The released parameters, by name."""
         return self._runner.params
 
-    # Options
-
     @property
     def options(self) -> ReleaseOptions:
         """All options; assign a changed copy between two backwards.
@@ -138,8 +136,6 @@ class GradientRelease:
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int | None) -> None:
         self.options = replace(self.options, accumulation_steps=steps)
-
-    # State
 
     @property
     def state(self) -> TreeState:
@@ -243,8 +239,6 @@ class GradientRelease:
         runner.last_norm = None if last is None else last.detach().clone()
         runner.cycle = cycle
 
-    # Hooks
-
     def remove(self) -> None:
         """Remove the hooks, so that the optimizer's own step updates everything again.
 
@@ -276,8 +270,6 @@ class GradientRelease:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-    # Steps
 
     def step(self) -> None:
         """End the open accumulation cycle now, if there is one.

@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from optimi_func.core.checks import check_whole
+
 AccumulationMode: TypeAlias = Literal["states", "buffer"]
 How: TypeAlias = Literal["two_pass", "lagged"]
 Fidelity: TypeAlias = Literal["exact", "approximate", "raises"]
@@ -59,10 +61,7 @@ class ReleaseOptions:
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {values}")
         steps = self.accumulation_steps
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ValueError(
-                f"accumulation_steps={steps!r}: allowed are whole numbers from 1, and None"
-            )
+        check_whole("accumulation_steps", steps, 1, none=True)
         if steps is not None and self.accumulation is None:
             raise ValueError(
                 f"accumulation_steps={steps} needs accumulation='buffer' or 'states'"

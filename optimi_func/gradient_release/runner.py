@@ -141,8 +141,6 @@ class Runner:
         staging, self._staging = self._staging, self._staging.new_empty(0)
         return Backward(last, grad_scale, staging)
 
-    # A backward
-
     def on_gradient(self, p: Tensor) -> None:
         """Take p.grad, which is complete, off the parameter and process it."""
         g = p.grad
@@ -353,8 +351,6 @@ class Runner:
     def grad_scale_of(self, norms: list[Norm]) -> Tensor:
         """Return the factor that clips all gradients, from their norms."""
         return clip_factor(self.options.clip_global_norm, global_norm(norms))
-
-    # An update
 
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
         """Measure, skip or clip gradients, and update their parameters."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.memory.kept import (
     Factory,
@@ -216,9 +217,6 @@ def _title(
     return text + f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
 
 
-# Checks
-
-
 def _checked_params(model: Any, device: Any) -> tuple[dict[str, Tensor], str]:
     """Return the parameters, and the type of the device to plan for."""
     if not isinstance(model, nn.Module):
@@ -245,8 +243,7 @@ def _checked_params(model: Any, device: Any) -> tuple[dict[str, Tensor], str]:
 
 def _check_options(options: Mapping[str, Any], **counts: Any) -> None:
     for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name}={count!r}: allowed are whole numbers from 1")
+        check_whole(name, count, 1)
     for name in [name for name in DECIDED if name in options]:
         raise ValueError(
             f"{name}={options[name]!r}: recipes decide it. To fix it, make the optimizer "

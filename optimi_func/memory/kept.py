@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
@@ -174,9 +175,7 @@ def _temporaries(made: BaseOptimizer, p: Tensor, device: str) -> int:
     """Run the eager update of one parameter, and return the most bytes that it adds."""
     g = torch.empty_like(p, requires_grad=False)
     counter = Counter()
-    for x in [p, g, *made.state[p].values()]:
-        if isinstance(x, Tensor):
-            counter.number(x)
+    pytree.tree_map_only_(Tensor, counter.number, [p, g, *made.state[p].values()])
     with counter:
         made.update([p], [g], [WHOLE_BATCH], write=True, count=True)
     events = counter.finish()

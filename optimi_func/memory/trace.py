@@ -93,9 +93,7 @@ class Counter(TorchDispatchMode):
         if adds and not torch.is_grad_enabled() and not args[0]._is_view():
             self._see_sum(out, args)
         else:
-            for x in pytree.tree_leaves(out):
-                if isinstance(x, Tensor):
-                    self.see(x)
+            pytree.tree_map_only_(Tensor, self.see, out)
         return out
 
     def _see_sum(self, out: Tensor, args: Any) -> None:
@@ -194,9 +192,7 @@ def trace(
         batch = pytree.tree_map_only(Tensor, given, batch)
         for x in [*fake.parameters(), *fake.buffers()]:
             counter.number(x)
-        for x in pytree.tree_leaves(batch):
-            if isinstance(x, Tensor):
-                counter.see(x)
+        pytree.tree_map_only_(Tensor, counter.see, batch)
         for i, p in enumerate([p for p in fake.parameters() if p.requires_grad]):
             p.register_post_accumulate_grad_hook(lambda p, i=i: counter.done(i, p))
         with torch.enable_grad(), calls, counter:

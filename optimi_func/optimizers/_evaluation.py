@@ -107,7 +107,8 @@ class Evaluated(BaseOptimizer):
         """Add a group in the mode of the others: see `BaseOptimizer.add_param_group`."""
         mode = all(group["train_mode"] for group in self._evaluated())
         super().add_param_group(param_group)
-        self._set_mode(mode)
+        for group in self._evaluated():
+            group["train_mode"] = mode
 
     @torch.no_grad()
     def init_state(self) -> None:
@@ -157,11 +158,6 @@ class Evaluated(BaseOptimizer):
                 coeffs, _ = bound.advance(entry["step"].item() + 1.0, running)
                 x = leaf_eval_point(rule, leaf, coeffs)
             yield p, x
-
-    def _set_mode(self, mode: bool) -> None:
-        """Set the mode of all groups."""
-        for group in self._evaluated():
-            group["train_mode"] = mode
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Return `Checkpoints.master_state_dict`, in eval mode of the parameters x."""

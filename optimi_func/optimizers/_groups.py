@@ -114,7 +114,7 @@ def check_modes(group: Group) -> None:
     if group["foreach"] and group["gradient_release"]:
         warn_user(
             "foreach=True updates many tensors at once, gradient_release=True one "
-            "at a time: foreach is disabled",
+            "at a time: foreach is disabled"
         )
         group["foreach"] = False
 
@@ -156,11 +156,13 @@ def likely_mistakes(
 
 
 def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
-    """Convert a tensor among the hyperparameters to a Python number.
+    """Convert a hyperparameter, or each of several, from a tensor to a Python number.
 
     It stays a 0-d float64 tensor if `capturable`, or if it is on the GPU of all `params`,
     because reading it would make the host wait for the GPU at every step.
     """
+    if isinstance(x, tuple | list):
+        return tuple([as_scalar(y, params, capturable) for y in x])
     if not isinstance(x, Tensor):
         return x
     near = x.is_cuda and bool(params) and all([p.device == x.device for p in params])
@@ -181,23 +183,13 @@ def bind(
     capturable: bool,
 ) -> FunctionalOptimizer:
     """Return the factory's value for the group's present hyperparameters."""
-    chosen: dict[str, Any] = {}
-    for name in keywords:
-        x = group[name]
-        if isinstance(x, tuple | list):
-            chosen[name] = tuple([as_scalar(y, params, capturable) for y in x])
-        else:
-            chosen[name] = as_scalar(x, params, capturable)
-    return factory(**chosen)
+    return factory(
+        **{name: as_scalar(group[name], params, capturable) for name in keywords}
+    )
 
 
-def path_of(group: Group, p: Tensor) -> "_Path":
-    """Return a parameter's name for errors, or its index in the group if it has none."""
-    return _Path(group, p)
-
-
-class _Path:
-    """A name.
+class path_of:
+    """A parameter's name for errors, or its index in the group if it has none.
 
     Found only when it is formatted, because the search takes time for each parameter.
     """

@@ -22,11 +22,10 @@ from optimi_func.core.rule import (
     Rule,
     Scalar,
 )
-from optimi_func.core.storage import storage_of
 from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
-from optimi_func.pure.tree import TreeState, init_tree
+from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Counterparts
 
 __all__ = [
@@ -39,8 +38,6 @@ __all__ = [
     "adamw_init",
     "adamw_step",
 ]
-
-# The rule
 
 
 class State(NamedTuple):
@@ -107,8 +104,6 @@ amsgrad_rule = Rule(
     "amsgrad", AMSGradState, amsgrad_init, coeffs, amsgrad_direction, None, accumulate
 )
 
-# The pure optimizers
-
 
 def rule_of(optimizer: "adam | adamw") -> Rule[Any, Any]:
     return amsgrad_rule if optimizer.amsgrad else adam_rule
@@ -155,15 +150,12 @@ def adam_init(
     >>> adam_init({"w": torch.zeros(2)}).leaves["w"].exp_avg
     tensor([0., 0.])
     """
-    rule = amsgrad_rule if amsgrad else adam_rule
-    return init_tree(rule, params, storage_of(**options))
+    return adam(lr=0.0, amsgrad=amsgrad).init(params, **options)
 
 
 adamw_init = adam_init
 adam_step = step_function(adam)
 adamw_step = step_function(adamw)
-
-# The classes
 
 
 class AdamLike(BaseOptimizer):

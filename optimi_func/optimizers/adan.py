@@ -22,8 +22,6 @@ from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adan", "adan", "adan_init", "adan_step"]
 
-# The rule
-
 
 class State(NamedTuple):
     exp_avg: Tensor  # m
@@ -76,8 +74,6 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 adan_rule = Rule("adan", State, init, coeffs, direction)
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class adan(FunctionalOptimizer, rule=adan_rule):
@@ -92,15 +88,11 @@ class adan(FunctionalOptimizer, rule=adan_rule):
 
     @derived
     def decay(self) -> DecayKind:
-        if self.adam_wd:
-            return super().decay
-        return self._decay_kind("proximal")
+        return super().decay if self.adam_wd else self._decay_kind("proximal")
 
 
 adan_init = init_function(adan_rule)
 adan_step = step_function(adan)
-
-# The class
 
 
 class Adan(BaseOptimizer):

@@ -24,8 +24,6 @@ from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["AdEMAMix", "ademamix", "ademamix_init", "ademamix_step"]
 
-# The rule
-
 
 class State(NamedTuple):
     exp_avg: Tensor  # m1
@@ -92,8 +90,6 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 ademamix_rule = Rule("ademamix", State, init, coeffs, direction, accumulate=accumulate)
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ademamix(FunctionalOptimizer, rule=ademamix_rule):
@@ -116,8 +112,6 @@ class ademamix(FunctionalOptimizer, rule=ademamix_rule):
 
 ademamix_init = init_function(ademamix_rule)
 ademamix_step = step_function(ademamix)
-
-# The class
 
 
 class AdEMAMix(BaseOptimizer):

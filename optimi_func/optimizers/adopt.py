@@ -13,8 +13,6 @@ from optimi_func.pure.functional import Number
 
 __all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 
-# The rule
-
 
 class State(NamedTuple):
     exp_avg: Tensor  # m
@@ -63,8 +61,6 @@ def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
 
 adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class adopt(adam.AdamLikeValue, rule=adopt_rule):
@@ -78,8 +74,6 @@ class adopt(adam.AdamLikeValue, rule=adopt_rule):
 
 adopt_init = init_function(adopt_rule)
 adopt_step = step_function(adopt)
-
-# The class
 
 
 class ADOPT(adam.AdamLike):

@@ -13,8 +13,6 @@ from optimi_func.pure.functional import Number
 
 __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
-# The rule
-
 
 def init(p: Tensor, kept: MomentStorage) -> adam.State:
     return adam.State(moment(p, kept), slow_moment(p))
@@ -46,8 +44,6 @@ lamb_rule = Rule(
     means=Means(4, measure, settle),
 )
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class lamb(adam.AdamLikeValue, rule=lamb_rule):
@@ -61,8 +57,6 @@ class lamb(adam.AdamLikeValue, rule=lamb_rule):
 
 lamb_init = init_function(lamb_rule)
 lamb_step = step_function(lamb)
-
-# The class
 
 
 class LAMB(adam.AdamLike):

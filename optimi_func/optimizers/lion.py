@@ -14,8 +14,6 @@ from optimi_func.state.convert import Counterparts
 
 __all__ = ["Lion", "lion", "lion_init", "lion_step"]
 
-# The rule
-
 
 class State(NamedTuple):
     exp_avg: Tensor  # m
@@ -55,8 +53,6 @@ def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 lion_rule = Rule("lion", State, init, coeffs, direction, accumulate=accumulate)
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class lion(FunctionalOptimizer, rule=lion_rule):
@@ -69,8 +65,6 @@ class lion(FunctionalOptimizer, rule=lion_rule):
 
 lion_init = init_function(lion_rule)
 lion_step = step_function(lion)
-
-# The class
 
 
 class Lion(BaseOptimizer):

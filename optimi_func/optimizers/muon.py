@@ -54,8 +54,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 
-# The rule
-
 
 class Coeffs(NamedTuple):
     momentum: Scalar
@@ -148,9 +146,6 @@ def muon_rule(nesterov: bool, how: Iteration) -> Rule[sgd.State, Coeffs]:
 
 
 _rules: dict[Any, Rule[sgd.State, Coeffs]] = {}
-
-
-# The pure optimizer
 
 
 def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
@@ -275,8 +270,6 @@ class muon(FunctionalOptimizer):
 
 muon_init = init_function(muon(lr=0.0).rule)
 muon_step = step_function(muon)
-
-# The class
 
 
 class Muon(BaseOptimizer):

@@ -14,8 +14,6 @@ from optimi_func.state.convert import Counterparts
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
-# The rule
-
 
 class Coeffs(NamedTuple):
     adam: adam.Coeffs
@@ -55,8 +53,6 @@ def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
 
 radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=accumulate)
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class radam(adam.AdamLikeValue, rule=radam_rule):
@@ -69,8 +65,6 @@ class radam(adam.AdamLikeValue, rule=radam_rule):
 
 radam_init = init_function(radam_rule)
 radam_step = step_function(radam)
-
-# The class
 
 
 class RAdam(adam.AdamLike):

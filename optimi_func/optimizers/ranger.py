@@ -16,8 +16,6 @@ from optimi_func.state.convert import Counterparts
 
 __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 
-# The rule
-
 
 class State(NamedTuple):
     exp_avg: Tensor  # m
@@ -63,8 +61,6 @@ def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
 
 ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ranger(adam.AdamLikeValue, rule=ranger_rule):
@@ -84,8 +80,6 @@ class ranger(adam.AdamLikeValue, rule=ranger_rule):
 
 ranger_init = init_function(ranger_rule)
 ranger_step = step_function(ranger)
-
-# The class
 
 
 class Ranger(adam.AdamLike):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_number, value_of
+from optimi_func.core.checks import check_number
 from optimi_func.core.math import (
     choose,
     power,
@@ -43,8 +43,6 @@ __all__ = [
     "schedule_free_sgd_init",
     "schedule_free_sgd_step",
 ]
-
-# The average
 
 
 class Running(NamedTuple):
@@ -106,9 +104,6 @@ def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
 def eval_point(x: Tensor, s: Any, c: Any) -> Tensor:
     a: Averaging = c.averaging
     return x + a.beyond * (x - z_of(x, s.z, a))
-
-
-# The rules
 
 
 class SGDState(NamedTuple):
@@ -228,28 +223,25 @@ sgd_rule = averaged("schedule_free_sgd", SGDState, sgd_init, sgd_coeffs, along_g
 adamw_rule = averaged("schedule_free_adamw", State, init, adamw_coeffs, adamw_direction)
 radam_rule = averaged("schedule_free_radam", State, init, radam_coeffs, radam_direction)
 
-# The pure optimizers
 
-
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ScheduleFree(FunctionalOptimizer):
     """Base class of the pure optimizers, with the checks of their hyperparameters."""
 
     narrow = 0
 
+    r: Number = 0.0
+    weight_lr_power: Number = 2.0
+
     def check(self) -> None:
         super().check()
         own: Any = self
-        label, name = "beta1 parameter", "betas[0]"
-        beta = own.betas[0] if hasattr(self, "betas") else own.momentum
-        if not hasattr(self, "betas"):
-            label = name = "momentum"
+        if hasattr(self, "betas"):
+            label, name, beta = "beta1 parameter", "betas[0]", own.betas[0]
+        else:
+            label, name, beta = "momentum", "momentum", own.momentum
         # If it were 0, x could not be computed from y.
-        known = value_of(beta) if isinstance(beta, Tensor) else beta
-        if isinstance(known, float | int) and not 0.0 < known < 1.0:
-            raise ValueError(
-                f"Invalid {label}: {name}={known}: allowed are numbers in (0, 1)"
-            )
-        check_number(label, name, beta, below=1.0)
+        check_number(label, name, beta, above=0.0, below=1.0)
         if hasattr(self, "warmup_steps"):
             check_number("warmup", "warmup_steps", own.warmup_steps)
         if self.cautious:
@@ -257,8 +249,8 @@ class ScheduleFree(FunctionalOptimizer):
                 "cautious=True with a direction that always has the gradient's sign, so "
                 "that there is nothing to leave out. Allowed is cautious=False"
             )
-        check_number("power of the step", "r", own.r)
-        check_number("power of the learning rate", "weight_lr_power", own.weight_lr_power)
+        check_number("power of the step", "r", self.r)
+        check_number("power of the learning rate", "weight_lr_power", self.weight_lr_power)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -267,8 +259,6 @@ class schedule_free_sgd(ScheduleFree, rule=sgd_rule):
 
     momentum: Number = 0.9
     warmup_steps: Number = 0
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -278,8 +268,6 @@ class schedule_free_adamw(ScheduleFree, rule=adamw_rule):
     betas: tuple[Number, Number] = (0.9, 0.999)
     eps: Number = 1e-8
     warmup_steps: Number = 0
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -288,8 +276,6 @@ class schedule_free_radam(ScheduleFree, rule=radam_rule):
 
     betas: tuple[Number, Number] = (0.9, 0.999)
     eps: Number = 1e-8
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
     silent_sgd_phase: bool = True
 
 
@@ -299,8 +285,6 @@ schedule_free_adamw_init = init_function(adamw_rule)
 schedule_free_adamw_step = step_function(schedule_free_adamw)
 schedule_free_radam_init = init_function(radam_rule)
 schedule_free_radam_step = step_function(schedule_free_radam)
-
-# The classes
 
 
 class ScheduleFreeOptimizer(Evaluated):

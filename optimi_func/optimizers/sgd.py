@@ -17,16 +17,13 @@ from optimi_func.core.rule import (
     Scalar,
     gradient_rule,
 )
-from optimi_func.core.storage import storage_of
 from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
-from optimi_func.pure.tree import TreeState, init_tree
+from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["SGD", "sgd", "sgd_init", "sgd_step"]
-
-# The rules
 
 
 class State(NamedTuple):
@@ -70,8 +67,6 @@ def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
 
 momentum_rule = Rule("sgd_momentum", State, init, coeffs, direction, None, accumulate)
 nesterov_rule = Rule("sgd_nesterov", State, init, coeffs, look_ahead, None, accumulate)
-
-# The pure optimizer
 
 
 def is_on(number: object) -> bool:
@@ -131,13 +126,10 @@ def sgd_init(
     params: PyTree, *, momentum: Number = 0.0, **options: Unpack[InitOptions]
 ) -> TreeState:
     """Return fresh SGD state: with a `momentum_buffer` unless momentum is the number 0."""
-    rule = sgd(lr=0.0, momentum=momentum).rule
-    return init_tree(rule, params, storage_of(**options))
+    return sgd(lr=0.0, momentum=momentum).init(params, **options)
 
 
 sgd_step = step_function(sgd)
-
-# The class
 
 
 class SGD(BaseOptimizer):

@@ -12,8 +12,6 @@ from optimi_func.pure.functional import Number
 
 __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
-# The rule
-
 
 def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
     m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c)
@@ -43,8 +41,6 @@ stableadamw_rule = Rule(
     means=Means(1, measure, settle),
 )
 
-# The pure optimizer
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class stableadamw(adam.AdamLikeValue, rule=stableadamw_rule):
@@ -55,8 +51,6 @@ class stableadamw(adam.AdamLikeValue, rule=stableadamw_rule):
 
 stableadamw_init = init_function(stableadamw_rule)
 stableadamw_step = step_function(stableadamw)
-
-# The class
 
 
 class StableAdamW(adam.AdamLike):

@@ -13,7 +13,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimi_func.core import torch_private
-from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
+from optimi_func.core.checks import (
+    Optimizer,
+    bind,
+    check_optimizer,
+    check_whole,
+    scalar_loss,
+)
 from optimi_func.core.rule import PyTree
 from optimi_func.pure.tree import grads_and_value, without_none
 
@@ -104,13 +110,7 @@ def unroll(
         raise TypeError(f"hyper={hyper!r}: allowed are numbers by name, and None")
     check_optimizer(optimizer, hyper)
     batches = _one_a_step(batches, steps)
-    if checkpoint_every is not None and (
-        type(checkpoint_every) is not int or checkpoint_every < 1
-    ):
-        raise ValueError(
-            f"Invalid checkpoint_every: checkpoint_every={checkpoint_every!r}: allowed are "
-            "None and integers from 1"
-        )
+    check_whole("checkpoint_every", checkpoint_every, 1, none=True)
     if checkpoint_every is not None and torch.compiler.is_compiling():
         raise RuntimeError(
             f"checkpoint_every={checkpoint_every} in a compiled function, which cannot "
@@ -157,8 +157,7 @@ def _one_a_step(batches: Any, steps: int | None) -> Iterable[Any]:
                 "steps=... takes one batch so many times"
             )
         return batches
-    if type(steps) is not int or steps < 1:
-        raise ValueError(f"steps={steps!r}: allowed are None and integers from 1")
+    check_whole("steps", steps, 1, none=True)
     if isinstance(batches, Iterator):
         raise TypeError(
             f"batches={batches!r} with steps={steps}: steps takes one batch so many times; "
@@ -363,15 +362,13 @@ def _check_nothing_from_outside(run: Segment, given: PyTree) -> None:
     """
     level = torch_private.transform_level()
 
-    def blank(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def blank(x: Tensor) -> Tensor:
         if torch_private.level_of(x) < 0:
             return x.detach().clone()
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
     def try_out() -> None:
-        blanks = pytree.tree_map(blank, given)
+        blanks = pytree.tree_map_only(Tensor, blank, given)
         token = _rehearsing.set(True)
         try:
             with _Inside(level):

@@ -106,12 +106,16 @@ class Checkpoints(Optimizer):
 
         A bfloat16 parameter has 8 significant bits, and 16 to 24 with its compensation.
         Parameters without one are converted to float32. float64, integers and complex
-        numbers stay.
+        numbers stay. Raise ValueError if no parameter of the model is the optimizer's.
         """
-        return {
-            name: master(p, self.state.get(p, {}).get("kahan_comp"))
-            for name, p in model.named_parameters()
-        }
+        params = self._params_of(model).items()
+        return {k: master(p, self.state.get(p, {}).get("kahan_comp")) for k, p in params}
+
+    def _params_of(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        params: dict[str, Tensor] = dict(model.named_parameters())
+        if {*params.values()}.isdisjoint(p for g in self.param_groups for p in g["params"]):
+            raise ValueError("none of the model's parameters is the optimizer's")
+        return params
 
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]
@@ -119,10 +123,11 @@ class Checkpoints(Optimizer):
         """Set a model's parameters and their compensations to a `master_state_dict`.
 
         Raises:
-            ValueError: Names or shapes that do not fit; nothing is loaded then.
+            ValueError: Names or shapes that do not fit, or a model none of whose
+                parameters is the optimizer's; nothing is loaded then.
         """
         self.check_train_mode("load_master_state_dict()")
-        params = dict(model.named_parameters())
+        params = self._params_of(model)
         if params.keys() != state_dict.keys():
             raise ValueError(
                 f"state_dict: nothing for {sorted(params.keys() - state_dict.keys())}, and "

@@ -124,8 +124,10 @@ def find_entries(
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
     named = all("param_names" in group for group in [*saved, *groups])
+    # Equal names are found by order, because a name may be there twice.
     if named and match == "names":
-        return _by_name(saved, state, groups, others, strict, keywords)
+        if [g["param_names"] for g in saved] != [g["param_names"] for g in groups]:
+            return _by_name(saved, state, groups, others, strict, keywords)
     if len(saved) != len(groups):
         raise ValueError(
             "loaded state dict has a different number of parameter groups: it has "
@@ -157,6 +159,11 @@ def _by_name(
     home = {name: i for i, group in enumerate(saved) for name in group["param_names"]}
     index = {n: i for group in saved for n, i in zip(group["param_names"], group["params"])}
     ours = [name for group in groups for name in group["param_names"]]
+    known = [name for group in saved for name in group["param_names"]]
+    for side, names in (("optimizer", ours), ("state", known)):
+        if len(names) > len({*names}):
+            twice = max(names, key=names.count)
+            raise ValueError(f"the {side} has {twice!r} twice: allowed is match='order'")
     theirs = same_names(ours, list(index))
     found = set(theirs.values())
     report = LoadReport(
@@ -250,8 +257,7 @@ def _under_our_names(
     state = dict(state_dict["state"])
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
-        group = dict(group)
-        group |= counterparts.our_options(group)
+        group = {**group, **counterparts.our_options(group)}
         if "decoupled_weight_decay" in group or "decouple_lr" in group:
             # torch's name. Ours and optimi's groups without either always decouple decay.
             group.setdefault("decouple_wd", group.get("decoupled_weight_decay", True))

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_grad, check_number, value_of
+from optimi_func.core.checks import check_grad
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.functional import Number
 from optimi_func.pure.tree import flatten_params, match_tree
 
 S = TypeVar("S")
@@ -120,14 +119,6 @@ def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: Any) -> P
             "give it this method, which optimizers of optimi_func and transforms have"
         )
     return found(params, state)
-
-
-def check_positive(label: str, name: str, value: Number) -> None:
-    """Raise if a number, or a tensor that can be read, is not above 0."""
-    check_number(label, name, value)
-    known = value_of(value) if isinstance(value, Tensor) else value
-    if known is not None and not callable(known) and not known > 0:
-        raise ValueError(f"Invalid {label}: {name}={value}: allowed are numbers above 0")
 
 
 def like(number: Scalar, x: Tensor) -> Scalar:

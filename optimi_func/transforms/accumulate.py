@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_whole
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
 from optimi_func.pure.tree import flatten_params, match_tree
@@ -90,8 +91,7 @@ def every_k(optimizer: PureOptimizer, k: int, *, reduction: Reduction = "mean") 
     >>> p, state.calls
     (tensor(-2.), tensor(0.))
     """
-    if type(k) is not int or k < 1:
-        raise ValueError(f"k={k!r}: allowed are whole numbers from 1")
+    check_whole("k", k, 1)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r}: allowed are {get_args(Reduction)}")
     return Every(check_pure("every_k", optimizer, ""), k, reduction)

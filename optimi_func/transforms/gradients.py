@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.math import norm, total_norm
-from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
+from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.functional import Number, resolve
 from optimi_func.pure.tree import flatten_params
-from optimi_func.transforms._trees import (
-    Around,
-    Trees,
-    check_positive,
-    count_from,
-    like,
-    tensor_of,
-)
+from optimi_func.transforms._trees import Around, Trees, count_from, like, tensor_of
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
@@ -136,8 +130,12 @@ def _keep_state(
     return rewrite(grads, step), state
 
 
-def _each(change: Callable[[Tensor], Tensor], grads: Grads) -> Grads:
-    return [None if g is None else change(g) for g in grads]
+def _by(
+    name: str, number: Number, change: Callable[..., Tensor], grads: Grads, step: Tensor
+) -> Grads:
+    """Change each gradient by a hyperparameter of that name."""
+    now = resolve(name, number, step)
+    return [None if g is None else change(g, now) for g in grads]
 
 
 def clip_value(limit: Number) -> GradientTransform:
@@ -155,18 +153,13 @@ def clip_value(limit: Number) -> GradientTransform:
     >>> opt.step(p, torch.tensor([0.5, -3.0]), opt.init(p))[0]
     tensor([-0.5000,  1.0000])
     """
-    check_positive("clipping limit", "limit", limit)
-    return _stateless(partial(_clip_value, limit))
+    check_number("clipping limit", "limit", limit, above=0.0)
+    return _stateless(partial(_by, "limit", limit, _clip_value))
 
 
-def _clip_value(limit: Number, grads: Grads, step: Tensor) -> Grads:
-    bound = resolve("limit", limit, step)
-
-    def clip(g: Tensor) -> Tensor:
-        high = tensor_of(bound, g.dtype, g.device)
-        return g.clamp(-high, high)
-
-    return _each(clip, grads)
+def _clip_value(g: Tensor, limit: Scalar) -> Tensor:
+    high = tensor_of(limit, g.dtype, g.device)
+    return g.clamp(-high, high)
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:
@@ -186,17 +179,12 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
     >>> opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))[0]
     tensor([-0.6000, -0.8000])
     """
-    check_positive("clipping norm", "max_norm", max_norm)
-    return _stateless(partial(_clip_param_norm, max_norm))
+    check_number("clipping norm", "max_norm", max_norm, above=0.0)
+    return _stateless(partial(_by, "max_norm", max_norm, _clip_param_norm))
 
 
-def _clip_param_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
-    limit = resolve("max_norm", max_norm, step)
-
-    def clip(g: Tensor) -> Tensor:
-        return clip_factor(like(limit, g), norm(g)) * g
-
-    return _each(clip, grads)
+def _clip_param_norm(g: Tensor, max_norm: Scalar) -> Tensor:
+    return clip_factor(like(max_norm, g), norm(g)) * g
 
 
 def clip_global_norm(max_norm: Number) -> GradientTransform:
@@ -222,7 +210,7 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
     >>> opt.step(p, [torch.tensor([3.0]), torch.tensor([4.0])], opt.init(p))[0]
     [tensor([-0.6000]), tensor([-0.8000])]
     """
-    check_positive("clipping norm", "max_norm", max_norm)
+    check_number("clipping norm", "max_norm", max_norm, above=0.0)
     return _stateless(partial(_clip_global_norm, max_norm))
 
 
@@ -232,7 +220,7 @@ def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
         return grads
     total = total_norm(norms)
     factor = clip_factor(like(resolve("max_norm", max_norm, step), total), total)
-    return _each(lambda g: like(factor, g) * g, grads)
+    return [None if g is None else like(factor, g) * g for g in grads]
 
 
 def centralize() -> GradientTransform:
@@ -258,13 +246,10 @@ def centralize() -> GradientTransform:
 
 def _centralize(grads: Grads, step: Tensor) -> Grads:
     del step
-
-    def center(g: Tensor) -> Tensor:
-        if g.dim() < 2:
-            return g
-        return g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
-
-    return _each(center, grads)
+    return [
+        g if g is None or g.dim() < 2 else g - g.mean([*range(1, g.dim())], keepdim=True)
+        for g in grads
+    ]
 
 
 class NoiseState(NamedTuple):
@@ -305,7 +290,7 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
     >>> torch.equal(first, again)
     True
     """
-    check_positive("noise", "std", std)
+    check_number("noise", "std", std, above=0.0)
     _check_seed(seed)
     return GradientTransform(partial(_init_noise, seed), partial(_add_noise, std))
 

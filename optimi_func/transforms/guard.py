@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_whole
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
 from optimi_func.transforms._trees import Around, Trees, choose_tree, count_from
 
@@ -87,11 +88,5 @@ def apply_if_finite(
     >>> p, state.skipped, state.inner.step
     (tensor([1., 1.]), tensor(1.), tensor(0.))
     """
-    if max_consecutive is not None and (
-        type(max_consecutive) is not int or max_consecutive < 0
-    ):
-        raise ValueError(
-            f"max_consecutive={max_consecutive!r}: allowed are whole numbers from 0, and "
-            "None"
-        )
+    check_whole("max_consecutive", max_consecutive, 0, none=True)
     return Guard(check_pure("apply_if_finite", optimizer, ""), max_consecutive)

@@ -1,7 +1,6 @@
 """`inject`: hyperparameters in the state, to read, set, batch and differentiate."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,7 +40,8 @@ class Injected(Around[InjectState], state=InjectState, name="inject"):
         state = self.checked(state)
         numbers = _numbers(self.optimizer)
         _check_hyper(numbers, state.hyper)
-        params, inner = self._bind(state.hyper).step(params, grads, state.inner)
+        now = replace(self.optimizer, **state.hyper)
+        params, inner = now.step(params, grads, state.inner)
         step = inner.step.detach()
         hyper = {k: _next(k, x, state.hyper[k], step) for k, x in numbers.items()}
         return params, InjectState(hyper, inner)
@@ -50,10 +50,7 @@ class Injected(Around[InjectState], state=InjectState, name="inject"):
         """Return the optimizer's parameters, with the hyperparameters in the state."""
         state = self.checked(state)
         _check_hyper(_numbers(self.optimizer), state.hyper)
-        return self._bind(state.hyper).eval_params(params, state.inner)
-
-    def _bind(self, values: dict[str, Any]) -> FunctionalOptimizer:
-        return dataclasses.replace(self.optimizer, **values)
+        return replace(self.optimizer, **state.hyper).eval_params(params, state.inner)
 
 
 def inject(optimizer: FunctionalOptimizer) -> Injected:

@@ -6,7 +6,7 @@ four random words, so that there is no state to advance.
 """
 
 import math
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -56,9 +56,7 @@ def normals(
             kinds.setdefault((x.dtype, x.device), []).append(i)
     found: list[Tensor | None] = [None] * len(tensors)
     for (dtype, device), places in kinds.items():
-        some = [
-            x for x in tensors if x is not None and (x.dtype, x.device) == (dtype, device)
-        ]
+        some = cast(list[Tensor], [tensors[i] for i in places])
         blocks = [(x.numel() + 3) // 4 for x in some]
         within = torch.cat([torch.arange(n, device=device) for n in blocks])
         which = torch.cat([torch.full_like(within[:n], i) for i, n in zip(places, blocks)])

@@ -35,6 +35,17 @@ def weights(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
+def test_a_model_of_which_the_optimizer_has_no_parameter() -> None:
+    net, copy = model(), model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-3, storage="exact", compile=False)
+    before, masters = weights(copy), model(torch.float32).state_dict()
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        optimizer.master_state_dict(copy)
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        optimizer.load_master_state_dict(copy, {k: x + 1 for k, x in masters.items()})
+    assert all(map(torch.equal, weights(copy), before))
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_master_weights_go_back_as_they_came(storage: Any) -> None:
     net = model()

@@ -563,7 +563,10 @@ def test_z_begins_where_the_parameter_is_at_the_first_step() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"betas": (0.0, 0.9)}, r"Invalid beta1 parameter: betas\[0\]=0.0: .* in \(0, 1\)"),
+        (
+            {"betas": (0.0, 0.9)},
+            r"Invalid beta1 parameter: betas\[0\]=0.0: .* above 0.0 and below 1.0",
+        ),
         ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0"),
         ({"warmup_steps": -1}, "Invalid warmup: warmup_steps=-1"),
         ({"r": -0.5}, "r=-0.5"),

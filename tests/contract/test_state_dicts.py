@@ -65,6 +65,35 @@ def test_names_find_what_was_reordered_and_regrouped() -> None:
     go_on_alike(other, qs, mine, ps)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_names_of_two_modules_in_one_optimizer(apart: bool) -> None:
+    """`[*G.named_parameters(), *D.named_parameters()]` has every name twice."""
+    ps = params()
+    qs, rs = copied(ps), copied(ps)
+    made: list[Any] = []
+    for tensors in (qs, rs):
+        half = len(tensors) // 2
+        pairs = [(f"w{i % half}", x) for i, x in enumerate(tensors)]
+        groups: Any = [{"params": pairs[:half]}, {"params": pairs[half:], "lr": 0.01}]
+        made.append(AdamW(groups if apart else pairs, lr=0.05, **EAGER))
+    train(made[0], qs, 0, 3)
+    with torch.no_grad():
+        for q, r in zip(qs, rs):
+            r.copy_(q)
+    saved = made[0].state_dict()
+    made[1].load_state_dict(saved)
+    for q, r in zip(qs, rs):
+        assert torch.equal(made[0].state[q]["exp_avg"], made[1].state[r]["exp_avg"])
+    train(made[0], qs, 3, 2)
+    train(made[1], rs, 3, 2)
+    assert all(map(torch.equal, qs, rs))
+    other = AdamW([(f"w{i}", r) for i, r in enumerate(rs)], lr=0.05, **EAGER)
+    with pytest.raises(ValueError, match=r"the state has 'w\d' twice.*match='order'"):
+        other.load_state_dict(saved, strict=False)
+    with pytest.raises(ValueError, match=r"the optimizer has 'w\d' twice.*match='order'"):
+        made[1].load_state_dict(other.state_dict(), strict=False)
+
+
 def test_names_that_only_one_side_has() -> None:
     ps = params()
     saved = started(AdamW, list(named(ps).items())[:-1]).state_dict()

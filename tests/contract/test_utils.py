@@ -59,6 +59,20 @@ def test_groups_have_the_names_by_which_the_package_finds_parameters() -> None:
     torch.optim.AdamW(param_groups_weight_decay(model, 0.1))
 
 
+@pytest.mark.parametrize(
+    "model", [nn.Linear(3, 3, bias=False), nn.LayerNorm(3)], ids=["matrices", "vectors"]
+)
+def test_a_group_may_be_empty(model: nn.Module) -> None:
+    """As that without decay is for adapters, which have no biases."""
+    torch.optim.AdamW(param_groups_weight_decay(model, 0.1))
+    optimizer = AdamW(param_groups_weight_decay(model, 0.1), lr=0.1, compile=False)
+    optimizer.init_state()
+    again = AdamW(param_groups_weight_decay(model, 0.2), lr=0.2, compile=False)
+    again.load_state_dict(optimizer.state_dict())
+    assert [group["weight_decay"] for group in again.param_groups] == [0.0, 0.1]
+    assert [group["lr"] for group in again.param_groups] == [0.1, 0.1]
+
+
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()

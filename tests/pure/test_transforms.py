@@ -1288,7 +1288,7 @@ def test_averages_differentiate_by_the_first_parameters(debias: bool) -> None:
 
 
 BAD = [
-    (lambda: clip_value(0.0), ValueError, r"limit=0\.0: allowed are numbers above 0"),
+    (lambda: clip_value(0.0), ValueError, r"limit=0\.0: allowed is finite, above 0\.0"),
     (lambda: clip_value(float("inf")), ValueError, "limit=inf"),
     (lambda: clip_param_norm(-1.0), ValueError, r"max_norm=-1\.0"),
     (lambda: clip_global_norm(0), ValueError, "max_norm=0"),

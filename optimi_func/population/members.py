@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import InitOptions, PyTree
+from optimi_func.core.torch_private import level_of
 from optimi_func.population.axes import path, place
 from optimi_func.pure.tree import without_none
 
@@ -135,7 +136,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
         )
     if n is not None:
         return _copies(source, n), {}
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), source), {}
+    return pytree.tree_map_only(Tensor, lambda x: _start(x).clone(), source), {}
 
 
 def _check_trainable(module: nn.Module) -> None:
@@ -149,9 +150,14 @@ def _check_trainable(module: nn.Module) -> None:
             )
 
 
+def _start(x: Tensor) -> Tensor:
+    """Return x detached from autograd, but not from a transformation that follows it."""
+    return x.detach() if level_of(x) == -1 else x
+
+
 def _copies(tree: T, n: int) -> T:
     return pytree.tree_map_only(
-        Tensor, lambda x: x.detach().expand(n, *x.shape).clone(), tree
+        Tensor, lambda x: _start(x).expand(n, *x.shape).clone(), tree
     )
 
 
@@ -167,7 +173,7 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
                 )
             if x.dtype == torch.bool or x.is_complex():
                 raise TypeError(f"{path} has dtype {x.dtype}: allowed are real numbers")
-            return (x.expand(n) if x.dim() == 0 else x).detach().clone()
+            return (x.expand(n) if x.dim() == 0 else x).clone()
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             raise TypeError(
                 f"{path}={x!r}: allowed are numbers, and tensors with one for each member. "
@@ -220,7 +226,8 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
         optimizer: An instance such as `AdamW(module.named_parameters())`.
 
     Raises:
-        ValueError: The class lacks a hyperparameter, or see `load_functional`.
+        ValueError: The class lacks a hyperparameter, the population a buffer of the module,
+            or see `load_functional`.
     """
     check_members(members)
     one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
@@ -231,11 +238,24 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
                 f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
                 f"{type(optimizer).__name__}'s param groups, and no trees of them"
             )
+    names_of_buffers(module, one.buffers)
     optimizer.load_functional(one.state, one.params)
     for group in optimizer.param_groups:
         group.update(hyper)
     for name, buffer in module.named_buffers():
         buffer.copy_(one.buffers[name])
+
+
+def names_of_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of a module's buffers. Raise if `buffers` lacks one."""
+    names = [name for name, _ in module.named_buffers()]
+    for name in names:
+        if name not in buffers:
+            raise ValueError(
+                f"buffers lack {name!r} of {type(module).__name__}: a population made "
+                "from the module has it, and its losses take (params, buffers, *data)"
+            )
+    return names
 
 
 def stack(trees: Sequence[T]) -> T:

@@ -249,11 +249,11 @@ def grads_and_value(
 def flatten_params(params: PyTree) -> tuple[list[str], list[Tensor], pytree.TreeSpec]:
     """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
+    if all(x is None for x in tensors):
+        raise ValueError(f"params={params!r} holds no tensor")
     if any(x is None for x in tensors):
         params = without_none(params)
         tensors, spec = pytree.tree_flatten(params)
-    if not tensors:
-        raise ValueError(f"params={params!r} holds no tensor")
     paths = _paths(params, len(tensors))
     for path, p in zip(paths, tensors):
         check_param(path, p)

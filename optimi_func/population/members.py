@@ -134,9 +134,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
             f"source holds {', '.join(kinds)}: allowed are a module, a list of modules, "
             "and a tree of tensors"
         )
-    if n is not None:
-        return _copies(source, n), {}
-    return pytree.tree_map_only(Tensor, lambda x: _start(x).clone(), source), {}
+    return _copies(source, n), {}
 
 
 def _check_trainable(module: nn.Module) -> None:
@@ -150,15 +148,13 @@ def _check_trainable(module: nn.Module) -> None:
             )
 
 
-def _start(x: Tensor) -> Tensor:
-    """Return x detached from autograd, but not from a transformation that follows it."""
-    return x.detach() if level_of(x) == -1 else x
+def _copies(tree: T, n: int | None) -> T:
+    def copy(x: Tensor) -> Tensor:
+        # Within a transformation detach would make its derivative 0.
+        x = x.detach() if level_of(x) == -1 else x
+        return (x if n is None else x.expand(n, *x.shape)).clone()
 
-
-def _copies(tree: T, n: int) -> T:
-    return pytree.tree_map_only(
-        Tensor, lambda x: _start(x).expand(n, *x.shape).clone(), tree
-    )
+    return pytree.tree_map_only(Tensor, copy, tree)
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
@@ -226,8 +222,7 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
         optimizer: An instance such as `AdamW(module.named_parameters())`.
 
     Raises:
-        ValueError: The class lacks a hyperparameter, the population a buffer of the module,
-            or see `load_functional`.
+        ValueError: A hyperparameter or buffer is missing, or see `load_functional`.
     """
     check_members(members)
     one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
@@ -238,24 +233,14 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
                 f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
                 f"{type(optimizer).__name__}'s param groups, and no trees of them"
             )
-    names_of_buffers(module, one.buffers)
+    lacking = [name for name, _ in module.named_buffers() if name not in one.buffers]
+    if lacking:
+        raise ValueError(f"the population has no buffers {lacking} of the module")
     optimizer.load_functional(one.state, one.params)
     for group in optimizer.param_groups:
         group.update(hyper)
     for name, buffer in module.named_buffers():
         buffer.copy_(one.buffers[name])
-
-
-def names_of_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of a module's buffers. Raise if `buffers` lacks one."""
-    names = [name for name, _ in module.named_buffers()]
-    for name in names:
-        if name not in buffers:
-            raise ValueError(
-                f"buffers lack {name!r} of {type(module).__name__}: a population made "
-                "from the module has it, and its losses take (params, buffers, *data)"
-            )
-    return names
 
 
 def stack(trees: Sequence[T]) -> T:

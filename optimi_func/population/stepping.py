@@ -13,13 +13,7 @@ from torch.func import functional_call
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
-from optimi_func.population.members import (
-    NO_HYPER,
-    Hyper,
-    Population,
-    check_members,
-    names_of_buffers,
-)
+from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
 from optimi_func.pure.tree import grads_and_value
 
 T = TypeVar("T")
@@ -267,7 +261,13 @@ def call_module(
     >>> after["num_batches_tracked"], norm.num_batches_tracked
     (tensor(1), tensor(0))
     """
-    names = names_of_buffers(module, buffers)
+    names = [name for name, _ in module.named_buffers()]
+    for name in names:
+        if name not in buffers:
+            raise ValueError(
+                f"buffers lack {name!r} of {type(module).__name__}: a population made "
+                "from the module has it, and its losses take (params, buffers, *data)"
+            )
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for kind, given, own in (("buffer", buffers, names), ("parameter", params, known)):
         for name in given:

@@ -414,8 +414,8 @@ def _check_scheduled(name: str, number: Any, used: bool) -> None:
             return
     fits = isinstance(value, Real) and not isinstance(value, bool)
     # A limit may be inf for some steps. An lr of inf would fill the parameters with NaN.
-    limit = name in ("limit", "max_norm")
-    if fits and (not used or 0.0 <= float(value) < float("inf") or (limit and value > 0)):
+    most = float("inf") if name in ("limit", "max_norm") else 1.7976931348623157e308
+    if fits and (not used or 0.0 <= float(value) <= most):
         return
     raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
         f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "

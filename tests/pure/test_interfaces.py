@@ -399,7 +399,7 @@ def test_from_a_class_to_a_population_and_back(name: str) -> None:
         population.load_member(odd, 0, other, back)
     named = {k: p.detach() + 1 for k, p in other.named_parameters()}
     without = population.init(getattr(optimi_func, name.lower(), sgd), named, lrs, n=2)
-    with pytest.raises(ValueError, match=r"buffers lack '1\.running_mean' of Sequential"):
+    with pytest.raises(ValueError, match=r"no buffers \['1\.running_mean', "):
         population.load_member(without, 0, other, back)
     assert torch.equal(other.state_dict()["0.weight"], before)
 

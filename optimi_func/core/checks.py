@@ -186,6 +186,9 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
         )
     if g.device != p.device:
         raise ValueError(f"grads{path} is on {g.device}, its parameter on {p.device}")
+    if g is p and torch.compiler.is_exporting():
+        why = "torch.export makes one input of a tensor that is passed twice"
+        raise ValueError(f"grads{path} is its parameter, but {why}")
 
 
 def is_expanded(x: Tensor) -> bool:
@@ -362,8 +365,8 @@ def check_loss(loss: Any) -> None:
     """Raise if the loss is not a floating 0-d tensor."""
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"loss_fn returned {type(loss).__name__}: allowed is a 0-d tensor, or "
-            "(loss, aux) with has_aux=True"
+            f"loss_fn returned {type(loss).__name__}: allowed is a 0-d tensor (in "
+            "population.loss_and_grad with has_aux=True also (loss, aux))"
         )
     if loss.dim() != 0:
         raise ValueError(

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import InitOptions, PyTree
+from optimi_func.core.torch_private import level_of
 from optimi_func.population.axes import path, place
 from optimi_func.pure.tree import without_none
 
@@ -133,9 +134,7 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
             f"source holds {', '.join(kinds)}: allowed are a module, a list of modules, "
             "and a tree of tensors"
         )
-    if n is not None:
-        return _copies(source, n), {}
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), source), {}
+    return _copies(source, n), {}
 
 
 def _check_trainable(module: nn.Module) -> None:
@@ -149,10 +148,13 @@ def _check_trainable(module: nn.Module) -> None:
             )
 
 
-def _copies(tree: T, n: int) -> T:
-    return pytree.tree_map_only(
-        Tensor, lambda x: x.detach().expand(n, *x.shape).clone(), tree
-    )
+def _copies(tree: T, n: int | None) -> T:
+    def copy(x: Tensor) -> Tensor:
+        # Within a transformation detach would make its derivative 0.
+        x = x.detach() if level_of(x) == -1 else x
+        return (x if n is None else x.expand(n, *x.shape)).clone()
+
+    return pytree.tree_map_only(Tensor, copy, tree)
 
 
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
@@ -167,7 +169,7 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
                 )
             if x.dtype == torch.bool or x.is_complex():
                 raise TypeError(f"{path} has dtype {x.dtype}: allowed are real numbers")
-            return (x.expand(n) if x.dim() == 0 else x).detach().clone()
+            return (x.expand(n) if x.dim() == 0 else x).clone()
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             raise TypeError(
                 f"{path}={x!r}: allowed are numbers, and tensors with one for each member. "
@@ -220,7 +222,7 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
         optimizer: An instance such as `AdamW(module.named_parameters())`.
 
     Raises:
-        ValueError: The class lacks a hyperparameter, or see `load_functional`.
+        ValueError: A hyperparameter or buffer is missing, or see `load_functional`.
     """
     check_members(members)
     one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
@@ -231,6 +233,9 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
                 f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
                 f"{type(optimizer).__name__}'s param groups, and no trees of them"
             )
+    lacking = [name for name, _ in module.named_buffers() if name not in one.buffers]
+    if lacking:
+        raise ValueError(f"the population has no buffers {lacking} of the module")
     optimizer.load_functional(one.state, one.params)
     for group in optimizer.param_groups:
         group.update(hyper)

@@ -450,12 +450,13 @@ def _check_scheduled(name: str, number: Any, used: bool) -> None:
         if (value := value_of(number)) is None:
             return
     fits = isinstance(value, Real) and not isinstance(value, bool)
-    # inf is allowed, because a limit may be inf for some steps.
-    if fits and (float(value) >= 0.0 or not used):
+    # A limit may be inf for some steps. An lr of inf would fill the parameters with NaN.
+    most = float("inf") if name in ("limit", "max_norm") else 1.7976931348623157e308
+    if fits and (not used or 0.0 <= float(value) <= most):
         return
     raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
         f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "
-        "and 0-d tensors of them"
+        "(below inf, if not a limit) and 0-d tensors of them"
     )
 
 

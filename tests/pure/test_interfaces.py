@@ -291,6 +291,15 @@ def assert_exports(optimizer: Any, **options: Any) -> None:
         assert_same(end, ends[2])
 
 
+def test_an_export_whose_gradient_is_the_parameter_is_refused() -> None:
+    """torch.export makes one input of the two, and the program moves the gradient."""
+    p = {"w": torch.ones(3)}
+    for optimizer in (sgd(lr=0.1), ema(chain(clip_value(1.0), sgd(lr=0.1)), 0.9)):
+        with pytest.raises(ValueError, match=r"grads.* is its parameter"):
+            torch.export.export(Step(optimizer), (p, p, optimizer.init(p)))
+        optimizer.step(p, p, optimizer.init(p))
+
+
 @pytest.mark.parametrize("name", few(NAMES, ["sgd", "adamw"]))
 def test_exported_steps_save_load_and_run(name: str, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING), warnings.catch_warnings():
@@ -388,6 +397,10 @@ def test_from_a_class_to_a_population_and_back(name: str) -> None:
     before = other.state_dict()["0.weight"].clone()
     with pytest.raises(ValueError, match="'scale'"):
         population.load_member(odd, 0, other, back)
+    named = {k: p.detach() + 1 for k, p in other.named_parameters()}
+    without = population.init(getattr(optimi_func, name.lower(), sgd), named, lrs, n=2)
+    with pytest.raises(ValueError, match=r"no buffers \['1\.running_mean', "):
+        population.load_member(without, 0, other, back)
     assert torch.equal(other.state_dict()["0.weight"], before)
 
 

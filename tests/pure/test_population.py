@@ -256,6 +256,28 @@ def test_one_model_many_times() -> None:
     assert members.hyper["lr"] is not LRS
 
 
+def test_derivatives_go_through_init() -> None:
+    """Members made of a tensor that is differentiated have its derivative, not 0."""
+    grads = {"w": torch.ones(3, 2, dtype=DOUBLE)}
+
+    def end(lr, w, n=3):
+        members = population.init(sgd, {"w": w}, {"lr": lr}, n=n)
+        return (population.step(sgd, members, grads).params["w"] ** 2).sum()
+
+    w = torch.ones(2, dtype=DOUBLE)
+    moved = 1 - LRS
+    by_lr, by_w = torch.func.grad(end, argnums=(0, 1))(LRS, w)
+    torch.testing.assert_close(by_lr, -4 * moved)
+    torch.testing.assert_close(by_w, (2 * moved.sum()).expand(2))
+    stacked = torch.func.grad(end, argnums=1)(LRS, w.expand(3, 2), None)
+    torch.testing.assert_close(stacked, (2 * moved)[:, None].expand(3, 2))
+    torch.testing.assert_close(torch.func.jacfwd(end)(LRS, w), -4 * moved)
+    lrs = LRS.clone().requires_grad_()
+    end(lrs, w).backward()
+    torch.testing.assert_close(lrs.grad, by_lr)
+    assert not end(LRS, w.clone().requires_grad_()).requires_grad
+
+
 def test_shared_or_own_data_and_randomness() -> None:
     model = Net(dropout=0.5)
     members = population.init(sgd, model, {"lr": 0.1}, n=3)

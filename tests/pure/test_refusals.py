@@ -371,6 +371,8 @@ def test_types_are_told_and_no_tensor_is_printed() -> None:
         with pytest.raises(TypeError, match=text) as found:
             call()
         assert "tensor([" not in str(found.value)
+    with pytest.raises(ValueError, match=r"params=\{'w': None\} holds no tensor"):
+        adamw_init({"w": None})
     with pytest.raises(Exception, match=r"is a dict, which is neither a tensor nor None"):
         torch.compile(
             lambda p: adamw_step(p, {"w": p}, state, lr=0.1),

@@ -1,6 +1,7 @@
 """Transforms kept and given: copies, what schedules return, and state that is stored."""
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -69,6 +70,20 @@ def test_what_a_schedule_may_not_return(name, number, error, text) -> None:
     state = optimizer.init(p)
     with pytest.raises(error, match=f"^{name} is a schedule that {text}"):
         optimizer.step(p, p, state)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "std"])
+@pytest.mark.parametrize("number", [math.inf, torch.tensor(math.inf)], ids=repr)
+def test_only_a_limit_may_be_inf(name, number) -> None:
+    made = {**SCHEDULED, "weight_decay": lambda s: sgd(lr=0.1, weight_decay=s)}
+    p = {"w": torch.ones(2)}
+    optimizer = made[name](lambda step: number)
+    with pytest.raises(ValueError, match=f"^{name} is a schedule that returned inf: .*inf"):
+        optimizer.step(p, p, optimizer.init(p))
+    for limit in ("limit", "max_norm"):
+        optimizer = made[limit](lambda step: number)
+        moved, _ = optimizer.step(p, p, optimizer.init(p))
+        assert torch.equal(moved["w"], torch.full((2,), 0.9))
 
 
 @pytest.mark.parametrize("number", [0.5, np.float32(0.5), torch.tensor(0.5)], ids=repr)

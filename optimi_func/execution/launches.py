@@ -1,7 +1,8 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -203,9 +204,10 @@ class KernelLaunch(Launch):
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
         if isinstance(kernel, TritonListKernel):
-            table = _Table(updates)
-            rest = table.before + table.after
-            self._table = DeviceTable(updates[0].g.device, table.lengths, rest)
+            table = DeviceTable(
+                updates[0].g.device, _lengths(updates), sum(_fixed(updates), array("q"))
+            )
+            self._table = table
 
     def _values(
         self, grads: list[Tensor], packed: list[Packed], means: Tensor | None
@@ -250,25 +252,6 @@ class KernelLaunch(Launch):
         self._kernel.run(values, self._table, addresses(grads))
 
 
-class _Table:
-    """Addresses and lengths of a launch's tensors, as lists of kernels read them.
-
-    The columns are those of the parameters, the gradients, the state and, for a step
-    into new tensors, the results. The gradients' are looked up at each step.
-    """
-
-    def __init__(self, updates: list[Update]) -> None:
-        columns = [*zip(*[u.slot.addresses for u in updates])]
-        columns += zip(*[u.slot.into for u in updates])
-        self.before = array("q", columns[0])
-        self.after = array("q", chain.from_iterable(columns[1:]))
-        self.lengths = array("q", [u.slot.numel for u in updates])
-
-    def joined(self, grads: list[Tensor]) -> "array[int]":
-        """Return all columns."""
-        return self.before + addresses(grads) + self.after
-
-
 class ListLaunch(Launch):
     """Parameters that share a list kernel, which is called once for all.
 
@@ -284,10 +267,16 @@ class ListLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        self._table = _Table(updates)
+        # None: tensors are looked up at each step, and their last addresses are kept.
+        self._fixed = _fixed(updates) if updates[0].slot.addresses else None
+        self._last: array[int] | None = None
         self._dithers = any(self._codes)
         self.host = self._aligned and mean is None
-        lengths = self._table.lengths
+        self._cut(_lengths(updates))
+
+    def _cut(self, lengths: "array[int]") -> None:
+        """Cut rows of these lengths into pieces that are measured."""
+        self._lengths, mean = lengths, self._mean
         # For each piece that is measured, its row and its share of that.
         measured = enumerate(lengths if mean is not None else ())
         starts = [(i, start) for i, n in measured for start in range(0, n, PIECE)]
@@ -298,6 +287,32 @@ class ListLaunch(Launch):
             self._rows = torch.tensor([i for i, _ in starts], device="cpu")
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
+    def _table(self, columns: Columns, grads: list[Tensor]) -> "array[int]":
+        """Return the addresses of all columns: those of the results come last."""
+        if self._fixed is not None:
+            before, after = self._fixed
+            return before + addresses(grads) + after
+        p, *state = self.read(columns)
+        given = [p, grads, *state, *(self.written(columns) if self._into else ())]
+        return addresses(chain.from_iterable(given))
+
+    def _takes_turns(self, table: "array[int]") -> bool:
+        """Return True if two rows would be written to one place."""
+        if self._fixed is not None or self._into or table == self._last:
+            return False
+        count = len(self._lengths)
+        written = table[:count] + table[2 * count :]
+        if count > 1 and len(set(written)) < len(written):
+            return True
+        self._last = table
+        return False
+
+    def _row(self, i: int) -> "ListLaunch":
+        found = copy(self)
+        found.places = [self.places[i]]
+        found._cut(self._lengths[i : i + 1])
+        return found
+
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
         assert self._mean is not None
@@ -306,8 +321,8 @@ class ListLaunch(Launch):
         step = own.stride(0) * own.element_size()
         # They may be copies, so they have to be alive until the kernel has run.
         grads = self.aligned(columns)
-        table = self._table.joined(grads)
-        self._mean.run(own.data_ptr(), table, self._table.lengths, per_piece=step)
+        table = self._table(columns, grads)
+        self._mean.run(own.data_ptr(), table, self._lengths, per_piece=step)
         found = own[:, -self._count :]
         if self._pieces == len(self.places):
             return found
@@ -318,9 +333,16 @@ class ListLaunch(Launch):
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         own, per_row = packed[self._at], 0
+        grads = self.aligned(columns)
+        table = self._table(columns, grads)
+        if self._takes_turns(table):
+            for i in range(len(self.places)):
+                self._row(i).run(
+                    columns, packed, None if means is None else means[i : i + 1]
+                )
+            return
         if self._mean is not None and means is None:
             means = self.measure(columns, packed)
-        grads = self.aligned(columns)
         if means is None and own.on_host:
             values = own.array(self.dtype)
             at, _ = values.buffer_info()
@@ -332,8 +354,7 @@ class ListLaunch(Launch):
             at = values.data_ptr()
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
-        table = self._table.joined(grads)
-        self._kernel.run(at, table, self._table.lengths, per_row=per_row, dither=dither)
+        self._kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
 
 
 class ShardedLaunch(Launch):
@@ -385,6 +406,16 @@ def rows(values: Tensor, last: Tensor) -> Tensor:
     return made
 
 
-def addresses(tensors: list[Tensor]) -> "array[int]":
+def addresses(tensors: Iterable[Tensor]) -> "array[int]":
     """Return the tensors' addresses."""
     return array("q", map(Tensor.data_ptr, tensors))
+
+
+def _fixed(updates: list[Update]) -> "tuple[array[int], array[int]]":
+    """Return the addresses of the parameters, and of all columns after the gradients."""
+    p, *rest = zip(*[u.slot.addresses + u.slot.into for u in updates])
+    return array("q", p), array("q", chain.from_iterable(rest))
+
+
+def _lengths(updates: list[Update]) -> "array[int]":
+    return array("q", [u.slot.numel for u in updates])

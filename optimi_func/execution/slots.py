@@ -17,7 +17,7 @@ class Slot(NamedTuple):
     """
 
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
-    addresses: tuple[int, ...]
+    addresses: tuple[int, ...]  # empty: looked up at each step
     numel: int  # of the local shard
     columns: tuple[int, ...]  # the launch's column of each tensor
     codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
@@ -68,6 +68,7 @@ def make_slots(
     columns: list[list[Any]],
     targets: list[list[Any]],
     shards: list[ShardSpec | None],
+    fixed: bool,
 ) -> list[Slot]:
     """Make the slots of parameters.
 
@@ -77,15 +78,17 @@ def make_slots(
         columns: The local tensors, of which the gradients are not looked at.
         targets: Columns of tensors for the results; empty: in place.
         shards: How each parameter is sharded.
+        fixed: Later steps are of tensors at the same addresses.
     """
     into = targets or [[None] * len(shards)]
     rows = zip(zip(*columns), zip(*into), shards)
-    return [_make_slot(names, fields, *row) for row in rows]
+    return [_make_slot(names, fields, fixed, *row) for row in rows]
 
 
 def _make_slot(
     names: list[str],
     fields: tuple[str, ...],
+    fixed: bool,
     row: tuple[Any, ...],
     into: tuple[Any, ...],
     shard: ShardSpec | None,
@@ -101,7 +104,7 @@ def _make_slot(
     ]
     return Slot(
         tuple([x.dtype for x in tensors]),
-        tuple(map(Tensor.data_ptr, tensors)),
+        tuple(map(Tensor.data_ptr, tensors)) if fixed else (),
         p.numel(),
         present,
         tuple([field not in own for field in fields]),

@@ -105,7 +105,8 @@ class WholeLaunch(Launch):
         own = list(map(self.pick, columns))
         p, grads, *_ = own
         directions = self._empty(p)
-        if list(map(Tensor.data_ptr, directions)) != self._addresses:
+        moved = list(map(Tensor.data_ptr, directions)) != self._addresses
+        if moved and self._facts[0][0].addresses:
             self._prepare(p, grads, directions, dict(enumerate(packed)))
         # Directions come before the state, among the results too.
         for i in (len(own) // 2 + 2, 2) if self._into else (2,):
@@ -180,7 +181,7 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     at, into = d.data_ptr(), slot.into
     return slot._replace(
         dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
-        addresses=(*slot.addresses[:end], at, *slot.addresses[end:]),
+        addresses=slot.addresses and (*slot.addresses[:end], at, *slot.addresses[end:]),
         into=(*into[:end], at, *into[end:]) if into else (),
         columns=(*columns[:end], 2, *columns[end:]),
         codes=(*slot.codes, False),
@@ -194,7 +195,7 @@ def _without_state(slot: Slot) -> Slot:
     columns = [i + (i > 0) for i in slot.columns]
     return slot._replace(
         dtypes=(slot.dtypes[0], *slot.dtypes[end:]),
-        addresses=(slot.addresses[0], *slot.addresses[end:]),
+        addresses=(*slot.addresses[:1], *slot.addresses[end:]),
         into=(*slot.into[:1], *slot.into[end:]),
         columns=(0, *columns[end:]),
         codes=(),

@@ -19,7 +19,7 @@ from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import Plan
+from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.optimizers._groups import (
@@ -49,7 +49,7 @@ class Steps(Checkpoints):
     def _forget(self) -> None:
         """Drop what is kept, which is made again at the next step."""
         self._bound: dict[int, tuple[Any, Any]] = {}
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, ClassPlan] = {}
         self._has_stepped = False
 
     def _factory_of(
@@ -148,7 +148,7 @@ class Steps(Checkpoints):
                     ensure_state(self.state, made, path_of(group, p), p, *how)
                     for p in params
                 ]
-                plan = Plan(bound.rule, capturable, apart, params, entries)
+                plan = ClassPlan(bound.rule, capturable, apart, params, entries)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.distributed:
@@ -174,7 +174,7 @@ class Steps(Checkpoints):
             plan.run, launches, tensors, *inputs, after, moved, write, count
         ), host
 
-    def _keep(self, key: Any, plan: Plan) -> None:
+    def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""
         most = _LISTS + sum([len(group["params"]) for group in self.param_groups])
         while len(self._plans) >= most:

@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -267,16 +266,10 @@ class ListLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        # None: tensors are looked up at each step, and their last addresses are kept.
         self._fixed = _fixed(updates) if updates[0].slot.addresses else None
-        self._last: array[int] | None = None
         self._dithers = any(self._codes)
         self.host = self._aligned and mean is None
-        self._cut(_lengths(updates))
-
-    def _cut(self, lengths: "array[int]") -> None:
-        """Cut rows of these lengths into pieces that are measured."""
-        self._lengths, mean = lengths, self._mean
+        lengths = self._lengths = _lengths(updates)
         # For each piece that is measured, its row and its share of that.
         measured = enumerate(lengths if mean is not None else ())
         starts = [(i, start) for i, n in measured for start in range(0, n, PIECE)]
@@ -295,23 +288,6 @@ class ListLaunch(Launch):
         p, *state = self.read(columns)
         given = [p, grads, *state, *(self.written(columns) if self._into else ())]
         return addresses(chain.from_iterable(given))
-
-    def _takes_turns(self, table: "array[int]") -> bool:
-        """Return True if two rows would be written to one place."""
-        if self._fixed is not None or self._into or table == self._last:
-            return False
-        count = len(self._lengths)
-        written = table[:count] + table[2 * count :]
-        if count > 1 and len(set(written)) < len(written):
-            return True
-        self._last = table
-        return False
-
-    def _row(self, i: int) -> "ListLaunch":
-        found = copy(self)
-        found.places = [self.places[i]]
-        found._cut(self._lengths[i : i + 1])
-        return found
 
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
@@ -335,12 +311,6 @@ class ListLaunch(Launch):
         own, per_row = packed[self._at], 0
         grads = self.aligned(columns)
         table = self._table(columns, grads)
-        if self._takes_turns(table):
-            for i in range(len(self.places)):
-                self._row(i).run(
-                    columns, packed, None if means is None else means[i : i + 1]
-                )
-            return
         if self._mean is not None and means is None:
             means = self.measure(columns, packed)
         if means is None and own.on_host:

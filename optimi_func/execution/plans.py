@@ -28,21 +28,6 @@ _KINDS = 8
 _raw = attrgetter("raw")
 
 
-def make_launches(
-    executor: Executor,
-    rule: Rule[Any, Any],
-    slots: list[Slot],
-    columns: Columns,
-    packed: list[Packed],
-    at: list[int],
-    write: bool,
-) -> list[Launch]:
-    """Plan the launches of a step, and compile their kernels."""
-    rows = enumerate(zip(slots, *columns[:2], at))
-    updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
-    return plan_launches(executor, rule, updates, write)
-
-
 def raise_versions(written: list[Tensor]) -> None:
     """Tell autograd that tensors were written, because kernels write past it.
 
@@ -80,8 +65,8 @@ class Plan:
     ) -> tuple[list[Launch], bool] | None:
         """Return the launches of a step, and True if all are `Launch.host`.
 
-        They are planned and kept if `new` is true. Else they are those of an earlier step
-        with gradients and scalars of the same kind, or None.
+        They are planned, compiled and kept if `new` is true. Else they are those of an
+        earlier step with gradients and scalars of the same kind, or None.
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
@@ -94,7 +79,9 @@ class Plan:
                 if guard.holds(grads):
                     return known
             return None
-        made = make_launches(executor, self.rule, self.slots, columns, packed, at, write)
+        rows = enumerate(zip(self.slots, *columns[:2], at))
+        updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
+        made = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         found = made, all([launch.host for launch in made])

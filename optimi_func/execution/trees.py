@@ -1,10 +1,10 @@
 """The compiled step of a parameter tree, into new tensors or in place."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import attrgetter, is_not
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from optimi_func.execution.executors import Executor
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Columns, run_launches
-from optimi_func.execution.plans import Plan, make_launches, raise_versions
+from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import Packed, pack, scalars_after
 from optimi_func.execution.slots import Slot, make_slots
 from optimi_func.execution.tensors import is_capturing
@@ -33,9 +33,8 @@ from optimi_func.pure import tree as pure_tree
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, LeafState, TreeState
 
-# Kinds of trees whose plans are kept, the last two plans of each.
-_KINDS = 32
-_plans: dict[Any, list["TreePlan"]] = {}
+# Plans that are kept for trees of a kind, besides the one that was made last.
+_LAST = 3
 
 _NONE = type(None)
 _NUMBERS = {float, int, bool, _NONE}
@@ -55,10 +54,7 @@ class TreeStep:
     """
 
     def __init__(
-        self,
-        optimizer: FunctionalOptimizer,
-        tree: FlatTree,
-        executor: Executor,
+        self, optimizer: FunctionalOptimizer, tree: FlatTree, executor: Executor
     ) -> None:
         self._rule, self._tree = optimizer.rule, tree
         self._executor: Executor = executor
@@ -87,68 +83,37 @@ class TreeStep:
         states = [tree.states[i] for i in places]
         params = [tree.leaves[i].p for i in places]
         names, columns = _columns(rule, params, list(grads), states)
-        local = _local([tree.paths[i] for i in places], columns, True)
+        columns = _local([tree.paths[i] for i in places], columns, True)
         shards = list(map(shards_of, params))
-        slots = make_slots(names, rule.state._fields, local, [], shards, True)
+        slots = make_slots(names, rule.state._fields, columns, [], shards, fixed=True)
         at = [self._at[i] for i in places]
         packed, at = pack(rule, self._scalars, at, microbatches, write)
-        launches = make_launches(self._executor, rule, slots, local, packed, at, write)
-        p, _, *rest = local
+        inputs = columns, packed, at
+        found = Plan(rule, slots).launches(self._executor, *inputs, write, new=True)
+        assert found is not None
+        p, _, *rest = columns
         written = [p, *rest] if write else rest[: len(names)]
-        run_launches(launches, local, packed, at, written)
+        run_launches(found[0], *inputs, written)
         if write:
             _advance(states, [self._after[i] for i in places], packed, at)
             # Autograd has not seen that their local shards were written.
-            written += [list(filter(is_distributed, params))]
+            written.append(list(filter(is_distributed, params)))
         raise_versions(_present(written))
 
 
-class TreePlan(Plan):
-    """The launches of a tree's step, kept for trees of its structure and kind of tensors.
+class _Known(NamedTuple):
+    """A plan for trees of one kind."""
 
-    Their addresses may change from step to step.
+    guard: Guard  # of all parameters and their state
+    dtypes: set[torch.dtype]  # of the state
+    plan: Plan
 
-    Args:
-        rule: The rule of all leaves.
-        slots: Of the leaves that move.
-        spec: The tree's structure.
-        tensors: All parameters and their state.
-    """
 
-    def __init__(
-        self,
-        rule: Rule[Any, Any],
-        slots: list[Slot],
-        spec: pytree.TreeSpec,
-        tensors: list[Tensor],
-    ) -> None:
-        super().__init__(rule, slots)
-        self.spec, self._guard = spec, Guard(tensors, addresses=False)
-        self._dtypes = {x.dtype for x in tensors}
-        self._last: tuple[FunctionalOptimizer | None, list[str]] = None, []
-
-    def holds(self, tensors: list[Any]) -> bool:
-        """Return True if these are like those that the plan was made for."""
-        try:
-            return self._guard.holds(tensors)
-        except (TypeError, AttributeError):
-            return False  # one of them is no tensor
-
-    def warn(self, optimizer: FunctionalOptimizer) -> bool:
-        """Warn of likely mistakes. Return True if all hyperparameters are numbers."""
-        last, mistakes = self._last
-        numbers = last is optimizer
-        if not numbers:
-            mistakes = optimizer.likely_mistakes()
-            mistakes += stuck_moments(optimizer.narrow_betas, self._dtypes)
-            own = [optimizer.lr, optimizer.weight_decay, optimizer.max_lr]
-            for x in optimizer.numbers.values():
-                own += x if isinstance(x, tuple) else (x,)
-            numbers = _NUMBERS.issuperset(map(type, own))
-            if numbers:  # else it may hold a tensor
-                self._last = optimizer, mistakes
-        pure_tree.warn(mistakes)
-        return numbers
+@lru_cache(32)
+def _known(key: Any) -> list[_Known]:
+    """Return the last plans for trees of a kind, those used last first."""
+    del key
+    return []
 
 
 def step(
@@ -178,76 +143,77 @@ def _step(
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
     rule, tree = optimizer.rule, None
-    ps: list[Any] = []
-    shape = _flatten(params, ps)
-    gs, states = _matching(rule, shape, grads, state)
-    if not states:
+    leaves = getattr(state, "leaves", None)
+    ps, gs, states = flat = [list[Any](), list[Any](), list[Any]()]
+    shape, *others = map(_flatten, (params, grads, leaves), flat)
+    if others != [shape, shape] or not _are_of(rule, state, states):
         tree = FlatTree.check(rule, params, grads, state)
         ps, gs, states = [leaf.p for leaf in tree.leaves], tree.grads, tree.states
     names, columns = _columns(rule, ps, gs, states)
     running = chain.from_iterable(map(_running, states))
     tensors = [state.step, *running, *_present([ps, *columns[2:]])]
-    key: Any = shape, rule, in_place, len(columns), *names, *map(_missing, columns[1:])
-    kinds = set(map(type, chain.from_iterable(columns)))
+    kinds = set(map(type, [*tensors, *gs]))
     # Transformed tensors, DTensors, and those on a GPU have a new plan at each step.
     kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu and not transform_level()
-    plan = _find(key, tensors) if kept else None
-    if plan is None:
-        tree = tree or FlatTree.check(rule, params, grads, state)
-        _check_capture(tree)
+    key = shape, rule, in_place, len(columns), *names, *map(_missing, columns[1:])
+    known = _known(key) if kept else []
+    found = next((x for x in known if x.guard.holds(tensors)), None)
     moving, places = states, range(len(ps))
-    if _NONE in set(map(type, gs)):
+    if _NONE in kinds:
         places = [i for i, g in enumerate(gs) if g is not None]
         columns = [[column[i] for i in places] for column in columns]
         moving = [states[i] for i in places]
     with kernel_context(state.step.device):
-        p, g, *rest = local = columns
-        results = [] if in_place else [_empty(p), g, *map(_empty, rest)]
-        targets = results
-        if tree is not None and plan is None:
-            local = _local([tree.paths[i] for i in places], columns, in_place)
+        p, g, *rest = columns
+        targets = results = [] if in_place else [_empty(p), g, *map(_empty, rest)]
+        if found is None:
+            tree = tree or FlatTree.check(rule, params, grads, state)
+            _check_capture(tree)
+            columns = _local([tree.paths[i] for i in places], columns, in_place)
             targets = list(map(to_local, results))
-            shards = list(map(shards_of, p))
-            fields = rule.state._fields
-            slots = make_slots(names, fields, local, targets, shards, fixed=not kept)
-            plan = TreePlan(rule, slots, tree.spec, tensors)
-            if kept:
-                _keep(key, plan)
-        assert plan is not None
-        if plan.warn(optimizer) and not rule.running._fields:
-            step = state.step.detach()
-            count = step.item() if step.is_cpu else step
+            rows = columns, targets, list(map(shards_of, p)), in_place or not kept
+            plan = Plan(rule, make_slots(names, rule.state._fields, *rows))
+            moments = chain.from_iterable([leaf.state for leaf in tree.leaves])
+            dtypes = {x.dtype for x in moments if isinstance(x, Tensor)}
+            found = _Known(Guard(tensors, addresses=in_place), dtypes, plan)
+            known[:] = [found, *known[:_LAST]]
+        plan = found.plan
+        stuck = stuck_moments(optimizer.narrow_betas, found.dtypes)
+        pure_tree.warn(optimizer.likely_mistakes() + stuck)
+        if _is_number(optimizer) and not rule.running._fields:
+            count = state.step.item() if state.step.is_cpu else state.step.detach()
             scalars, after = scalars_after(optimizer, [(count, ())], plan.coded)
             at = [0] * len(p)
         else:
-            whole = FlatTree([], plan.spec, cast(Any, ps), gs, state, states)
+            spec = pytree.tree_structure(params)
+            whole = FlatTree([], spec, cast(Any, ps), gs, state, states)
             scalars, at, after = _scalars(optimizer, whole)
             at, after = [at[i] for i in places], [after[i] for i in places]
         packed, at = pack(rule, scalars, at, None, True)
-        inputs = local + targets, packed, at
-        found = plan.launches("kernels", *inputs, True, new=False)
-        if found is None:
+        inputs = columns + targets, packed, at
+        launches = plan.launches("kernels", *inputs, True, new=False)
+        if launches is None:
+            # Gradients of another kind, which no check has seen yet.
             tree = tree or FlatTree.check(rule, params, grads, state)
-            found = plan.launches("kernels", *inputs, True, new=True)
-            assert found is not None
-        p, _, *rest = targets or local
-        run_launches(found[0], *inputs, [p, *rest])
+            launches = plan.launches("kernels", *inputs, True, new=True)
+            assert launches is not None
+        x, _, *written = targets or columns
+        written = [x, *written]
+        run_launches(launches[0], *inputs, written)
         if in_place:
             if rule.running._fields:
                 _advance(moving, after, packed, at)
-            # Autograd has not seen that the local shards of DTensors were written.
-            shared = [] if kept else list(filter(is_distributed, columns[0]))
-            raise_versions(_present([p, *rest, shared]))
+            if not kept:  # Autograd has not seen that their local shards were written.
+                written.append(list(filter(is_distributed, p)))
+            raise_versions(_present(written))
             state.step.add_(1.0)
             return params, state
-        p, _, *rest = results
-        made = _leaf_states(rule, plan.slots, names, rest, moving, after)
-        for i, x, s in zip(places, p, made) if len(p) < len(ps) else ():
-            ps[i], states[i] = x, s
-        if len(p) == len(ps):
-            ps, states = p, made
-        leaves = _unflatten(shape, iter(states))
-        return _unflatten(shape, iter(ps)), TreeState(state.step + 1.0, leaves)
+        x, _, *rest = results
+        made = _leaf_states(rule, plan.slots, len(names), rest, moving, after)
+        for i, new, s in zip(places, x, made):
+            ps[i], states[i] = new, s
+        after_it = TreeState(state.step + 1.0, _unflatten(shape, iter(states)))
+        return _unflatten(shape, iter(ps)), after_it
 
 
 def _flatten(tree: PyTree, found: list[Any]) -> Any:
@@ -283,20 +249,12 @@ def _unflatten(shape: Any, leaves: Iterator[Any]) -> PyTree:
     return dict(zip(label, items)) if kind is dict else kind(items)
 
 
-def _matching(
-    rule: Rule[Any, Any], shape: Any, grads: PyTree, state: TreeState
-) -> tuple[list[Any], list[Any]]:
-    """Return the leaves of gradients and state. There are none if they do not fit."""
-    gs: list[Any] = []
-    states: list[Any] = []
-    fit = type(state) is TreeState and _flatten(grads, gs) == shape
-    if fit and _flatten(state.leaves, states) == shape:
-        kinds = rule.state, rule.running
-        if set(map(type, states)) == {LeafState}:
-            found = [set(map(type, map(f, states))) for f in (_rule_state, _running)]
-            if found == [{kind} for kind in kinds]:
-                return gs, states
-    return [], []
+def _are_of(rule: Rule[Any, Any], state: Any, states: list[Any]) -> bool:
+    """Return True if these are states of a rule's leaves."""
+    if type(state) is not TreeState or set(map(type, states)) != {LeafState}:
+        return False
+    own, running = (set(map(type, map(f, states))) for f in (_rule_state, _running))
+    return own == {rule.state} and running == {rule.running}
 
 
 def _columns(
@@ -326,27 +284,15 @@ def _present(columns: Columns) -> list[Tensor]:
 
 
 def _empty(column: list[Any]) -> list[Any]:
-    if _NONE not in set(map(type, column)):
-        return list(map(torch.empty_like, column))
     return [None if x is None else torch.empty_like(x) for x in column]
 
 
-def _find(key: Any, tensors: list[Any]) -> TreePlan | None:
-    """Return the plan of such tensors; `key` is what they cannot tell."""
-    try:
-        return next((plan for plan in _plans.get(key, ()) if plan.holds(tensors)), None)
-    except TypeError:
-        return None  # the structure has no hash
-
-
-def _keep(key: Any, plan: TreePlan) -> None:
-    """Keep a plan, in the place of the oldest if there are too many."""
-    try:
-        _plans[key] = [plan, *_plans.get(key, ())[:1]]
-    except TypeError:
-        return
-    while len(_plans) > _KINDS:
-        _plans.pop(next(iter(_plans)), None)
+def _is_number(optimizer: FunctionalOptimizer) -> bool:
+    """Return True if no hyperparameter is a tensor, a schedule or a tree."""
+    own = [optimizer.lr, optimizer.weight_decay, optimizer.max_lr]
+    for x in optimizer.numbers.values():
+        own += x if isinstance(x, tuple) else (x,)
+    return _NUMBERS.issuperset(map(type, own))
 
 
 def _local(paths: Sequence[str], columns: Columns, in_place: bool) -> Columns:
@@ -401,22 +347,21 @@ def _advance(
 def _leaf_states(
     rule: Rule[Any, Any],
     slots: list[Slot],
-    names: list[str],
+    count: int,
     rest: Columns,
     states: list[LeafState],
     after: list[Any],
 ) -> list[LeafState]:
-    """Return the states of leaves that moved, of the columns of new tensors."""
-    count = len(names)
+    """Return states of `count` columns of new tensors and of compensations, if any."""
     comps = rest[count] if len(rest) > count else [None] * len(slots)
     rows = zip(*rest[:count]) if count else [()] * len(slots)
     if any([any(slot.codes) for slot in slots]):
-        given = [filter(_is_given, row) for row in rows]
-        own = [state_of(rule.state, x, s.codes) for x, s in zip(given, slots)]
+        given = zip(rows, slots)
+        own = [state_of(rule.state, filter(_is_given, x), s.codes) for x, s in given]
     else:
         own = map(rule.state._make, rows)
     running = map(_running, states)
     if rule.running._fields:
-        places = [s.running[0].device for s in states]
-        running = map(pure_tree.running_tensors, after, places)
+        devices = [s.running[0].device for s in states]
+        running = map(pure_tree.running_tensors, after, devices)
     return list(map(LeafState, own, comps, running))

@@ -147,7 +147,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
         )
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
     around = slot.coded and has_list_kernels(device)
-    if not slot.dense or (around and (slot.into or not can_run(slot))):
+    if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return _plan_eager(rule, updates, write)
     count = count_means(rule, first.scalars.scalars.rates) if write else 0
     made = partial(_kernel, rule, first, write, around, count > 0)
@@ -210,12 +210,11 @@ def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
     run: list[Update] = []
     taken: set[int] = set()
     for u in updates:
-        written = u.slot.into or u.slot.addresses
-        if not taken.isdisjoint(written):
+        if not taken.isdisjoint(u.slot.addresses):
             yield run
             run, taken = [], set()
         run.append(u)
-        taken.update(written)
+        taken.update(u.slot.addresses)
     if run:
         yield run
 

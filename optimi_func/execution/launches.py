@@ -61,7 +61,7 @@ def alike(updates: list[Update]) -> list[list[Update]]:
     for u in updates:
         slot = u.slot
         if slot.numel:
-            tensors = slot.dtypes, slot.columns, slot.dense, bool(slot.into)
+            tensors = slot.dtypes, slot.columns, slot.dense
             kind = *tensors, u.plain, u.g.dtype, u.g.device, u.at
             groups.setdefault(kind, []).append(u)
     return list(groups.values())
@@ -83,7 +83,11 @@ class Launch:
         self._at = first.at
         self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
         self._columns, self._codes = first.slot.columns, first.slot.codes
-        self._into = bool(first.slot.into)
+        self._in_place = first.slot.in_place
+        self._lengths = array("q", [u.slot.numel for u in updates])
+        # The addresses of the parameters, and those of all columns after the gradients.
+        p, *rest = zip(*[u.slot.addresses for u in updates]) if self._in_place else [()]
+        self._fixed = array("q", p), array("q", chain.from_iterable(rest))
         self._aligned = all([u.aligned for u in updates])
 
     def pick(self, items: list[T]) -> list[T]:
@@ -98,7 +102,14 @@ class Launch:
 
     def written(self, columns: Columns) -> Columns:
         """Pick those that it writes."""
-        return self.read(columns[len(columns) // 2 :] if self._into else columns)
+        return self.read(columns if self._in_place else columns[len(columns) // 2 :])
+
+    def addresses(self, columns: Columns) -> "tuple[array[int], array[int]]":
+        """Return the addresses before those of the gradients, and those after them."""
+        if self._in_place:
+            return self._fixed
+        p, *rest = self.read(columns) + self.written(columns)
+        return addresses(p), addresses(chain.from_iterable(rest))
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
@@ -202,11 +213,7 @@ class KernelLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        if isinstance(kernel, TritonListKernel):
-            table = DeviceTable(
-                updates[0].g.device, _lengths(updates), sum(_fixed(updates), array("q"))
-            )
-            self._table = table
+        self._table: DeviceTable | None = None
 
     def _values(
         self, grads: list[Tensor], packed: list[Packed], means: Tensor | None
@@ -224,7 +231,7 @@ class KernelLaunch(Launch):
     ) -> None:
         p, *state = self.read(columns)
         given = [p, grads, *state]
-        if self._into:
+        if not self._in_place:
             given += self.written(columns)
         for row, *tensors in zip(values, *given):
             for kernel in kernels:
@@ -248,7 +255,12 @@ class KernelLaunch(Launch):
             return
         if measures:
             self._call(columns, grads, values, *measures)
-        self._kernel.run(values, self._table, addresses(grads))
+        table = self._table
+        if table is None or not self._in_place:
+            before, after = self.addresses(columns)
+            table = DeviceTable(grads[0].device, self._lengths, before + after)
+            self._table = table
+        self._kernel.run(values, table, addresses(grads))
 
 
 class ListLaunch(Launch):
@@ -266,10 +278,9 @@ class ListLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        self._fixed = _fixed(updates) if updates[0].slot.addresses else None
         self._dithers = any(self._codes)
         self.host = self._aligned and mean is None
-        lengths = self._lengths = _lengths(updates)
+        lengths = self._lengths
         # For each piece that is measured, its row and its share of that.
         measured = enumerate(lengths if mean is not None else ())
         starts = [(i, start) for i, n in measured for start in range(0, n, PIECE)]
@@ -281,13 +292,8 @@ class ListLaunch(Launch):
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
     def _table(self, columns: Columns, grads: list[Tensor]) -> "array[int]":
-        """Return the addresses of all columns: those of the results come last."""
-        if self._fixed is not None:
-            before, after = self._fixed
-            return before + addresses(grads) + after
-        p, *state = self.read(columns)
-        given = [p, grads, *state, *(self.written(columns) if self._into else ())]
-        return addresses(chain.from_iterable(given))
+        before, after = self.addresses(columns)
+        return before + addresses(grads) + after
 
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
@@ -379,13 +385,3 @@ def rows(values: Tensor, last: Tensor) -> Tensor:
 def addresses(tensors: Iterable[Tensor]) -> "array[int]":
     """Return the tensors' addresses."""
     return array("q", map(Tensor.data_ptr, tensors))
-
-
-def _fixed(updates: list[Update]) -> "tuple[array[int], array[int]]":
-    """Return the addresses of the parameters, and of all columns after the gradients."""
-    p, *rest = zip(*[u.slot.addresses + u.slot.into for u in updates])
-    return array("q", p), array("q", chain.from_iterable(rest))
-
-
-def _lengths(updates: list[Update]) -> "array[int]":
-    return array("q", [u.slot.numel for u in updates])

@@ -133,7 +133,7 @@ class ClassPlan(Plan):
         names = [name for name in every if name != "kahan_comp"]
         shards = list(map(shards_of, params))
         columns = self.columns(tensors, [None] * len(params))
-        slots = make_slots(names, fields, columns, [], shards, fixed=True)
+        slots = make_slots(names, fields, columns, [], shards)
         super().__init__(rule, slots)
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:

@@ -17,14 +17,18 @@ class Slot(NamedTuple):
     """
 
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
-    addresses: tuple[int, ...]  # empty: looked up at each step
+    addresses: tuple[int, ...]  # empty: results go to new tensors at each step
     numel: int  # of the local shard
     columns: tuple[int, ...]  # the launch's column of each tensor
     codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
     shard: ShardSpec | None  # None if the whole parameter is local
-    into: tuple[int, ...] = ()  # addresses of the results; empty: in place
+
+    @property
+    def in_place(self) -> bool:
+        """Return True if the results replace what they are computed from."""
+        return bool(self.addresses)
 
     @property
     def compensated(self) -> bool:
@@ -68,7 +72,6 @@ def make_slots(
     columns: list[list[Any]],
     targets: list[list[Any]],
     shards: list[ShardSpec | None],
-    fixed: bool,
 ) -> list[Slot]:
     """Make the slots of parameters.
 
@@ -78,17 +81,15 @@ def make_slots(
         columns: The local tensors, of which the gradients are not looked at.
         targets: Columns of tensors for the results; empty: in place.
         shards: How each parameter is sharded.
-        fixed: Later steps are of tensors at the same addresses.
     """
     into = targets or [[None] * len(shards)]
     rows = zip(zip(*columns), zip(*into), shards)
-    return [_make_slot(names, fields, fixed, *row) for row in rows]
+    return [_make_slot(names, fields, *row) for row in rows]
 
 
 def _make_slot(
     names: list[str],
     fields: tuple[str, ...],
-    fixed: bool,
     row: tuple[Any, ...],
     into: tuple[Any, ...],
     shard: ShardSpec | None,
@@ -104,12 +105,11 @@ def _make_slot(
     ]
     return Slot(
         tuple([x.dtype for x in tensors]),
-        tuple(map(Tensor.data_ptr, tensors)) if fixed else (),
+        () if targets else tuple(map(Tensor.data_ptr, tensors)),
         p.numel(),
         present,
         tuple([field not in own for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
         shard,
-        tuple(map(Tensor.data_ptr, targets)),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,16 +68,10 @@ class TreeStep:
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
     ) -> None:
-        """Update leaves in place by these gradients.
+        """Update leaves, of which `places` are the indices, in place by these gradients.
 
-        Args:
-            places: Indices of the leaves.
-            grads: The gradient of each.
-            microbatches: What each is to its step; None: the whole of it.
-            write: False moves the state alone.
-
-        Raises:
-            ValueError, TypeError: A gradient or leaf that does not fit; before any write.
+        Raises ValueError or TypeError before any write if one does not fit. `microbatches`
+        are what each is to its step, and write=False moves the state alone.
         """
         tree, rule = self._tree, self._rule
         states = [tree.states[i] for i in places]
@@ -85,7 +79,7 @@ class TreeStep:
         names, columns = _columns(rule, params, list(grads), states)
         columns = _local([tree.paths[i] for i in places], columns, True)
         shards = list(map(shards_of, params))
-        slots = make_slots(names, rule.state._fields, columns, [], shards, fixed=True)
+        slots = make_slots(names, rule.state._fields, columns, [], shards)
         at = [self._at[i] for i in places]
         packed, at = pack(rule, self._scalars, at, microbatches, write)
         inputs = columns, packed, at
@@ -101,17 +95,9 @@ class TreeStep:
         raise_versions(_present(written))
 
 
-class _Known(NamedTuple):
-    """A plan for trees of one kind."""
-
-    guard: Guard  # of all parameters and their state
-    dtypes: set[torch.dtype]  # of the state
-    plan: Plan
-
-
 @lru_cache(32)
-def _known(key: Any) -> list[_Known]:
-    """Return the last plans for trees of a kind, those used last first."""
+def _known(key: Any) -> list[tuple[Guard, set[torch.dtype], Plan]]:
+    """Return the latest plans for trees of a kind, with their guard and moments' dtypes."""
     del key
     return []
 
@@ -157,7 +143,7 @@ def _step(
     kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu and not transform_level()
     key = shape, rule, in_place, len(columns), *names, *map(_missing, columns[1:])
     known = _known(key) if kept else []
-    found = next((x for x in known if x.guard.holds(tensors)), None)
+    found = next((x for x in known if x[0].holds(tensors)), None)
     moving, places = states, range(len(ps))
     if _NONE in kinds:
         places = [i for i, g in enumerate(gs) if g is not None]
@@ -171,14 +157,14 @@ def _step(
             _check_capture(tree)
             columns = _local([tree.paths[i] for i in places], columns, in_place)
             targets = list(map(to_local, results))
-            rows = columns, targets, list(map(shards_of, p)), in_place or not kept
+            rows = columns, targets, list(map(shards_of, p))
             plan = Plan(rule, make_slots(names, rule.state._fields, *rows))
             moments = chain.from_iterable([leaf.state for leaf in tree.leaves])
             dtypes = {x.dtype for x in moments if isinstance(x, Tensor)}
-            found = _Known(Guard(tensors, addresses=in_place), dtypes, plan)
+            found = Guard(tensors, addresses=in_place), dtypes, plan
             known[:] = [found, *known[:_LAST]]
-        plan = found.plan
-        stuck = stuck_moments(optimizer.narrow_betas, found.dtypes)
+        _, dtypes, plan = found
+        stuck = stuck_moments(optimizer.narrow_betas, dtypes)
         pure_tree.warn(optimizer.likely_mistakes() + stuck)
         if _is_number(optimizer) and not rule.running._fields:
             count = state.step.item() if state.step.is_cpu else state.step.detach()

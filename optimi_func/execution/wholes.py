@@ -106,10 +106,10 @@ class WholeLaunch(Launch):
         p, grads, *_ = own
         directions = self._empty(p)
         moved = list(map(Tensor.data_ptr, directions)) != self._addresses
-        if moved and self._facts[0][0].addresses:
+        if moved and self._in_place:
             self._prepare(p, grads, directions, dict(enumerate(packed)))
         # Directions come before the state, among the results too.
-        for i in (len(own) // 2 + 2, 2) if self._into else (2,):
+        for i in (len(own) // 2 + 2, 2) if not self._in_place else (2,):
             own.insert(i, directions)
         for launch in self._before:
             launch.run(own, packed, None)
@@ -178,11 +178,10 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     """Return the slot with the direction as the last field of its state."""
     end = len(slot.dtypes) - slot.compensated
     columns = [i + (i > 0) for i in slot.columns]
-    at, into = d.data_ptr(), slot.into
+    before, after = slot.addresses[:end], slot.addresses[end:]
     return slot._replace(
         dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
-        addresses=slot.addresses and (*slot.addresses[:end], at, *slot.addresses[end:]),
-        into=(*into[:end], at, *into[end:]) if into else (),
+        addresses=(*before, d.data_ptr(), *after) if slot.in_place else (),
         columns=(*columns[:end], 2, *columns[end:]),
         codes=(*slot.codes, False),
         dense=slot.dense and same_order(p, d),
@@ -196,7 +195,6 @@ def _without_state(slot: Slot) -> Slot:
     return slot._replace(
         dtypes=(slot.dtypes[0], *slot.dtypes[end:]),
         addresses=(*slot.addresses[:1], *slot.addresses[end:]),
-        into=(*slot.into[:1], *slot.into[end:]),
         columns=(0, *columns[end:]),
         codes=(),
     )

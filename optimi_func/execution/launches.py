@@ -70,8 +70,7 @@ def alike(updates: list[Update]) -> list[list[Update]]:
 class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`.
 
-    Args:
-        updates: Updates of one kind (see `alike`) in ascending order.
+    It is made of updates of one kind (see `alike`) in ascending order.
     """
 
     host = False  # with scalars on the host, `run` calls no operation of torch
@@ -255,22 +254,16 @@ class KernelLaunch(Launch):
             return
         if measures:
             self._call(columns, grads, values, *measures)
-        table = self._table
-        if table is None or not self._in_place:
+        if self._table is None or not self._in_place:
             before, after = self.addresses(columns)
-            table = DeviceTable(grads[0].device, self._lengths, before + after)
-            self._table = table
-        self._kernel.run(values, table, addresses(grads))
+            self._table = DeviceTable(grads[0].device, self._lengths, before + after)
+        self._kernel.run(values, self._table, addresses(grads))
 
 
 class ListLaunch(Launch):
     """Parameters that share a list kernel, which is called once for all.
 
-    Args:
-        kernel: Updates a parameter; with means, it reads them after the scalars.
-        mean: Measures pieces of parameters; None if there are no means.
-        count: Number of means.
-        updates: Updates of one kind.
+    Its arguments are those of KernelLaunch, but `mean` measures pieces of parameters.
     """
 
     def __init__(

@@ -36,17 +36,11 @@ def raise_versions(written: list[Tensor]) -> None:
     try:
         torch.autograd.graph.increment_version(written)
     except RuntimeError:  # an inference tensor has no version
-        own = [x for x in written if not x.is_inference()]
-        torch.autograd.graph.increment_version(own)
+        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
 class Plan:
-    """The launches of a list of parameters, for each kind of gradients and scalars.
-
-    Args:
-        rule: The rule of all.
-        slots: The parameters.
-    """
+    """The launches of a list of parameters, for each kind of gradients and scalars."""
 
     def __init__(self, rule: Rule[Any, Any], slots: list[Slot]) -> None:
         self.rule, self.slots = rule, slots
@@ -95,14 +89,8 @@ class ClassPlan(Plan):
 
     Its methods take the parameters' local tensors as `current` returns them, their columns,
     the scalars of a step, and for each parameter the index of its own (`at`). With
-    write=False a step moves the state alone.
-
-    Args:
-        rule: The rule of all.
-        capturable: Their step counts are on their device.
-        apart: Each parameter has counts of its own (see `Counts`).
-        params: The parameters.
-        entries: Their state, complete.
+    write=False a step moves the state alone. Step counts are on the device if `capturable`,
+    and each parameter has counts of its own if `apart` (see `Counts`).
     """
 
     def __init__(

@@ -73,14 +73,10 @@ def make_slots(
     targets: list[list[Any]],
     shards: list[ShardSpec | None],
 ) -> list[Slot]:
-    """Make the slots of parameters.
+    """Make the slots of parameters, of which `columns` are the local tensors.
 
-    Args:
-        names: Names of the state's columns.
-        fields: The rule's fields; a field in codes is two columns.
-        columns: The local tensors, of which the gradients are not looked at.
-        targets: Columns of tensors for the results; empty: in place.
-        shards: How each parameter is sharded.
+    `names` are those of the state's columns, two for a field in codes. `targets` are
+    columns for the results, and empty if the step is in place.
     """
     into = targets or [[None] * len(shards)]
     rows = zip(zip(*columns), zip(*into), shards)

@@ -33,9 +33,6 @@ from optimi_func.pure import tree as pure_tree
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, LeafState, TreeState
 
-# Plans that are kept for trees of a kind, besides the one that was made last.
-_LAST = 3
-
 _NONE = type(None)
 _NUMBERS = {float, int, bool, _NONE}
 _TENSORS = {Tensor, torch.nn.Parameter, _NONE}
@@ -47,10 +44,7 @@ _comp, _is_given = attrgetter("kahan_comp"), partial(is_not, None)
 class TreeStep:
     """One step of a tree's leaves, some at a time. The caller counts it.
 
-    Args:
-        optimizer: Its hyperparameters are read once.
-        tree: The checked trees, at the step that `state` has taken last.
-        executor: What runs the updates.
+    Hyperparameters are read once. The tree's state is that of the step before.
     """
 
     def __init__(
@@ -96,9 +90,8 @@ class TreeStep:
 
 
 @lru_cache(32)
-def _known(key: Any) -> list[tuple[Guard, set[torch.dtype], Plan]]:
-    """Return the latest plans for trees of a kind, with their guard and moments' dtypes."""
-    del key
+def _known(_: Any) -> list[tuple[Guard, set[torch.dtype], Plan]]:
+    """Return the last four plans for trees of a kind: guard, dtypes of moments, plan."""
     return []
 
 
@@ -129,9 +122,9 @@ def _step(
             "transformed one is compiled by torch.compile(optimizer.step)"
         )
     rule, tree = optimizer.rule, None
-    leaves = getattr(state, "leaves", None)
     ps, gs, states = flat = [list[Any](), list[Any](), list[Any]()]
-    shape, *others = map(_flatten, (params, grads, leaves), flat)
+    given = params, grads, getattr(state, "leaves", None)
+    shape, *others = map(_flatten, given, flat)
     if others != [shape, shape] or not _are_of(rule, state, states):
         tree = FlatTree.check(rule, params, grads, state)
         ps, gs, states = [leaf.p for leaf in tree.leaves], tree.grads, tree.states
@@ -139,7 +132,7 @@ def _step(
     running = chain.from_iterable(map(_running, states))
     tensors = [state.step, *running, *_present([ps, *columns[2:]])]
     kinds = set(map(type, [*tensors, *gs]))
-    # Transformed tensors, DTensors, and those on a GPU have a new plan at each step.
+    # Trees of transformed tensors, DTensors or a GPU's have a new plan at each step.
     kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu and not transform_level()
     key = shape, rule, in_place, len(columns), *names, *map(_missing, columns[1:])
     known = _known(key) if kept else []
@@ -161,9 +154,11 @@ def _step(
             plan = Plan(rule, make_slots(names, rule.state._fields, *rows))
             moments = chain.from_iterable([leaf.state for leaf in tree.leaves])
             dtypes = {x.dtype for x in moments if isinstance(x, Tensor)}
-            found = Guard(tensors, addresses=in_place), dtypes, plan
-            known[:] = [found, *known[:_LAST]]
-        _, dtypes, plan = found
+            if kept and all([x.is_cpu for x in tensors]):
+                guard = Guard(tensors, addresses=in_place)
+                known[:] = [(guard, dtypes, plan), *known[:3]]
+        else:
+            _, dtypes, plan = found
         stuck = stuck_moments(optimizer.narrow_betas, dtypes)
         pure_tree.warn(optimizer.likely_mistakes() + stuck)
         if _is_number(optimizer) and not rule.running._fields:
@@ -179,7 +174,6 @@ def _step(
         inputs = columns + targets, packed, at
         launches = plan.launches("kernels", *inputs, True, new=False)
         if launches is None:
-            # Gradients of another kind, which no check has seen yet.
             tree = tree or FlatTree.check(rule, params, grads, state)
             launches = plan.launches("kernels", *inputs, True, new=True)
             assert launches is not None
@@ -283,16 +277,14 @@ def _is_number(optimizer: FunctionalOptimizer) -> bool:
 
 def _local(paths: Sequence[str], columns: Columns, in_place: bool) -> Columns:
     """Return the local shards. Raise for leaves and gradients that do not fit."""
-    p, grads, *_ = columns = list(columns)
-    placed: list[Tensor] = []
-    for path, x, g in zip(paths, p, grads):
-        check_placed(path, x)
+    grads: list[Tensor] = []
+    for path, p, g in zip(paths, *columns[:2]):
+        check_placed(path, p)
         if in_place:
-            check_writable(path, *to_local([x]))
-        pure_tree.check_grad(path, x, g)
-        placed.append(redistribute_like(path, x, g))
-    columns[1] = placed
-    return list(map(to_local, columns))
+            check_writable(path, *to_local([p]))
+        pure_tree.check_grad(path, p, g)
+        grads.append(redistribute_like(path, p, g))
+    return list(map(to_local, [columns[0], grads, *columns[2:]]))
 
 
 def _check_capture(tree: FlatTree) -> None:
@@ -342,8 +334,8 @@ def _leaf_states(
     comps = rest[count] if len(rest) > count else [None] * len(slots)
     rows = zip(*rest[:count]) if count else [()] * len(slots)
     if any([any(slot.codes) for slot in slots]):
-        given = zip(rows, slots)
-        own = [state_of(rule.state, filter(_is_given, x), s.codes) for x, s in given]
+        codes = [slot.codes for slot in slots]
+        own = [state_of(rule.state, filter(_is_given, x), c) for x, c in zip(rows, codes)]
     else:
         own = map(rule.state._make, rows)
     running = map(_running, states)

@@ -53,10 +53,7 @@ def _directing(
 class WholeLaunch(Launch):
     """Parameters whose rule maps whole tensors: first pass, map, second pass.
 
-    Args:
-        rule: The rule.
-        updates: In the same order on all processes.
-        plan: Plans the two passes.
+    The updates are in the same order on all processes, and `plan` plans the two passes.
     """
 
     def __init__(self, rule: Rule[Any, Any], updates: list[Update], plan: _Planner) -> None:
@@ -143,10 +140,7 @@ def plan_wholes(
 ) -> list[Launch]:
     """Plan launches of few enough parameters to bound the memory of their directions.
 
-    Args:
-        rule: The rule.
-        updates: In the same order on all processes.
-        plan: Plans elementwise rules.
+    The updates are in the same order on all processes, and `plan` plans elementwise rules.
     """
     together = ELEMENTS
     if all([_batches(u.p) for u in updates]):

@@ -4,7 +4,7 @@ A group is torch.optim's dict of parameters, hyperparameters under torch's names
 options about how the step runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -174,24 +174,6 @@ def tensors_among(keywords: tuple[str, ...], group: Group) -> list[tuple[str, Te
     """Return the hyperparameters of a group that are tensors, with their names."""
     given = [(k, x if isinstance(x := group[k], tuple | list) else (x,)) for k in keywords]
     return [(k, x) for k, xs in given for x in xs if isinstance(x, Tensor)]
-
-
-def bind(
-    factory: Callable[..., FunctionalOptimizer],
-    keywords: tuple[str, ...],
-    group: Group,
-    params: Sequence[Tensor],
-    capturable: bool,
-) -> FunctionalOptimizer:
-    """Return the factory's value for the group's present hyperparameters."""
-    chosen: dict[str, Any] = {}
-    for name in keywords:
-        x = group[name]
-        if isinstance(x, tuple | list):
-            chosen[name] = tuple([as_scalar(y, params, capturable) for y in x])
-        else:
-            chosen[name] = as_scalar(x, params, capturable)
-    return factory(**chosen)
 
 
 def path_of(group: Group, p: Tensor) -> "_Path":

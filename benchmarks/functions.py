@@ -87,8 +87,19 @@ def by_torchopt(params: Tree, grads: Tree) -> Step:
 
 
 def allocate(params: Tree, grads: Tree) -> Step:
-    """New tensors for parameters and two moments, which nothing is written to."""
-    return lambda: [torch.empty_like(p) for p in params.values() for _ in range(3)]
+    """New tensors for parameters and two moments, one element of each page written.
+
+    Memory of large tensors is the system's until then.
+    """
+
+    def step() -> list[Tensor]:
+        made = [torch.empty_like(p) for p in params.values() for _ in range(3)]
+        for x in made:
+            if x.nbytes > 1 << 17:
+                x.as_strided((x.nbytes >> 12,), (4096 // x.element_size(),)).zero_()
+        return made
+
+    return step
 
 
 WAYS: dict[str, Callable[[Tree, Tree], Step]] = {

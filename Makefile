@@ -21,7 +21,7 @@ CPP := $(wildcard optimi_func/execution/cpp/*.cpp)
 DEVICE ?=
 # Of a GPU one question is asked, in minutes, and nowhere else.
 QUESTIONS := $(if $(filter cuda,$(DEVICE)),gpu,step_time scaling foreach_or_loop \
-	host_cost cold_start bandwidth rules_per_byte release accumulation train_step \
+	host_cost functions cold_start bandwidth rules_per_byte release accumulation train_step \
 	population storage plan muon)
 
 .DEFAULT_GOAL := help

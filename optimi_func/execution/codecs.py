@@ -49,14 +49,9 @@ def widens_gradients(slot: Slot, g: Tensor) -> bool:
 
 
 def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Argument]:
-    """Return the columns of each argument of a kernel.
+    """Return the columns of each argument of a kernel, for any slot of its launch.
 
-    Args:
-        slot: Any of the launch. The columns of its table are the parameters, the gradients,
-            the tensors of the state, and the compensations.
-        write: Whether parameters move.
-        moves: False if the kernel only measures means.
-        widens: See `widens_gradients`.
+    Parameters move if `write`, and the kernel does more than to measure if `moves`.
     """
     _, *rest = slot.dtypes
     last = len(slot.dtypes)

@@ -24,9 +24,9 @@ class Counts:
     """The values of the counts, and a check that nothing else has written to them.
 
     Args:
-        flat: The tensors of a plan (see `Plan.current`).
+        given: The tensors of a plan (see `ClassPlan.current`).
         rows: Number of parameters.
-        width: Tensors of each parameter in `flat`, without itself.
+        width: Tensors of each parameter in `given`, without itself.
         counted: How many of them are counts; these come first.
         on_host: The host reads and computes them.
         apart: They may differ between parameters, because a flag on the device decides
@@ -35,7 +35,7 @@ class Counts:
 
     def __init__(
         self,
-        flat: list[Any],
+        given: list[Any],
         rows: int,
         width: int,
         counted: int,
@@ -44,7 +44,7 @@ class Counts:
     ) -> None:
         self._rows, self._on_host, self._apart = rows, on_host, apart
         self._slices = [slice(rows + i, None, width) for i in range(counted)]
-        tensors = self.tensors(flat)
+        tensors = self.tensors(given)
         found: list[float] = []
         if on_host:
             found = [x.item() for x in tensors]
@@ -70,21 +70,21 @@ class Counts:
         self.native: Native | None = None  # if C++ reads and writes them
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
 
-    def tensors(self, flat: list[Any]) -> list[Tensor]:
+    def tensors(self, given: list[Any]) -> list[Tensor]:
         """Return the step counts, then the first running scalar of each, and so on."""
-        return [x for own in self._slices for x in flat[own]]
+        return [x for own in self._slices for x in given[own]]
 
-    def hold(self, flat: list[Any]) -> bool:
+    def hold(self, given: list[Any]) -> bool:
         """Return True if nothing else has written to them."""
         if self.native is not None:
             return bool(self.native.counts_hold(*self._tables))
         if self._on_host:
-            return [x.item() for x in self.tensors(flat)] == list(self._expected)
-        return self._apart or list(map(_version, self.tensors(flat))) == self._versions
+            return [x.item() for x in self.tensors(given)] == list(self._expected)
+        return self._apart or list(map(_version, self.tensors(given))) == self._versions
 
-    def now(self, flat: list[Any]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
+    def now(self, given: list[Any]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
         """Return the different counts with their running scalars, numbers or tensors."""
-        values: Sequence[Any] = self._expected if self._on_host else self.tensors(flat)
+        values: Sequence[Any] = self._expected if self._on_host else self.tensors(given)
         rows, end = self._rows, len(values)
         found: list[tuple[Scalar, tuple[Scalar, ...]]] = []
         for i in self._firsts:
@@ -92,17 +92,12 @@ class Counts:
         return found
 
     def advance(
-        self, flat: list[Any], after: list[Any], packed: list[Packed], at: list[int]
+        self, given: list[Any], after: list[Any], packed: list[Packed], at: list[int]
     ) -> None:
         """Count a step; parameters whose `finite` flag is false do not count it.
 
-        Past autograd, if `hold` reads them in C++.
-
-        Args:
-            flat: As in the constructor.
-            after: The running scalars after the step, for the different ones.
-            packed: The scalars of the step.
-            at: For each parameter the index of its own.
+        Past autograd, if `hold` reads them in C++. `after` are the running scalars after
+        the step, for the different ones.
         """
         news: list[Any] = []
         for column in zip(*after):
@@ -112,7 +107,7 @@ class Counts:
                 self._expected[self._rows :] = array("d", news)
             self.native.counts_advance(*self._tables)
             return
-        tensors = self.tensors(flat)
+        tensors = self.tensors(given)
         steps, running = tensors[: self._rows], tensors[self._rows :]
         flags = [packed[i].finite for i in at]
         for i, (x, new) in enumerate(zip(running, news)):

@@ -58,21 +58,12 @@ _Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch
 
 
 def plan_launches(
-    executor: Executor,
-    rule: Rule[Any, Any],
-    updates: list[Update],
-    write: bool,
+    executor: Executor, rule: Rule[Any, Any], updates: list[Update], write: bool
 ) -> list[Launch]:
     """Plan launches of updates, and compile their kernels.
 
-    Args:
-        executor: What runs the updates.
-        rule: Their rule.
-        updates: In the same order on all processes.
-        write: False moves the state alone.
-
-    Raises:
-        Exception: With "kernels" any error of the compiler. Nothing has been written.
+    The updates are in the same order on all processes. With "kernels" any error of the
+    compiler is raised, before anything is written.
     """
     if rule.whole is not None and write:
         return plan_wholes(rule, updates, partial(plan_launches, executor))
@@ -116,7 +107,7 @@ def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list
                 _said_switched_off.add(device)
                 warn_user(
                     f"{error}: the optimizer step for {device} runs eagerly, several "
-                    "times slower. Switch it on, or choose compile=False or foreach=True.",
+                    "times slower. Switch it on, or choose compile=False or foreach=True."
                 )
         except Exception as error:
             _uncompilable.add(device)
@@ -128,7 +119,7 @@ def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list
                 "this process, eagerly, several times slower "
                 f"({type(error).__name__}: {reason}). "
                 "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
-                "for CPU, Triton for CUDA; or choose compile=False or foreach=True.",
+                "for CPU, Triton for CUDA; or choose compile=False or foreach=True."
             )
     return _plan_eager(rule, updates, write)
 
@@ -147,7 +138,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
         )
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
     around = slot.coded and has_list_kernels(device)
-    if not slot.dense or (around and (slot.into or not can_run(slot))):
+    if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return _plan_eager(rule, updates, write)
     count = count_means(rule, first.scalars.scalars.rates) if write else 0
     made = partial(_kernel, rule, first, write, around, count > 0)
@@ -183,15 +174,9 @@ def _kernel(
     has_means: bool,
     measures: bool,
 ) -> Kernel:
-    """Compile a kernel for updates like `u`.
+    """Compile a kernel for updates like `u`; it is called within `codecs` if `around`.
 
-    Args:
-        rule: The rule.
-        u: One of them.
-        write: False moves the state alone.
-        around: The kernel is called within `codecs`.
-        has_means: The step takes two kernels, because it has means.
-        measures: Compile the first of them.
+    A step that has means takes two, of which one measures.
     """
     decodes = u.slot.coded and not around
     key = kernel_key(rule, u.slot, u.g, u.scalars.statics, write, decodes)
@@ -210,12 +195,11 @@ def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
     run: list[Update] = []
     taken: set[int] = set()
     for u in updates:
-        written = u.slot.into or u.slot.addresses
-        if not taken.isdisjoint(written):
+        if not taken.isdisjoint(u.slot.addresses):
             yield run
             run, taken = [], set()
         run.append(u)
-        taken.update(written)
+        taken.update(u.slot.addresses)
     if run:
         yield run
 

@@ -15,12 +15,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
-from optimi_func.execution.launches import (
-    Columns,
-    EagerLaunch,
-    Launch,
-    Update,
-)
+from optimi_func.execution.launches import Columns, EagerLaunch, Launch, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import chunks, leaf_of
 

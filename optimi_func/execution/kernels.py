@@ -84,7 +84,7 @@ def kernel_key(
     """Return the key of the kernel that moves a slot; `decodes` if it is given codes."""
     p, *rest = slot.dtypes if decodes else slot.decoded
     dtypes, codes = (p, g.dtype, *rest), slot.codes if decodes else ()
-    return KernelKey(rule, statics, write, not slot.into, dtypes, g.device, codes=codes)
+    return KernelKey(rule, statics, write, slot.in_place, dtypes, g.device, codes=codes)
 
 
 def has_list_kernels(device: torch.device) -> bool:

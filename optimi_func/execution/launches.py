@@ -1,7 +1,7 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -61,7 +61,7 @@ def alike(updates: list[Update]) -> list[list[Update]]:
     for u in updates:
         slot = u.slot
         if slot.numel:
-            tensors = slot.dtypes, slot.columns, slot.dense, bool(slot.into)
+            tensors = slot.dtypes, slot.columns, slot.dense
             kind = *tensors, u.plain, u.g.dtype, u.g.device, u.at
             groups.setdefault(kind, []).append(u)
     return list(groups.values())
@@ -70,8 +70,7 @@ def alike(updates: list[Update]) -> list[list[Update]]:
 class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`.
 
-    Args:
-        updates: Updates of one kind (see `alike`) in ascending order.
+    It is made of updates of one kind (see `alike`) in ascending order.
     """
 
     host = False  # with scalars on the host, `run` calls no operation of torch
@@ -83,7 +82,11 @@ class Launch:
         self._at = first.at
         self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
         self._columns, self._codes = first.slot.columns, first.slot.codes
-        self._into = bool(first.slot.into)
+        self._in_place = first.slot.in_place
+        self._lengths = array("q", [u.slot.numel for u in updates])
+        # The addresses of the parameters, and those of all columns after the gradients.
+        p, *rest = zip(*[u.slot.addresses for u in updates]) if self._in_place else [()]
+        self._fixed = array("q", p), array("q", chain.from_iterable(rest))
         self._aligned = all([u.aligned for u in updates])
 
     def pick(self, items: list[T]) -> list[T]:
@@ -98,7 +101,14 @@ class Launch:
 
     def written(self, columns: Columns) -> Columns:
         """Pick those that it writes."""
-        return self.read(columns[len(columns) // 2 :] if self._into else columns)
+        return self.read(columns if self._in_place else columns[len(columns) // 2 :])
+
+    def addresses(self, columns: Columns) -> "tuple[array[int], array[int]]":
+        """Return the addresses before those of the gradients, and those after them."""
+        if self._in_place:
+            return self._fixed
+        p, *rest = self.read(columns) + self.written(columns)
+        return addresses(p), addresses(chain.from_iterable(rest))
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
@@ -202,10 +212,7 @@ class KernelLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        if isinstance(kernel, TritonListKernel):
-            table = _Table(updates)
-            rest = table.before + table.after
-            self._table = DeviceTable(updates[0].g.device, table.lengths, rest)
+        self._table: DeviceTable | None = None
 
     def _values(
         self, grads: list[Tensor], packed: list[Packed], means: Tensor | None
@@ -223,7 +230,7 @@ class KernelLaunch(Launch):
     ) -> None:
         p, *state = self.read(columns)
         given = [p, grads, *state]
-        if self._into:
+        if not self._in_place:
             given += self.written(columns)
         for row, *tensors in zip(values, *given):
             for kernel in kernels:
@@ -247,36 +254,16 @@ class KernelLaunch(Launch):
             return
         if measures:
             self._call(columns, grads, values, *measures)
+        if self._table is None or not self._in_place:
+            before, after = self.addresses(columns)
+            self._table = DeviceTable(grads[0].device, self._lengths, before + after)
         self._kernel.run(values, self._table, addresses(grads))
-
-
-class _Table:
-    """Addresses and lengths of a launch's tensors, as lists of kernels read them.
-
-    The columns are those of the parameters, the gradients, the state and, for a step
-    into new tensors, the results. The gradients' are looked up at each step.
-    """
-
-    def __init__(self, updates: list[Update]) -> None:
-        columns = [*zip(*[u.slot.addresses for u in updates])]
-        columns += zip(*[u.slot.into for u in updates])
-        self.before = array("q", columns[0])
-        self.after = array("q", chain.from_iterable(columns[1:]))
-        self.lengths = array("q", [u.slot.numel for u in updates])
-
-    def joined(self, grads: list[Tensor]) -> "array[int]":
-        """Return all columns."""
-        return self.before + addresses(grads) + self.after
 
 
 class ListLaunch(Launch):
     """Parameters that share a list kernel, which is called once for all.
 
-    Args:
-        kernel: Updates a parameter; with means, it reads them after the scalars.
-        mean: Measures pieces of parameters; None if there are no means.
-        count: Number of means.
-        updates: Updates of one kind.
+    Its arguments are those of KernelLaunch, but `mean` measures pieces of parameters.
     """
 
     def __init__(
@@ -284,10 +271,9 @@ class ListLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        self._table = _Table(updates)
         self._dithers = any(self._codes)
         self.host = self._aligned and mean is None
-        lengths = self._table.lengths
+        lengths = self._lengths
         # For each piece that is measured, its row and its share of that.
         measured = enumerate(lengths if mean is not None else ())
         starts = [(i, start) for i, n in measured for start in range(0, n, PIECE)]
@@ -298,6 +284,10 @@ class ListLaunch(Launch):
             self._rows = torch.tensor([i for i, _ in starts], device="cpu")
             self._shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
 
+    def _table(self, columns: Columns, grads: list[Tensor]) -> "array[int]":
+        before, after = self.addresses(columns)
+        return before + addresses(grads) + after
+
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, which depend on neither threads nor the rest of the list."""
         assert self._mean is not None
@@ -306,8 +296,8 @@ class ListLaunch(Launch):
         step = own.stride(0) * own.element_size()
         # They may be copies, so they have to be alive until the kernel has run.
         grads = self.aligned(columns)
-        table = self._table.joined(grads)
-        self._mean.run(own.data_ptr(), table, self._table.lengths, per_piece=step)
+        table = self._table(columns, grads)
+        self._mean.run(own.data_ptr(), table, self._lengths, per_piece=step)
         found = own[:, -self._count :]
         if self._pieces == len(self.places):
             return found
@@ -318,9 +308,10 @@ class ListLaunch(Launch):
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         own, per_row = packed[self._at], 0
+        grads = self.aligned(columns)
+        table = self._table(columns, grads)
         if self._mean is not None and means is None:
             means = self.measure(columns, packed)
-        grads = self.aligned(columns)
         if means is None and own.on_host:
             values = own.array(self.dtype)
             at, _ = values.buffer_info()
@@ -332,8 +323,7 @@ class ListLaunch(Launch):
             at = values.data_ptr()
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
-        table = self._table.joined(grads)
-        self._kernel.run(at, table, self._table.lengths, per_row=per_row, dither=dither)
+        self._kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
 
 
 class ShardedLaunch(Launch):
@@ -385,6 +375,6 @@ def rows(values: Tensor, last: Tensor) -> Tensor:
     return made
 
 
-def addresses(tensors: list[Tensor]) -> "array[int]":
+def addresses(tensors: Iterable[Tensor]) -> "array[int]":
     """Return the tensors' addresses."""
     return array("q", map(Tensor.data_ptr, tensors))

@@ -37,11 +37,7 @@ class ListKernel:
     """
 
     def __init__(
-        self,
-        code: int,
-        roles: list[int],
-        widths: list[int],
-        ours: Sequence[Argument] = (),
+        self, code: int, roles: list[int], widths: list[int], ours: Sequence[Argument] = ()
     ) -> None:
         self._made_of = code, roles, widths
         # C++ reads these arrays by their addresses, so they live as long as the kernel.

@@ -28,44 +28,69 @@ _KINDS = 8
 _raw = attrgetter("raw")
 
 
-def make_launches(
-    executor: Executor,
-    rule: Rule[Any, Any],
-    slots: list[Slot],
-    columns: Columns,
-    packed: list[Packed],
-    at: list[int],
-    write: bool,
-) -> list[Launch]:
-    """Plan the launches of a step, and compile their kernels."""
-    rows = enumerate(zip(slots, *columns[:2], at))
-    updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
-    return plan_launches(executor, rule, updates, write)
-
-
-def raise_versions(written: list[Tensor], inference: bool) -> None:
+def raise_versions(written: list[Tensor]) -> None:
     """Tell autograd that tensors were written, because kernels write past it.
 
     Otherwise a backward that saved one of them would not notice.
     """
-    if inference:
-        written = [x for x in written if not x.is_inference()]  # which have no version
-    torch.autograd.graph.increment_version(written)
+    try:
+        torch.autograd.graph.increment_version(written)
+    except RuntimeError:  # an inference tensor has no version
+        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
 class Plan:
-    """The launches of a list of parameters, for each kind of gradients and scalars.
+    """The launches of a list of parameters, for each kind of gradients and scalars."""
+
+    def __init__(self, rule: Rule[Any, Any], slots: list[Slot]) -> None:
+        self.rule, self.slots = rule, slots
+        self.coded = any([slot.coded for slot in slots])
+        # The last two layouts of gradients, because programs take turns between two.
+        self._known: dict[Any, list[tuple[Guard, tuple[list[Launch], bool]]]] = {}
+
+    def launches(
+        self,
+        executor: Executor,
+        columns: Columns,
+        packed: list[Packed],
+        at: list[int],
+        write: bool,
+        new: bool,
+    ) -> tuple[list[Launch], bool] | None:
+        """Return the launches of a step, and True if all are `Launch.host`.
+
+        They are planned, compiled and kept if `new` is true. Else they are those of an
+        earlier step with gradients and scalars of the same kind, or None.
+        """
+        # A dispatch mode that watches single operations has to see them.
+        watched = any_torch_dispatch_mode_on_stack()
+        grads = columns[1]
+        kind: Any = executor, write, watched, packed[0].statics
+        if len(packed) > 1:
+            kind = *kind, tuple([x.statics for x in packed]), tuple(at)
+        if not new:
+            for guard, known in self._known.get(kind, ()):
+                if guard.holds(grads):
+                    return known
+            return None
+        rows = enumerate(zip(self.slots, *columns[:2], at))
+        updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
+        made = plan_launches(executor, self.rule, updates, write)
+        if len(self._known) >= _KINDS:
+            self._known.clear()
+        found = made, all([launch.host for launch in made])
+        last = self._known.get(kind, [])[:1]
+        self._known[kind] = [(Guard(grads, addresses=False), found), *last]
+        return found
+
+
+class ClassPlan(Plan):
+    """The plan of a class's parameters, which stay where they are.
 
     Its methods take the parameters' local tensors as `current` returns them, their columns,
     the scalars of a step, and for each parameter the index of its own (`at`). With
-    write=False a step moves the state alone.
-
-    Args:
-        rule: The rule of all.
-        capturable: Their step counts are on their device.
-        apart: Each parameter has counts of its own (see `Counts`).
-        params: The parameters.
-        entries: Their state, complete.
+    write=False a step moves the state alone. Step counts are on the device if `capturable`,
+    and each parameter has counts of its own if `apart` (see `Counts`).
     """
 
     def __init__(
@@ -76,7 +101,6 @@ class Plan:
         params: list[Tensor],
         entries: list[dict[str, Any]],
     ) -> None:
-        self.rule = rule
         fields = rule.state._fields
         found = [names_in(fields, entry) for entry in entries]
         self._all = all([some == found[0] for some in found])
@@ -97,11 +121,8 @@ class Plan:
         names = [name for name in every if name != "kahan_comp"]
         shards = list(map(shards_of, params))
         columns = self.columns(tensors, [None] * len(params))
-        self._slots = make_slots(names, fields, columns, [], shards)
-        self._inference = any(map(Tensor.is_inference, self._present(tensors)))
-        self.coded = any([slot.coded for slot in self._slots])
-        # The last two layouts of gradients, because programs take turns between two.
-        self._known: dict[Any, list[tuple[Guard, tuple[list[Launch], bool]]]] = {}
+        slots = make_slots(names, fields, columns, [], shards)
+        super().__init__(rule, slots)
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
@@ -138,39 +159,6 @@ class Plan:
             columns.append([None] * count)
         return columns
 
-    def launches(
-        self,
-        executor: Executor,
-        columns: Columns,
-        packed: list[Packed],
-        at: list[int],
-        write: bool,
-        new: bool,
-    ) -> tuple[list[Launch], bool] | None:
-        """Return the launches of a step, and True if all are `Launch.host`.
-
-        They are planned and kept if `new` is true. Else they are those of an earlier step
-        with gradients and scalars of the same kind, or None.
-        """
-        # A dispatch mode that watches single operations has to see them.
-        watched = any_torch_dispatch_mode_on_stack()
-        grads = columns[1]
-        kind: Any = executor, write, watched, packed[0].statics
-        if len(packed) > 1:
-            kind = *kind, tuple([x.statics for x in packed]), tuple(at)
-        if not new:
-            for guard, known in self._known.get(kind, ()):
-                if guard.holds(grads):
-                    return known
-            return None
-        made = make_launches(executor, self.rule, self._slots, columns, packed, at, write)
-        if len(self._known) >= _KINDS:
-            self._known.clear()
-        found = made, all([launch.host for launch in made])
-        last = self._known.get(kind, [])[:1]
-        self._known[kind] = [(Guard(grads, addresses=False), found), *last]
-        return found
-
     def run(
         self,
         launches: list[Launch],
@@ -197,6 +185,6 @@ class Plan:
         else:
             counts = self.counts.tensors(tensors) if count else []
             written = [x for x in chain(*own, counts, moved) if x is not None]
-        raise_versions(written, self._inference)
+        raise_versions(written)
         if count:
             self.counts.advance(tensors, after, packed, at)

@@ -17,14 +17,18 @@ class Slot(NamedTuple):
     """
 
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
-    addresses: tuple[int, ...]
+    addresses: tuple[int, ...]  # empty: results go to new tensors at each step
     numel: int  # of the local shard
     columns: tuple[int, ...]  # the launch's column of each tensor
     codes: tuple[bool, ...]  # for each field of the state: stored as codes with scales
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
     shard: ShardSpec | None  # None if the whole parameter is local
-    into: tuple[int, ...] = ()  # addresses of the results; empty: in place
+
+    @property
+    def in_place(self) -> bool:
+        """Return True if the results replace what they are computed from."""
+        return bool(self.addresses)
 
     @property
     def compensated(self) -> bool:
@@ -69,14 +73,10 @@ def make_slots(
     targets: list[list[Any]],
     shards: list[ShardSpec | None],
 ) -> list[Slot]:
-    """Make the slots of parameters.
+    """Make the slots of parameters, of which `columns` are the local tensors.
 
-    Args:
-        names: Names of the state's columns.
-        fields: The rule's fields; a field in codes is two columns.
-        columns: The local tensors, of which the gradients are not looked at.
-        targets: Columns of tensors for the results; empty: in place.
-        shards: How each parameter is sharded.
+    `names` are those of the state's columns, two for a field in codes. `targets` are
+    columns for the results, and empty if the step is in place.
     """
     into = targets or [[None] * len(shards)]
     rows = zip(zip(*columns), zip(*into), shards)
@@ -101,12 +101,11 @@ def _make_slot(
     ]
     return Slot(
         tuple([x.dtype for x in tensors]),
-        tuple(map(Tensor.data_ptr, tensors)),
+        () if targets else tuple(map(Tensor.data_ptr, tensors)),
         p.numel(),
         present,
         tuple([field not in own for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
         shard,
-        tuple(map(Tensor.data_ptr, targets)),
     )

@@ -53,10 +53,7 @@ def _directing(
 class WholeLaunch(Launch):
     """Parameters whose rule maps whole tensors: first pass, map, second pass.
 
-    Args:
-        rule: The rule.
-        updates: In the same order on all processes.
-        plan: Plans the two passes.
+    The updates are in the same order on all processes, and `plan` plans the two passes.
     """
 
     def __init__(self, rule: Rule[Any, Any], updates: list[Update], plan: _Planner) -> None:
@@ -105,10 +102,11 @@ class WholeLaunch(Launch):
         own = list(map(self.pick, columns))
         p, grads, *_ = own
         directions = self._empty(p)
-        if list(map(Tensor.data_ptr, directions)) != self._addresses:
+        moved = list(map(Tensor.data_ptr, directions)) != self._addresses
+        if moved and self._in_place:
             self._prepare(p, grads, directions, dict(enumerate(packed)))
         # Directions come before the state, among the results too.
-        for i in (len(own) // 2 + 2, 2) if self._into else (2,):
+        for i in (len(own) // 2 + 2, 2) if not self._in_place else (2,):
             own.insert(i, directions)
         for launch in self._before:
             launch.run(own, packed, None)
@@ -142,10 +140,7 @@ def plan_wholes(
 ) -> list[Launch]:
     """Plan launches of few enough parameters to bound the memory of their directions.
 
-    Args:
-        rule: The rule.
-        updates: In the same order on all processes.
-        plan: Plans elementwise rules.
+    The updates are in the same order on all processes, and `plan` plans elementwise rules.
     """
     together = ELEMENTS
     if all([_batches(u.p) for u in updates]):
@@ -177,11 +172,10 @@ def _with_direction(slot: Slot, p: Tensor, d: Tensor) -> Slot:
     """Return the slot with the direction as the last field of its state."""
     end = len(slot.dtypes) - slot.compensated
     columns = [i + (i > 0) for i in slot.columns]
-    at, into = d.data_ptr(), slot.into
+    before, after = slot.addresses[:end], slot.addresses[end:]
     return slot._replace(
         dtypes=(*slot.dtypes[:end], d.dtype, *slot.dtypes[end:]),
-        addresses=(*slot.addresses[:end], at, *slot.addresses[end:]),
-        into=(*into[:end], at, *into[end:]) if into else (),
+        addresses=(*before, d.data_ptr(), *after) if slot.in_place else (),
         columns=(*columns[:end], 2, *columns[end:]),
         codes=(*slot.codes, False),
         dense=slot.dense and same_order(p, d),
@@ -194,8 +188,7 @@ def _without_state(slot: Slot) -> Slot:
     columns = [i + (i > 0) for i in slot.columns]
     return slot._replace(
         dtypes=(slot.dtypes[0], *slot.dtypes[end:]),
-        addresses=(slot.addresses[0], *slot.addresses[end:]),
-        into=(*slot.into[:1], *slot.into[end:]),
+        addresses=(*slot.addresses[:1], *slot.addresses[end:]),
         columns=(0, *columns[end:]),
         codes=(),
     )

@@ -4,7 +4,7 @@ A group is torch.optim's dict of parameters, hyperparameters under torch's names
 options about how the step runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -173,19 +173,6 @@ def tensors_among(keywords: tuple[str, ...], group: Group) -> list[tuple[str, Te
     """Return the hyperparameters of a group that are tensors, with their names."""
     given = [(k, x if isinstance(x := group[k], tuple | list) else (x,)) for k in keywords]
     return [(k, x) for k, xs in given for x in xs if isinstance(x, Tensor)]
-
-
-def bind(
-    factory: Callable[..., FunctionalOptimizer],
-    keywords: tuple[str, ...],
-    group: Group,
-    params: Sequence[Tensor],
-    capturable: bool,
-) -> FunctionalOptimizer:
-    """Return the factory's value for the group's present hyperparameters."""
-    return factory(
-        **{name: as_scalar(group[name], params, capturable) for name in keywords}
-    )
 
 
 class path_of:

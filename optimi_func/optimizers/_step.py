@@ -19,15 +19,10 @@ from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.plans import Plan
+from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.tensors import is_capturing
-from optimi_func.optimizers._groups import (
-    Group,
-    bind,
-    path_of,
-    tensors_among,
-)
+from optimi_func.optimizers._groups import Group, as_scalar, path_of, tensors_among
 from optimi_func.optimizers._memoryless import step_without_memory
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
@@ -49,7 +44,7 @@ class Steps(Checkpoints):
     def _forget(self) -> None:
         """Drop what is kept, which is made again at the next step."""
         self._bound: dict[int, tuple[Any, Any]] = {}
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, ClassPlan] = {}
         self._has_stepped = False
 
     def _factory_of(
@@ -78,7 +73,13 @@ class Steps(Checkpoints):
                 bound = bound.with_lr(given[0])
                 self._bound[id(group)] = given, bound
                 return bound
-        bound = bind(factory, keywords, group, params, capturable)
+        chosen = {
+            name: tuple([as_scalar(y, params, capturable) for y in x])
+            if isinstance(x, tuple | list)
+            else as_scalar(x, params, capturable)
+            for name, x in zip(keywords, given)
+        }
+        bound = factory(**chosen)
         flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
         mutable = any(isinstance(x, Tensor | list) for x in flat)
         self._bound[id(group)] = None if mutable else given, bound
@@ -87,16 +88,9 @@ class Steps(Checkpoints):
     def _update(self, works: list[_Work], write: bool, count: bool) -> None:
         """Check everything, compile everything, and then write.
 
-        Args:
-            works: Groups, some of their parameters, a gradient for each, and what each is
-                to its step, or None: the whole of it.
-            write: False moves the state alone.
-            count: False: the step goes on, so the step counts stay.
-
-        Raises:
-            ValueError, TypeError: A gradient or a state that does not fit; before any
-                write.
-            RuntimeError: A step that a CUDA graph being captured could not repeat.
+        `works` are groups, some of their parameters, a gradient for each, and what each is
+        to its step, or None if it is the whole of it. write=False moves the state alone,
+        and count=False leaves the step counts, because the step goes on.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
@@ -116,11 +110,10 @@ class Steps(Checkpoints):
     def _prepare(
         self, work: _Work, write: bool, count: bool, made: dict[Tensor, Entry]
     ) -> tuple[Callable[[], None], bool]:
-        """Check and compile a group's update.
+        """Check and compile a group's update, and return the function that runs it.
 
-        Returns:
-            The function that runs it, and True if that calls no operation of torch, so
-            that modes such as autocast do not matter.
+        The second result is True if that calls no operation of torch, so that modes such as
+        autocast do not matter.
         """
         group, params, grads, microbatches = work
         if _is_cuda(params[0]) and is_capturing(params[0].device):
@@ -148,7 +141,7 @@ class Steps(Checkpoints):
                     ensure_state(self.state, made, path_of(group, p), p, *how)
                     for p in params
                 ]
-                plan = Plan(bound.rule, capturable, apart, params, entries)
+                plan = ClassPlan(bound.rule, capturable, apart, params, entries)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.distributed:
@@ -174,7 +167,7 @@ class Steps(Checkpoints):
             plan.run, launches, tensors, *inputs, after, moved, write, count
         ), host
 
-    def _keep(self, key: Any, plan: Plan) -> None:
+    def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""
         most = _LISTS + sum([len(group["params"]) for group in self.param_groups])
         while len(self._plans) >= most:
@@ -229,7 +222,7 @@ def _check_capture(
         warn_user(
             f"a CUDA graph is being captured with lr={group['lr']}, which all its replays "
             "will take: for a schedule make lr a tensor on the parameters' device and "
-            "write to it",
+            "write to it"
         )
 
 

@@ -374,9 +374,9 @@ def test_steps_that_are_repeated_take_new_numbers_and_choices(choice, monkeypatc
     """Two groups; only the second one's choice changes, and back again."""
     ends = []
     prepared: list[int] = []
-    make = plans_.make_launches
+    make = plans_.plan_launches
     monkeypatch.setattr(
-        plans_, "make_launches", lambda *args: prepared.append(1) or make(*args)
+        plans_, "plan_launches", lambda *args: prepared.append(1) or make(*args)
     )
     for way in (WAYS["lists"], EAGER):
         ps = params()

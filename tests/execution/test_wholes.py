@@ -14,7 +14,7 @@ from optimi_func.core.leaf import leaf_step, rates, whole_means
 from optimi_func.core.rule import Leaf, Means, Rule, Scalar, Scalars
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
-from optimi_func.execution.plans import make_launches
+from optimi_func.execution.plans import Plan
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
 from optimi_func.optimizers.sgd import Coeffs, State, accumulate, init, look_ahead
@@ -212,8 +212,10 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
         slots = make_slots(names, State._fields, columns, targets, [None, None])
         there = targets or columns
         with torch.no_grad():
-            launches = make_launches(executor, rule, slots, columns, packed, at, True)
-            run_launches(launches, columns + targets, packed, at, there)
+            inputs = columns + targets, packed, at
+            found = Plan(rule, slots).launches(executor, *inputs, True, new=True)
+            assert found is not None
+            run_launches(found[0], *inputs, there)
         for i, want in enumerate(wanted):
             torch.testing.assert_close(there[0][i], want.p, rtol=1e-2, atol=1e-5)
             buffer = want.state.momentum_buffer

@@ -145,6 +145,15 @@ def test_train_step_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_functions_benchmark(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    out = run("benchmarks/functions.py", "--quick", "--json", str(numbers))
+    cell = json.loads(numbers.read_text())["functions"]["2 x 64"]
+    for way in ("compiled.adamw_step_", "compiled.adamw_step", "adamw_step", "by hand"):
+        assert f" {way} " in out and cell[way]["ratio"] > 0
+
+
+@pytest.mark.soak
 def test_accumulation_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ["--quick", "--json", str(numbers)]

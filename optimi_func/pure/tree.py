@@ -181,7 +181,7 @@ _USUAL = (Tensor, torch.nn.Parameter)
 
 def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:
     """Return True if g and s fit p at first sight: p's dtype, no codes, no compensation."""
-    if not isinstance(s, LeafState) or s.kahan_comp is not None:
+    if g is p or not isinstance(s, LeafState) or s.kahan_comp is not None:
         return False
     if not (isinstance(s.rule_state, rule.state) and isinstance(s.running, rule.running)):
         return False

@@ -199,9 +199,12 @@ class GradientRelease:
         """Copy what another run's handle carried, to go on from there.
 
         Raises:
+            TypeError: state_dict is no dict.
             ValueError: What does not fit this model or these options; nothing is
                 loaded then.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
         saved, runner = dict(state_dict), self._runner
         expected, params = {*self.state_dict()}, runner.params
         if {*saved} != expected:
@@ -264,6 +267,12 @@ class GradientRelease:
                     "gradients that will not move them in this step"
                 )
             self._runner.forget()
+
+    def __repr__(self) -> str:
+        """Return the optimizer's name, the number of parameters and of hooks."""
+        name, count = type(self.optimizer).__name__, len(self.params)
+        hooks = "attached" if self._hooks else "removed"
+        return f"GradientRelease({name}, {count} parameters, hooks {hooks})"
 
     def __enter__(self) -> "GradientRelease":
         return self

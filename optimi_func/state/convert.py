@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import value_of, warn_user
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import (
     check_entry,
@@ -46,7 +46,8 @@ TRAIN_PARAM = "train_param"
 # Fields of this package's and torch's rules. In another rule's entry they are no wrapper's.
 _FIELDS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
-    "mu_product prev_grad slow_param square_avg acc_delta weight_sum".split()
+    "mu_product prev_grad slow_param square_avg acc_delta weight_sum grad_avg sum prev "
+    "step_size eta ax row_var col_var variance".split()
 )
 # Fields that stay in an entry of others when the option that needs them is turned off.
 _TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
@@ -426,11 +427,15 @@ def checked(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
+    count = value_of(entry["step"]) if "step" in entry else None
+    if count is not None and not count >= 0:
+        raise ValueError(f"{root}{path}['step'] is {count}: allowed is at least 0")
     own = {*names, _TURNED_OFF.get(rule.state._fields)}
     strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
     if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
+        held = sorted([k for k, x in saved.items() if x is not None])
         raise ValueError(
-            f"{root}{path} holds {sorted(saved)}: the optimizer needs "
+            f"{root}{path} holds {held}: the optimizer needs "
             f"{sorted({*rule.state._fields, *counted})}"
             + (f", and {strange} are another rule's" if strange else ", or nothing")
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from optimi_func.core.checks import check_module, shown, warn_user
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import own_names
@@ -112,6 +113,7 @@ class Checkpoints(Optimizer):
         return {k: master(p, self.state.get(p, {}).get("kahan_comp")) for k, p in params}
 
     def _params_of(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        check_module("(load_)master_state_dict", model)
         params: dict[str, Tensor] = dict(model.named_parameters())
         if {*params.values()}.isdisjoint(p for g in self.param_groups for p in g["params"]):
             raise ValueError("none of the model's parameters is the optimizer's")
@@ -122,17 +124,27 @@ class Checkpoints(Optimizer):
     ) -> None:
         """Set a model's parameters and their compensations to a `master_state_dict`.
 
+        A state_dict() of the model in float32 fits too: its buffers are not loaded. Warns
+        of parameters that are rounded, because kahan_sum=False keeps no compensation.
+
         Raises:
+            TypeError: A model that is no module, or a state_dict that is no mapping.
             ValueError: Names or shapes that do not fit, or a model none of whose
                 parameters is the optimizer's; nothing is loaded then.
         """
         self.check_train_mode("load_master_state_dict()")
         params = self._params_of(model)
-        if params.keys() != state_dict.keys():
-            raise ValueError(
-                f"state_dict: nothing for {sorted(params.keys() - state_dict.keys())}, and "
-                f"no parameters {sorted(state_dict.keys() - params.keys())}"
-            )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict={shown(state_dict)}: allowed is a dict by name")
+        # A model's own has buffers too, and a tied parameter under each of its names.
+        known = dict(model.named_parameters(remove_duplicate=False)).keys()
+        known |= dict(model.named_buffers(remove_duplicate=False)).keys()
+        lacking = {"nothing for": sorted(params.keys() - state_dict.keys())}
+        lacking["no parameters"] = sorted(state_dict.keys() - known)
+        if any(lacking.values()):
+            said = [f"{text} {names}" for text, names in lacking.items() if names]
+            raise ValueError(f"state_dict: {', and '.join(said)}")
+        state_dict = {name: state_dict[name] for name in params}
         for name, x in state_dict.items():
             if x.shape != params[name].shape:
                 raise ValueError(
@@ -143,6 +155,12 @@ class Checkpoints(Optimizer):
         with torch.no_grad():
             for name, p in params.items():
                 set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
+        bare = {p for p in params.values() if "kahan_comp" not in self.state.get(p, {})}
+        for p in [p for p in bare if p.requires_grad and p.element_size() < 4][:1]:
+            warn_user(
+                f"load_master_state_dict() has rounded weights to {p.dtype}: this optimizer "
+                "has no compensations for them, as with kahan_sum=False"
+            )
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""

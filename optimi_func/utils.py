@@ -23,15 +23,14 @@ def param_groups_weight_decay(
         weight_decay: Decay coefficient of the second group. The optimizer decides what it
             is multiplied by.
         additional_layers: Parameters with one of these strings in their names get no decay.
+            Warns of a string that is in no name.
 
     Returns:
         The group without decay, then the group with it.
 
-    Warns of strings that no name has.
-
     Raises:
         ValueError: weight_decay is negative.
-        TypeError: model is no module, weight_decay no number, or additional_layers is one
+        TypeError: model is no module, weight_decay no number, or additional_layers one
             string, because each letter would be matched.
 
     >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
@@ -85,8 +84,7 @@ def to_low_precision(
         The same model.
 
     Raises:
-        TypeError: model is no module, fp32_modules or fp32_buffers has another type, or
-            dtype is not floating.
+        TypeError: An argument has another type, or dtype is not floating.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     >>> [p.dtype for p in to_low_precision(model).parameters()]

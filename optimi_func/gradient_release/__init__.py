@@ -110,8 +110,7 @@ def prepare_for_gradient_release(
         The handle, whose `remove()` detaches the hooks; a context manager that does so.
 
     Raises:
-        TypeError: A model that is no module, an optimizer of another library, or an option
-            of another type.
+        TypeError: An argument of another type, as an optimizer of another library.
         ValueError: An optimizer without `gradient_release=True`, hooks that exist
             already, a model none of whose parameters it owns, an option out of its
             range, options that exclude each other (`gradient_release.CLIPPING` says

@@ -269,10 +269,12 @@ class GradientRelease:
             self._runner.forget()
 
     def __repr__(self) -> str:
-        """Return the optimizer's name, the number of parameters and of hooks."""
-        name, count = type(self.optimizer).__name__, len(self.params)
-        hooks = "attached" if self._hooks else "removed"
-        return f"GradientRelease({name}, {count} parameters, hooks {hooks})"
+        """Return the optimizer's name, the number of parameters, and if hooks are there."""
+        name, hooks = (
+            type(self.optimizer).__name__,
+            ["removed", "attached"][bool(self._hooks)],
+        )
+        return f"GradientRelease({name}, {len(self.params)} parameters, hooks {hooks})"
 
     def __enter__(self) -> "GradientRelease":
         return self

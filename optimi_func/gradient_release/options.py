@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_flag, check_whole, shown
+from optimi_func.core.checks import check_flag, check_whole
 
 AccumulationMode: TypeAlias = Literal["states", "buffer"]
 How: TypeAlias = Literal["two_pass", "lagged"]
@@ -76,11 +76,10 @@ class ReleaseOptions:
         names = ("clip_param_norm", "clip_value", "clip_global_norm")
         limits: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, limit in limits.items():
-            number = isinstance(limit, Real | Tensor | None) and type(limit) is not bool
+            number = type(limit) is not bool and isinstance(limit, Real | Tensor | None)
             if not number or (limit is not None and not limit > 0):
-                raise (ValueError if number else TypeError)(
-                    f"{name}={shown(limit)}: allowed are positive numbers and None"
-                )
+                said = f"{name}={limit!r}: allowed are positive numbers and None"
+                raise (ValueError if number else TypeError)(said)
         if self.how == "lagged" and self.clip_global_norm is None:
             raise ValueError("how='lagged' says how clip_global_norm clips: pass both")
         if sum(limit is not None for limit in limits.values()) > 1:

@@ -128,7 +128,7 @@ class Checkpoints(Optimizer):
         of parameters that are rounded, because kahan_sum=False keeps no compensation.
 
         Raises:
-            TypeError: A model that is no module, or a state_dict that is no mapping.
+            TypeError: The model is no module, or state_dict no mapping.
             ValueError: Names or shapes that do not fit, or a model none of whose
                 parameters is the optimizer's; nothing is loaded then.
         """
@@ -141,26 +141,23 @@ class Checkpoints(Optimizer):
         known |= dict(model.named_buffers(remove_duplicate=False)).keys()
         lacking = {"nothing for": sorted(params.keys() - state_dict.keys())}
         lacking["no parameters"] = sorted(state_dict.keys() - known)
-        if any(lacking.values()):
-            said = [f"{text} {names}" for text, names in lacking.items() if names]
+        if said := [f"{text} {names}" for text, names in lacking.items() if names]:
             raise ValueError(f"state_dict: {', and '.join(said)}")
-        state_dict = {name: state_dict[name] for name in params}
-        for name, x in state_dict.items():
-            if x.shape != params[name].shape:
+        for name, p in params.items():
+            if (shape := state_dict[name].shape) != p.shape:
                 raise ValueError(
-                    f"state_dict[{name!r}] has shape {tuple(x.shape)}, its parameter "
-                    f"{tuple(params[name].shape)}"
+                    f"state_dict[{name!r}] has shape {tuple(shape)}, its parameter "
+                    f"{tuple(p.shape)}"
                 )
         self.init_state()
+        rounded = False
         with torch.no_grad():
             for name, p in params.items():
-                set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
-        bare = {p for p in params.values() if "kahan_comp" not in self.state.get(p, {})}
-        for p in [p for p in bare if p.requires_grad and p.element_size() < 4][:1]:
-            warn_user(
-                f"load_master_state_dict() has rounded weights to {p.dtype}: this optimizer "
-                "has no compensations for them, as with kahan_sum=False"
-            )
+                rest = self.state.get(p, {}).get("kahan_comp")
+                set_master(p, rest, state_dict[name])
+                rounded |= rest is None and p.requires_grad and p.element_size() < 4
+        if rounded:
+            warn_user("weights without compensation, as with kahan_sum=False, are rounded")
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""

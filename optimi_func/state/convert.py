@@ -178,7 +178,9 @@ def _by_name(
         )
     # Names without an entry, as those of frozen parameters, lose nothing.
     lost = [name for name in report.unexpected if state.get(index[name])]
-    said = {"the state has nothing for": report.missing}
+    pairs = [pair for g in groups for pair in zip(g["param_names"], g["params"])]
+    frozen = {name for name, p in pairs if not p.requires_grad}  # these need no state
+    said = {"the state has nothing for": [x for x in report.missing if x not in frozen]}
     said["the optimizer has no parameters"] = lost
     if strict and any(said.values()):
         sides = ", and ".join(f"{text} {names}" for text, names in said.items() if names)

@@ -100,6 +100,18 @@ def test_step_counts_that_are_missing_or_negative() -> None:
         assert_refused(optimizer, saved, text)
 
 
+def test_a_state_of_adapters_alone_loads_next_to_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    adapters = AdamW(model[1].named_parameters(prefix="1"), lr=0.1, **EAGER)
+    train(adapters, list(model[1].parameters()), range(1))
+    whole, saved = AdamW(model.named_parameters(), lr=0.1, **EAGER), adapters.state_dict()
+    assert_refused(whole, saved, r"the state has nothing for \['0.weight', '0.bias'\]")
+    model[0].requires_grad_(False)
+    assert whole.load_state_dict(saved).missing == ["0.weight", "0.bias"]
+    assert {*whole.state} == {*model[1].parameters()}
+    assert whole.state[model[1].weight]["step"] == 1
+
+
 @pytest.mark.parametrize("source", [*CLASSES, *TORCHS])
 def test_what_loads_is_what_has_the_rules_fields_and_no_others(source: str) -> None:
     ps = params()

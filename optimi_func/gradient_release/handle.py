@@ -199,9 +199,8 @@ class GradientRelease:
         """Copy what another run's handle carried, to go on from there.
 
         Raises:
-            TypeError: state_dict is no dict.
-            ValueError: What does not fit this model or these options; nothing is
-                loaded then.
+            TypeError, ValueError: What does not fit this model or these options; nothing
+                is loaded then.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
@@ -270,11 +269,8 @@ class GradientRelease:
 
     def __repr__(self) -> str:
         """Return the optimizer's name, the number of parameters, and if hooks are there."""
-        name, hooks = (
-            type(self.optimizer).__name__,
-            ["removed", "attached"][bool(self._hooks)],
-        )
-        return f"GradientRelease({name}, {len(self.params)} parameters, hooks {hooks})"
+        name, count = type(self.optimizer).__name__, len(self.params)
+        return f"GradientRelease({name}, {count} parameters, attached={bool(self._hooks)})"
 
     def __enter__(self) -> "GradientRelease":
         return self

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from optimi_func.core.checks import check_module, shown, warn_user
+from optimi_func.core.checks import check_module, shown
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import own_names
@@ -128,9 +128,8 @@ class Checkpoints(Optimizer):
         of parameters that are rounded, because kahan_sum=False keeps no compensation.
 
         Raises:
-            TypeError: The model is no module, or state_dict no mapping.
-            ValueError: Names or shapes that do not fit, or a model none of whose
-                parameters is the optimizer's; nothing is loaded then.
+            TypeError, ValueError: Names, shapes or types that do not fit, or a model none
+                of whose parameters is the optimizer's; nothing is loaded then.
         """
         self.check_train_mode("load_master_state_dict()")
         params = self._params_of(model)
@@ -150,14 +149,9 @@ class Checkpoints(Optimizer):
                     f"{tuple(p.shape)}"
                 )
         self.init_state()
-        rounded = False
         with torch.no_grad():
             for name, p in params.items():
-                rest = self.state.get(p, {}).get("kahan_comp")
-                set_master(p, rest, state_dict[name])
-                rounded |= rest is None and p.requires_grad and p.element_size() < 4
-        if rounded:
-            warn_user("weights without compensation, as with kahan_sum=False, are rounded")
+                set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""

@@ -429,16 +429,14 @@ def checked(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
-    count = value_of(entry["step"]) if "step" in entry else None
-    if count is not None and not count >= 0:
-        raise ValueError(f"{root}{path}['step'] is {count}: allowed is at least 0")
+    if "step" in entry and not (value_of(entry["step"]) or 0.0) >= 0.0:
+        raise ValueError(f"{root}{path}['step'] is {entry['step']}: allowed is at least 0")
     own = {*names, _TURNED_OFF.get(rule.state._fields)}
     strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
     if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
-        held = sorted([k for k, x in saved.items() if x is not None])
         raise ValueError(
-            f"{root}{path} holds {held}: the optimizer needs "
-            f"{sorted({*rule.state._fields, *counted})}"
+            f"{root}{path} holds {sorted([k for k in saved if saved[k] is not None])}: the "
+            f"optimizer needs {sorted({*rule.state._fields, *counted})}"
             + (f", and {strange} are another rule's" if strange else ", or nothing")
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}

@@ -1044,10 +1044,9 @@ def test_arguments_of_other_types() -> None:
     with pytest.raises(TypeError, match="state_dict=None: allowed is a dict"):
         handle.load_state_dict(None)
     count = len(list(model.parameters()))
-    text = f"GradientRelease(AdamW, {count} parameters, hooks attached)"
-    assert repr(handle) == text
+    assert repr(handle) == f"GradientRelease(AdamW, {count} parameters, attached=True)"
     handle.remove()
-    assert repr(handle) == text.replace("attached", "removed")
+    assert "attached=False" in repr(handle)
 
 
 # A pure optimizer behind the hooks

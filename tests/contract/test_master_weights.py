@@ -52,12 +52,12 @@ def test_what_a_models_own_state_dict_has_more() -> None:
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     wide[1].weight = wide[0].weight
-    net = copy.deepcopy(wide).bfloat16()
+    net: Any = copy.deepcopy(wide).bfloat16()
     optimizer = AdamW(net.parameters(), lr=1e-3, storage="exact", compile=False)
     optimizer.load_master_state_dict(net, wide.state_dict())
     loaded = optimizer.master_state_dict(net)
     assert all(torch.equal(loaded[k], p) for k, p in wide.named_parameters())
-    state = wide.state_dict()
+    state: Any = wide.state_dict()
     state["1.bia"] = state.pop("1.bias")
     with pytest.raises(
         ValueError, match=r"for \['1.bias'\], and no parameters \['1.bia'\]$"
@@ -67,8 +67,9 @@ def test_what_a_models_own_state_dict_has_more() -> None:
         optimizer.load_master_state_dict(net, {**wide.state_dict(), "1.bia": torch.ones(4)})
     with pytest.raises(TypeError, match=r"model=a OrderedDict: allowed is a torch\.nn"):
         optimizer.load_master_state_dict(state, net)
+    nothing: Any = None
     with pytest.raises(TypeError, match="state_dict=None: allowed is a dict by name"):
-        optimizer.load_master_state_dict(net, None)
+        optimizer.load_master_state_dict(net, nothing)
 
 
 def test_master_weights_that_no_compensation_could_keep() -> None:

@@ -109,7 +109,7 @@ def test_a_state_of_adapters_alone_loads_next_to_frozen_parameters() -> None:
     model[0].requires_grad_(False)
     assert whole.load_state_dict(saved).missing == ["0.weight", "0.bias"]
     assert {*whole.state} == {*model[1].parameters()}
-    assert whole.state[model[1].weight]["step"] == 1
+    assert whole.state[model[1].get_parameter("weight")]["step"] == 1
 
 
 @pytest.mark.parametrize("source", [*CLASSES, *TORCHS])

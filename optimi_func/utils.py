@@ -30,8 +30,7 @@ def param_groups_weight_decay(
 
     Raises:
         ValueError: weight_decay is negative.
-        TypeError: model is no module, weight_decay no number, or additional_layers one
-            string, because each letter would be matched.
+        TypeError: model is no module, weight_decay no number, or additional_layers a str.
 
     >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
     >>> [([name for name, p in g["params"]], g["weight_decay"]) for g in groups]

@@ -124,8 +124,7 @@ class Checkpoints(Optimizer):
     ) -> None:
         """Set a model's parameters and their compensations to a `master_state_dict`.
 
-        A state_dict() of the model in float32 fits too: its buffers are not loaded. Warns
-        of parameters that are rounded, because kahan_sum=False keeps no compensation.
+        A model's float32 state_dict() fits too. Warns if weights have no compensation.
 
         Raises:
             TypeError, ValueError: Names, shapes or types that do not fit, or a model none

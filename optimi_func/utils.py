@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimi_func.core.checks import check_module, check_number, warn_user
+
 
 def param_groups_weight_decay(
     model: nn.Module,
@@ -21,22 +23,21 @@ def param_groups_weight_decay(
         weight_decay: Decay coefficient of the second group. The optimizer decides what it
             is multiplied by.
         additional_layers: Parameters with one of these strings in their names get no decay.
+            Warns of a string that is in no name.
 
     Returns:
         The group without decay, then the group with it.
 
     Raises:
         ValueError: weight_decay is negative.
-        TypeError: additional_layers is one string, because each letter would be matched.
+        TypeError: model is no module, weight_decay no number, or additional_layers a str.
 
     >>> groups = param_groups_weight_decay(nn.Linear(2, 2), 0.1)
     >>> [([name for name, p in g["params"]], g["weight_decay"]) for g in groups]
     [(['bias'], 0.0), (['weight'], 0.1)]
     """
-    if not weight_decay >= 0.0:
-        raise ValueError(
-            f"Invalid weight decay: weight_decay={weight_decay}: allowed is at least 0"
-        )
+    check_module("param_groups_weight_decay", model)
+    check_number("weight decay", "weight_decay", weight_decay)
     if isinstance(additional_layers, str):
         raise TypeError(
             f"additional_layers={additional_layers!r} is one string: pass a list of them"
@@ -45,6 +46,9 @@ def param_groups_weight_decay(
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": decay} for decay in (0.0, weight_decay)
     ]
+    for word in excluded:
+        if not any(word in name for name, _ in model.named_parameters()):
+            warn_user(f"additional_layers has {word!r}, which is in no parameter's name")
     for name, p in model.named_parameters():
         exempt = p.ndim <= 1 or name.endswith(".bias") or any(x in name for x in excluded)
         if p.requires_grad:
@@ -79,12 +83,13 @@ def to_low_precision(
         The same model.
 
     Raises:
-        TypeError: fp32_modules or fp32_buffers has another type, or dtype is not floating.
+        TypeError: An argument has another type, or dtype is not floating.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     >>> [p.dtype for p in to_low_precision(model).parameters()]
     [torch.float32, torch.bfloat16, torch.bfloat16]
     """
+    check_module("to_low_precision", model)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype={dtype!r}: allowed are floating torch dtypes")
     types = tuple(_listed("fp32_modules", fp32_modules, strings=False))

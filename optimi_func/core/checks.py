@@ -107,6 +107,12 @@ def check_flag(name: str, value: Any, none: bool = False) -> None:
         raise TypeError(f"Invalid {name}: {name}={value!r}: allowed are {allowed}")
 
 
+def check_module(caller: str, model: object) -> None:
+    """Raise if a function's model is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{caller}: model={shown(model)}: allowed is a torch.nn.Module")
+
+
 def value_of(x: Tensor) -> float | None:
     """Return a 0-d tensor's value; None in a trace, or if reading it would wait or fail."""
     if torch.compiler.is_compiling() or x.dim() != 0 or x.device.type != "cpu":

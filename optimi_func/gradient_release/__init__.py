@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import check_flag, check_module, warn_user
 from optimi_func.gradient_release.handle import (
     GradientRelease,
     has_foreign_hooks,
@@ -110,7 +110,7 @@ def prepare_for_gradient_release(
         The handle, whose `remove()` detaches the hooks; a context manager that does so.
 
     Raises:
-        TypeError: An optimizer of another library.
+        TypeError: An argument of another type, as an optimizer of another library.
         ValueError: An optimizer without `gradient_release=True`, hooks that exist
             already, a model none of whose parameters it owns, an option out of its
             range, options that exclude each other (`gradient_release.CLIPPING` says
@@ -136,6 +136,8 @@ def prepare_for_gradient_release(
         *(clip_param_norm, clip_value, clip_global_norm, how),
         *(grad_norm, skip_nonfinite),
     )
+    check_module("prepare_for_gradient_release", model)
+    check_flag("ignore_existing_hooks", ignore_existing_hooks)
     # If the model uses FSDP, the module is imported already; importing it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():

@@ -199,9 +199,11 @@ class GradientRelease:
         """Copy what another run's handle carried, to go on from there.
 
         Raises:
-            ValueError: What does not fit this model or these options; nothing is
-                loaded then.
+            TypeError, ValueError: What does not fit this model or these options; nothing
+                is loaded then.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
         saved, runner = dict(state_dict), self._runner
         expected, params = {*self.state_dict()}, runner.params
         if {*saved} != expected:
@@ -264,6 +266,11 @@ class GradientRelease:
                     "gradients that will not move them in this step"
                 )
             self._runner.forget()
+
+    def __repr__(self) -> str:
+        """Return the optimizer's name, the number of parameters, and if hooks are there."""
+        name, count = type(self.optimizer).__name__, len(self.params)
+        return f"GradientRelease({name}, {count} parameters, attached={bool(self._hooks)})"
 
     def __enter__(self) -> "GradientRelease":
         return self

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from torch import Tensor
 
-from optimi_func.core.checks import check_whole
+from optimi_func.core.checks import check_flag, check_whole
 
 AccumulationMode: TypeAlias = Literal["states", "buffer"]
 How: TypeAlias = Literal["two_pass", "lagged"]
@@ -50,8 +52,9 @@ class ReleaseOptions:
 
     def __post_init__(self) -> None:
         """Raise if no backward could honour these options."""
-        if self.pending_bytes < 0:
-            raise ValueError(f"pending_bytes={self.pending_bytes}: allowed is at least 0")
+        check_whole("pending_bytes", self.pending_bytes, 0)
+        check_flag("grad_norm", self.grad_norm)
+        check_flag("skip_nonfinite", self.skip_nonfinite)
         allowed: dict[str, tuple[Any, ...]] = {
             "how": get_args(How),
             "accumulation": (*get_args(AccumulationMode), None),
@@ -73,8 +76,12 @@ class ReleaseOptions:
         names = ("clip_param_norm", "clip_value", "clip_global_norm")
         limits: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, limit in limits.items():
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name}={limit}: allowed are positive numbers and None")
+            number = type(limit) is not bool and isinstance(limit, Real | Tensor | None)
+            if not number or (limit is not None and not limit > 0):
+                said = f"{name}={limit!r}: allowed are positive numbers and None"
+                raise (ValueError if number else TypeError)(said)
+        if self.how == "lagged" and self.clip_global_norm is None:
+            raise ValueError("how='lagged' says how clip_global_norm clips: pass both")
         if sum(limit is not None for limit in limits.values()) > 1:
             asked = ", ".join(f"{name}={limit}" for name, limit in limits.items())
             raise ValueError(f"{asked}: choose one")

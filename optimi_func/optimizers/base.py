@@ -371,11 +371,11 @@ class BaseOptimizer(Fields, Steps):
         """
         if self.releases:
             raise RuntimeError(
-                "gradient release has applied and freed the gradients in backward: there "
-                "is nothing left for a GradScaler to unscale, or for a trainer to clip. "
-                "Train in bfloat16, which needs no scaler; clip with "
-                "prepare_for_gradient_release(..., clip_global_norm=...), and set the "
-                "trainer's clipping to 0"
+                "gradient release applies and frees gradients in backward, except in "
+                "handle.paused(): it is too late for a GradScaler to unscale them, or for "
+                "a trainer to clip. For a scaler, call handle.remove() and not paused(). "
+                "Train in bfloat16, which needs no scaler; clip with the handle's "
+                "clip_global_norm, and set the trainer's clipping to 0"
             )
         return False
 

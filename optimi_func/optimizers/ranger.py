@@ -75,6 +75,8 @@ class ranger(adam.AdamLikeValue, rule=ranger_rule):
     def check(self) -> None:
         super().check()
         check_number("lookahead period", "k", self.k, least=1.0)
+        if isinstance(self.k, int | float) and self.k % 1:
+            raise ValueError(f"k={self.k}: allowed are whole numbers, of steps")
         check_number("lookahead alpha", "alpha", self.alpha, most=1.0)
 
 

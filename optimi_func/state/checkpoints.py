@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from optimi_func.core.checks import check_module, shown
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import own_names
@@ -112,6 +113,7 @@ class Checkpoints(Optimizer):
         return {k: master(p, self.state.get(p, {}).get("kahan_comp")) for k, p in params}
 
     def _params_of(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        check_module("(load_)master_state_dict", model)
         params: dict[str, Tensor] = dict(model.named_parameters())
         if {*params.values()}.isdisjoint(p for g in self.param_groups for p in g["params"]):
             raise ValueError("none of the model's parameters is the optimizer's")
@@ -122,22 +124,28 @@ class Checkpoints(Optimizer):
     ) -> None:
         """Set a model's parameters and their compensations to a `master_state_dict`.
 
+        A model's float32 state_dict() fits too. Warns if weights have no compensation.
+
         Raises:
-            ValueError: Names or shapes that do not fit, or a model none of whose
-                parameters is the optimizer's; nothing is loaded then.
+            TypeError, ValueError: Names, shapes or types that do not fit, or a model none
+                of whose parameters is the optimizer's; nothing is loaded then.
         """
         self.check_train_mode("load_master_state_dict()")
         params = self._params_of(model)
-        if params.keys() != state_dict.keys():
-            raise ValueError(
-                f"state_dict: nothing for {sorted(params.keys() - state_dict.keys())}, and "
-                f"no parameters {sorted(state_dict.keys() - params.keys())}"
-            )
-        for name, x in state_dict.items():
-            if x.shape != params[name].shape:
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict={shown(state_dict)}: allowed is a dict by name")
+        # A model's own has buffers too, and a tied parameter under each of its names.
+        known = dict(model.named_parameters(remove_duplicate=False)).keys()
+        known |= dict(model.named_buffers(remove_duplicate=False)).keys()
+        lacking = {"nothing for": sorted(params.keys() - state_dict.keys())}
+        lacking["no parameters"] = sorted(state_dict.keys() - known)
+        if said := [f"{text} {names}" for text, names in lacking.items() if names]:
+            raise ValueError(f"state_dict: {', and '.join(said)}")
+        for name, p in params.items():
+            if (shape := state_dict[name].shape) != p.shape:
                 raise ValueError(
-                    f"state_dict[{name!r}] has shape {tuple(x.shape)}, its parameter "
-                    f"{tuple(params[name].shape)}"
+                    f"state_dict[{name!r}] has shape {tuple(shape)}, its parameter "
+                    f"{tuple(p.shape)}"
                 )
         self.init_state()
         with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import value_of, warn_user
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import (
     check_entry,
@@ -46,7 +46,8 @@ TRAIN_PARAM = "train_param"
 # Fields of this package's and torch's rules. In another rule's entry they are no wrapper's.
 _FIELDS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
-    "mu_product prev_grad slow_param square_avg acc_delta weight_sum".split()
+    "mu_product prev_grad slow_param square_avg acc_delta weight_sum grad_avg sum prev "
+    "step_size eta ax row_var col_var variance".split()
 )
 # Fields that stay in an entry of others when the option that needs them is turned off.
 _TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
@@ -177,7 +178,9 @@ def _by_name(
         )
     # Names without an entry, as those of frozen parameters, lose nothing.
     lost = [name for name in report.unexpected if state.get(index[name])]
-    said = {"the state has nothing for": report.missing}
+    pairs = [pair for g in groups for pair in zip(g["param_names"], g["params"])]
+    frozen = {name for name, p in pairs if not p.requires_grad}  # these need no state
+    said = {"the state has nothing for": [x for x in report.missing if x not in frozen]}
     said["the optimizer has no parameters"] = lost
     if strict and any(said.values()):
         sides = ", and ".join(f"{text} {names}" for text, names in said.items() if names)
@@ -426,12 +429,14 @@ def checked(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
+    if "step" in entry and not (value_of(entry["step"]) or 0.0) >= 0.0:
+        raise ValueError(f"{root}{path}['step'] is {entry['step']}: allowed is at least 0")
     own = {*names, _TURNED_OFF.get(rule.state._fields)}
     strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
     if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
         raise ValueError(
-            f"{root}{path} holds {sorted(saved)}: the optimizer needs "
-            f"{sorted({*rule.state._fields, *counted})}"
+            f"{root}{path} holds {sorted([k for k in saved if saved[k] is not None])}: the "
+            f"optimizer needs {sorted({*rule.state._fields, *counted})}"
             + (f", and {strange} are another rule's" if strange else ", or nothing")
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import (
     NEAREST,
     alike,
@@ -167,6 +168,8 @@ def set_master(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
     """Write x, a float32, to a parameter and its compensation."""
     part, x = to_local([p.detach(), distribute_like(p, x.detach().to(p.device))])
     if rest is None:
+        if p.requires_grad and p.element_size() < min(4, x.element_size()):
+            warn_user("weights without compensation, as with kahan_sum=False, are rounded")
         part.copy_(x)
         return
     (here,) = to_local([rest])

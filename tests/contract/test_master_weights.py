@@ -1,5 +1,6 @@
 """Weights and states in float32, whatever they are kept in; the table of how that is."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -44,6 +45,38 @@ def test_a_model_of_which_the_optimizer_has_no_parameter() -> None:
     with pytest.raises(ValueError, match="none of the model's parameters"):
         optimizer.load_master_state_dict(copy, {k: x + 1 for k, x in masters.items()})
     assert all(map(torch.equal, weights(copy), before))
+
+
+def test_what_a_models_own_state_dict_has_more() -> None:
+    """Buffers, and the second name of a tied parameter, are not loaded."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wide[1].weight = wide[0].weight
+    net: Any = copy.deepcopy(wide).bfloat16()
+    optimizer = AdamW(net.parameters(), lr=1e-3, storage="exact", compile=False)
+    optimizer.load_master_state_dict(net, wide.state_dict())
+    loaded = optimizer.master_state_dict(net)
+    assert all(torch.equal(loaded[k], p) for k, p in wide.named_parameters())
+    state: Any = wide.state_dict()
+    state["1.bia"] = state.pop("1.bias")
+    with pytest.raises(
+        ValueError, match=r"for \['1.bias'\], and no parameters \['1.bia'\]$"
+    ):
+        optimizer.load_master_state_dict(net, state)
+    with pytest.raises(ValueError, match=r"^state_dict: no parameters \['1.bia'\]$"):
+        optimizer.load_master_state_dict(net, {**wide.state_dict(), "1.bia": torch.ones(4)})
+    with pytest.raises(TypeError, match=r"model=a OrderedDict: allowed is a torch\.nn"):
+        optimizer.load_master_state_dict(state, net)
+    nothing: Any = None
+    with pytest.raises(TypeError, match="state_dict=None: allowed is a dict by name"):
+        optimizer.load_master_state_dict(net, nothing)
+
+
+def test_master_weights_that_no_compensation_could_keep() -> None:
+    net, masters = model(), dict(model(torch.float32).named_parameters())
+    optimizer = AdamW(net.parameters(), lr=1e-3, kahan_sum=False, compile=False)
+    with pytest.warns(UserWarning, match=r"kahan_sum=False, are rounded"):
+        optimizer.load_master_state_dict(net, masters)
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=str)

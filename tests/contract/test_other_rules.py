@@ -78,6 +78,40 @@ def made(name: str, ps: list[Tensor]) -> Any:
     return CLASSES[name](ps, lr=0.1, weight_decay=0.0, **OPTIONS.get(name, {}), **EAGER)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "Rprop", "ASGD", "Adadelta", "RMSprop"])
+def test_other_rules_of_torch_are_not_sgds(name: str) -> None:
+    ps, qs = params(), params()
+    theirs = getattr(torch.optim, name)(ps, lr=0.1)
+    train(theirs, ps, range(1))
+    assert_refused(SGD(qs, lr=0.1, **EAGER), theirs.state_dict(), "are another rule's")
+
+
+def test_step_counts_that_are_missing_or_negative() -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.1, **EAGER)
+    train(optimizer, ps, range(1))
+    for step, text in (
+        (None, r"holds \['exp_avg', 'exp_avg_sq'\]: the optimizer needs .*'step'\]"),
+        (-3, r"state\[0\]\['step'\] is -3\.0: allowed is at least 0"),
+        (torch.tensor(float("nan")), r"\['step'\] is nan: allowed is at least 0"),
+    ):
+        saved = optimizer.state_dict()
+        saved["state"][0] = {**saved["state"][0], "step": step}
+        assert_refused(optimizer, saved, text)
+
+
+def test_a_state_of_adapters_alone_loads_next_to_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    adapters = AdamW(model[1].named_parameters(prefix="1"), lr=0.1, **EAGER)
+    train(adapters, list(model[1].parameters()), range(1))
+    whole, saved = AdamW(model.named_parameters(), lr=0.1, **EAGER), adapters.state_dict()
+    assert_refused(whole, saved, r"the state has nothing for \['0.weight', '0.bias'\]")
+    model[0].requires_grad_(False)
+    assert whole.load_state_dict(saved).missing == ["0.weight", "0.bias"]
+    assert {*whole.state} == {*model[1].parameters()}
+    assert whole.state[model[1].get_parameter("weight")]["step"] == 1
+
+
 @pytest.mark.parametrize("source", [*CLASSES, *TORCHS])
 def test_what_loads_is_what_has_the_rules_fields_and_no_others(source: str) -> None:
     ps = params()

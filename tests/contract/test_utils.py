@@ -1,5 +1,7 @@
 """Param groups without decay, and models in low precision."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,21 @@ def test_groups() -> None:
         param_groups_weight_decay(model, -1)
     with pytest.raises(TypeError, match="additional_layers='head'"):
         param_groups_weight_decay(model, 0.1, "head")
+
+
+def test_words_and_models_that_are_none() -> None:
+    model: Any = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"'embbed', which is in no parameter's name"):
+        param_groups_weight_decay(model, 0.1, ["embbed", "1."])
+    wrong: Any = ".1"
+    with pytest.raises(TypeError, match=r"weight_decay='\.1': allowed are numbers"):
+        param_groups_weight_decay(model, wrong)
+    with pytest.raises(
+        TypeError, match=r"decay: model=a generator: allowed is a torch\.nn"
+    ):
+        param_groups_weight_decay(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=r"to_low_precision: model=a generator: allowed"):
+        to_low_precision(model.parameters())
 
 
 def test_groups_have_the_names_by_which_the_package_finds_parameters() -> None:

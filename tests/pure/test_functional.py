@@ -433,6 +433,8 @@ def test_more_bad_numbers() -> None:
         optimi_func.sgd(lr=0.1, momentum=1.0)
     with pytest.raises(ValueError, match=r"Invalid lookahead period: k=0"):
         optimi_func.ranger(lr=0.1, k=0)
+    with pytest.raises(ValueError, match=r"k=2\.5: allowed are whole numbers"):
+        optimi_func.ranger(lr=0.1, k=2.5)
     with pytest.raises(ValueError, match=r"Invalid lookahead alpha: alpha=2"):
         optimi_func.ranger(lr=0.1, alpha=2)
     with pytest.raises(ValueError, match="nesterov=True with momentum=0"):

@@ -1,5 +1,6 @@
 """The step in backward: equal to the ordinary one, and never silently something else."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -181,7 +182,7 @@ def test_ddp_wrapped_later_is_refused_in_its_first_backward(tmp_path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ask", ["step", "unscale_"])
+@pytest.mark.parametrize("ask", ["step", "unscale_", "paused"])
 def test_a_scaler_is_refused_at_its_step(ask: str) -> None:
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -190,19 +191,21 @@ def test_a_scaler_is_refused_at_its_step(ask: str) -> None:
         scaler.step(optimizer)
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu")
-    with prepare_for_gradient_release(model, optimizer):
+    with prepare_for_gradient_release(model, optimizer) as handle:
         # Nothing leads from a loss to what has scaled it.
-        scaler.scale(model(batch(0)).mean()).backward()
+        with handle.paused() if ask == "paused" else contextlib.nullcontext():
+            scaler.scale(model(batch(0)).mean()).backward()
         if ask == "unscale_":
             scaler.unscale_(optimizer)  # finds no gradients, and does nothing
-        with pytest.raises(RuntimeError, match=r"GradScaler to unscale.*bfloat16"):
+        words = r"except in handle\.paused.*GradScaler to unscale.*remove\(\).*bfloat16"
+        with pytest.raises(RuntimeError, match=words):
             scaler.step(optimizer)
     # Without the hooks it is welcome.
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batch(0)).mean()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert optimizer.state[model.last.weight]["step"] == 2
+    assert optimizer.state[model.last.weight]["step"] == (1 if ask == "paused" else 2)
 
 
 def test_what_a_loop_gets_wrong_is_said_once() -> None:

@@ -1009,19 +1009,44 @@ def test_a_handle_loads_all_or_nothing(change, message) -> None:
         ({"clip_value": 1.0, "clip_param_norm": 1.0}, "choose one"),
         ({"clip_global_norm": 1.0, "how": "never"}, "how='never': allowed are"),
         ({"clip_global_norm": float("nan")}, "clip_global_norm=nan"),
+        ({"how": "lagged"}, "how='lagged' says how clip_global_norm clips"),
+        ({"how": "lagged", "clip_value": 1.0}, "how='lagged' says how"),
+        ({"pending_bytes": "1MB"}, "pending_bytes='1MB': allowed are whole numbers"),
+        ({"grad_norm": "l2"}, "grad_norm='l2': allowed are True and False"),
+        ({"skip_nonfinite": "yes"}, "skip_nonfinite='yes': allowed are True and False"),
+        ({"clip_global_norm": True}, "clip_global_norm=True: allowed are positive"),
+        ({"clip_value": "1"}, "clip_value='1': allowed are positive numbers and None"),
     ],
     ids=str,
 )
 def test_options_that_cannot_be_honoured(options, message) -> None:
     model, optimizer = make()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         prepare_for_gradient_release(model, optimizer, **options)
     assert not model.last.weight._post_accumulate_grad_hooks
     handle = prepare_for_gradient_release(model, optimizer)
     before = handle.options
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         handle.options = dataclasses.replace(before, **options)
     assert handle.options is before
+
+
+def test_arguments_of_other_types() -> None:
+    model, optimizer = make()
+    with pytest.raises(TypeError, match=r"_release: model=a AdamW: allowed is a torch\.nn"):
+        prepare_for_gradient_release(optimizer, model)
+    with pytest.raises(TypeError, match=r"_release: model=a generator: allowed"):
+        prepare_for_gradient_release(model.parameters(), optimizer)
+    with pytest.raises(TypeError, match="ignore_existing_hooks='a': allowed are True"):
+        prepare_for_gradient_release(model, optimizer, "a")
+    assert not optimizer.releases
+    handle = prepare_for_gradient_release(model, optimizer)
+    with pytest.raises(TypeError, match="state_dict=None: allowed is a dict"):
+        handle.load_state_dict(None)
+    count = len(list(model.parameters()))
+    assert repr(handle) == f"GradientRelease(AdamW, {count} parameters, attached=True)"
+    handle.remove()
+    assert "attached=False" in repr(handle)
 
 
 # A pure optimizer behind the hooks

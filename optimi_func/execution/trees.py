@@ -152,7 +152,9 @@ def _step(
     kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu
     if not kept:
         check_runs_kernels(instead, ps)
-    key = shape, rule, in_place, len(columns), *names, *map(_missing, columns[1:])
+    # Kernels of one tensor are compiled for a number of threads.
+    how = in_place, torch.get_num_threads(), len(columns), *names
+    key = shape, rule, *how, *map(_missing, columns[1:])
     known = _known(key) if kept else []
     found = next((x for x in known if x[0].holds(tensors)), None)
     moving, places = states, range(len(ps))

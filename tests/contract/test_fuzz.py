@@ -457,6 +457,8 @@ class Program(RuleBasedStateMachine):
         p = slot.want["p"]
         if not self.is_compensated(slot):
             slot.want.pop("kahan_comp", None)
+        elif len(slot.want) > 1:
+            slot.want.setdefault("kahan_comp", torch.zeros_like(p))
         if not keep_dtypes:
             likes = {**fresh(self.name, p), "kahan_comp": p}
             for name, like in likes.items():

@@ -652,8 +652,9 @@ def test_lightning_takes_it(lightning, tmp_path, monkeypatch) -> None:
         trainer = fit(lightning, tmp_path, module, make_data())
         pair.append((module, trainer.optimizers[0]))
     assert_same(*pair)
+    # The head decays and the norms and biases do not.
     rules = [group["rule"] for group in pair[0][1].param_groups]
-    assert rules == ["muon", "adamw"]
+    assert rules == ["muon", "adamw", "adamw"]
 
 
 def test_accelerate_takes_it(accelerate, tmp_path) -> None:

@@ -380,7 +380,7 @@ def test_compiles_into_one_graph(row: Row, graphs) -> None:
     params, grads = problem(4)
     ours = theirs = (params, row.make(LR, row.number).init(params))
     for i, g in enumerate(grads):
-        numbers = [torch.tensor(x * (1 + 0.1 * i)).double() for x in (LR, row.number)]
+        numbers = [torch.tensor(x * (1 - 0.1 * i)).double() for x in (LR, row.number)]
         ours = compiled(ours[0], row.prepare(g, i), ours[1], *numbers)
         theirs = step(theirs[0], row.prepare(g, i), theirs[1], *numbers)
     assert graphs() == 1

@@ -99,7 +99,8 @@ def one_step(
     if "z" in letters:
         # x is not stored, and there is no z before the first weight.
         letters["z"] = letters["z"] if letters["W"] else p.clone()
-        letters["x"] = (p - (1 - B1) * letters["z"]) / B1
+        b1 = letters["b1"] if letters["b1"] else B1  # that made p of z and x
+        letters["x"] = (p - (1 - b1) * letters["z"]) / b1
     u, new = MOVES[name](p, letters, g, at)
     if name == "lion":
         c = reference.lion_average(letters, g, at)

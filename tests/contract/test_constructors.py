@@ -202,7 +202,7 @@ SAID: dict[str, tuple[Any, str]] = {
     ),
     "step without lr": (
         lambda: of.lion_step(TREE, TREE, of.lion_init(TREE)),
-        r"missing a required argument: 'lr' of lion\(\*, lr",
+        r"missing a required (keyword-only )?argument: 'lr' of lion\(\*, lr",
     ),
     "compiled step": (
         lambda: of.compiled.adamw_step(TREE, TREE, adamw_init(TREE), lr=1, ep=1),

@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Theirs, by the modules that warn: what this package warns of stays an error.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:::{module}")
-    for module in ("transformers", "lightning", "torch.utils._pytree")
+    for module in ("transformers", "lightning", "torch.utils._pytree", "trl", "peft")
 ] + [pytest.mark.full]
 
 
@@ -378,6 +378,60 @@ def test_transformers_trainer_makes_the_optimizer_that_a_callback_releases(
     with pytest.raises(ValueError, match="set max_grad_norm=0"):
         resumed.args.max_grad_norm = 1.0
         resumed.train()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_trl_makes_the_model_that_a_callback_releases(
+    transformers, callbacks, tmp_path, adapters: bool
+) -> None:
+    """SFTTrainer, with and without a `peft_config`, of which it makes adapters."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    datasets, tokenizers = (importlib.import_module(x) for x in ("datasets", "tokenizers"))
+    words = tokenizers.models.WordLevel({str(i): i for i in range(64)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words),
+        pad_token="0",
+        eos_token="1",
+        unk_token="0",
+    )
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in tokens(8 * STEPS)]
+    pair = []
+    for release in (False, True):
+        transformers.set_seed(0)
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path),
+            max_steps=STEPS,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        lora = peft.LoraConfig(
+            r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+        )
+        trainer = trl.SFTTrainer(
+            make_gpt2(transformers),
+            arguments,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=lora if adapters else None,
+            optimizer_cls_and_kwargs=(
+                AdamW,
+                {"lr": LR, "gradient_release": release, "compile": False},
+            ),
+            callbacks=[callbacks.Release()] if release else None,
+        )
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.train()
+        after = list(trainer.model.parameters())
+        assert not all(map(torch.equal, before, after))
+        pair.append((trainer.model, trainer.optimizer.optimizer))
+    assert_same(*pair)
 
 
 def test_transformers_trainer_saves_the_average_by_a_callback(

@@ -140,19 +140,16 @@ def tokens(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+def make_arguments(kind, out, **options):
+    """The arguments of a trainer: TrainingArguments, or a kind of them."""
+    usual = dict(max_steps=STEPS, per_device_train_batch_size=4, max_grad_norm=0)
+    usual |= dict(use_cpu=True, report_to="none", disable_tqdm=True)
+    usual |= dict(save_strategy="no", logging_strategy="no")
+    return kind(output_dir=str(out), **{**usual, **options})
+
+
 def make_trainer(transformers, out, model, optimizer, scheduler, **options):
-    arguments = transformers.TrainingArguments(
-        output_dir=str(out),
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        max_grad_norm=0,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-        **options,
-    )
+    arguments = make_arguments(transformers.TrainingArguments, out, **options)
     return transformers.Trainer(
         model=model,
         args=arguments,
@@ -342,16 +339,12 @@ def test_transformers_trainer_makes_the_optimizer_that_a_callback_releases(
     for release in (False, True):
         model, half = make_gpt2(transformers), STEPS // 2
         given = {"lr": LR, "gradient_release": release, "compile": False}
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / str(release)),
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
+        arguments = make_arguments(
+            transformers.TrainingArguments,
+            tmp_path / str(release),
             gradient_accumulation_steps=parts,
-            max_grad_norm=0,
+            save_strategy="steps",
             save_steps=half,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
         )
 
         def make(model=model, arguments=arguments, given=given, release=release):
@@ -398,18 +391,12 @@ def test_trl_makes_the_model_that_a_callback_releases(
     pair = []
     for release in (False, True):
         transformers.set_seed(0)
-        arguments = trl.SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
+        arguments = make_arguments(
+            trl.SFTConfig,
+            tmp_path,
             gradient_accumulation_steps=2,
-            max_grad_norm=0,
-            save_strategy="no",
             gradient_checkpointing=False,
             bf16=False,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
         )
         lora = peft.LoraConfig(
             r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"

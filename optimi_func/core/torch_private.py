@@ -45,7 +45,10 @@ def in_compiled_region() -> bool:
 
 
 def dispatch_modes() -> int:
-    """Return how many dispatch modes are active, torch's own (make_fx) included."""
+    """Return how many dispatch modes are active, torch's own (make_fx) included.
+
+    No public name tells. Torch 2.11 to 2.15, test_private_modes_are_seen.
+    """
     return torch._C._len_torch_dispatch_stack()
 
 
@@ -189,13 +192,9 @@ def is_constant(x: Tensor) -> bool:
 
 
 def is_unwatched() -> bool:
-    """Return True if no graph is traced, and no mode sees the operations.
-
-    No public name tells that a mode is active. Torch 2.11 to 2.15,
-    test_private_modes_are_seen.
-    """
+    """Return True if no graph is traced, and no mode sees the operations."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not (traced or torch._C._len_torch_dispatch_stack())
+    return not (traced or dispatch_modes())
 
 
 def no_transforms() -> AbstractContextManager[Any]:

@@ -136,8 +136,9 @@ def _step(
     ps, gs, states = flat = [list[Any](), list[Any](), list[Any]()]
     given = params, grads, getattr(state, "leaves", None)
     shape, *others = map(_flatten, given, flat)
-    if others != [shape, shape] or not _are_of(rule, state, states):
+    if not _TENSORS.issuperset(map(type, ps)):
         check_runs_kernels(instead, [x for x in ps if isinstance(x, Tensor)])
+    if others != [shape, shape] or not _are_of(rule, state, states):
         tree = FlatTree.check(rule, params, grads, state)
         ps, gs, states = [leaf.p for leaf in tree.leaves], tree.grads, tree.states
         shape = _flatten(without_none(params), [])
@@ -150,8 +151,6 @@ def _step(
         _check_undifferentiated(instead, optimizer, ps, gs, own)
     # Trees of transformed tensors, DTensors or a GPU's have a new plan at each step.
     kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu
-    if not kept:
-        check_runs_kernels(instead, ps)
     # Kernels of one tensor are compiled for a number of threads.
     how = in_place, torch.get_num_threads(), len(columns), *names
     key = shape, rule, *how, *map(_missing, columns[1:])
@@ -183,7 +182,7 @@ def _step(
         else:
             _, dtypes, plan = found
         stuck = stuck_moments(optimizer.narrow_betas, dtypes)
-        pure_tree.warn(optimizer.likely_mistakes() + stuck)
+        pure_tree.warn(optimizer.mistakes + stuck)
         if _is_number(optimizer) and not rule.running._fields:
             count = state.step.item() if state.step.is_cpu else state.step.detach()
             scalars, after = scalars_after(optimizer, [(count, ())], plan.coded)

@@ -276,7 +276,8 @@ class FunctionalOptimizer:
         return found + decay_mistakes([(self.decay, self.weight_decay)])
 
     @cached_property
-    def _mistakes(self) -> list[str]:
+    def mistakes(self) -> list[str]:
+        """The `likely_mistakes` of this value, for each of its steps."""
         return self.likely_mistakes()
 
     @cached_property
@@ -327,7 +328,7 @@ class FunctionalOptimizer:
         """
         leaves = FlatTree.check(self.rule, params, grads, state)
         if not torch.compiler.is_compiling():
-            warn(self._mistakes + leaves.stuck_moments(self))
+            warn(self.mistakes + leaves.stuck_moments(self))
         scalars, running, cast = self._now(leaves)
         stepped: dict[int, Leaf] = {}
         for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):

@@ -4,6 +4,7 @@
 are in `optimizers`, a file each.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -424,14 +425,22 @@ def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) ->
     return pytree.tree_map(lambda x: resolve(name, x, step, used), numbers)
 
 
-def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
+def resolve(
+    name: str,
+    number: Any,
+    step: Tensor,
+    used: bool = True,
+    most: float = sys.float_info.max,
+) -> Scalar:
     """Return a hyperparameter at a step: schedules are called, tensors made float64.
 
-    used=False allows values below 0, because a later step may not be taken.
+    used=False allows values below 0, because a later step may not be taken. `most` is inf
+    for a limit, which may be inf for some steps. An lr of inf would fill the parameters
+    with NaN.
     """
     if callable(number):
         number = _call(name, number, step)
-        _check_scheduled(name, number, used)
+        _check_scheduled(name, number, used, most)
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -444,15 +453,13 @@ def resolve(name: str, number: Any, step: Tensor, used: bool = True) -> Scalar:
     return number.to(scalar_dtype(number.device))
 
 
-def _check_scheduled(name: str, number: Any, used: bool) -> None:
+def _check_scheduled(name: str, number: Any, used: bool, most: float) -> None:
     """Raise if a schedule returned no number from 0, as far as that can be read."""
     value = number
     if isinstance(number, Tensor) and number.dim() == 0:
         if (value := value_of(number)) is None:
             return
     fits = isinstance(value, Real) and not isinstance(value, bool)
-    # A limit may be inf for some steps. An lr of inf would fill the parameters with NaN.
-    most = float("inf") if name in ("limit", "max_norm") else 1.7976931348623157e308
     if fits and (not used or 0.0 <= float(value) <= most):
         return
     raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(

@@ -1,5 +1,6 @@
 """`chain` and its gradient transforms: clipping, noise, centralization."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -133,8 +134,8 @@ def _keep_state(
 def _by(
     name: str, number: Number, change: Callable[..., Tensor], grads: Grads, step: Tensor
 ) -> Grads:
-    """Change each gradient by a hyperparameter of that name."""
-    now = resolve(name, number, step)
+    """Change each gradient by a limit of that name."""
+    now = resolve(name, number, step, most=math.inf)
     return [None if g is None else change(g, now) for g in grads]
 
 
@@ -219,7 +220,8 @@ def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
     if not norms:
         return grads
     total = total_norm(norms)
-    factor = clip_factor(like(resolve("max_norm", max_norm, step), total), total)
+    limit = resolve("max_norm", max_norm, step, most=math.inf)
+    factor = clip_factor(like(limit, total), total)
     return [None if g is None else like(factor, g) * g for g in grads]
 
 

@@ -222,9 +222,12 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
         optimizer: An instance such as `AdamW(module.named_parameters())`.
 
     Raises:
+        IndexError: There is no such member.
         ValueError: A hyperparameter or buffer is missing, or see `load_functional`.
     """
     check_members(members)
+    if not 0 <= index < len(members):
+        raise IndexError(f"index={index}: allowed are members 0 to {len(members) - 1}")
     one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
     hyper = pytree.tree_map(Tensor.item, one.hyper)
     for name, x in hyper.items():

@@ -401,6 +401,9 @@ def test_from_a_class_to_a_population_and_back(name: str) -> None:
     without = population.init(getattr(optimi_func, name.lower(), sgd), named, lrs, n=2)
     with pytest.raises(ValueError, match=r"no buffers \['1\.running_mean', "):
         population.load_member(without, 0, other, back)
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match=rf"index={index}: allowed are members 0 to 1"):
+            population.load_member(members, index, other, back)
     assert torch.equal(other.state_dict()["0.weight"], before)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import is_dense
-from optimi_func.core.distributed import to_local
+from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import is_plain
 from optimi_func.gradient_release.norms import Norm, as_scalar
@@ -97,6 +97,9 @@ class Backward:
         pending_bytes = self._pending_bytes.get(p.device, 0)
         if p.device.type == "cpu" and is_plain(g):
             g = self._stage(g, pending_bytes, room)
+        elif is_distributed(g):
+            # fully_shard's gradients are views of one buffer, which they would keep alive.
+            g = g.clone()
         pending_bytes += aligned(g.nbytes)
         self._pending_bytes[p.device] = pending_bytes
         self.pending.setdefault(p.device, []).append((p, g, current_stream(p.device)))

@@ -12,7 +12,12 @@ from torch import Tensor, distributed
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_grad, warn_user
-from optimi_func.core.distributed import is_distributed, redistribute_like, to_local
+from optimi_func.core.distributed import (
+    any_distributed,
+    is_distributed,
+    redistribute_like,
+    to_local,
+)
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.core.torch_private import clip_factor, is_plain
 from optimi_func.execution.executors import SMALL
@@ -80,8 +85,15 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
+        parts = to_local([p.detach() for p in self.params.values()])
+        if torch.__version__ < (2, 13) and any_distributed([*self.params.values()]):
+            # Its hooks run before the copy of a gradient to the host has ended.
+            if any([part.is_pinned() for part in parts]):
+                raise ValueError(
+                    "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch "
+                    f"2.13, and this is {torch.__version__}: use pin_memory=False"
+                )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
-            parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
                 if not is_plain(part):
                     raise ValueError(

@@ -26,6 +26,7 @@ TWO = [
     worlds.trees,
     worlds.handles,
     worlds.roots,
+    worlds.live_bytes,
     worlds.tensor_parallel,
     worlds.replicas,
     worlds.growth,

@@ -86,7 +86,7 @@ class Runner:
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
         parts = to_local([p.detach() for p in self.params.values()])
-        if torch.__version__ < (2, 13) and any_distributed([*self.params.values()]):
+        if torch.__version__ < "2.13" and any_distributed([*self.params.values()]):
             # Its hooks run before the copy of a gradient to the host has ended.
             if any([part.is_pinned() for part in parts]):
                 raise ValueError(

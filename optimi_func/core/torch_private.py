@@ -231,6 +231,14 @@ def has_unreduced_grads(params: Iterable[Tensor]) -> bool:
     return False
 
 
+def assert_later(flag: Tensor, text: str) -> None:
+    """Raise if a 0-d flag is false. The host does not wait for a GPU, which fails later.
+
+    Public assertions do. Torch 2.11 to 2.15, test_private_groups_of_fully_shard.
+    """
+    torch._assert_async(flag, text)
+
+
 def is_constant(x: Tensor) -> bool:
     """Return True if no derivative passes through x."""
     return not x.requires_grad and (level_of(x) < 0 or not differentiates(x))

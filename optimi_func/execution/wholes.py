@@ -5,6 +5,7 @@ and stores the direction as one more field of it. The second moves the parameter
 the mapped direction, like SGD along a gradient. Both are planned like any rule's step.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +17,7 @@ from torch.func import vmap
 from optimi_func.core.codes import same_order
 from optimi_func.core.distributed import part_on_whole
 from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.owners import Owned, map_owned
 from optimi_func.core.rule import Direction, NoState, Rule, Scalars, gradient_rule
 from optimi_func.execution.launches import Columns, Launch, Update
 from optimi_func.execution.scalars import Packed
@@ -119,20 +121,34 @@ class WholeLaunch(Launch):
         """Map each direction, in place."""
         whole = self._rule.whole
         assert whole is not None
-        batches: dict[Any, list[Tensor]] = {}
+        here: list[int] = []
+        owned: dict[Any, list[Owned]] = {}
         for i, (d, (slot, at, _)) in enumerate(zip(directions, self._facts)):
-            if slot.shard is not None:
+            if slot.holders is not None:
+                key = *slot.holders[2:4], d.dtype
+                owned.setdefault(key, []).append(Owned(i, d, slot.holders))
+            elif slot.shard is not None:
                 d.copy_(part_on_whole(whole, d, slot.shard, coeffs[at]))
-            elif d.numel():
-                kind = (d.shape, d.dtype, d.device) if _batches(d) else i
-                batches.setdefault((at, kind), []).append(d)
-        for (at, _), some in batches.items():
-            if len(some) == 1:
-                some[0].copy_(whole(some[0], coeffs[at]))
-                continue
-            found = vmap(whole, (0, None))(torch.stack(some), coeffs[at])
-            for d, x in zip(some, found):
-                d.copy_(x)
+            else:
+                here.append(i)
+
+        def in_place(wholes: list[Tensor], places: list[int]) -> None:
+            batches: dict[Any, list[Tensor]] = {}
+            for i, x in zip(places, wholes):
+                if x.numel():
+                    kind = (x.shape, x.dtype, x.device) if _batches(x) else i
+                    batches.setdefault((self._facts[i][1], kind), []).append(x)
+            for (at, _), some in batches.items():
+                if len(some) == 1:
+                    some[0].copy_(whole(some[0], coeffs[at]))
+                    continue
+                found = vmap(whole, (0, None))(torch.stack(some), coeffs[at])
+                for d, x in zip(some, found):
+                    d.copy_(x)
+
+        in_place([directions[i] for i in here], here)
+        for items in owned.values():
+            map_owned(in_place, items)
 
 
 def plan_wholes(
@@ -145,8 +161,15 @@ def plan_wholes(
     together = ELEMENTS
     if all([_batches(u.p) for u in updates]):
         together, updates = BATCHED, sorted(updates, key=_shape)
-    launches = chunks(updates, together, lambda u: u.slot.numel)
-    return [WholeLaunch(rule, some, plan) for some in launches]
+
+    def elements(u: Update) -> int:
+        # As many as there are processes go together, so that each has one to map.
+        most, parts = together, 1
+        if u.slot.holders is not None:
+            most, parts = together // u.slot.holders.group.size(), u.slot.holders.parts
+        return min(most, math.prod(_shape(u)) // parts)
+
+    return [WholeLaunch(rule, some, plan) for some in chunks(updates, together, elements)]
 
 
 def _batches(x: Tensor) -> bool:

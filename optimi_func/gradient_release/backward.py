@@ -80,6 +80,7 @@ class Backward:
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor, Any]]] = {}
         self.staging = staging
         self._pending_bytes: dict[torch.device, int] = {}
+        self.lacking = 0  # how many more whole tensors those that wait are mapped with
         self.grad_scale = grad_scale  # a factor on every gradient
         self._grad_scales: dict[torch.device | None, Scalar] = {}
 

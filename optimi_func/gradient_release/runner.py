@@ -265,12 +265,28 @@ class Runner:
 
     def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
         """Apply a gradient, or let it wait if it is small."""
-        if p.numel() >= SMALL:
+        together = self._together(p)
+        if p.numel() >= SMALL and together == 1:
             self._apply(backward, [p], [g])
             return
-        room = min(self.options.pending_bytes, self._small_bytes)
-        if backward.add_pending(p, g, room) > self.options.pending_bytes:
+        if together > 1:
+            backward.lacking = (backward.lacking or together) - 1
+        limit = self.options.pending_bytes
+        waits = backward.add_pending(p, g, min(limit, self._small_bytes))
+        if waits > limit and not backward.lacking:
             self._apply(backward, *backward.take_pending(p.device))
+
+    def _together(self, p: Tensor) -> int:
+        """Return how many whole tensors are mapped together, so that each process has one.
+
+        No more than four of copies wait, because every process holds all of each.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, TreeOptimizer):
+            return 1
+        holders = optimizer.holders_of(optimizer.group_of(p), p)
+        count = 1 if holders is None else holders.group.size()
+        return count if holders is None or holders.parts > 1 else min(count, 4)
 
     def _flush(self, backward: Backward) -> None:
         for device in list(backward.pending):
@@ -327,7 +343,8 @@ class Runner:
         for p, held in list(cycle.buffer.items()):
             wide = torch.promote_types(held.dtype, p.dtype)
             self._release(backward, p, held.to(wide))
-        for p in list(cycle.partially_updated):
+        # In the order of all processes, which exchange messages.
+        for p in [p for p in self.params.values() if p in cycle.partially_updated]:
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
         self._flush(backward)
 

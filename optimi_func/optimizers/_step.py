@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
+from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.rule import Microbatch
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import has_memory
@@ -40,6 +41,7 @@ class Steps(Checkpoints):
     """The methods of an optimizer that step. It keeps values of groups, and plans."""
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    process_group: Any  # that holds copies of plain parameters, or None
 
     def _forget(self) -> None:
         """Drop what is kept, which is made again at the next step."""
@@ -85,21 +87,26 @@ class Steps(Checkpoints):
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 
-    def _update(self, works: list[_Work], write: bool, count: bool) -> None:
+    def _update(
+        self, works: list[_Work], write: bool, count: bool, idle: Sequence[Holders] = ()
+    ) -> None:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
-        and count=False leaves the step counts, because the step goes on.
+        and count=False leaves the step counts, because the step goes on. `idle` are of
+        groups without a gradient.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
         runs: list[Callable[[], None]] = []
-        on_host = True
+        on_host, divided = True, list[Holders]()
         for work in works:
-            run, host = self._prepare(work, write, count, made)
+            run, host = self._prepare(work, write, count, made, divided)
             runs.append(run)
             on_host &= host
+        if write and (divided := [*divided, *idle]):
+            agree(divided)
         self._has_stepped = True
         with nullcontext() if on_host else kernel_context(works[0][1][0].device):
             if made:
@@ -108,7 +115,12 @@ class Steps(Checkpoints):
                 run()
 
     def _prepare(
-        self, work: _Work, write: bool, count: bool, made: dict[Tensor, Entry]
+        self,
+        work: _Work,
+        write: bool,
+        count: bool,
+        made: dict[Tensor, Entry],
+        divided: list[Holders],
     ) -> tuple[Callable[[], None], bool]:
         """Check and compile a group's update, and return the function that runs it.
 
@@ -141,9 +153,11 @@ class Steps(Checkpoints):
                     ensure_state(self.state, made, path_of(group, p), p, *how)
                     for p in params
                 ]
-                plan = ClassPlan(bound.rule, capturable, apart, params, entries)
+                holders = [self.holders_of(group, p, path_of(group, p)) for p in params]
+                plan = ClassPlan(bound.rule, capturable, apart, params, entries, holders)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
+        divided += plan.holders
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
         counts = plan.counts.now(tensors)
@@ -166,6 +180,12 @@ class Steps(Checkpoints):
         return partial(
             plan.run, launches, tensors, *inputs, after, moved, write, count
         ), host
+
+    def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
+        """Return the processes that divide the map of p, or None if its rule has none."""
+        if self.rule_of(group).whole is None:
+            return None
+        return holders_of(p, name, self.process_group)
 
     def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""

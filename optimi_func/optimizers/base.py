@@ -22,6 +22,7 @@ from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
     check_moves_state,
+    check_process_group,
     check_taken,
     warn,
     warn_user,
@@ -151,6 +152,7 @@ class BaseOptimizer(Fields, Steps):
                 "params is a module: pass model.named_parameters(), or parameters()"
             )
         self.optimizer_accumulation = False
+        self.process_group = check_process_group(defaults.pop("process_group", None))
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
         self._unprepared: RemovableHandle | None = None
@@ -255,6 +257,7 @@ class BaseOptimizer(Fields, Steps):
             with torch.enable_grad():
                 loss = closure()
         works: list[Any] = []
+        idle: list[Any] = []
         for group in self.param_groups:
             params: list[Tensor] = group["params"]
             grads: list[Any] = list(map(_grad, params))
@@ -263,7 +266,9 @@ class BaseOptimizer(Fields, Steps):
                 grads = [p.grad for p in params]
             if params:
                 works.append((group, params, grads, None))
-        self._update(works, write=True, count=True)
+            else:
+                idle += [self.holders_of(group, p) for p in group["params"]]
+        self._update(works, True, True, [x for x in idle if x is not None])
         return loss
 
     @uncompiled
@@ -430,6 +435,7 @@ class BaseOptimizer(Fields, Steps):
         is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_unprepared", None)
+        self.__dict__.setdefault("process_group", None)
         super().__setstate__(state)
         self._clear_caches()
         if is_copy and self.defaults["gradient_release"]:
@@ -456,6 +462,6 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = ("_bound", "_plans", "_has_stepped", "_grouped", "_group_index")
-_ATTACHED = ("releases", "_unprepared")
+_ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

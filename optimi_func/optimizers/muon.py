@@ -304,6 +304,11 @@ class Muon(BaseOptimizer):
             the arithmetic is. A step that is differentiated takes at least float32.
         split: Parts of a matrix's rows that are matrices of their own, for example query,
             key and value: a number of equal parts, or a list of each part's rows.
+        process_group: The processes that hold copies of plain parameters and step them by
+            equal gradients, as under DistributedDataParallel: each runs the iteration for
+            its share of the matrices and sends them the results. The step is the same bit
+            for bit. None: every process computes all. DTensors are divided without it. A
+            copy of the optimizer (deepcopy, pickle) has None.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -334,3 +339,4 @@ class Muon(BaseOptimizer):
     _: KW_ONLY
     ns_dtype: InitVar[torch.dtype | str | None] = None
     split: InitVar[int | tuple[int, ...] | None] = None
+    process_group: InitVar[Any] = None

@@ -35,6 +35,7 @@ def MuonAdamW(  # noqa: D417
     capturable: bool = False,
     state_dtype: torch.dtype | str | None = None,
     storage: StorageLike | None = None,
+    process_group: Any = None,
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest, at one lr.
 
@@ -55,6 +56,7 @@ def MuonAdamW(  # noqa: D417
         betas: AdamW's.
         eps: AdamW's.
         head: The output layer, for AdamW: see `hidden_matrices`.
+        process_group: Muon's.
 
     The other arguments are those of every optimizer: see `BaseOptimizer`.
 
@@ -96,6 +98,6 @@ def MuonAdamW(  # noqa: D417
         left = left.keys() - decayed.names
     how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
     how |= dict(gradient_release=gradient_release, capturable=capturable)
-    how |= dict(state_dtype=state_dtype, storage=storage)
+    how |= dict(state_dtype=state_dtype, storage=storage, process_group=process_group)
     decay = rest(weight_decay=adamw_weight_decay or 0.0) if left else None
     return Mixed(named, *parts, rest=decay, **how)

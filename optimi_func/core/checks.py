@@ -94,15 +94,13 @@ def check_number(
 
 
 def check_process_group(group: Any) -> Any:
-    """Return a process group of several processes, or None for one. Raise for others."""
-    if group is None:
-        return None
-    if not isinstance(group, distributed.ProcessGroup):
+    """Return a process group, or None if it has one process. Raise for other values."""
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise TypeError(
             f"Invalid process_group: process_group={group!r}: allowed are None and a group "
             "of torch.distributed that this process is in, such as distributed.group.WORLD"
         )
-    return group if group.size() > 1 else None
+    return group if group is not None and group.size() > 1 else None
 
 
 def check_whole(name: str, value: object, least: int, none: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Owners: tensors that are mapped as a whole, each by one of the processes that hold it."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -17,14 +18,10 @@ class Holders(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # global
+    device: torch.device
     group: Any
     dim: int | None  # along which the shards are cut, None for copies
-    device: torch.device
-
-    @property
-    def parts(self) -> int:
-        """Return the number of shards, 1 for copies."""
-        return 1 if self.dim is None else self.group.size()
+    parts: int  # the number of shards, 1 for copies
 
     @property
     def cost(self) -> int:
@@ -39,6 +36,10 @@ class Holders(NamedTuple):
         size, row = self.shape[self.dim or 0], math.prod(self.shape)
         step, row = -(-size // self.parts), row // max(1, size)
         return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
+
+
+# A number of the caller's, the local shard or copy, and its holders.
+Owned: TypeAlias = tuple[int, Tensor, Holders]
 
 
 def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
@@ -58,15 +59,16 @@ def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
         inside = mesh.get_coordinate() is not None and p.device.type == mesh.device_type
         group = mesh.get_group(at) if known and inside else None
         dim = getattr(place, "dim", None)
-    return (
-        None if group is None else Holders(str(name), tuple(p.shape), group, dim, p.device)
-    )
+    if group is None:
+        return None
+    parts = 1 if dim is None else group.size()
+    return Holders(str(name), tuple(p.shape), p.device, group, dim, parts)
 
 
 def agree(holders: list[Holders]) -> None:
-    """Raise if other processes of these groups are about to step other parameters.
+    """Raise if other processes of a group are about to step others, by a small message.
 
-    One small message for each group. Without a name a holder has nothing to step.
+    Those without a name are not stepped, and only name the group.
     """
     groups: dict[Any, list[Holders]] = {}
     for x in holders:
@@ -75,9 +77,8 @@ def agree(holders: list[Holders]) -> None:
         names = [x[:2] for x in some if x.name]
         mark = torch.full((1,), crc32(repr(names).encode()), device=some[0].device)
         text = (
-            f"a process does not step the {len(names)} parameters that this one does, "
-            f"{[name for name, _ in names[:3]]}...: each needs a gradient in all processes "
-            "that hold it, or in none"
+            f"other processes do not step the {len(names)} parameters that this one does, "
+            f"{names[:3]}...: each needs a gradient in all that hold it, or in none"
         )
         found = [torch.empty_like(mark) for _ in range(group.size())]
         try:
@@ -87,58 +88,49 @@ def agree(holders: list[Holders]) -> None:
         assert_later((torch.cat(found) == mark).all(), text)
 
 
-class Owned(NamedTuple):
-    """A tensor to map."""
-
-    place: int
-    x: Tensor  # the local shard or copy
-    holders: Holders
-
-
-def map_owned(fn: Callable[[list[Tensor], list[int]], None], items: list[Owned]) -> None:
-    """Map tensors in place by fn(whole tensors, their places), each in one process.
+def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
+    """Map tensors in place by fn(those of one owner, whole), each in one process.
 
     One message brings shards to their owners, and one brings the results back. For copies
     one message gathers the results. All items have one group, dim and dtype, and one order
     in all processes.
     """
-    _, like, (*_, group, dim, _) = items[0]
+    _, like, holders = items[0]
+    group, dim = holders.group, holders.dim or 0
     owned, rank = _divided(items, group.size()), distributed.get_rank(group)
-    own, places = owned[rank], [item.place for item in owned[rank]]
-    sizes = [sum([item.x.numel() for item in some]) for some in owned]
+    own = owned[rank]
+    # With the dimension that is cut in front, shards follow each other in memory.
+    fronts = [[x.movedim(dim, 0) for _, x, _ in some] for some in owned]
+    sizes = [sum(map(Tensor.numel, some)) for some in fronts]
 
-    def exchange(given: list[list[Tensor]], sizes: list[int]) -> Sequence[Tensor]:
-        flat = torch.cat([like.new_empty(0), *[x for some in given for x in some]])
-        found = like.new_empty(sum(sizes))
-        counts = [sum(map(Tensor.numel, some)) for some in given]
-        distributed.all_to_all_single(found, flat, sizes, counts, group=group)
-        return found.split(sizes)
+    def exchange(given: Iterable[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
+        flat = torch.cat([like.new_empty(0), *[x.flatten() for x in given]])
+        found = like.new_empty(sum(into))
+        distributed.all_to_all_single(found, flat, into, out, group=group)
+        return list(found.split(into))
 
-    found: Sequence[Tensor]
-    if dim is None:
-        fn([item.x for item in own], places)
-        rest = like.new_zeros(max(sizes) - sizes[rank])
-        flat = torch.cat([*[item.x.flatten() for item in own], rest])
+    if holders.dim is None:
+        fn(own)
+        flat = torch.cat([*map(torch.flatten, fronts[rank]), like.new_empty(0)])
+        flat = torch.cat([flat, like.new_zeros(max(sizes) - len(flat))])
         found = [torch.empty_like(flat) for _ in owned]
         distributed.all_gather(found, flat, group=group)
     else:
-        # With the dimension that is cut in front, shards follow each other.
-        lengths = [item.holders.lengths() for item in own]
-        given = [[item.x.movedim(dim, 0).flatten() for item in some] for some in owned]
-        found = exchange(given, [sum([x[i] for x in lengths]) for i in range(len(owned))])
-        flats = [flat.split([x[i] for x in lengths]) for i, flat in enumerate(found)]
-        wholes: list[Tensor] = []
-        for item, *pieces in zip(own, *flats):
-            x = like.new_empty(item.holders.shape)
-            x.copy_(torch.cat(pieces).view_as(x.movedim(dim, 0)).movedim(0, dim))
-            wholes.append(x)
-        del given, found, flats
-        fn(wholes, places)
-        cuts = [x.movedim(dim, 0).flatten().split(some) for x, some in zip(wholes, lengths)]
-        found = exchange([[x[i] for x in cuts] for i in range(len(owned))], sizes)
-    for some, flat in zip(owned, found):
-        for item in some:
-            x = item.x.movedim(dim or 0, 0)
+        lengths = [x.lengths() for _, _, x in own]
+        counts = list(map(sum, zip(*lengths))) or [0] * len(owned)
+        found = exchange(chain.from_iterable(fronts), sizes, counts)
+        pieces = map(Tensor.split, found, map(list, zip(*lengths)))
+        wholes: list[Owned] = []
+        for (place, _, holders), *some in zip(own, *pieces):
+            x = like.new_empty(holders.shape)
+            x.copy_(torch.cat(some).view_as(x.movedim(dim, 0)).movedim(0, dim))
+            wholes.append((place, x, holders))
+        fn(wholes)
+        flats = [x.movedim(dim, 0).flatten() for _, x, _ in wholes]
+        pieces = map(Tensor.split, flats, lengths)
+        found = exchange(chain.from_iterable(zip(*pieces)), counts, sizes)
+    for some, flat in zip(fronts, found):
+        for x in some:
             part, flat = flat.tensor_split([x.numel()])
             x.copy_(part.view(x.shape))
 
@@ -146,8 +138,8 @@ def map_owned(fn: Callable[[list[Tensor], list[int]], None], items: list[Owned])
 def _divided(items: list[Owned], count: int) -> list[list[Owned]]:
     """Return each owner's items: the most costly first, to the owner with the least."""
     loads, owned = [0] * count, [list[Owned]() for _ in range(count)]
-    for item in sorted(items, key=lambda item: -item.holders.cost):
+    for item in sorted(items, key=lambda item: -item[2].cost):
         owner = loads.index(min(loads))
-        loads[owner] += item.holders.cost
+        loads[owner] += item[2].cost
         owned[owner].append(item)
     return owned

@@ -193,40 +193,30 @@ def _fsdp_groups(params: Iterable[Tensor]) -> list[tuple[Any, Any]]:
     fully_shard has imported it. Torch 2.11 to 2.15, test_private_groups_of_fully_shard.
     """
     known: Any = sys.modules.get("torch.distributed._composable_state")
-    states = (
-        [(m, state()) for m, state in known._module_state_mapping.items()] if known else []
-    )
     wanted, found = {*params}, list[tuple[Any, Any]]()
-    for module, state in states:
+    for module, state in list(known._module_state_mapping.items()) if known else []:
         # Before torch 2.13 a module has one group.
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+        one = getattr(state(), "_fsdp_param_group", None)
+        for group in getattr(state(), "_fsdp_param_groups", [one] if one else []):
             if not wanted.isdisjoint([x.sharded_param for x in group.fsdp_params]):
                 found.append((module, group))
     return found
 
 
 def reshard(params: Iterable[Tensor]) -> None:
-    """Free what fully_shard has gathered of these shards, which have changed.
-
-    After a forward without a backward it keeps the root module's parameters gathered, and
-    the next forward would compute with them.
-    """
+    """Drop the parameters that fully_shard keeps gathered after a forward alone."""
     for module, _ in _fsdp_groups(params):
         module.reshard()
 
 
 def has_unreduced_grads(params: Iterable[Tensor]) -> bool:
-    """Return True if fully_shard keeps gradients of these shards that it has not reduced.
-
-    It is also true if the next backward will not be reduced.
-    """
+    """Return True if fully_shard has gradients that it did not or will not reduce."""
     for _, group in _fsdp_groups(params):
         gathered = [getattr(x, "_unsharded_param", None) for x in group.fsdp_params]
         grads = [x.grad for x in gathered if x is not None]
         grads += [x.unsharded_accumulated_grad for x in group.fsdp_params]
-        grads.append(group._partial_reduce_output)
-        if not (group.reduce_grads and group.all_reduce_grads and set(grads) <= {None}):
+        kept = any([x is not None for x in (*grads, group._partial_reduce_output)])
+        if kept or not (group.reduce_grads and group.all_reduce_grads):
             return True
     return False
 

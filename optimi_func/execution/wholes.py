@@ -121,23 +121,22 @@ class WholeLaunch(Launch):
         """Map each direction, in place."""
         whole = self._rule.whole
         assert whole is not None
-        here: list[int] = []
+        here: list[Any] = []
         owned: dict[Any, list[Owned]] = {}
         for i, (d, (slot, at, _)) in enumerate(zip(directions, self._facts)):
             if slot.holders is not None:
-                key = *slot.holders[2:4], d.dtype
-                owned.setdefault(key, []).append(Owned(i, d, slot.holders))
+                key = slot.holders.group, slot.holders.dim, d.dtype
+                owned.setdefault(key, []).append((i, d, slot.holders))
             elif slot.shard is not None:
                 d.copy_(part_on_whole(whole, d, slot.shard, coeffs[at]))
-            else:
-                here.append(i)
+            elif d.numel():
+                here.append((i, d, None))
 
-        def in_place(wholes: list[Tensor], places: list[int]) -> None:
+        def in_place(items: list[Any]) -> None:
             batches: dict[Any, list[Tensor]] = {}
-            for i, x in zip(places, wholes):
-                if x.numel():
-                    kind = (x.shape, x.dtype, x.device) if _batches(x) else i
-                    batches.setdefault((self._facts[i][1], kind), []).append(x)
+            for i, x, _ in items:
+                kind = (x.shape, x.dtype, x.device) if _batches(x) else i
+                batches.setdefault((self._facts[i][1], kind), []).append(x)
             for (at, _), some in batches.items():
                 if len(some) == 1:
                     some[0].copy_(whole(some[0], coeffs[at]))
@@ -146,7 +145,7 @@ class WholeLaunch(Launch):
                 for d, x in zip(some, found):
                     d.copy_(x)
 
-        in_place([directions[i] for i in here], here)
+        in_place(here)
         for items in owned.values():
             map_owned(in_place, items)
 
@@ -163,11 +162,10 @@ def plan_wholes(
         together, updates = BATCHED, sorted(updates, key=_shape)
 
     def elements(u: Update) -> int:
-        # As many as there are processes go together, so that each has one to map.
-        most, parts = together, 1
-        if u.slot.holders is not None:
-            most, parts = together // u.slot.holders.group.size(), u.slot.holders.parts
-        return min(most, math.prod(_shape(u)) // parts)
+        holders = u.slot.holders
+        count, parts = (holders.group.size(), holders.parts) if holders else (1, 1)
+        # So that as many as there are processes go together, and each has one to map.
+        return min(together // count, math.prod(_shape(u)) // parts)
 
     return [WholeLaunch(rule, some, plan) for some in chunks(updates, together, elements)]
 

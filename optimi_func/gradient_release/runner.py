@@ -12,12 +12,7 @@ from torch import Tensor, distributed
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_grad, warn_user
-from optimi_func.core.distributed import (
-    any_distributed,
-    is_distributed,
-    redistribute_like,
-    to_local,
-)
+from optimi_func.core.distributed import is_distributed, redistribute_like, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.core.torch_private import clip_factor, is_plain
 from optimi_func.execution.executors import SMALL
@@ -85,15 +80,15 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
-        parts = to_local([p.detach() for p in self.params.values()])
-        if torch.__version__ < "2.13" and any_distributed([*self.params.values()]):
-            # Its hooks run before the copy of a gradient to the host has ended.
-            if any([part.is_pinned() for part in parts]):
-                raise ValueError(
-                    "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch "
-                    f"2.13, and this is {torch.__version__}: use pin_memory=False"
-                )
+        shards = to_local([p for p in self.params.values() if is_distributed(p)])
+        if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):
+            # The hooks run before a gradient's copy to the host has ended.
+            raise ValueError(
+                "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch 2.13, "
+                f"and this is {torch.__version__}: use pin_memory=False"
+            )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
+            parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
                 if not is_plain(part):
                     raise ValueError(
@@ -277,16 +272,15 @@ class Runner:
             self._apply(backward, *backward.take_pending(p.device))
 
     def _together(self, p: Tensor) -> int:
-        """Return how many whole tensors are mapped together, so that each process has one.
+        """Return how many tensors like p wait for each other: one for each process to map.
 
-        No more than four of copies wait, because every process holds all of each.
+        No more than four copies do, because each process holds all of a copy.
         """
         optimizer = self.optimizer
         if isinstance(optimizer, TreeOptimizer):
             return 1
         holders = optimizer.holders_of(optimizer.group_of(p), p)
-        count = 1 if holders is None else holders.group.size()
-        return count if holders is None or holders.parts > 1 else min(count, 4)
+        return 1 if holders is None else min(holders.group.size(), 4 * holders.parts)
 
     def _flush(self, backward: Backward) -> None:
         for device in list(backward.pending):

@@ -28,9 +28,8 @@ def measure(
         raise RuntimeError(
             f"clip_global_norm={runner.options.clip_global_norm} with how='two_pass' after "
             "or in a backward that fully_shard does not reduce (set_requires_gradient_sync "
-            "or set_requires_all_reduce is False): it would measure the last micro-batch "
-            "alone. Reduce every backward, with accumulation='buffer', or choose "
-            "how='lagged'"
+            "or set_requires_all_reduce) would measure a part of the gradient. To go on, "
+            "reduce every backward, with accumulation='buffer', or choose how='lagged'"
         )
     buffers = Buffers(model)
     grads: dict[Tensor, Tensor | None] = {

@@ -87,47 +87,44 @@ class Steps(Checkpoints):
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 
-    def _update(
-        self, works: list[_Work], write: bool, count: bool, idle: Sequence[Holders] = ()
-    ) -> None:
+    def _update(self, works: list[_Work], write: bool, count: bool) -> None:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
-        and count=False leaves the step counts, because the step goes on. `idle` are of
-        groups without a gradient.
+        and count=False leaves the step counts, because the step goes on.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
         runs: list[Callable[[], None]] = []
         on_host, divided = True, list[Holders]()
         for work in works:
-            run, host = self._prepare(work, write, count, made, divided)
+            run, host, holders = self._prepare(work, write, count, made)
             runs.append(run)
             on_host &= host
-        if write and (divided := [*divided, *idle]):
+            divided += holders
+        if write and divided:
             agree(divided)
         self._has_stepped = True
-        with nullcontext() if on_host else kernel_context(works[0][1][0].device):
+        some = (params for _, params, *_ in works if params)
+        with nullcontext() if on_host else kernel_context(next(some)[0].device):
             if made:
                 insert_made(self.state, made)
             for run in runs:
                 run()
 
     def _prepare(
-        self,
-        work: _Work,
-        write: bool,
-        count: bool,
-        made: dict[Tensor, Entry],
-        divided: list[Holders],
-    ) -> tuple[Callable[[], None], bool]:
+        self, work: _Work, write: bool, count: bool, made: dict[Tensor, Entry]
+    ) -> tuple[Callable[[], None], bool, list[Holders]]:
         """Check and compile a group's update, and return the function that runs it.
 
         The second result is True if that calls no operation of torch, so that modes such as
-        autocast do not matter.
+        autocast do not matter. The third are the processes that divide it.
         """
         group, params, grads, microbatches = work
+        if not params:  # other processes may have gradients, and are told
+            idle = [self.holders_of(group, p) for p in group["params"]]
+            return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             _, keywords = self._factory_of(group)
             _check_capture(self.state, group, params, tensors_among(keywords, group))
@@ -146,7 +143,7 @@ class Steps(Checkpoints):
             if not all(map(has_memory, params)):
                 value = self.bound_of(group)
                 run = partial(step_without_memory, value, self.state, *work, write, count)
-                return run, False
+                return run, False, []
             with _uncollected(), kernel_context(params[0].device):
                 how = bound.rule, group_storage(group), capturable
                 entries = [
@@ -157,7 +154,6 @@ class Steps(Checkpoints):
                 plan = ClassPlan(bound.rule, capturable, apart, params, entries, holders)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
-        divided += plan.holders
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
         counts = plan.counts.now(tensors)
@@ -177,9 +173,8 @@ class Steps(Checkpoints):
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
-        return partial(
-            plan.run, launches, tensors, *inputs, after, moved, write, count
-        ), host
+        run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
+        return run, host, plan.holders
 
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
         """Return the processes that divide the map of p, or None if its rule has none."""

@@ -257,18 +257,14 @@ class BaseOptimizer(Fields, Steps):
             with torch.enable_grad():
                 loss = closure()
         works: list[Any] = []
-        idle: list[Any] = []
         for group in self.param_groups:
             params: list[Tensor] = group["params"]
             grads: list[Any] = list(map(_grad, params))
             if any(map(_is_none, grads)):
                 params = [p for p in params if p.grad is not None]
                 grads = [p.grad for p in params]
-            if params:
-                works.append((group, params, grads, None))
-            else:
-                idle += [self.holders_of(group, p) for p in group["params"]]
-        self._update(works, True, True, [x for x in idle if x is not None])
+            works.append((group, params, grads, None))
+        self._update(works, write=True, count=True)
         return loss
 
     @uncompiled

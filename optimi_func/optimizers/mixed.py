@@ -73,7 +73,6 @@ class Mixed(Evaluated):
         *parts: Pairs of a pattern or predicate, and an optimizer as adamw(lr=...). A
             pattern (`fnmatch`) is for the name; a predicate takes name and parameter.
         rest: The optimizer of all parameters that nothing selects. None: there are none.
-        process_group: Muon's; it needs a part that is muon.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -104,7 +103,6 @@ class Mixed(Evaluated):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: StorageLike | None = None,
-        process_group: Any = None,
     ) -> None:
         self._selects, values = check_parts("Mixed", parts, rest)
         self._values = list(map(_checked_value, values))
@@ -115,12 +113,6 @@ class Mixed(Evaluated):
         defaults: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
         defaults |= dict(gradient_release=gradient_release, compile=compile)
         defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
-        if process_group is not None and all(x.rule.whole is None for x in self._values):
-            raise ValueError(
-                f"process_group={process_group!r}: allowed is None without a part for "
-                f"whole matrices, as muon: the parts are {list(factories)}"
-            )
-        defaults["process_group"] = process_group
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())

@@ -304,11 +304,10 @@ class Muon(BaseOptimizer):
             the arithmetic is. A step that is differentiated takes at least float32.
         split: Parts of a matrix's rows that are matrices of their own, for example query,
             key and value: a number of equal parts, or a list of each part's rows.
-        process_group: The processes that hold copies of plain parameters and step them by
-            equal gradients, as under DistributedDataParallel: each runs the iteration for
-            its share of the matrices and sends them the results. The step is the same bit
-            for bit. None: every process computes all. DTensors are divided without it. A
-            copy of the optimizer (deepcopy, pickle) has None.
+        process_group: The processes that hold copies of plain parameters and have equal
+            gradients, as under DistributedDataParallel. Each runs the iteration for its
+            share of the matrices, with the same result bit for bit. None: each runs all.
+            DTensors need none. A copy of the optimizer (deepcopy, pickle) has none.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimi_func.core.checks import check_process_group
 from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
@@ -98,6 +99,8 @@ def MuonAdamW(  # noqa: D417
         left = left.keys() - decayed.names
     how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
     how |= dict(gradient_release=gradient_release, capturable=capturable)
-    how |= dict(state_dtype=state_dtype, storage=storage, process_group=process_group)
+    how |= dict(state_dtype=state_dtype, storage=storage)
     decay = rest(weight_decay=adamw_weight_decay or 0.0) if left else None
-    return Mixed(named, *parts, rest=decay, **how)
+    made = Mixed(named, *parts, rest=decay, **how)
+    made.process_group = check_process_group(process_group)
+    return made

@@ -132,7 +132,7 @@ def test_two_passes_refuse_what_was_not_reduced(policy: str, switch: str) -> Non
         handle.backward(lambda: loss(model, 0))
     loss(model, 0).backward()  # nobody sees it but fully_shard
     getattr(model, switch)(True)
-    with pytest.raises(RuntimeError, match="Reduce every backward, with accumulation="):
+    with pytest.raises(RuntimeError, match="reduce every backward, with accumulation="):
         handle.backward(lambda: loss(model, 1))
     assert not moved(model).any() and not optimizer.state
     # Both micro-batches are there still.

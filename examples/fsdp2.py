@@ -4,11 +4,12 @@
     torchrun --standalone --nproc-per-node 4 examples/fsdp2.py --steps 120
 
 Every process holds a shard of each parameter and of its optimizer state, which are
-DTensors; the optimizer's kernels see the local shards. With ``--release`` the step is
-fused into backward: each shard is updated as soon as its gradient has been reduced, and no
-process ever holds all of its gradients; the norm by which they are clipped is that of the
-whole model. With ``--muon`` the matrices of the hidden layers follow Muon, which every
-process computes of the whole matrix, and the rest AdamW, in one optimizer.
+DTensors; the optimizer's kernels see the local shards. With ``--release`` the step is fused
+into backward: each shard is updated as soon as its gradient has been reduced and is freed
+then, so that a process holds the gradients of a few blocks at a time. The norm by which
+they are clipped is that of the whole model. With ``--muon`` the matrices of the hidden
+layers follow Muon, and each is orthogonalized by one of the processes; the rest follows
+AdamW, in one optimizer.
 
 A checkpoint is a folder by torch.distributed.checkpoint, which is whole once its
 ``.metadata`` is there: the run goes on from the last whole one, among as many processes as

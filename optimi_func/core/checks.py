@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.rule import (
@@ -91,6 +91,16 @@ def check_number(
         allowed += "" if below is None else f" and below {below}"
         allowed += "" if most is None else f" and at most {most}"
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
+
+
+def check_process_group(group: Any) -> Any:
+    """Return a process group, or None if it has one process. Raise for other values."""
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            f"Invalid process_group: process_group={group!r}: allowed are None and a group "
+            "of torch.distributed that this process is in, such as distributed.group.WORLD"
+        )
+    return group if group is not None and group.size() > 1 else None
 
 
 def check_whole(name: str, value: object, least: int, none: bool = False) -> None:

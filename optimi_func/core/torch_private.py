@@ -6,7 +6,7 @@ function changes torch for other code.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -184,6 +184,49 @@ def differentiates(x: Tensor) -> bool:
     if {_functorch.TransformType.Grad, _functorch.TransformType.Jvp} & {*kinds}:
         return True
     return torch.func.debug_unwrap(x, recurse=True).requires_grad if kinds else False
+
+
+def _fsdp_groups(params: Iterable[Tensor]) -> list[tuple[Any, Any]]:
+    """Return the modules that fully_shard has divided for these shards, and its groups.
+
+    The public API leads from a module to its parameters alone. A program that has called
+    fully_shard has imported it. Torch 2.11 to 2.15, test_private_groups_of_fully_shard.
+    """
+    known: Any = sys.modules.get("torch.distributed._composable_state")
+    wanted, found = {*params}, list[tuple[Any, Any]]()
+    for module, state in list(known._module_state_mapping.items()) if known else []:
+        # Before torch 2.13 a module has one group.
+        one = getattr(state(), "_fsdp_param_group", None)
+        for group in getattr(state(), "_fsdp_param_groups", [one] if one else []):
+            if not wanted.isdisjoint([x.sharded_param for x in group.fsdp_params]):
+                found.append((module, group))
+    return found
+
+
+def reshard(params: Iterable[Tensor]) -> None:
+    """Drop the parameters that fully_shard keeps gathered after a forward alone."""
+    for module, _ in _fsdp_groups(params):
+        module.reshard()
+
+
+def has_unreduced_grads(params: Iterable[Tensor]) -> bool:
+    """Return True if fully_shard has gradients that it did not or will not reduce."""
+    for _, group in _fsdp_groups(params):
+        gathered = [getattr(x, "_unsharded_param", None) for x in group.fsdp_params]
+        grads = [x.grad for x in gathered if x is not None]
+        grads += [x.unsharded_accumulated_grad for x in group.fsdp_params]
+        kept = any([x is not None for x in (*grads, group._partial_reduce_output)])
+        if kept or not (group.reduce_grads and group.all_reduce_grads):
+            return True
+    return False
+
+
+def assert_later(flag: Tensor, text: str) -> None:
+    """Raise if a 0-d flag is false. The host does not wait for a GPU, which fails later.
+
+    Public assertions do. Torch 2.11 to 2.15, test_private_groups_of_fully_shard.
+    """
+    torch._assert_async(flag, text)
 
 
 def is_constant(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.distributed import any_distributed, shards_of, to_local
+from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import names_in
 from optimi_func.execution.counts import Counts
@@ -100,6 +101,7 @@ class ClassPlan(Plan):
         apart: bool,
         params: list[Tensor],
         entries: list[dict[str, Any]],
+        holders: list[Holders | None],
     ) -> None:
         fields = rule.state._fields
         found = [names_in(fields, entry) for entry in entries]
@@ -122,6 +124,8 @@ class ClassPlan(Plan):
         shards = list(map(shards_of, params))
         columns = self.columns(tensors, [None] * len(params))
         slots = make_slots(names, fields, columns, [], shards)
+        slots = [slot._replace(holders=x) for slot, x in zip(slots, holders)]
+        self.holders = [x for x in holders if x is not None]
         super().__init__(rule, slots)
 
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from optimi_func.core.codes import is_dense, same_order
 from optimi_func.core.distributed import ShardSpec
+from optimi_func.core.owners import Holders
 from optimi_func.execution.tensors import is_plainly_strided
 
 
@@ -24,6 +25,7 @@ class Slot(NamedTuple):
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
     shard: ShardSpec | None  # None if the whole parameter is local
+    holders: Holders | None = None  # the processes that divide a map of the whole
 
     @property
     def in_place(self) -> bool:

@@ -5,6 +5,7 @@ and stores the direction as one more field of it. The second moves the parameter
 the mapped direction, like SGD along a gradient. Both are planned like any rule's step.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +17,7 @@ from torch.func import vmap
 from optimi_func.core.codes import same_order
 from optimi_func.core.distributed import part_on_whole
 from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.owners import Owned, map_owned
 from optimi_func.core.rule import Direction, NoState, Rule, Scalars, gradient_rule
 from optimi_func.execution.launches import Columns, Launch, Update
 from optimi_func.execution.scalars import Packed
@@ -119,20 +121,33 @@ class WholeLaunch(Launch):
         """Map each direction, in place."""
         whole = self._rule.whole
         assert whole is not None
-        batches: dict[Any, list[Tensor]] = {}
+        here: list[Any] = []
+        owned: dict[Any, list[Owned]] = {}
         for i, (d, (slot, at, _)) in enumerate(zip(directions, self._facts)):
-            if slot.shard is not None:
+            if slot.holders is not None:
+                key = slot.holders.group, slot.holders.dim, d.dtype
+                owned.setdefault(key, []).append((i, d, slot.holders))
+            elif slot.shard is not None:
                 d.copy_(part_on_whole(whole, d, slot.shard, coeffs[at]))
             elif d.numel():
-                kind = (d.shape, d.dtype, d.device) if _batches(d) else i
-                batches.setdefault((at, kind), []).append(d)
-        for (at, _), some in batches.items():
-            if len(some) == 1:
-                some[0].copy_(whole(some[0], coeffs[at]))
-                continue
-            found = vmap(whole, (0, None))(torch.stack(some), coeffs[at])
-            for d, x in zip(some, found):
-                d.copy_(x)
+                here.append((i, d, None))
+
+        def in_place(items: list[Any]) -> None:
+            batches: dict[Any, list[Tensor]] = {}
+            for i, x, _ in items:
+                kind = (x.shape, x.dtype, x.device) if _batches(x) else i
+                batches.setdefault((self._facts[i][1], kind), []).append(x)
+            for (at, _), some in batches.items():
+                if len(some) == 1:
+                    some[0].copy_(whole(some[0], coeffs[at]))
+                    continue
+                found = vmap(whole, (0, None))(torch.stack(some), coeffs[at])
+                for d, x in zip(some, found):
+                    d.copy_(x)
+
+        in_place(here)
+        for items in owned.values():
+            map_owned(in_place, items)
 
 
 def plan_wholes(
@@ -145,8 +160,14 @@ def plan_wholes(
     together = ELEMENTS
     if all([_batches(u.p) for u in updates]):
         together, updates = BATCHED, sorted(updates, key=_shape)
-    launches = chunks(updates, together, lambda u: u.slot.numel)
-    return [WholeLaunch(rule, some, plan) for some in launches]
+
+    def elements(u: Update) -> int:
+        holders = u.slot.holders
+        count, parts = (holders.group.size(), holders.parts) if holders else (1, 1)
+        # So that as many as there are processes go together, and each has one to map.
+        return min(together // count, math.prod(_shape(u)) // parts)
+
+    return [WholeLaunch(rule, some, plan) for some in chunks(updates, together, elements)]
 
 
 def _batches(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import is_dense
-from optimi_func.core.distributed import to_local
+from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import is_plain
 from optimi_func.gradient_release.norms import Norm, as_scalar
@@ -80,6 +80,7 @@ class Backward:
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor, Any]]] = {}
         self.staging = staging
         self._pending_bytes: dict[torch.device, int] = {}
+        self.lacking = 0  # how many more whole tensors those that wait are mapped with
         self.grad_scale = grad_scale  # a factor on every gradient
         self._grad_scales: dict[torch.device | None, Scalar] = {}
 
@@ -97,6 +98,9 @@ class Backward:
         pending_bytes = self._pending_bytes.get(p.device, 0)
         if p.device.type == "cpu" and is_plain(g):
             g = self._stage(g, pending_bytes, room)
+        elif is_distributed(g):
+            # fully_shard's gradients are views of one buffer, which they would keep alive.
+            g = g.clone()
         pending_bytes += aligned(g.nbytes)
         self._pending_bytes[p.device] = pending_bytes
         self.pending.setdefault(p.device, []).append((p, g, current_stream(p.device)))

@@ -80,6 +80,13 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
+        shards = to_local([p for p in self.params.values() if is_distributed(p)])
+        if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):
+            # The hooks run before a gradient's copy to the host has ended.
+            raise ValueError(
+                "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch 2.13, "
+                f"and this is {torch.__version__}: use pin_memory=False"
+            )
         if options.clipping or options.skip_nonfinite or options.grad_norm:
             parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
@@ -253,12 +260,27 @@ class Runner:
 
     def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
         """Apply a gradient, or let it wait if it is small."""
-        if p.numel() >= SMALL:
+        together = self._together(p)
+        if p.numel() >= SMALL and together == 1:
             self._apply(backward, [p], [g])
             return
-        room = min(self.options.pending_bytes, self._small_bytes)
-        if backward.add_pending(p, g, room) > self.options.pending_bytes:
+        if together > 1:
+            backward.lacking = (backward.lacking or together) - 1
+        limit = self.options.pending_bytes
+        waits = backward.add_pending(p, g, min(limit, self._small_bytes))
+        if waits > limit and not backward.lacking:
             self._apply(backward, *backward.take_pending(p.device))
+
+    def _together(self, p: Tensor) -> int:
+        """Return how many tensors like p wait for each other: one for each process to map.
+
+        No more than four copies do, because each process holds all of a copy.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, TreeOptimizer):
+            return 1
+        holders = optimizer.holders_of(optimizer.group_of(p), p)
+        return 1 if holders is None else min(holders.group.size(), 4 * holders.parts)
 
     def _flush(self, backward: Backward) -> None:
         for device in list(backward.pending):
@@ -315,7 +337,8 @@ class Runner:
         for p, held in list(cycle.buffer.items()):
             wide = torch.promote_types(held.dtype, p.dtype)
             self._release(backward, p, held.to(wide))
-        for p in list(cycle.partially_updated):
+        # In the order of all processes, which exchange messages.
+        for p in [p for p in self.params.values() if p in cycle.partially_updated]:
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
         self._flush(backward)
 

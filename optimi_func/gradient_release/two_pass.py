@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimi_func.core import torch_private
 from optimi_func.core.distributed import any_distributed
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.runner import Runner
@@ -22,8 +23,15 @@ def measure(
     runner: Runner, model: nn.Module, loss_fn: Callable[[], Tensor]
 ) -> tuple[Tensor, list[Norm]]:
     """Return the loss and its gradients' norms; restore .grad, buffers and random state."""
-    buffers = Buffers(model)
     params = list(runner.params.values())
+    if any_distributed(params) and torch_private.has_unreduced_grads(params):
+        raise RuntimeError(
+            f"clip_global_norm={runner.options.clip_global_norm} with how='two_pass' after "
+            "or in a backward that fully_shard does not reduce (set_requires_gradient_sync "
+            "or set_requires_all_reduce) would measure a part of the gradient. To go on, "
+            "reduce every backward, with accumulation='buffer', or choose how='lagged'"
+        )
+    buffers = Buffers(model)
     grads: dict[Tensor, Tensor | None] = {
         p: p.grad.clone() for p in params if p.grad is not None
     }

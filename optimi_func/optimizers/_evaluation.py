@@ -15,6 +15,7 @@ from optimi_func.core.distributed import from_local, is_distributed, leaf_to_loc
 from optimi_func.core.leaf import leaf_eval_point
 from optimi_func.core.rule import Leaf
 from optimi_func.core.storage import state_in
+from optimi_func.core.torch_private import reshard
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._groups import Group, path_of
 from optimi_func.optimizers.base import BaseOptimizer
@@ -53,6 +54,7 @@ class Evaluated(BaseOptimizer):
         except BaseException:  # for example if memory runs out
             self._restore(written)
             raise
+        reshard(written)
         for group in groups:
             group["train_mode"] = False
 
@@ -82,6 +84,7 @@ class Evaluated(BaseOptimizer):
         for p in params:
             _write(p, *to_local([self.state[p][TRAIN_PARAM]]))
             del self.state[p][TRAIN_PARAM]
+        reshard(params)
 
     def check_train_mode(self, what: str) -> None:
         """Raise in eval mode. `what` is the caller's action, for the error."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
+from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.rule import Microbatch
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import has_memory
@@ -40,6 +41,7 @@ class Steps(Checkpoints):
     """The methods of an optimizer that step. It keeps values of groups, and plans."""
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    process_group: Any  # that holds copies of plain parameters, or None
 
     def _forget(self) -> None:
         """Drop what is kept, which is made again at the next step."""
@@ -95,13 +97,17 @@ class Steps(Checkpoints):
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
         runs: list[Callable[[], None]] = []
-        on_host = True
+        on_host, divided = True, list[Holders]()
         for work in works:
-            run, host = self._prepare(work, write, count, made)
+            run, host, holders = self._prepare(work, write, count, made)
             runs.append(run)
             on_host &= host
+            divided += holders
+        if write and divided:
+            agree(divided)
         self._has_stepped = True
-        with nullcontext() if on_host else kernel_context(works[0][1][0].device):
+        some = (params for _, params, *_ in works if params)
+        with nullcontext() if on_host else kernel_context(next(some)[0].device):
             if made:
                 insert_made(self.state, made)
             for run in runs:
@@ -109,13 +115,16 @@ class Steps(Checkpoints):
 
     def _prepare(
         self, work: _Work, write: bool, count: bool, made: dict[Tensor, Entry]
-    ) -> tuple[Callable[[], None], bool]:
+    ) -> tuple[Callable[[], None], bool, list[Holders]]:
         """Check and compile a group's update, and return the function that runs it.
 
         The second result is True if that calls no operation of torch, so that modes such as
-        autocast do not matter.
+        autocast do not matter. The third are the processes that divide it.
         """
         group, params, grads, microbatches = work
+        if not params:  # other processes may have gradients, and are told
+            idle = [self.holders_of(group, p) for p in group["params"]]
+            return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             _, keywords = self._factory_of(group)
             _check_capture(self.state, group, params, tensors_among(keywords, group))
@@ -134,14 +143,15 @@ class Steps(Checkpoints):
             if not all(map(has_memory, params)):
                 value = self.bound_of(group)
                 run = partial(step_without_memory, value, self.state, *work, write, count)
-                return run, False
+                return run, False, []
             with _uncollected(), kernel_context(params[0].device):
                 how = bound.rule, group_storage(group), capturable
                 entries = [
                     ensure_state(self.state, made, path_of(group, p), p, *how)
                     for p in params
                 ]
-                plan = ClassPlan(bound.rule, capturable, apart, params, entries)
+                holders = [self.holders_of(group, p, path_of(group, p)) for p in params]
+                plan = ClassPlan(bound.rule, capturable, apart, params, entries, holders)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.distributed:
@@ -163,9 +173,14 @@ class Steps(Checkpoints):
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
-        return partial(
-            plan.run, launches, tensors, *inputs, after, moved, write, count
-        ), host
+        run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
+        return run, host, plan.holders
+
+    def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
+        """Return the processes that divide the map of p, or None if its rule has none."""
+        if self.rule_of(group).whole is None:
+            return None
+        return holders_of(p, name, self.process_group)
 
     def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""

@@ -22,6 +22,7 @@ from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
     check_moves_state,
+    check_process_group,
     check_taken,
     warn,
     warn_user,
@@ -151,6 +152,7 @@ class BaseOptimizer(Fields, Steps):
                 "params is a module: pass model.named_parameters(), or parameters()"
             )
         self.optimizer_accumulation = False
+        self.process_group = check_process_group(defaults.pop("process_group", None))
         # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
         self._unprepared: RemovableHandle | None = None
@@ -261,8 +263,7 @@ class BaseOptimizer(Fields, Steps):
             if any(map(_is_none, grads)):
                 params = [p for p in params if p.grad is not None]
                 grads = [p.grad for p in params]
-            if params:
-                works.append((group, params, grads, None))
+            works.append((group, params, grads, None))
         self._update(works, write=True, count=True)
         return loss
 
@@ -430,6 +431,7 @@ class BaseOptimizer(Fields, Steps):
         is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_unprepared", None)
+        self.__dict__.setdefault("process_group", None)
         super().__setstate__(state)
         self._clear_caches()
         if is_copy and self.defaults["gradient_release"]:
@@ -456,6 +458,6 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = ("_bound", "_plans", "_has_stepped", "_grouped", "_group_index")
-_ATTACHED = ("releases", "_unprepared")
+_ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

@@ -304,6 +304,10 @@ class Muon(BaseOptimizer):
             the arithmetic is. A step that is differentiated takes at least float32.
         split: Parts of a matrix's rows that are matrices of their own, for example query,
             key and value: a number of equal parts, or a list of each part's rows.
+        process_group: The processes that hold copies of plain parameters and have equal
+            gradients, as under DistributedDataParallel. Each runs the iteration for its
+            share of the matrices, with the same result bit for bit. None: each runs all.
+            DTensors need none. A copy of the optimizer (deepcopy, pickle) has none.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -334,3 +338,4 @@ class Muon(BaseOptimizer):
     _: KW_ONLY
     ns_dtype: InitVar[torch.dtype | str | None] = None
     split: InitVar[int | tuple[int, ...] | None] = None
+    process_group: InitVar[Any] = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimi_func.core.checks import check_process_group
 from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
@@ -35,6 +36,7 @@ def MuonAdamW(  # noqa: D417
     capturable: bool = False,
     state_dtype: torch.dtype | str | None = None,
     storage: StorageLike | None = None,
+    process_group: Any = None,
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest, at one lr.
 
@@ -55,6 +57,7 @@ def MuonAdamW(  # noqa: D417
         betas: AdamW's.
         eps: AdamW's.
         head: The output layer, for AdamW: see `hidden_matrices`.
+        process_group: Muon's.
 
     The other arguments are those of every optimizer: see `BaseOptimizer`.
 
@@ -98,4 +101,6 @@ def MuonAdamW(  # noqa: D417
     how |= dict(gradient_release=gradient_release, capturable=capturable)
     how |= dict(state_dtype=state_dtype, storage=storage)
     decay = rest(weight_decay=adamw_weight_decay or 0.0) if left else None
-    return Mixed(named, *parts, rest=decay, **how)
+    made = Mixed(named, *parts, rest=decay, **how)
+    made.process_group = check_process_group(process_group)
+    return made

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import owned_worlds
 import pytest
 import stored_worlds
 import whole_worlds
@@ -13,6 +14,7 @@ WHOLE = [
     whole_worlds.whole_models,
     whole_worlds.whole_ranges,
 ]
+OWNED = [owned_worlds.owned, owned_worlds.few, owned_worlds.together, owned_worlds.differ]
 # One of each kind, for `make test`.
 QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]
 TWO = [
@@ -26,6 +28,7 @@ TWO = [
     worlds.trees,
     worlds.handles,
     worlds.roots,
+    worlds.live_bytes,
     worlds.tensor_parallel,
     worlds.replicas,
     worlds.growth,
@@ -35,6 +38,8 @@ TWO = [
     worlds.averages,
     worlds.from_one,
     *WHOLE,
+    *OWNED,
+    owned_worlds.options,
     stored_worlds.stored_rules,
     stored_worlds.stored_models,
     stored_worlds.stored_trees,
@@ -45,6 +50,7 @@ TWO = [
 FOUR = [
     worlds.planes,
     worlds.hybrid,
+    *OWNED,
     worlds.resume,
     worlds.from_two,
     stored_worlds.stored_planes,

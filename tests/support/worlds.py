@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import CLASSES, ELEMENTWISE, MEASURED, taken
+from measured import peak_bytes
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
@@ -652,6 +653,36 @@ def roots(folder: Path) -> None:
         loss_of(single, batch(last)).backward()
     AdamW(single.parameters(), lr=1e-2, **EAGER).step()
     assert_close(snapshot(model), snapshot(single), start, 1e-9)
+
+
+def live_bytes(folder: Path) -> None:
+    """The peak of a backward and a step beside the shards, of all gradients' bytes."""
+    shares: dict[bool, float] = {}
+    for release in (False, True):
+
+        def make(release: bool = release) -> Any:
+            blocks = [
+                nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)) for _ in range(12)
+            ]
+            model = nn.Sequential(*blocks)
+            for part in (*model, model):
+                fully_shard(part, mesh=flat_mesh())
+            optimizer = AdamW(model.parameters(), gradient_release=release, **EAGER)
+            if release:
+                prepare_for_gradient_release(model, optimizer)
+            losses: list[Tensor] = []
+
+            def step() -> None:
+                losses.pop().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return lambda: losses.append(model(torch.ones(1, 256)).sum()), step
+
+        whole = 12 * 4 * (256 * 256 + 3 * 256)
+        shares[release] = peak_bytes(make, 3) / whole
+    # Two processes: the shards of all gradients are a half.
+    assert shares[False] > 0.6 >= shares[True], shares
 
 
 def hybrid(folder: Path) -> None:

@@ -1,0 +1,145 @@
+"""Owners: tensors that are mapped as a whole, each by one of the processes that hold it."""
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
+
+import torch
+from torch import Tensor, distributed
+
+from optimi_func.core.distributed import is_distributed
+from optimi_func.core.torch_private import assert_later
+
+
+class Holders(NamedTuple):
+    """The processes that hold shards or copies of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # global
+    device: torch.device
+    group: Any
+    dim: int | None  # along which the shards are cut, None for copies
+    parts: int  # the number of shards, 1 for copies
+
+    @property
+    def cost(self) -> int:
+        """Return the multiplications of powers of a matrix's smaller Gram matrix."""
+        rows, *rest = self.shape
+        stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
+        short, long = sorted((rows, math.prod(rest)))
+        return stack * short * short * (2 * long + short)
+
+    def lengths(self) -> list[int]:
+        """Return the number of elements of each shard, cut as by torch.chunk."""
+        size, row = self.shape[self.dim or 0], math.prod(self.shape)
+        step, row = -(-size // self.parts), row // max(1, size)
+        return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
+
+
+# A number of the caller's, the local shard or copy, and its holders.
+Owned: TypeAlias = tuple[int, Tensor, Holders]
+
+
+def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
+    """Return the processes among which p's map is divided, or None if it is not.
+
+    `copies` is the process group that holds copies of plain tensors. Of a mesh that shards
+    and copies, the shards' processes divide it. Not divided is a DTensor that several
+    dimensions cut (tensor parallelism and fully_shard), or that is offloaded.
+    """
+    group, dim = copies, None
+    if is_distributed(p):
+        mesh = p.device_mesh
+        several = [(i, x) for i, x in enumerate(p.placements) if mesh.size(i) > 1]
+        cut = [(i, x) for i, x in several if not x.is_replicate()]
+        (at, place), *more = cut or several or [(0, None)]
+        known = type(place).__name__ in ("Shard", "Replicate") and not (cut and more)
+        inside = mesh.get_coordinate() is not None and p.device.type == mesh.device_type
+        group = mesh.get_group(at) if known and inside else None
+        dim = getattr(place, "dim", None)
+    if group is None:
+        return None
+    parts = 1 if dim is None else group.size()
+    return Holders(str(name), tuple(p.shape), p.device, group, dim, parts)
+
+
+def agree(holders: list[Holders]) -> None:
+    """Raise if other processes of a group are about to step others, by a small message.
+
+    Those without a name are not stepped, and only name the group.
+    """
+    groups: dict[Any, list[Holders]] = {}
+    for x in holders:
+        groups.setdefault(x.group, []).append(x)
+    for group, some in groups.items():
+        names = [x[:2] for x in some if x.name]
+        mark = torch.full((1,), crc32(repr(names).encode()), device=some[0].device)
+        text = (
+            f"other processes do not step the {len(names)} parameters that this one does, "
+            f"{names[:3]}...: each needs a gradient in all that hold it, or in none"
+        )
+        found = [torch.empty_like(mark) for _ in range(group.size())]
+        try:
+            distributed.all_gather(found, mark, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(f"{text} ({error})") from error
+        assert_later((torch.cat(found) == mark).all(), text)
+
+
+def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
+    """Map tensors in place by fn(those of one owner, whole), each in one process.
+
+    One message brings shards to their owners, and one brings the results back. For copies
+    one message gathers the results. All items have one group, dim and dtype, and one order
+    in all processes.
+    """
+    _, like, holders = items[0]
+    group, dim = holders.group, holders.dim or 0
+    owned, rank = _divided(items, group.size()), distributed.get_rank(group)
+    own = owned[rank]
+    # With the dimension that is cut in front, shards follow each other in memory.
+    fronts = [[x.movedim(dim, 0) for _, x, _ in some] for some in owned]
+    sizes = [sum(map(Tensor.numel, some)) for some in fronts]
+
+    def exchange(given: Iterable[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
+        flat = torch.cat([like.new_empty(0), *[x.flatten() for x in given]])
+        found = like.new_empty(sum(into))
+        distributed.all_to_all_single(found, flat, into, out, group=group)
+        return list(found.split(into))
+
+    if holders.dim is None:
+        fn(own)
+        flat = torch.cat([*map(torch.flatten, fronts[rank]), like.new_empty(0)])
+        flat = torch.cat([flat, like.new_zeros(max(sizes) - len(flat))])
+        found = [torch.empty_like(flat) for _ in owned]
+        distributed.all_gather(found, flat, group=group)
+    else:
+        lengths = [x.lengths() for _, _, x in own]
+        counts = list(map(sum, zip(*lengths))) or [0] * len(owned)
+        found = exchange(chain.from_iterable(fronts), sizes, counts)
+        pieces = map(Tensor.split, found, map(list, zip(*lengths)))
+        wholes: list[Owned] = []
+        for (place, _, holders), *some in zip(own, *pieces):
+            x = like.new_empty(holders.shape)
+            x.copy_(torch.cat(some).view_as(x.movedim(dim, 0)).movedim(0, dim))
+            wholes.append((place, x, holders))
+        fn(wholes)
+        flats = [x.movedim(dim, 0).flatten() for _, x, _ in wholes]
+        pieces = map(Tensor.split, flats, lengths)
+        found = exchange(chain.from_iterable(zip(*pieces)), counts, sizes)
+    for some, flat in zip(fronts, found):
+        for x in some:
+            part, flat = flat.tensor_split([x.numel()])
+            x.copy_(part.view(x.shape))
+
+
+def _divided(items: list[Owned], count: int) -> list[list[Owned]]:
+    """Return each owner's items: the most costly first, to the owner with the least."""
+    loads, owned = [0] * count, [list[Owned]() for _ in range(count)]
+    for item in sorted(items, key=lambda item: -item[2].cost):
+        owner = loads.index(min(loads))
+        loads[owner] += item[2].cost
+        owned[owner].append(item)
+    return owned

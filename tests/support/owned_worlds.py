@@ -1,0 +1,254 @@
+"""What several processes check of maps that they divide: one owner each, the same bits."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import worlds
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
+from worlds import EAGER, raises
+
+from optimi_func import Muon, MuonAdamW, prepare_for_gradient_release
+from optimi_func.core.distributed import to_local
+
+Shapes = list[tuple[int, ...]]
+# A small transformer's; then odd ones, a stack and a convolution.
+TRANSFORMER: Shapes = [(96, 32), (32, 32), (128, 32), (32, 128)] * 4
+ODD: Shapes = [(7, 5), (3, 6, 4), (8, 2, 3, 3), (5, 9)]
+
+
+class Sent:
+    """Messages and the elements that this process gets from others."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.elements = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        kept = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather")}
+
+        def message(name: str, out: Any, given: Tensor, *args: Any, **how: Any) -> Any:
+            self.names.append(name)
+            own = args[0][dist.get_rank(how["group"])] if args else given.numel()
+            self.elements += sum(x.numel() for x in out) - own
+            return kept[name](out, given, *args, **how)
+
+        for name in kept:
+            setattr(dist, name, partial(message, name))
+        try:
+            yield
+        finally:
+            for name, function in kept.items():
+                setattr(dist, name, function)
+
+
+def stepped(shapes: Shapes, place: Callable[[Tensor], Any], **options: Any) -> Any:
+    """Return parameters after two steps, and the flops and messages of the second."""
+    torch.manual_seed(3)
+    params = [nn.Parameter(place(torch.randn(shape))) for shape in shapes]
+    optimizer = Muon(params, lr=0.02, **options, **EAGER)
+    sent, flops = Sent(), FlopCounterMode(display=False)
+    for i in range(2):
+        for p, shape in zip(params, shapes):
+            p.grad = place(torch.randn(shape))
+        if i == 0:
+            optimizer.step()
+            continue
+        with flops, sent.counted():
+            optimizer.step()
+    return [worlds.full(p) for p in params], flops.get_total_flops(), sent
+
+
+def placed(mesh: Any, *places: Any) -> Callable[[Tensor], Any]:
+    return lambda x: distribute_tensor(x, mesh, places, src_data_rank=None)
+
+
+def gathered(x: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, x)
+    return found
+
+
+def owned(folder: Path) -> None:
+    """The work of a process, its messages and bytes; the step is that of one process."""
+    n = dist.get_world_size()
+    flat = init_device_mesh("cpu", (n,))
+    # Each shard goes to its owner and comes back; each result goes to every copy.
+    shards = ["all_to_all_single"] * 2, 1 / n, 2 * (n - 1) / n**2
+    copies = ["all_gather"], 1 / n, (n - 1) / n
+    ways: list[Any] = [
+        ("rows", placed(flat, Shard(0)), {}, *shards),
+        ("columns", placed(flat, Shard(1)), {}, *shards),
+        ("copies", placed(flat, Replicate()), {}, *copies),
+        ("plain", lambda x: x, {"process_group": dist.group.WORLD}, *copies),
+    ]
+    if n == 4:
+        plane = init_device_mesh("cpu", (2, 2))
+        half = shards[0], 1 / 2, 1 / 2
+        ways.append(("copies of shards", placed(plane, Replicate(), Shard(0)), {}, *half))
+        # Two dimensions cut: every process gathers and maps all, as before.
+        alone = [], 1.0, 0.0
+        ways.append(("shards of shards", placed(plane, Shard(0), Shard(1)), {}, *alone))
+    for shapes in (TRANSFORMER + ODD, ODD):
+        alone, whole, sent = stepped(shapes, lambda x: x)
+        assert not sent.names
+        elements = sum(x.numel() for x in alone)
+        for name, place, options, names, work, received in ways:
+            found, flops, sent = stepped(shapes, place, **options)
+            assert all(map(torch.equal, found, alone)), name
+            # First, in a few bytes, that all have the same to do.
+            assert sent.names == ["all_gather"] * bool(names) + names, (name, sent.names)
+            every = gathered((flops, sent.elements))
+            assert sum(x for x, _ in every) == n * work * whole, name
+            for flops, count in every if shapes is not ODD else []:
+                assert abs(flops / whole - work) < 2e-3, (name, flops / whole)
+                assert abs(count / elements - received) < 0.02, (name, count / elements)
+
+
+def few(folder: Path) -> None:
+    """A matrix that is larger than all others, and fewer matrices than processes."""
+    n = dist.get_world_size()
+    for place, options in (
+        (placed(worlds.flat_mesh(), Shard(0)), {}),
+        (lambda x: x, {"process_group": dist.group.WORLD}),
+    ):
+        for shapes in ([(64, 64), *[(8, 8)] * 6], [(5, 7)], [(0, 3), (4, 4)]):
+            alone, _, _ = stepped(shapes, lambda x: x)
+            found, flops, _ = stepped(shapes, place, **options)
+            assert all(map(torch.equal, found, alone))
+            _, largest, _ = stepped(shapes[:1], lambda x: x)
+            every = sorted(gathered(flops))
+            if len(shapes) == 7:  # its owner has nothing else
+                assert every[-1] == largest
+            if len(shapes) == 1:
+                assert every == [0] * (n - 1) + [largest]
+
+
+class Blocks(nn.Module):
+    """Equal blocks of two matrices with biases."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+            for _ in range(count)
+        )
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def watched(optimizer: Any) -> tuple[list[int], list[int]]:
+    """Note the flops of each update from now on, and how many matrices it has."""
+    flops: list[int] = []
+    counts: list[int] = []
+    update = optimizer._update
+
+    def noted(works: Any, *how: Any, **more: Any) -> None:
+        counts.append(sum(p.dim() > 1 for _, ps, *_ in works for p in ps))
+        with FlopCounterMode(display=False) as counter:
+            update(works, *how, **more)
+        flops.append(counter.get_total_flops())
+
+    optimizer._update = noted
+    return flops, counts
+
+
+def together(folder: Path) -> None:
+    """Under release matrices wait for each other: else one owner would have them all."""
+    n = dist.get_world_size()
+    ends: list[list[Tensor]] = []
+    for release, pending in ((False, 0), (True, 0), (True, 1 << 20)):
+        model = Blocks(n)
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=worlds.flat_mesh())
+        optimizer = MuonAdamW(model, lr=1e-2, gradient_release=release, **EAGER)
+        flops, counts = watched(optimizer)
+        if release:
+            prepare_for_gradient_release(model, optimizer, pending_bytes=pending)
+        for i in range(2):
+            torch.manual_seed(10 * i + dist.get_rank())
+            worlds.loss_of(model, torch.randn(3, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(worlds.snapshot(model))
+        assert all(map(torch.equal, ends[-1], ends[0]))
+        every = gathered(sum(flops))
+        assert all(abs(x / sum(every) - 1 / n) < 0.02 for x in every), (pending, every)
+        # As many wait as there are processes, or all that are small; the head is AdamW's.
+        if release:
+            assert sum(counts) == 2 * (2 * n + 1)
+            assert max(counts) in ((n, n + 1) if pending == 0 else (2 * n + 1,)), counts
+
+
+def differ(folder: Path) -> None:
+    """Processes that lack a gradient are told, and the others too, before any write."""
+    rank = dist.get_rank()
+    for place, options in (
+        (placed(worlds.flat_mesh(), Shard(0)), {}),
+        (lambda x: x, {"process_group": dist.group.WORLD}),
+    ):
+        params = [(name, nn.Parameter(place(torch.ones(4, 4)))) for name in "abc"]
+        optimizer = Muon(params, lr=0.1, **options, **EAGER)
+        for lacks in ("", "a", "c", "abc"):
+            for name, p in params:
+                absent = rank == 1 and name in lacks
+                p.grad = None if absent else place(torch.randn(4, 4))
+            before = [to_local([p.detach()])[0].clone() for _, p in params]
+            moments = copy.deepcopy(optimizer.state_dict())
+            if lacks:
+                with raises(RuntimeError, "each needs a gradient in all that"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            for (_, p), x in zip(params, before):
+                assert torch.equal(to_local([p.detach()])[0], x) == bool(lacks)
+            for i, entry in optimizer.state_dict()["state"].items() if lacks else []:
+                for k, x in entry.items():
+                    assert torch.equal(*to_local([x, moments["state"][i][k]]))
+        for _, p in params:  # in none
+            p.grad = None
+        optimizer.step()
+    # A process that takes no step at all ends the others' wait when the group's time is up.
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    if rank == 0:
+        with raises(RuntimeError, "do not step the 1 parameters that this one does"):
+            Muon([("w", p)], process_group=group, **EAGER).step()
+    dist.barrier()
+
+
+def options(folder: Path) -> None:
+    """What process_group takes, and that no state or copy has it."""
+    group = dist.group.WORLD
+    for given in (0, "WORLD", dist.GroupMember.NON_GROUP_MEMBER):
+        with raises(TypeError, "allowed are None and a group of torch.distributed"):
+            Muon([nn.Parameter(torch.ones(2, 2))], process_group=given)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    with raises(TypeError, "process_group=0"):
+        MuonAdamW(model, process_group=0)
+    for optimizer in (
+        MuonAdamW(model, process_group=group),
+        Muon([model[0].weight], process_group=group),
+    ):
+        assert optimizer.process_group is group
+        assert "process_group" not in str(optimizer.state_dict()) + repr(optimizer)
+        assert copy.deepcopy(optimizer).process_group is None
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.process_group is group

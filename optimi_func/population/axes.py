@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.rule import PyTree
-from optimi_func.pure.tree import without_none
+from optimi_func.pure.tree import paths_in, without_none
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
@@ -88,10 +87,4 @@ def _with_axes(name: str, tree: PyTree, prefix: Any) -> tuple[list[Any], list[An
 
 def path(name: str, tree: PyTree, i: int) -> str:
     """Return the name of leaf i of a tree."""
-    if not torch.compiler.is_compiling():
-        try:
-            keyed, _ = pytree.tree_flatten_with_path(tree)
-            return name + pytree.keystr(keyed[i][0])
-        except ValueError:
-            pass  # a node type was registered without names of its children
-    return f"{name}<leaf {i}>"
+    return name + paths_in(tree, i + 1)[i]

@@ -317,7 +317,7 @@ class PureStep:
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
         leaves = FlatTree.of(tree, tree, tree_state).check(optimizer.rule)
-        optimizer.warn(leaves.moment_dtypes())
+        optimizer.warn(leaves)
         steps = TreeStep(optimizer, leaves, "kernels")
 
         with running(steps.update, params):

@@ -161,8 +161,8 @@ class TreeStep:
 
 
 @lru_cache(32)
-def _known(_: Any) -> list[tuple[Guard, set[torch.dtype], Plan]]:
-    """Return the last four plans for trees of a kind: guard, dtypes of moments, plan."""
+def _known(_: Any) -> list[tuple[Guard, Plan]]:
+    """Return the last four plans for trees of a kind, each after its guard."""
     return []
 
 
@@ -227,14 +227,13 @@ def _step(
             tree.check(rule)
         step = TreeStep(optimizer, tree, "kernels")
         if found is None:
-            dtypes = tree.moment_dtypes()
             plan, columns, targets = step.plan(places, names, columns, results, True)
             if kept and all([x.is_cpu for x in tensors]):
                 guard = Guard(tensors, addresses=in_place)
-                known[:] = [(guard, dtypes, plan), *known[:3]]
+                known[:] = [(guard, plan), *known[:3]]
         else:
-            _, dtypes, plan = found
-        optimizer.warn(dtypes)
+            _, plan = found
+        optimizer.warn(tree)
         step.run(plan, places, columns, targets)
         if in_place:
             state.step.add_(1.0)

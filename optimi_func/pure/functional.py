@@ -285,9 +285,14 @@ class FunctionalOptimizer:
         """The `likely_mistakes` of this value, for each of its steps."""
         return self.likely_mistakes()
 
-    def warn(self, dtypes: set[torch.dtype]) -> None:
-        """Warn of likely mistakes, and of moments in these dtypes that hardly move."""
-        warn(self.mistakes + stuck_moments(self.narrow_betas, dtypes))
+    @cached_property
+    def _stuck(self) -> list[str]:
+        return stuck_moments(self.narrow_betas)
+
+    def warn(self, tree: FlatTree) -> None:
+        """Warn of likely mistakes, and of moments of a tree that hardly move."""
+        stuck = self._stuck and torch.bfloat16 in tree.moment_dtypes()
+        warn(self.mistakes + self._stuck if stuck else self.mistakes)
 
     @cached_property
     def has_numbers(self) -> bool:
@@ -343,7 +348,7 @@ class FunctionalOptimizer:
         """
         tree = FlatTree.of(params, grads, state).check(self.rule)
         if not torch.compiler.is_compiling():
-            self.warn(tree.moment_dtypes())
+            self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         leaves, states = tree.leaves.copy(), tree.states.copy()
         for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):

@@ -25,12 +25,13 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.rule import Microbatch, PyTree, Rule
 from optimi_func.core.storage import entry_of, names_in, state_of
+from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Columns, run_launches
 from optimi_func.execution.plans import Plan, raise_versions
-from optimi_func.execution.scalars import Packed, pack
+from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -131,33 +132,26 @@ class TreeStep:
         """Update leaves by their plan, into targets or, if there are none, in place."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
-        how = self._executor, columns + targets, packed, at, write
-        launches = plan.launches(*how, new=False)
-        if launches is None:
+        inputs = columns + targets, packed, at
+
+        def check() -> None:
             for i, p, g in zip(places, *columns[:2]):
                 check_grad(path_of(self._tree.params, i), p, g)
-            launches = plan.launches(*how, new=True)
-            assert launches is not None
+
+        launches, _ = plan.launches(self._executor, *inputs, write, check)
         x, _, *rest = targets or columns
         written = [x, *rest] if write else rest[:-1]
-        run_launches(launches[0], *how[1:4], written)
+        run_launches(launches, *inputs, written)
         if targets:
             return
         if write:
-            self._advance(places, packed, at)
+            for i, k in zip(places if self._rule.running._fields else (), at):
+                for x, new in zip(self._tree.states[i].running, self.after[i]):
+                    write_scalar(x, new, packed[k].finite)
             # Autograd has not seen that shards of these were written.
             if any_distributed(self._tree.leaves):
                 written.append([self._tree.leaves[i] for i in places])
         raise_versions(_present(written))
-
-    def _advance(self, places: Sequence[int], packed: list[Packed], at: list[int]) -> None:
-        """Write the running scalars of leaves whose `finite` flag is not false."""
-        for i, k in zip(places if self._rule.running._fields else (), at):
-            flag = packed[k].finite
-            for old, new in zip(self._tree.states[i].running, self.after[i]):
-                if flag is not None:
-                    new = torch.where(flag.to(old.device), new, old)
-                old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
 
 
 @lru_cache(32)

@@ -404,7 +404,8 @@ class FunctionalOptimizer:
         if that is the CPU, where its values can be read.
         """
         own, count = self.numbers, len(tree.leaves)
-        if self.has_numbers and not (self.rule.running._fields or isinstance(t, Tensor)):
+        on_host = not (isinstance(t, Tensor) or self.rule.running._fields)
+        if on_host and self.has_numbers:
             coeffs, after = self.advance(t, NO_RUNNING)
             return (
                 [Scalars(coeffs, self.rates_now, dither_at(t))],
@@ -414,7 +415,7 @@ class FunctionalOptimizer:
         step = step.clone()  # a schedule may write to what it is given
         own = {name: resolve_tree(name, x, step) for name, x in own.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
-        if not (self.has_numbers or torch.compiler.is_compiling()):
+        if not (torch.compiler.is_compiling() or self.has_numbers):
             now = object.__new__(type(self))
             now.__dict__.update(self.__dict__, **own)
             now.check()  # the values that schedules and tensors have at this step

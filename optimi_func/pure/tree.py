@@ -329,7 +329,7 @@ class Path(NamedTuple):
     i: int
 
     def __str__(self) -> str:
-        return paths_in(without_none(self.tree), self.i + 1)[self.i]
+        return paths_in(without_none(self.tree))[self.i]
 
 
 def path_of(tree: PyTree, i: int) -> object:
@@ -374,53 +374,53 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
             ) from error
 
 
-def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
+def broadcast(name: str, prefix: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
-    count = len(leaves.leaves)
-    if isinstance(prefix, float | Tensor):
+    count = len(tree.leaves)
+    if isinstance(prefix, float | Tensor) or callable(prefix):
         return [prefix], [0] * count
-    numbers, spec = pytree.tree_flatten(prefix)
-    if callable(prefix) or spec.is_leaf():
-        return [prefix], [0] * count
-    places = unflatten(leaves.spec, range(count))
+    places = unflatten(tree.spec, range(count))
     try:
-        subtrees = spec.flatten_up_to(places)
+        return spread(prefix, places, count)
     except ValueError as error:
         raise ValueError(
             f"{name} is no prefix of params{_difference(prefix, places)}"
         ) from error
+
+
+def spread(prefix: Any, places: PyTree, count: int) -> tuple[list[Any], list[int]]:
+    """Flatten a prefix of a tree of `count` indices, and return its index for each."""
+    found, spec = pytree.tree_flatten(prefix)
     at = [0] * count
-    for i, subtree in enumerate(subtrees):
+    for i, subtree in enumerate(spec.flatten_up_to(places)):
         for place in pytree.tree_leaves(subtree):
             if place is not None:  # a frozen parameter
                 at[place] = i
-    return numbers, at
+    return found, at
 
 
 def _difference(tree: PyTree, params: PyTree) -> str:
     def stop(x: Any) -> bool:
         return isinstance(x, LeafState)
 
-    params = without_none(params)
-    ours = paths_in(params, len(pytree.tree_leaves(params)))
-    theirs = paths_in(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
+    ours, theirs = paths_in(without_none(params)), paths_in(tree, stop)
     for path in ours:
         # A prefix covers all leaves below it.
         if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
-    tree = without_none(tree)
-    for path in paths_in(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop):
+    for path in paths_in(without_none(tree), stop):
         if not any(known.startswith(path) for known in ours):
             return f": {path} is not in params"
     return ": the containers are of different types"
 
 
-def paths_in(tree: PyTree, count: int, stop: Any = None) -> list[str]:
-    """Return the paths of a tree's leaves, of which there are `count`."""
+def paths_in(tree: PyTree, stop: Any = None) -> list[str]:
+    """Return the paths of a tree's leaves."""
     if not torch.compiler.is_compiling():
         try:
             keyed, _ = pytree.tree_flatten_with_path(tree, is_leaf=stop)
             return [pytree.keystr(path) for path, _ in keyed]
         except ValueError:
             pass  # a node registered without names for its children
-    return [f"<leaf {i}>" for i in range(count)]
+    leaves = pytree.tree_leaves(tree, is_leaf=stop)
+    return [f"<leaf {i}>" for i in range(len(leaves))]

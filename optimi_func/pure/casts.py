@@ -51,11 +51,9 @@ class Casts:
         def convert(x: Any) -> Any:
             return _number(x, dtype) if type(x) in (float, int) else cast(x)
 
-        found = (
-            self._as_tensors(cast, convert, scalars)
-            if self._at_once
-            else _each(cast, scalars)
-        )
+        found = self._as_tensors(cast, convert, scalars) if self._at_once else None
+        if passed or found is None:
+            found = _each(cast, scalars)
         if not passed:
             made[key] = found
         return found

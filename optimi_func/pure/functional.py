@@ -403,17 +403,13 @@ class FunctionalOptimizer:
         step + 1; if t is a tensor, coefficients are computed on its device. at_once is True
         if that is the CPU, where its values can be read.
         """
-        own, count = self.numbers, len(tree.leaves)
         on_host = not (isinstance(t, Tensor) or self.rule.running._fields)
         if on_host and self.has_numbers:
             coeffs, after = self.advance(t, NO_RUNNING)
-            return (
-                [Scalars(coeffs, self.rates_now, dither_at(t))],
-                [0] * count,
-                [after] * count,
-            )
+            one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
+            return [one], [0] * count, [after] * count
         step = step.clone()  # a schedule may write to what it is given
-        own = {name: resolve_tree(name, x, step) for name, x in own.items()}
+        own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         if not (torch.compiler.is_compiling() or self.has_numbers):
             now = object.__new__(type(self))

@@ -2,14 +2,17 @@
 
 AdamW on small tensors, and on the shapes of models of ``step_time.py``: the compiled
 functions in place and into new tensors, the eager function, that function in torch.compile,
-a pure loop as one writes it by hand, torchopt's, and torch's fused class. The ratio is that
-to this library's class. A step into new tensors also allocates its results: how long that
-takes is measured too ("allocate"), and "pure less that" is the rest.
+a pure loop as one writes it by hand, torchopt's, optax's as a jitted function of arrays of
+jax, and torch's fused class. The ratio is that to this library's class. A step into new
+tensors also allocates its results: how long that takes is measured too ("allocate"), and
+"pure less that" is the rest.
 
-torch.compile compiles for the shapes it meets, so it is left out where there are more
-tensors than ``--compile-limit``.
+torch.compile and optax compile for the shapes they meet, so they are left out where there
+are more tensors than ``--compile-limit``. On a busy machine ``--cpu-time`` counts the
+processor's seconds, of all threads.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -86,6 +89,28 @@ def by_torchopt(params: Tree, grads: Tree) -> Step:
     return step
 
 
+def by_optax(params: Tree, grads: Tree) -> Step:
+    """optax's, which XLA compiles, out of place."""
+    jax, optax = load("jax"), load("optax")
+    beta1, beta2 = NUMBERS["betas"]
+    rest = {name: NUMBERS[name] for name in ("eps", "weight_decay")}
+    optimizer = optax.adamw(NUMBERS["lr"], b1=beta1, b2=beta2, **rest)
+    own = {name: jax.numpy.asarray(x.numpy()) for name, x in params.items()}
+    given = {name: jax.numpy.asarray(x.numpy()) for name, x in grads.items()}
+
+    @jax.jit
+    def update(params: Any, grads: Any, state: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    trees: list[Any] = [own, optimizer.init(own)]
+
+    def step() -> None:
+        trees[:] = jax.block_until_ready(update(trees[0], given, trees[1]))
+
+    return step
+
+
 def allocate(params: Tree, grads: Tree) -> Step:
     """New tensors for parameters and two moments, one element of each page written.
 
@@ -112,8 +137,10 @@ WAYS: dict[str, Callable[[Tree, Tree], Step]] = {
     "by hand": by_hand,
     "torch fused": lambda p, g: by_class(p, g, torch.optim.AdamW, fused=True),
     "torchopt": by_torchopt,
+    "optax": by_optax,
 }
-NEEDS = {"torchopt": "torchopt"}
+NEEDS = {"torchopt": "torchopt", "optax": "optax"}
+COMPILING = (COMPILED, "optax")
 
 
 @dataclass(frozen=True)
@@ -125,11 +152,23 @@ class Config(harness.Timed):
     )
     ways: tuple[str, ...] = option(tuple(WAYS), "to step", tuple(WAYS))
     rounds: int = option(60, "measured rounds, at most")
+    turns: int = option(40, "tensors of 64 elements to step in a round, at least")
     threads: int = option(1, "of torch")
-    compile_limit: int = option(20, "tensors that torch.compile may have")
+    compile_limit: int = option(20, "tensors that torch.compile and optax may have")
+    cpu_time: bool = option(False, "time of the processor, not of the clock: where busy")
 
 
 QUICK: Found = {"tensors": (2,), "sets": ("tiny",), "rounds": 5, "compile_limit": 0}
+
+
+def repeated(step: Step, turns: int) -> Step:
+    """Several steps as one."""
+
+    def steps() -> None:
+        for _ in range(turns):
+            step()
+
+    return steps
 
 
 def measure_cell(title: str, tensors: list[Tensor], config: Config) -> Found:
@@ -138,13 +177,17 @@ def measure_cell(title: str, tensors: list[Tensor], config: Config) -> Found:
     names = [f"layer.{i}.weight" for i in range(len(tensors))]
     grads = {name: torch.randn_like(x) for name, x in zip(names, tensors)}
     steps: dict[str, Step] = {}
+    # A step of few small tensors would otherwise find the caches of another way.
+    turns = max(1, config.turns // sum(1 + x.nbytes // 512 for x in tensors))
     for way, make in WAYS.items():
-        many = way == COMPILED and len(tensors) > config.compile_limit
+        many = way in COMPILING and len(tensors) > config.compile_limit
         missing = way in NEEDS and harness.installed(NEEDS[way]) is None
         if way == CLASS or (way in config.ways and not (many or missing)):
             params = {name: x.clone() for name, x in zip(names, tensors)}
-            steps[way] = make(params, grads)
-    seconds = harness.interleave(steps, config, title)
+            steps[way] = repeated(make(params, grads), turns)
+    clock = time.process_time if config.cpu_time else time.perf_counter
+    seconds = harness.interleave(steps, config, title, clock=clock)
+    seconds = {way: [taken / turns for taken in x] for way, x in seconds.items()}
     found = {way: asdict(x) for way, x in harness.ratios(seconds, CLASS).items()}
     torch.compiler.reset()
     return found

@@ -20,7 +20,7 @@ from optimi_func.compiled.whole import (
     no_grad_context,
 )
 from optimi_func.core import torch_private
-from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded, warn
+from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
 from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.trees import TreeStep
@@ -316,8 +316,8 @@ class PureStep:
         tree_state = cast(TreeState, state.optimizer)
         tree = pytree.tree_unflatten(params, params_spec)
         # The graph makes gradients like their parameters, so these are checked instead.
-        leaves = FlatTree.check(optimizer.rule, tree, tree, tree_state)
-        warn(optimizer.likely_mistakes() + leaves.stuck_moments(optimizer))
+        leaves = FlatTree.of(tree, tree, tree_state).check(optimizer.rule)
+        optimizer.warn(leaves)
         steps = TreeStep(optimizer, leaves, "kernels")
 
         with running(steps.update, params):

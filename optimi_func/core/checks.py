@@ -309,14 +309,12 @@ def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
     ]
 
 
-def stuck_moments(betas: Any, dtypes: set[torch.dtype]) -> list[str]:
-    """Return warnings for bfloat16 moments whose updates round to nothing.
+def stuck_moments(betas: Any) -> list[str]:
+    """Return warnings for betas whose moments, if bfloat16, round updates to nothing.
 
     A bfloat16 number has 8 bits. If 1 - beta < 2^-8, beta * v + (1 - beta) * g^2 rounds
     back to v unless g^2 is far from it.
     """
-    if torch.bfloat16 not in dtypes:
-        return []
     return [
         f"betas[{i}]={beta} with bfloat16 state: 1 - beta is below 2^-8, so the moment "
         "hardly moves. Pass state_dtype=torch.float32, or a beta of at most 0.996."

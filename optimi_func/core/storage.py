@@ -127,11 +127,6 @@ def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
     return to(x, like.dtype)
 
 
-def tensors_of(field: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a field: itself, or its codes and their scales."""
-    return tuple(field) if isinstance(field, Codes) else (field,)
-
-
 def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
     """Build a State from the next tensors: codes and scales for a field with codes[i]."""
     pairs = [(next(tensors), next(tensors) if coded else None) for coded in codes]

@@ -111,10 +111,7 @@ class Counts:
         steps, running = tensors[: self._rows], tensors[self._rows :]
         flags = [packed[i].finite for i in at]
         for i, (x, new) in enumerate(zip(running, news)):
-            flag = flags[i % self._rows]
-            if flag is not None:
-                new = torch.where(flag.to(x.device), new, x)
-            x.copy_(new) if isinstance(new, Tensor) else x.fill_(new)
+            write_scalar(x, new, flags[i % self._rows])
         foreach_add_([step for step, flag in zip(steps, flags) if flag is None], 1.0)
         for step, flag in zip(steps, flags):
             if flag is not None:
@@ -123,3 +120,10 @@ class Counts:
         if self._on_host:
             self._expected[:] = array("d", [x.item() for x in tensors])
             self.native = loaded() if self._plain else None
+
+
+def write_scalar(x: Tensor, new: Scalar, finite: Tensor | None) -> None:
+    """Write a running scalar, unless the flag `finite` is false."""
+    if finite is not None:
+        new = torch.where(finite.to(x.device), new, x)
+    x.copy_(new) if isinstance(new, Tensor) else x.fill_(new)

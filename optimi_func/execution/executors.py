@@ -159,7 +159,9 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
         return [*launches, KernelLaunch(run, mean, count, direct)] if direct else launches
     for some in split_twins(direct):
         if isinstance(run, ListKernel) and (mean is None or isinstance(mean, ListKernel)):
-            parts = [some] if mean is None else chunks(some, MEASURED, _numel)
+            parts = [some]
+            if mean is not None:
+                parts = list(chunks(some, MEASURED, lambda u: u.slot.numel))
             launches += [ListLaunch(run, mean, count, part) for part in parts]
         else:
             launches.append(KernelLaunch(run, mean, count, some))
@@ -202,7 +204,3 @@ def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
         taken.update(u.slot.addresses)
     if run:
         yield run
-
-
-def _numel(u: Update) -> int:
-    return u.slot.numel

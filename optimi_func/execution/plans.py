@@ -4,6 +4,7 @@ A plan is a cache, and `state[p]` is the truth. If state is loaded, copied, cast
 edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -19,6 +20,7 @@ from optimi_func.core.storage import names_in
 from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
+from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Columns, Launch, Update, run_launches
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot, make_slots
@@ -56,12 +58,12 @@ class Plan:
         packed: list[Packed],
         at: list[int],
         write: bool,
-        new: bool,
-    ) -> tuple[list[Launch], bool] | None:
+        check: Callable[[], None],
+    ) -> tuple[list[Launch], bool]:
         """Return the launches of a step, and True if all are `Launch.host`.
 
-        They are planned, compiled and kept if `new` is true. Else they are those of an
-        earlier step with gradients and scalars of the same kind, or None.
+        They are those of an earlier step with gradients and scalars of the same kind, or
+        they are planned, compiled and kept. `check` raises if these gradients do not fit.
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
@@ -69,14 +71,14 @@ class Plan:
         kind: Any = executor, write, watched, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
-        if not new:
-            for guard, known in self._known.get(kind, ()):
-                if guard.holds(grads):
-                    return known
-            return None
+        for guard, known in self._known.get(kind, ()):
+            if guard.holds(grads):
+                return known
+        check()
         rows = enumerate(zip(self.slots, *columns[:2], at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
-        made = plan_launches(executor, self.rule, updates, write)
+        with kernel_context(grads[0].device if grads else torch.device("cpu")):
+            made = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         found = made, all([launch.host for launch in made])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.rule import Leaf, Rule
-from optimi_func.core.storage import state_of, tensors_of
+from optimi_func.core.storage import entry_of, state_of
 from optimi_func.core.torch_private import is_plain
 
 T = TypeVar("T")
@@ -45,12 +45,7 @@ def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:
 
 def flat_leaf(leaf: Leaf) -> list[Tensor]:
     """Return the tensors that a step writes: parameter, state, compensation."""
-    tensors = [leaf.p]
-    for field in leaf.state:
-        tensors += tensors_of(field)
-    if leaf.comp is not None:
-        tensors.append(leaf.comp)
-    return tensors
+    return [leaf.p, *entry_of(leaf.state, leaf.comp).values()]
 
 
 def write_back(targets: Sequence[Tensor], new: Leaf) -> None:

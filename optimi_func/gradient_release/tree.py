@@ -37,7 +37,7 @@ class TreeOptimizer:
 
     @state.setter
     def state(self, state: TreeState) -> None:
-        FlatTree.check(self.optimizer.rule, self._params, self._params, state)
+        FlatTree.of(self._params, self._params, state).check(self.optimizer.rule)
         self._state, self._step = state, None
 
     def update(
@@ -52,9 +52,9 @@ class TreeOptimizer:
         del count
         with kernel_context(params[0].device):
             if self._step is None:
-                rule, tree = self.optimizer.rule, self._params
-                checked = FlatTree.check(rule, tree, tree, self._state)
-                self._step = TreeStep(self.optimizer, checked, "auto")
+                tree = FlatTree.of(self._params, self._params, self._state)
+                tree.check(self.optimizer.rule)
+                self._step = TreeStep(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
             self._step.update(places, grads, microbatches, write)
 

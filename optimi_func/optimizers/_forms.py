@@ -136,11 +136,15 @@ def _known(
 
     Tensors, schedules and trees may change, so values with these are not kept.
     """
-    lr = kwargs.get("lr")
-    if type(lr) is not float or not all(map(_is_plain, kwargs.values())):
-        return factory(**kwargs)
+    rest = dict(kwargs)
+    lr, flat = rest.pop("lr", None), list[Any]()
+    for x in rest.values():
+        flat += x if type(x) is tuple else (x,)
     # 1, 1.0 and True are equal, but not equally allowed.
-    key = tuple([(name, x, type(x)) for name, x in kwargs.items() if name != "lr"])
+    kinds = tuple(map(type, flat))
+    if type(lr) is not float or not _PLAIN.issuperset(kinds):
+        return factory(**kwargs)
+    key = tuple(rest.items()), kinds
     if key not in made:
         if len(made) == 64:
             made.clear()
@@ -149,6 +153,4 @@ def _known(
     return found if found.lr == lr else found.with_lr(lr)
 
 
-def _is_plain(x: Any) -> bool:
-    floats = type(x) is tuple and all([type(y) is float for y in x])
-    return floats or type(x) in (float, int, bool, str, type(None))
+_PLAIN = {float, int, bool, str, type(None)}

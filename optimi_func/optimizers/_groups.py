@@ -142,8 +142,7 @@ def likely_mistakes(
         decay = decay_mistakes([(bound.decay, bound.weight_decay)])
         found += [text for text in bound.likely_mistakes() if text not in decay]
         kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
-        dtypes = {x for x in kept if isinstance(x, torch.dtype)}
-        found += stuck_moments(bound.narrow_betas, dtypes)
+        found += stuck_moments(bound.narrow_betas) if torch.bfloat16 in kept else []
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
             found.append(

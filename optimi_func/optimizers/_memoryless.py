@@ -9,9 +9,10 @@ from torch import Tensor
 from optimi_func.core.checks import check_grad
 from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch
-from optimi_func.core.storage import entry_of, group_storage, state_in
+from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.scalars import scalars_after
+from optimi_func.execution.tensors import flat_leaf, write_back
 from optimi_func.optimizers._groups import Group, path_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry
@@ -45,9 +46,7 @@ def step_without_memory(
             scalars = microbatch_scalars(rule, scalars, batch, write)
             leaf = Leaf(p, *state_in(rule, entry))
             new = leaf_step(rule, leaf, g, scalars, write, whole_means)
-            for old, result in zip(_tensors(leaf), _tensors(new)):
-                if result is not old:
-                    old.copy_(result)
+            write_back(flat_leaf(leaf), new)
             if count:
                 entry["step"].add_(1.0)
                 for name, x in zip(running_names, after):
@@ -57,7 +56,3 @@ def step_without_memory(
 def _number(x: Tensor) -> float:
     """Return a step count as a number; that of a tensor without memory is 0."""
     return x.item() if has_memory(x) else 0.0
-
-
-def _tensors(leaf: Leaf) -> list[Tensor]:
-    return [leaf.p, *entry_of(leaf.state, leaf.comp).values()]

@@ -160,16 +160,14 @@ class Steps(Checkpoints):
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
         inputs = plan.columns(tensors, grads), packed, at
-        found = plan.launches(executor_of(group), *inputs, write, new=False)
-        if found is None:
+
+        def check() -> None:
             if any_distributed(grads):
                 _aligned(group, params, grads)  # raises, because their parameters are none
-            for p, part, g in zip(params, tensors, grads):
+            for p, part, g in zip(params, inputs[0][0], grads):
                 check_grad(path_of(group, p), part, g)
-            with kernel_context(params[0].device):
-                found = plan.launches(executor_of(group), *inputs, write, new=True)
-            assert found is not None
-        launches, host = found
+
+        launches, host = plan.launches(executor_of(group), *inputs, write, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []

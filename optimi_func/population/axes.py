@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.rule import PyTree
-from optimi_func.pure.tree import without_none
+from optimi_func.pure.tree import paths_in, spread, without_none
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
@@ -74,24 +73,18 @@ def place(args: Mapping[str, PyTree], in_axes: Sequence[Any]) -> Placed:
 
 def _with_axes(name: str, tree: PyTree, prefix: Any) -> tuple[list[Any], list[Any]]:
     """Return the leaves of a tree, and for each the axis in a prefix of the tree."""
-    axes, spec = pytree.tree_flatten(prefix)
+    leaves, spec = pytree.tree_flatten(tree)
+    places, count = pytree.tree_unflatten(range(len(leaves)), spec), len(leaves)
     try:
-        subtrees = spec.flatten_up_to(tree)
+        axes, at = spread(prefix, places, count)
     except ValueError as error:
         raise ValueError(f"in_axes: {prefix!r} is no prefix of {name}: {error}") from error
     for axis in axes:
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"in_axes has {axis!r} for {name}: allowed are axes and None")
-    counts = [len(pytree.tree_leaves(subtree)) for subtree in subtrees]
-    return pytree.tree_leaves(tree), [a for a, k in zip(axes, counts) for _ in range(k)]
+    return leaves, [axes[i] for i in at]
 
 
 def path(name: str, tree: PyTree, i: int) -> str:
     """Return the name of leaf i of a tree."""
-    if not torch.compiler.is_compiling():
-        try:
-            keyed, _ = pytree.tree_flatten_with_path(tree)
-            return name + pytree.keystr(keyed[i][0])
-        except ValueError:
-            pass  # a node type was registered without names of its children
-    return f"{name}<leaf {i}>"
+    return name + paths_in(tree)[i]

@@ -1,15 +1,19 @@
-"""The scalars of a pure step, cast for the arithmetic of its leaves."""
+"""The scalars of a pure step: hyperparameters at the step, cast for its leaves."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.rule import Rates, Rule, Scalars
+from optimi_func.core.checks import shown, value_of
+from optimi_func.core.math import scalar_dtype
+from optimi_func.core.rule import PyTree, Rates, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
 
 
@@ -37,35 +41,36 @@ class Casts:
             return made[key]
         passed: list[Tensor] = []
 
-        def convert(x: Any) -> Any:
+        def cast(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if not is_constant(x):
                 passed.append(x)
             return _cast(x, dtype, device)
 
-        found = _each(convert, scalars)
+        def convert(x: Any) -> Any:
+            return _number(x, dtype) if type(x) in (float, int) else cast(x)
+
+        found = self._as_tensors(cast, convert, scalars) if self._at_once else None
+        if passed or found is None:
+            found = _each(cast, scalars)
         if not passed:
-            found = made[key] = self._as_tensors(found, dtype) if self._at_once else found
+            made[key] = found
         return found
 
-    def _as_tensors(self, scalars: Scalars, dtype: torch.dtype) -> Scalars:
-        r: Any = scalars.rates
+    def _as_tensors(self, cast: Any, convert: Any, scalars: Scalars) -> Scalars:
+        coeffs, r, dither = scalars
         # The mean of a rule, and cautious decay, compute with these as Python numbers.
         kept = 2 if self._rule.means is not None or r.undecayed_lr else 0
         usual = zip(r[kept:4], (math.nan, 0.0, 0.0, 1.0)[kept:])
         rest = [None if type(x) is float and x == none else x for x, none in usual]
-
-        def convert(x: Any) -> Any:
-            return _number(x, dtype) if type(x) in (float, int) else x
-
-        coeffs, rest = _each(convert, (scalars.coeffs, (*rest, *r[4:])))
-        return scalars._replace(coeffs=coeffs, rates=Rates(*r[:kept], *rest))
+        own = Rates(*map(cast, r[:kept]), *_each(convert, (*rest, *r[4:])))
+        return Scalars(_each(convert, coeffs), own, cast(dither))
 
 
 @lru_cache(256)
 def _number(x: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(x, dtype=dtype, device="cpu")
+    return torch.full((), x, dtype=dtype, device="cpu")
 
 
 def _each(fn: Callable[[Any], Any], x: tuple[Any, ...]) -> Any:
@@ -80,3 +85,72 @@ def _cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     # The strided view makes Inductor store the scalar; without it, it would compute the
     # powers of betas again for every few elements of a parameter.
     return x.as_strided((), ()) if torch.compiler.is_compiling() else x
+
+
+def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) -> PyTree:
+    """Return a tree of hyperparameters at a step: see `resolve`."""
+    return pytree.tree_map(lambda x: resolve(name, x, step, used), numbers)
+
+
+def resolve(
+    name: str,
+    number: Any,
+    step: Tensor,
+    used: bool = True,
+    most: float = sys.float_info.max,
+) -> Scalar:
+    """Return a hyperparameter at a step: schedules are called, tensors made float64.
+
+    used=False allows values below 0, because a later step may not be taken. `most` is inf
+    for a limit, which may be inf for some steps. An lr of inf would fill the parameters
+    with NaN.
+    """
+    if callable(number):
+        number = _call(name, number, step)
+        _check_scheduled(name, number, used, most)
+    if not isinstance(number, Tensor):
+        return number
+    if number.dim() != 0:
+        raise ValueError(
+            f"a hyperparameter of shape {tuple(number.shape)} reached the step, which "
+            "takes numbers and 0-d tensors. Under vmap, keyword arguments are not "
+            "batched. Pass it positionally, as in vmap(lambda p, g, s, lr: "
+            "adamw_step(p, g, s, lr=lr))"
+        )
+    return number.to(scalar_dtype(number.device))
+
+
+def _check_scheduled(name: str, number: Any, used: bool, most: float) -> None:
+    """Raise if a schedule returned no number from 0, as far as that can be read."""
+    value = number
+    if isinstance(number, Tensor) and number.dim() == 0:
+        if (value := value_of(number)) is None:
+            return
+    fits = isinstance(value, Real) and not isinstance(value, bool)
+    if fits and (not used or 0.0 <= float(value) <= most):
+        return
+    raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
+        f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "
+        "(below inf, if not a limit) and 0-d tensors of them"
+    )
+
+
+def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
+    """Call a schedule; raise if its number is no tensor in a graph or under vmap."""
+    help = (
+        f"{name} is a schedule that turns the 0-d tensor step into a host number, which "
+        "a graph would keep for all steps and vmap for all members. Compute it by torch "
+        "operations on the step (no .item(), int(), float(), math or if), or pass the "
+        "number itself"
+    )
+    if torch.compiler.is_compiling():
+        value = schedule(step)
+        if not isinstance(value, Tensor):
+            raise ValueError(help)
+        return value
+    try:
+        return schedule(step)
+    except RuntimeError as error:
+        if ".item()" in str(error) or "data-dependent control flow" in str(error):
+            raise ValueError(help) from error
+        raise

@@ -4,11 +4,9 @@
 are in `optimizers`, a file each.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
@@ -20,7 +18,7 @@ from optimi_func.core.checks import (
     check_flag,
     check_number,
     decay_mistakes,
-    shown,
+    stuck_moments,
     value_of,
     warn,
 )
@@ -38,18 +36,24 @@ from optimi_func.core.rule import (
     StorageLike,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.pure.casts import Casts
+from optimi_func.pure.casts import Casts, resolve, resolve_tree
 from optimi_func.pure.tree import (
+    NO_RUNNING,
     FlatTree,
+    LeafState,
     TreeState,
     broadcast,
     init_tree,
     running_tensors,
+    unflatten,
 )
 
 # A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 T = TypeVar("T")
+
+
+_NUMBERS = {float, int, bool, type(None)}
 
 
 class derived(Generic[T]):
@@ -282,17 +286,32 @@ class FunctionalOptimizer:
         return self.likely_mistakes()
 
     @cached_property
+    def _stuck(self) -> list[str]:
+        return stuck_moments(self.narrow_betas)
+
+    def warn(self, tree: FlatTree) -> None:
+        """Warn of likely mistakes, and of moments of a tree that hardly move."""
+        stuck = self._stuck and torch.bfloat16 in tree.moment_dtypes()
+        warn(self.mistakes + self._stuck if stuck else self.mistakes)
+
+    @cached_property
+    def has_numbers(self) -> bool:
+        """True if no hyperparameter is a tensor, a schedule or a tree."""
+        given = [self.lr, self.weight_decay, self.max_lr]
+        for x in self.numbers.values():
+            given += x if isinstance(x, tuple) else (x,)
+        return _NUMBERS.issuperset(map(type, given))
+
+    @cached_property
     def _on_host(self) -> bool:
         """True if a step's scalars can be computed in Python, with the same results.
 
         A rule may leave out operations for a bool that it computes of a Python number.
         """
-        given = self.lr, self.weight_decay, self.max_lr, self.numbers
-        if not all(isinstance(x, float | int | None) for x in pytree.tree_leaves(given)):
+        if not self.has_numbers or self.rule.running._fields:
             return False
-        coeffs, _ = self.rule.advance(1.0, 0.0, self.rule.running(), self.numbers)
-        bools = [x for x in pytree.tree_leaves(coeffs) if isinstance(x, bool)]
-        return not (bools or self.rule.running._fields)
+        coeffs, _ = self.advance(1.0, NO_RUNNING)
+        return not any([isinstance(x, bool) for x in pytree.tree_leaves(coeffs)])
 
     def init(
         self,
@@ -327,17 +346,19 @@ class FunctionalOptimizer:
         Returns:
             New parameters and new state; if a gradient is None, the same objects.
         """
-        leaves = FlatTree.check(self.rule, params, grads, state)
+        tree = FlatTree.of(params, grads, state).check(self.rule)
         if not torch.compiler.is_compiling():
-            warn(self.mistakes + leaves.stuck_moments(self))
-        scalars, running, cast = self._now(leaves)
-        stepped: dict[int, Leaf] = {}
-        for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
+            self.warn(tree)
+        scalars, at, running, cast = self._now(tree)
+        leaves, states = tree.leaves.copy(), tree.states.copy()
+        for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):
             if g is not None:
+                leaf = Leaf(p, s.rule_state, s.kahan_comp)
                 wide = leaf_dtype(leaf, g)
-                now = cast(scalars[i], wide, leaf.p.device)
-                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
-        return leaves.rebuild(stepped, running)
+                now = cast(scalars[at[i]], wide, p.device)
+                new = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
+                leaves[i], states[i] = new.p, LeafState(new.state, new.comp, running[i])
+        return tree.rebuild(leaves, states)
 
     def eval_params(self, params: T, state: TreeState) -> T:
         """Return the parameters to evaluate the model with: the average of Schedule-Free.
@@ -350,50 +371,59 @@ class FunctionalOptimizer:
             state: Its state, after the same steps.
         """
         # No gradients are needed, so the parameters are checked in their place.
-        leaves = FlatTree.check(self.rule, params, params, state)
+        tree = FlatTree.of(params, params, state).check(self.rule)
         if self.rule.eval_point is None:
             return params
-        scalars, _, cast = self._now(leaves)
+        scalars, at, _, cast = self._now(tree)
         found: list[Tensor] = []
-        for leaf, now in zip(leaves.leaves, scalars):
-            now = cast(now, leaf_dtype(leaf, leaf.p), leaf.p.device)
-            found.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), leaf.p.dtype))
-        return pytree.tree_unflatten(found, leaves.spec)
+        for i, p, s in zip(at, tree.leaves, tree.states):
+            leaf = Leaf(p, s.rule_state, s.kahan_comp)
+            now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
+            found.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), p.dtype))
+        return unflatten(tree.spec, found)
 
-    def _now(self, leaves: FlatTree) -> tuple[list[Scalars], list[Any], Casts]:
-        """Return the scalars of each leaf, its running scalars after, and their casts."""
-        step, at_once = leaves.state.step.detach(), leaves.runs_at_once()
+    def _now(self, tree: FlatTree) -> tuple[list[Scalars], list[int], list[Any], Casts]:
+        """Return what `scalars` does, and the casts for a step of the tree."""
+        step, at_once = tree.state.step.detach(), tree.runs_at_once()
         if at_once and self._on_host:
             t = step.item() + 1.0
         else:
             t = step.to(scalar_dtype(step.device)) + 1.0
-        scalars, running = self.scalars(leaves, step, t, at_once)
+        scalars, at, running = self.scalars(tree, step, t, at_once)
         if at_once and self.rule.running._fields:
             running = [running_tensors(x, step.device) for x in running]  # shared so far
-        return scalars, running, Casts(self.rule, at_once)
+        return scalars, at, running, Casts(self.rule, at_once)
 
     def scalars(
-        self, leaves: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
-    ) -> tuple[list[Scalars], list[Any]]:
-        """Return the scalars of each leaf, and its running scalars after the step.
+        self, tree: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
+    ) -> tuple[list[Scalars], list[int], list[Any]]:
+        """Return the different scalars, the index of each leaf's, and its running ones.
 
-        Leaves with equal scalars share one object. `step` counts the steps before this one
-        and t is step + 1; if t is a tensor, coefficients are computed on its device.
-        at_once is True if that is the CPU, where its values can be read.
+        The last are those after the step. `step` counts the steps before this one and t is
+        step + 1; if t is a tensor, coefficients are computed on its device. at_once is True
+        if that is the CPU, where its values can be read.
         """
-        own = self.numbers
-        if not (at_once and self._on_host):
-            step = step.clone()  # a schedule may write to what it is given
-            own = {name: resolve_tree(name, x, step) for name, x in own.items()}
+        on_host = not (isinstance(t, Tensor) or self.rule.running._fields)
+        if on_host and self.has_numbers:
+            coeffs, after = self.advance(t, NO_RUNNING)
+            one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
+            return [one], [0] * count, [after] * count
+        step = step.clone()  # a schedule may write to what it is given
+        own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
-        self._check_values(own)
-        lrs, lr_at = broadcast("lr", self.lr, leaves)
-        decays, decay_at = broadcast("weight_decay", self.weight_decay, leaves)
+        if not (torch.compiler.is_compiling() or self.has_numbers):
+            now = object.__new__(type(self))
+            now.__dict__.update(self.__dict__, **own)
+            now.check()  # the values that schedules and tensors have at this step
+        lrs, lr_at = broadcast("lr", self.lr, tree)
+        decays, decay_at = broadcast("weight_decay", self.weight_decay, tree)
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
-        coeffs: dict[Any, tuple[Any, Any]] = {}
-        shared: dict[Any, Scalars] = {}
-        keys: list[Any] = []
-        for k, (i, j, s) in enumerate(zip(lr_at, decay_at, leaves.states)):
+        known: dict[Any, tuple[Any, Any]] = {}
+        places: dict[Any, int] = {}
+        found: list[Scalars] = []
+        at: list[int] = []
+        running: list[Any] = []
+        for k, (i, j, s) in enumerate(zip(lr_at, decay_at, tree.states)):
             before, alike = s.running, ()
             if before and isinstance(t, Tensor) and not at_once:
                 alike = (k,)  # comparing them with another leaf's would synchronize
@@ -401,89 +431,13 @@ class FunctionalOptimizer:
                 alike = (i, *[x.item() for x in before])
                 if not isinstance(t, Tensor):
                     before = type(before)(*alike[1:])
-            keys.append((alike, i, j))
-            if alike not in coeffs:
-                coeffs[alike] = self.rule.advance(t, lr_now[i], before, own)
-            if keys[-1] not in shared:
+            if alike not in known:
+                known[alike] = self.rule.advance(t, lr_now[i], before, own)
+            coeffs, after = known[alike]
+            if (alike, i, j) not in places:
                 lr, decay = lr_now[i], resolve("weight_decay", decays[j], step)
-                r = self.rates(lr, decay, max_lr)
-                shared[keys[-1]] = Scalars(coeffs[alike][0], r, dither_at(t))
-        return [shared[key] for key in keys], [coeffs[alike][1] for alike, *_ in keys]
-
-    def _check_values(self, own: dict[str, Any]) -> None:
-        """Raise if a step's value of a schedule or a tensor is out of its range."""
-        given = pytree.tree_leaves((self.numbers, self.lr, self.weight_decay))
-        changing = any([isinstance(x, Tensor) or callable(x) for x in given])
-        if changing and not torch.compiler.is_compiling():
-            now = object.__new__(type(self))
-            now.__dict__.update(self.__dict__, **own)
-            now.check()
-
-
-def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) -> PyTree:
-    """Return a tree of hyperparameters at a step: see `resolve`."""
-    return pytree.tree_map(lambda x: resolve(name, x, step, used), numbers)
-
-
-def resolve(
-    name: str,
-    number: Any,
-    step: Tensor,
-    used: bool = True,
-    most: float = sys.float_info.max,
-) -> Scalar:
-    """Return a hyperparameter at a step: schedules are called, tensors made float64.
-
-    used=False allows values below 0, because a later step may not be taken. `most` is inf
-    for a limit, which may be inf for some steps. An lr of inf would fill the parameters
-    with NaN.
-    """
-    if callable(number):
-        number = _call(name, number, step)
-        _check_scheduled(name, number, used, most)
-    if not isinstance(number, Tensor):
-        return number
-    if number.dim() != 0:
-        raise ValueError(
-            f"a hyperparameter of shape {tuple(number.shape)} reached the step, which "
-            "takes numbers and 0-d tensors. Under vmap, keyword arguments are not "
-            "batched. Pass it positionally, as in vmap(lambda p, g, s, lr: "
-            "adamw_step(p, g, s, lr=lr))"
-        )
-    return number.to(scalar_dtype(number.device))
-
-
-def _check_scheduled(name: str, number: Any, used: bool, most: float) -> None:
-    """Raise if a schedule returned no number from 0, as far as that can be read."""
-    value = number
-    if isinstance(number, Tensor) and number.dim() == 0:
-        if (value := value_of(number)) is None:
-            return
-    fits = isinstance(value, Real) and not isinstance(value, bool)
-    if fits and (not used or 0.0 <= float(value) <= most):
-        return
-    raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
-        f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "
-        "(below inf, if not a limit) and 0-d tensors of them"
-    )
-
-
-def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
-    """Call a schedule; raise if its number is no tensor in a graph or under vmap."""
-    help = (
-        f"{name} is a schedule that turns the 0-d tensor step into a host number, which "
-        "a graph would keep for all steps and vmap for all members. Compute it by torch "
-        "operations on the step (no .item(), int(), float(), math or if), or pass the "
-        "number itself"
-    )
-    if torch.compiler.is_compiling():
-        value = schedule(step)
-        if not isinstance(value, Tensor):
-            raise ValueError(help)
-        return value
-    try:
-        return schedule(step)
-    except RuntimeError as error:
-        if ".item()" in str(error) or "data-dependent control flow" in str(error):
-            raise ValueError(help) from error
-        raise
+                places[alike, i, j] = len(found)
+                found.append(Scalars(coeffs, self.rates(lr, decay, max_lr), dither_at(t)))
+            at.append(places[alike, i, j])
+            running.append(after)
+        return found, at, running

@@ -5,7 +5,9 @@ structure, and lr and weight_decay may be prefixes of it.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +20,11 @@ from optimi_func.core.checks import (
     check_param,
     check_taken,
     shown,
-    stuck_moments,
     warn,
 )
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import NoRunning, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
 
@@ -106,21 +107,27 @@ class TreeState(NamedTuple):
 
 
 class FlatTree(NamedTuple):
-    """Checked (params, grads, state) as flat lists."""
+    """(params, grads, state) as flat lists, whose structures are equal."""
 
-    paths: Sequence[object]
-    spec: pytree.TreeSpec
-    leaves: list[Leaf]
-    grads: list[Tensor | None]
+    params: PyTree
+    spec: Any  # see `unflatten`
+    leaves: list[Any]
+    grads: list[Any]
+    states: list[Any]
     state: TreeState
-    states: list[LeafState]
 
     @staticmethod
-    def check(
-        rule: Rule[Any, Any], params: PyTree, grads: PyTree, state: TreeState
-    ) -> "FlatTree":
-        """Flatten the three trees. Raise if a step could not use them."""
-        paths, tensors, spec = flatten_params(params)
+    def of(params: PyTree, grads: PyTree, state: TreeState) -> "FlatTree":
+        """Flatten the three trees. Raise if they differ in structure."""
+        if not torch.compiler.is_compiling():
+            tensors, flat_grads, states = flat = [list[Any](), list[Any](), list[Any]()]
+            given = params, grads, getattr(state, "leaves", None)
+            spec, *others = map(flatten, given, flat)
+            usual = others == [spec, spec] and set(map(type, states)) == {LeafState}
+            usual = usual and type(state) is TreeState and isinstance(state.step, Tensor)
+            if usual and state.step.dim() == 0 and _NONE not in set(map(type, tensors)):
+                return FlatTree(params, spec, tensors, flat_grads, states, state)
+        tensors, spec = flatten_params(params)
         if not isinstance(state, TreeState):
             raise TypeError(
                 f"state={type(state).__name__} is not a TreeState: make one with the "
@@ -133,67 +140,100 @@ class FlatTree(NamedTuple):
             )
         flat_grads = match_tree("grads", grads, spec, params)
         states = match_tree("state", state.leaves, spec, params)
-        for path, p, g, s in zip(paths, tensors, flat_grads, states):
+        return FlatTree(params, spec, tensors, flat_grads, states, state)
+
+    def check(self, rule: Rule[Any, Any]) -> "FlatTree":
+        """Return the tree. Raise if a step of this rule could not use its tensors."""
+        for i, (p, g, s) in enumerate(zip(self.leaves, self.grads, self.states)):
             if not _fits(rule, p, g, s):
+                path = path_of(self.params, i)
+                check_param(path, p)
                 check_grad(path, p, g)
                 _check_state(rule, path, p, s)
-        leaves = [Leaf(p, s.rule_state, s.kahan_comp) for p, s in zip(tensors, states)]
-        return FlatTree(paths, spec, leaves, flat_grads, state, states)
+        return self
 
-    def rebuild(
-        self, stepped: dict[int, Leaf], running: Sequence[Any]
-    ) -> tuple[PyTree, TreeState]:
-        """Return trees with the leaves that moved, and each leaf's new running scalars."""
-        params = [leaf.p for leaf in self.leaves]
-        states = list(self.states)
-        for i, (p, rule_state, comp) in stepped.items():
-            params[i], states[i] = p, LeafState(rule_state, comp, running[i])
-        step = self.state.step + 1.0
-        return (
-            pytree.tree_unflatten(params, self.spec),
-            TreeState(step, pytree.tree_unflatten(states, self.spec)),
-        )
+    def rebuild(self, leaves: list[Any], states: list[Any]) -> tuple[PyTree, TreeState]:
+        """Return trees of other leaves, and count a step."""
+        params, state = unflatten(self.spec, leaves), unflatten(self.spec, states)
+        return params, TreeState(self.state.step + 1.0, state)
 
-    def stuck_moments(self, optimizer: object) -> list[str]:
-        """Return warnings for moments whose dtype is too coarse for their beta."""
-        fields = [field for leaf in self.leaves for field in leaf.state]
-        dtypes = {x.dtype for x in fields if isinstance(x, Tensor)}
-        return stuck_moments(getattr(optimizer, "narrow_betas", ()), dtypes)
+    def moment_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the moments that are not in codes."""
+        fields = chain.from_iterable([s.rule_state for s in self.states])
+        return {x.dtype for x in fields if isinstance(x, Tensor)}
 
     def runs_at_once(self) -> bool:
         """Return True if a step runs now, on CPU, and nothing records or rewrites it."""
         if not is_unwatched() or transform_level():
             return False
-        pairs = zip(self.leaves, self.grads)
-        tensors = [x for leaf, g in pairs for x in (g, leaf.p, *leaf.state, leaf.comp)]
-        recorded = torch.is_grad_enabled()
-        return all(
-            [
-                type(x) in _USUAL and x.is_cpu and not (recorded and x.requires_grad)
-                for x in (self.state.step, *tensors)
-                if x is not None
-            ]
-        )
+        rows = [(*s.rule_state, s.kahan_comp) for s in self.states]
+        given = self.state.step, *self.leaves, *self.grads, *chain.from_iterable(rows)
+        tensors = [x for x in given if x is not None]
+        if not _TENSORS.issuperset(map(type, tensors)) or not all(map(_is_cpu, tensors)):
+            return False
+        return not (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
 
 
-_USUAL = (Tensor, torch.nn.Parameter)
+_NONE = type(None)
+_TENSORS = {Tensor, torch.nn.Parameter}
+_LEAVES = {*_TENSORS, _NONE, LeafState}
+_is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
-def _fits(rule: Rule[Any, Any], p: Tensor, g: Any, s: Any) -> bool:
-    """Return True if g and s fit p at first sight: p's dtype, no codes, no compensation."""
+def flatten(tree: PyTree, found: list[Any]) -> Any:
+    """Append the leaves of a tree, and return its structure: see `unflatten`."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        found.append(tree)
+        return None
+    if kind is dict:
+        label, children = tuple(tree), tree.values()
+    elif kind is list or kind is tuple:
+        label, children = len(tree), tree
+    else:
+        leaves, spec = pytree.tree_flatten(tree, lambda x: isinstance(x, LeafState))
+        found += leaves
+        return spec
+    if _LEAVES.issuperset(map(type, children)):
+        found += children
+        return kind, label
+    return kind, label, *[flatten(x, found) for x in children]
+
+
+def unflatten(spec: Any, leaves: Iterable[Any]) -> PyTree:
+    """Return the tree of a structure: None for a leaf, kind and names, or torch's spec."""
+    leaves = iter(leaves)
+    if spec is None:
+        return next(leaves)
+    if isinstance(spec, pytree.TreeSpec):
+        return pytree.tree_unflatten(islice(leaves, spec.num_leaves), spec)
+    kind, label, *children = spec
+    items: Any = [unflatten(x, leaves) for x in children]
+    if not children:
+        items = islice(leaves, len(label) if kind is dict else label)
+    return dict(zip(label, items)) if kind is dict else kind(items)
+
+
+def _fits(rule: Rule[Any, Any], p: Any, g: Any, s: Any) -> bool:
+    """Return True if all fit at first sight: p's dtype, no codes, no compensation."""
     if g is p or not isinstance(s, LeafState) or s.kahan_comp is not None:
         return False
     if not (isinstance(s.rule_state, rule.state) and isinstance(s.running, rule.running)):
         return False
+    if not isinstance(p, Tensor) or p.dtype not in _USUAL_DTYPES:
+        return False
     if any([not isinstance(x, Tensor) or x.dim() for x in s.running]):
         return False
     shape, dtype, device = p.shape, p.dtype, p.device
-    for x in s.rule_state if g is None else (g, *s.rule_state):
+    for x in (p, *s.rule_state) if g is None else (p, g, *s.rule_state):
         if not isinstance(x, Tensor) or x.dtype is not dtype or x.device != device:
             return False
         if x.shape != shape or x.layout is not torch.strided:
             return False
     return True
+
+
+_USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64, torch.float16}
 
 
 def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:
@@ -216,9 +256,9 @@ def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:
 
 def init_tree(rule: Rule[Any, Any], params: PyTree, storage: Storage) -> TreeState:
     """Return fresh state for a parameter tree."""
-    paths, tensors, spec = flatten_params(params)
-    for path, p in zip(paths, tensors):
-        check_taken(rule, path, p)
+    tensors, spec = flatten_params(params)
+    for i, p in enumerate(tensors):
+        check_taken(rule, path_of(params, i), p)
     warn(check_stored([rule], storage, tensors))
     leaves = [init_leaf(rule, p, storage) for p in tensors]
     step = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
@@ -232,14 +272,14 @@ def init_tree(rule: Rule[Any, Any], params: PyTree, storage: Storage) -> TreeSta
 def running_tensors(running: Any, device: torch.device) -> Any:
     """Copy running scalars to new 0-d tensors on a device."""
     dtype = scalar_dtype(device)
-    return type(running)(
-        *[
-            x.to(device, dtype, copy=True)
-            if isinstance(x, Tensor)
-            else torch.full((), x, dtype=dtype, device=device)
-            for x in running
-        ]
-    )
+    return type(running)(*[tensor_of(x, dtype, device) for x in running])
+
+
+def tensor_of(number: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a new 0-d tensor."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype, copy=True)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def step_to_come(step: Tensor) -> Scalar:
@@ -289,25 +329,25 @@ class Path(NamedTuple):
     i: int
 
     def __str__(self) -> str:
-        return _paths(self.tree, self.i + 1)[self.i]
+        return paths_in(without_none(self.tree))[self.i]
 
 
-def flatten_params(
-    params: PyTree,
-) -> tuple[Sequence[object], list[Tensor], pytree.TreeSpec]:
-    """Return paths, leaves and structure of a parameter tree, with its leaves checked."""
+def path_of(tree: PyTree, i: int) -> object:
+    """Return the path of a tree's leaf, as errors show it."""
+    # Dynamo cannot trace key paths.
+    return f"<leaf {i}>" if torch.compiler.is_compiling() else Path(tree, i)
+
+
+def flatten_params(params: PyTree) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """Return leaves and structure of a parameter tree, with its leaves checked."""
     tensors, spec = pytree.tree_flatten(params)
     if all(x is None for x in tensors):
         raise ValueError(f"params={params!r} holds no tensor")
     if any(x is None for x in tensors):
-        params = without_none(params)
-        tensors, spec = pytree.tree_flatten(params)
-    count = len(tensors)
-    traced = torch.compiler.is_compiling()
-    paths = _paths(params, count) if traced else [Path(params, i) for i in range(count)]
-    for path, p in zip(paths, tensors):
-        check_param(path, p)
-    return paths, tensors, spec
+        tensors, spec = pytree.tree_flatten(without_none(params))
+    for i, p in enumerate(tensors):
+        check_param(path_of(params, i), p)
+    return tensors, spec
 
 
 def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
@@ -334,53 +374,53 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
             ) from error
 
 
-def broadcast(name: str, prefix: Any, leaves: FlatTree) -> tuple[list[Any], list[int]]:
+def broadcast(name: str, prefix: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
-    count = len(leaves.leaves)
-    if isinstance(prefix, float | Tensor):
+    count = len(tree.leaves)
+    if isinstance(prefix, float | Tensor) or callable(prefix):
         return [prefix], [0] * count
-    numbers, spec = pytree.tree_flatten(prefix)
-    if callable(prefix) or spec.is_leaf():
-        return [prefix], [0] * count
-    places = pytree.tree_unflatten(range(count), leaves.spec)
+    places = unflatten(tree.spec, range(count))
     try:
-        subtrees = spec.flatten_up_to(places)
+        return spread(prefix, places, count)
     except ValueError as error:
         raise ValueError(
             f"{name} is no prefix of params{_difference(prefix, places)}"
         ) from error
+
+
+def spread(prefix: Any, places: PyTree, count: int) -> tuple[list[Any], list[int]]:
+    """Flatten a prefix of a tree of `count` indices, and return its index for each."""
+    found, spec = pytree.tree_flatten(prefix)
     at = [0] * count
-    for i, subtree in enumerate(subtrees):
+    for i, subtree in enumerate(spec.flatten_up_to(places)):
         for place in pytree.tree_leaves(subtree):
             if place is not None:  # a frozen parameter
                 at[place] = i
-    return numbers, at
+    return found, at
 
 
 def _difference(tree: PyTree, params: PyTree) -> str:
     def stop(x: Any) -> bool:
         return isinstance(x, LeafState)
 
-    params = without_none(params)
-    ours = _paths(params, len(pytree.tree_leaves(params)))
-    theirs = _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop)
+    ours, theirs = paths_in(without_none(params)), paths_in(tree, stop)
     for path in ours:
         # A prefix covers all leaves below it.
         if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
-    tree = without_none(tree)
-    for path in _paths(tree, len(pytree.tree_leaves(tree, is_leaf=stop)), stop):
+    for path in paths_in(without_none(tree), stop):
         if not any(known.startswith(path) for known in ours):
             return f": {path} is not in params"
     return ": the containers are of different types"
 
 
-def _paths(tree: PyTree, count: int, stop: Any = None) -> list[str]:
+def paths_in(tree: PyTree, stop: Any = None) -> list[str]:
+    """Return the paths of a tree's leaves."""
     if not torch.compiler.is_compiling():
         try:
             keyed, _ = pytree.tree_flatten_with_path(tree, is_leaf=stop)
             return [pytree.keystr(path) for path, _ in keyed]
         except ValueError:
             pass  # a node registered without names for its children
-    # Dynamo cannot trace key paths, so errors count leaves.
-    return [f"<leaf {i}>" for i in range(count)]
+    leaves = pytree.tree_leaves(tree, is_leaf=stop)
+    return [f"<leaf {i}>" for i in range(len(leaves))]

@@ -12,7 +12,7 @@ from optimi_func.core.checks import check_grad
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import flatten_params, match_tree
+from optimi_func.pure.tree import flatten_params, match_tree, path_of
 
 S = TypeVar("S")
 
@@ -86,10 +86,10 @@ class Trees(NamedTuple):
     @staticmethod
     def check(params: PyTree, grads: PyTree) -> "Trees":
         """Flatten both; raise if a gradient does not fit its parameter."""
-        paths, tensors, spec = flatten_params(params)
+        tensors, spec = flatten_params(params)
         flat_grads = match_tree("grads", grads, spec, params)
-        for path, p, g in zip(paths, tensors, flat_grads):
-            check_grad(path, p, g)
+        for i, (p, g) in enumerate(zip(tensors, flat_grads)):
+            check_grad(path_of(params, i), p, g)
         return Trees(spec, tensors, flat_grads)
 
     def wide_grads(self) -> list[Tensor | None]:
@@ -126,16 +126,9 @@ def like(number: Scalar, x: Tensor) -> Scalar:
     return number.to(x.device, x.dtype) if isinstance(number, Tensor) else number
 
 
-def tensor_of(number: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a new 0-d tensor."""
-    if isinstance(number, Tensor):
-        return number.to(device, dtype, copy=True)
-    return torch.full((), number, dtype=dtype, device=device)
-
-
 def count_from(params: PyTree) -> Tensor:
     """Return a count of 0 with the device and dtype of the `step` of a `TreeState`."""
-    _, tensors, _ = flatten_params(params)
+    tensors, _ = flatten_params(params)
     return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
 
 

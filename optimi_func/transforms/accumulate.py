@@ -32,7 +32,7 @@ class Every(Around[EveryState], state=EveryState, name="every_k"):
     reduction: Reduction
 
     def _around(self, params: PyTree, inner: Any) -> EveryState:
-        _, tensors, spec = flatten_params(params)
+        tensors, spec = flatten_params(params)
         zeros = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in tensors]
         return EveryState(count_from(params), pytree.tree_unflatten(zeros, spec), inner)
 

@@ -11,7 +11,8 @@ from optimi_func.core.checks import check_number
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
-from optimi_func.pure.functional import Number, resolve
+from optimi_func.pure.casts import resolve
+from optimi_func.pure.functional import Number
 from optimi_func.pure.tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Around, count_from, like
 
@@ -33,7 +34,7 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
     debias: bool
 
     def _around(self, params: PyTree, inner: Any) -> EmaState:
-        _, tensors, spec = flatten_params(params)
+        tensors, spec = flatten_params(params)
         # Not detached, because the mean depends on p_0 if a_0 is p_0.
         wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]
         step = count_from(params)
@@ -54,7 +55,7 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
         decay = like(decay, state.weight)
         weight = decay * state.weight + (1.0 - decay)
         fresh = (1.0 - decay) / weight
-        _, tensors, spec = flatten_params(params)
+        tensors, spec = flatten_params(params)
         averages = match_tree("state.average", state.average, spec, params)
         average = [a + like(fresh, a) * (p - a) for a, p in zip(averages, tensors)]
         return params, EmaState(

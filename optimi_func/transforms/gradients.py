@@ -15,9 +15,10 @@ from optimi_func.core.distributed import distribute_like
 from optimi_func.core.math import norm, total_norm
 from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
-from optimi_func.pure.functional import Number, resolve
-from optimi_func.pure.tree import flatten_params
-from optimi_func.transforms._trees import Around, Trees, count_from, like, tensor_of
+from optimi_func.pure.casts import resolve
+from optimi_func.pure.functional import Number
+from optimi_func.pure.tree import flatten_params, tensor_of
+from optimi_func.transforms._trees import Around, Trees, count_from, like
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
@@ -298,7 +299,7 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
 
 
 def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
-    _, tensors, _ = flatten_params(params)
+    tensors, _ = flatten_params(params)
     start = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     return NoiseState(start + seed, start)
 

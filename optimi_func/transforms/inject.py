@@ -9,9 +9,10 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import shown
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
-from optimi_func.pure.functional import FunctionalOptimizer, resolve_tree
-from optimi_func.pure.tree import TreeState
-from optimi_func.transforms._trees import Around, tensor_of
+from optimi_func.pure.casts import resolve_tree
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import TreeState, tensor_of
+from optimi_func.transforms._trees import Around
 
 
 class InjectState(NamedTuple):

@@ -87,7 +87,7 @@ class Partition(Transform):
             ValueError: A pattern or predicate selects nothing, two select one leaf, or
                 none does.
         """
-        _, tensors, spec = flatten_params(params)
+        tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
         asked = storage_of(**options)
         low = {
@@ -132,7 +132,7 @@ class Partition(Transform):
     def eval_params(self, params: PyTree, state: PartitionState) -> PyTree:
         """Return the parts' parameters: see `FunctionalOptimizer.eval_params`."""
         state = self._checked(state)
-        _, tensors, spec = flatten_params(params)
+        tensors, spec = flatten_params(params)
         places = match_tree("state", state.places.tree, spec, params)
         found = list(tensors)
         for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts)):

@@ -67,7 +67,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str, run: Step) -> Step:
         return lambda *args, **kw: calls.append(name) or run(*args, **kw)
 
-    monkeypatch.setattr(FlatTree, "check", staticmethod(noted("check", checks)))
+    monkeypatch.setattr(FlatTree, "check", noted("check", checks))
     monkeypatch.setattr(trees, "make_slots", noted("slots", trees.make_slots))
     monkeypatch.setattr(plans, "plan_launches", noted("launches", plans.plan_launches))
     return calls

@@ -183,13 +183,13 @@ def test_warnings_are_looked_for_once_and_given_at_each_step(
 
 def test_paths_are_found_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    paths = tree._paths
+    paths = tree.paths_in
 
     def counted(*args: Any) -> list[str]:
         found.append(1)
         return paths(*args)
 
-    monkeypatch.setattr(tree, "_paths", counted)
+    monkeypatch.setattr(tree, "paths_in", counted)
     for dtype in (torch.float32, torch.bfloat16):
         p = {"a": [torch.ones(2, dtype=dtype), torch.ones(3, dtype=dtype)]}
         state = adamw_init(p)

@@ -303,6 +303,18 @@ def test_shared_or_own_data_and_randomness() -> None:
     assert not metric.requires_grad
 
 
+def test_axes_are_found_by_name() -> None:
+    """Whatever the order of names is."""
+    members = population.init(sgd, population.stack([torch.ones(3)] * 2), {"lr": 0.1})
+    data = {"own": torch.arange(6.0).reshape(2, 3), "shared": torch.ones(2, 3)}
+    for names in (("own", "shared"), ("shared", "own")):
+        axes = {name: 0 if name == "own" else None for name in names}
+        own, shared = population.evaluate(
+            lambda p, x: (x["own"].sum(), x["shared"].sum()), members, data, in_axes=(axes,)
+        )
+        assert own.tolist() == [3.0, 12.0] and shared.tolist() == [6.0, 6.0]
+
+
 class Noisy:
     """An optimizer whose step draws a random number, as transformed ones may."""
 

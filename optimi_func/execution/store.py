@@ -46,7 +46,7 @@ _READ_ONCE = (
 )
 _READ = (
     *("ATEN_", "CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH"),
-    *("OMP_PREFIX", "CONDA_PREFIX", "NIX_"),
+    *("OMP_PREFIX", "CONDA_PREFIX", "NIX_CFLAGS", "NIX_LDFLAGS"),
 )
 _CONFIGS = ("torch._inductor.config", "torch._functorch.config", "torch._dynamo.config")
 # Lines of /proc/cpuinfo that tell what -march=native chooses.

@@ -76,6 +76,23 @@ def has_stance() -> bool:
     return frames is not None and frames._stance != frames.DynamoStance()
 
 
+def changed_settings() -> list[str] | None:
+    """Return the compiler's settings that are not the defaults; None before its import.
+
+    torch's codegen_config also lists those that were set to a default. Torch 2.11 to 2.15,
+    test_private_compiler_settings_are_there.
+    """
+    names = [f"torch.{part}.config" for part in ("_inductor", "_functorch", "_dynamo")]
+    loaded = [sys.modules[name] for name in names if name in sys.modules]
+    found = [
+        f"{config.__name__}.{name}={value!r}"
+        for config in loaded
+        for name, value in config.get_config_copy().items()
+        if value != config._config[name].default
+    ]
+    return found if loaded else None
+
+
 def in_compiled_region() -> bool:
     """Return True if torch.compile traces, or runs a frame that it could not trace.
 

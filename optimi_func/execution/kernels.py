@@ -124,6 +124,17 @@ class SwitchedOffError(RuntimeError):
         )
 
 
+def compiled() -> dict[KernelKey, Kernel]:
+    """Return the kernels of this process."""
+    return {key: kernel for (key, _), kernel in _kernels.items()}
+
+
+def forget() -> None:
+    """Drop the kernels of this process, which looks for them again."""
+    with lock:
+        _kernels.clear()
+
+
 # Modules whose warnings while a kernel compiles are not about the user's program.
 _COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_func)(\.|$)"
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from optimi_func.core.torch_private import changed_settings
+
 # A folder, or "0" for no store.
 VARIABLE = "OPTIMI_FUNC_CACHE"
 # The most entries, of some 70 KB; the oldest go first. The most bytes of one.
@@ -48,7 +50,6 @@ _READ = (
     *("ATEN_", "CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH"),
     *("OMP_PREFIX", "CONDA_PREFIX", "NIX_CFLAGS", "NIX_LDFLAGS"),
 )
-_CONFIGS = ("torch._inductor.config", "torch._functorch.config", "torch._dynamo.config")
 # Lines of /proc/cpuinfo that tell what -march=native chooses.
 _PROCESSOR = (
     "vendor_id",
@@ -173,9 +174,11 @@ def key_of(ingredients: Mapping[str, Any]) -> str:
 def machine() -> dict[str, Any] | None:
     """Return what decides the machine code of every source; None if that is not known."""
     sources, processor = _sources(), _processor()
-    named = [sys.modules[name] for name in _CONFIGS if name in sys.modules]
-    if not (sources and processor) or (named and _environment(_READ_ONCE) != _FIRST):
-        return None  # The variables were others when the settings were made of them.
+    settings = changed_settings()
+    if settings is not None and _environment(_READ_ONCE) != _FIRST:
+        return None  # The settings were made of other variables.
+    if not (sources and processor):
+        return None
     return {
         "torch": (torch.__version__, torch.version.git_version, torch.__config__.show()),
         "python": (sys.version, *os.uname()[4:], os.confstr("CS_GNU_LIBC_VERSION")),
@@ -183,12 +186,8 @@ def machine() -> dict[str, Any] | None:
         "processor": processor,
         "compiler": compiler(),
         "environment": _environment(_READ_ONCE + _READ),
-        "settings": sorted([line for x in named for line in _lines(x)]),
+        "settings": settings or [],
     }
-
-
-def _lines(config: Any) -> list[str]:
-    return config.codegen_config().splitlines()
 
 
 def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:

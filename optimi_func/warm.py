@@ -8,7 +8,6 @@ import ast
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,13 +46,11 @@ def warm(name: str, dtype: torch.dtype, **options: Any) -> list[str]:
         for _ in range(int(options.get("k", 6))):  # Ranger's k-th step has its own kernel.
             p.grad = torch.ones_like(p)
             optimizer.step()
-    place, found = store.folder(), kernels.compiled().items()
-    loops = cpp.native_key()
-    kept = [
-        isinstance(x, ListKernel) and Path(x.made_of[0]).parent == place for _, x in found
-    ]
+    loop = store.find(cpp.native_key()) is not None
     return [
-        key.name for (key, _), own in zip(found, kept) if not (own and store.find(loops))
+        key.name
+        for key, made in kernels.compiled().items()
+        if not (loop and isinstance(made, ListKernel) and made.is_loaded)
     ]
 
 

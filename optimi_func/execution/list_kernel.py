@@ -23,6 +23,7 @@ from torch import Tensor
 from optimi_func.core.codes import NEAREST
 from optimi_func.execution.codecs import Argument
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
+from optimi_func.execution.store import LOADED
 
 # The elements of a trial, which no vector divides.
 TRIAL = 1003
@@ -58,6 +59,11 @@ class ListKernel:
         functions = native()
         assert functions is not None
         self._run_list, self._kernel = functions.run_list, address(self._head)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Return True if it comes from the store."""
+        return self.made_of[0].startswith(LOADED)
 
     def __call__(self, scalars: Tensor, *tensors: Tensor) -> None:
         """Run the kernel on one row."""

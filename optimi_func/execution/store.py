@@ -30,6 +30,8 @@ from optimi_func.core.torch_private import changed_settings
 VARIABLE = "OPTIMI_FUNC_CACHE"
 # The most entries, of some 70 KB; the oldest go first. The most bytes of one.
 MOST, LONGEST = 1000, 1 << 26
+# The folder of what `find` returns.
+LOADED = "/proc/self/fd"
 # Seconds of waiting for a compiler without a word.
 PATIENCE = 2.0
 
@@ -79,7 +81,11 @@ def folder() -> Path | None:
 
 
 def find(key: str) -> tuple[str, Any] | None:
-    """Return the path of a library and its facts, or None if there is no sound entry."""
+    """Return the path of a copy in memory and its facts; None if no entry is sound.
+
+    So what was checked is what is loaded, and nobody who writes to the entry later, in its
+    place, stops this process.
+    """
     try:
         if (place := folder()) is None or not _is_own(place, os.stat(place)):
             return None
@@ -95,8 +101,13 @@ def find(key: str) -> tuple[str, Any] | None:
         text, digest = text[:-32], text[-32:]
         if digest != sha256(key.encode() + text).digest():
             return None
-        length = int.from_bytes(text[-4:], "big")
-        return str(path), json.loads(text[-4 - length : -4])
+        end = -4 - int.from_bytes(text[-4:], "big")
+        facts = json.loads(text[end:-4])
+        # It stays open: the loader would take another of the same number for this one.
+        copy = os.memfd_create(key)
+        with open(copy, "wb", closefd=False) as file:
+            file.write(text[:end])
+        return f"{LOADED}/{copy}", facts
     except (OSError, ValueError, RuntimeError):
         return None
 

@@ -23,7 +23,7 @@ from optimi_func.optimizers import AdamW
 from optimi_func.optimizers.muon import muon
 
 KEY, OTHER = "1" * 64, "2" * 64
-COMPILERS = ("torch._dynamo", "torch._inductor", "triton", "sympy")
+COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 CODE = b"\x7fELF of a library" * 100
 
 

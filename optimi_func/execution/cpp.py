@@ -90,8 +90,7 @@ def _library() -> str:
 @cache
 def native_key() -> str:
     """Return the key of the functions in the store, empty if they have none."""
-    made = store.machine()
-    return store.key_of(made | {"functions": (source(), FLAGS)}) if made else ""
+    return store.key_of(store.machine(), functions=(source(), FLAGS))
 
 
 def source() -> str:

@@ -90,11 +90,9 @@ def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKern
         ahead = Thread(target=copy_context().run, args=(native,))
         if not SHARED_SETTINGS:
             ahead.start()
-        try:
-            _, found = _compile(function, example, {"cpp.threads": 1})
-        finally:
-            if not SHARED_SETTINGS:
-                ahead.join()
+        _, found = _compile(function, example, {"cpp.threads": 1})
+        if ahead.is_alive():
+            ahead.join()
         return None if found is None else list_kernel_of(*found, example)
 
     native_key()  # of the settings before they are changed

@@ -6,13 +6,12 @@ are fixed on entry. torch.compile's other guards are left out by calling the gen
 code directly.
 """
 
-import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from threading import Timer
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,13 +24,14 @@ from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_s
 from optimi_func.core.rule import Rule, Scalars
 from optimi_func.core.torch_private import has_stance, is_switched_off
 from optimi_func.execution import store
+from optimi_func.execution.cpp import native
 from optimi_func.execution.inductor import (
     Kernel,
     compile_flat,
     compile_list_kernel,
     in_rows,
 )
-from optimi_func.execution.list_kernel import TRIAL, ListKernel, loaded_kernel
+from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
 from optimi_func.execution.slots import Slot, scale_places
 from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
@@ -124,15 +124,12 @@ class SwitchedOffError(RuntimeError):
         )
 
 
-def compiled() -> dict[KernelKey, Kernel]:
-    """Return the kernels of this process."""
-    return {key: kernel for (key, _), kernel in _kernels.items()}
-
-
-def forget() -> None:
-    """Drop the kernels of this process, which looks for them again."""
+def forget() -> dict[str, Kernel]:
+    """Drop the kernels of this process, which looks for them again; return them by name."""
     with lock:
+        found = {key.name: made for (key, _), made in _kernels.items()}
         _kernels.clear()
+    return found
 
 
 # Modules whose warnings while a kernel compiles are not about the user's program.
@@ -181,24 +178,23 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     count = count_means(key.rule, scalars.rates) if key.write else 0
     run = _body(key, spec, count)
     entry, listed = "", has_list_kernels(key.device) and not key.codes
-    if key.device.type == "cpu" and sys.platform == "linux":
-        store.compiler()  # raises if there is none
     # Only torch.compile knows what a stance asks for.
-    if listed and not has_stance():
-        rule, machine = identity(key.rule), store.machine()
-        if rule and machine:
-            how = {"rule": rule, "key": key[1:], "scalars": str(spec), "means": count}
-            entry = store.key_of(machine | how)
+    if key.device.type == "cpu" and not has_stance():
+        own = (key[1:], str(spec), count) if listed else None
+        entry = store.key_of(store.machine(), kernel=own, rule=identity(key.rule))
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        if entry and (found := store.find(entry)):
-            path, (roles, widths) = found
-            made = loaded_kernel((path, roles, widths), run, _example(key, count, TRIAL))
-            if made is not None:
+        if entry and (found := store.find(entry)) and native() is not None:
+            made = ListKernel(found[0], *found[1])
+            if agree(made, run, _example(key, count, TRIAL), 0.5):
                 return made
-        with store.telling(key.name, bool(entry)):
+        timer = Timer(store.PATIENCE, store.tell, (key.name, bool(entry)))
+        timer.start()
+        try:
             made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
+        finally:
+            timer.cancel()
     if entry and isinstance(made, ListKernel):
         path, *facts = made.made_of
         store.keep(entry, path, facts)
@@ -257,8 +253,6 @@ def identity(x: Any) -> Any:
     own: list[Any] = []
     if isinstance(x, tuple):
         parts: Any = x
-    elif isinstance(x, partial):
-        parts = x.func, x.args, *sorted(x.keywords.items())
     elif isinstance(x, type) and issubclass(x, tuple):
         own, parts = [x.__module__, x.__qualname__], getattr(x, "_fields", ())
     elif isinstance(x, types.FunctionType):
@@ -267,8 +261,7 @@ def identity(x: Any) -> Any:
         if not str(x.__globals__.get("__name__")).startswith("optimi_func."):
             return None
         own = [x.__globals__["__name__"], code.co_qualname, code.co_firstlineno]
-        cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        parts = *cells, x.__defaults__, *sorted((x.__kwdefaults__ or {}).items())
+        parts = [cell.cell_contents for cell in x.__closure__ or ()]
     else:
         return None
     found = list(map(identity, parts))

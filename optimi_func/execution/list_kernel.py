@@ -13,6 +13,7 @@ a kernel is called for each tensor.
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType
 from typing import Any
@@ -48,8 +49,8 @@ class ListKernel:
         ours: Sequence[Argument] = (),
     ) -> None:
         self.made_of = library, roles, widths
-        code = ctypes.cast(ctypes.CDLL(library).kernel, ctypes.c_void_p).value
-        assert code is not None
+        self.loaded = library.startswith(LOADED)  # from the store
+        code = ctypes.cast(ctypes.CDLL(library).kernel, ctypes.c_void_p).value or 0
         # C++ reads these arrays by their addresses, so they live as long as the kernel.
         self._roles, self._widths = array("q", roles), array("q", widths)
         self._ours = array("q", chain.from_iterable(ours))
@@ -59,11 +60,6 @@ class ListKernel:
         functions = native()
         assert functions is not None
         self._run_list, self._kernel = functions.run_list, address(self._head)
-
-    @property
-    def is_loaded(self) -> bool:
-        """Return True if it comes from the store."""
-        return self.made_of[0].startswith(LOADED)
 
     def __call__(self, scalars: Tensor, *tensors: Tensor) -> None:
         """Run the kernel on one row."""
@@ -131,16 +127,6 @@ def list_kernel_of(
     return kernel if agree(kernel, run, example, 0.0) else None
 
 
-def loaded_kernel(
-    facts: tuple[str, list[int], list[int]], run: Callable[..., None], example: list[Tensor]
-) -> ListKernel | None:
-    """Make a list kernel of an entry of the store. Returns None unless it does `run`."""
-    if native() is None:
-        return None
-    kernel = ListKernel(*facts)
-    return kernel if agree(kernel, run, example, 0.5) else None
-
-
 def agree(
     kernel: ListKernel, run: Callable[..., None], example: Sequence[Tensor], power: float
 ) -> bool:
@@ -155,10 +141,9 @@ def agree(
     kernel(*both[1])
     if not power:
         return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*both))
-    near = [torch.finfo(x.dtype).eps ** power for x in trial]
-    return all(
-        torch.allclose(a, b, rtol=e, atol=e, equal_nan=True) for a, b, e in zip(*both, near)
-    )
+    errors = [torch.finfo(x.dtype).eps ** power for x in trial]
+    near = partial(torch.allclose, equal_nan=True)
+    return all(near(a, b, rtol=e, atol=e) for a, b, e in zip(*both, errors))
 
 
 def _machine_code(

@@ -14,30 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from ctypes import CDLL
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import torch
 
 from optimi_func.core.torch_private import changed_settings
 
-# A folder, or "0" for no store.
-VARIABLE = "OPTIMI_FUNC_CACHE"
+VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
+LOADED = "/proc/self/fd"  # the folder of what `find` returns
 # The most entries, of some 70 KB; the oldest go first. The most bytes of one.
 MOST, LONGEST = 1000, 1 << 26
-# The folder of what `find` returns.
-LOADED = "/proc/self/fd"
-# Seconds of waiting for a compiler without a word.
-PATIENCE = 2.0
-
-_log = logging.getLogger("optimi_func")
-_said: set[str] = set()
-_started = time.time()
+PATIENCE = 2.0  # seconds of waiting for a compiler without a word
 # Variables that Inductor reads when it is imported, and those that it and the compiler
 # read later.
 _READ_ONCE = (
@@ -64,15 +56,14 @@ _PROCESSOR = (
     "cpu\t",
 )
 
-
-class NoCompilerError(RuntimeError):
-    """No C++ compiler can be called."""
+_log = logging.getLogger("optimi_func")
+_said: set[str] = set()
+_started = time.time()
 
 
 def folder() -> Path | None:
     """Return the folder of the store, or None if there is none."""
-    given = os.environ.get(VARIABLE)
-    if given:
+    if given := os.environ.get(VARIABLE):
         return None if given == "0" else Path(given).expanduser().absolute()
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not home.is_absolute():  # to be ignored, says its specification
@@ -94,10 +85,8 @@ def find(key: str) -> tuple[str, Any] | None:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             about = os.fstat(handle)
-            regular = stat.S_ISREG(about.st_mode) and about.st_size < LONGEST
-            if not (_is_own(path, about) and regular):
-                return None
-            text = file.read()
+            fits = stat.S_ISREG(about.st_mode) and about.st_size < LONGEST
+            text = file.read() if fits and _is_own(path, about) else b""
         text, digest = text[:-32], text[-32:]
         if digest != sha256(key.encode() + text).digest():
             return None
@@ -107,6 +96,7 @@ def find(key: str) -> tuple[str, Any] | None:
         copy = os.memfd_create(key)
         with open(copy, "wb", closefd=False) as file:
             file.write(text[:end])
+        CDLL(f"{LOADED}/{copy}")  # raises if files in memory cannot be run
         return f"{LOADED}/{copy}", facts
     except (OSError, ValueError, RuntimeError):
         return None
@@ -151,19 +141,8 @@ def _is_own(path: Path, about: os.stat_result) -> bool:
     return own
 
 
-@contextmanager
-def telling(name: str, kept: bool) -> Generator[None]:
-    """Say once in a process that a step is compiled, if that takes more than PATIENCE s."""
-    timer = Timer(PATIENCE, _tell, [name, kept])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _tell(name: str, kept: bool) -> None:
+def tell(name: str, kept: bool) -> None:
+    """Say once in a process that a step is compiled."""
     if "compiled" in _said:
         return
     _said.add("compiled")
@@ -176,37 +155,47 @@ def _tell(name: str, kept: bool) -> None:
         print(text, file=sys.stderr)
 
 
-def key_of(ingredients: Mapping[str, Any]) -> str:
-    """Return the key of an entry."""
-    text = json.dumps(ingredients, sort_keys=True, default=repr)
+def key_of(ingredients: Mapping[str, Any] | None, **more: Any) -> str:
+    """Return the key of an entry, empty if there is none."""
+    if ingredients is None or None in more.values():
+        return ""
+    text = json.dumps({**ingredients, **more}, sort_keys=True, default=repr)
     return sha256(text.encode()).hexdigest()
 
 
 def machine() -> dict[str, Any] | None:
-    """Return what decides the machine code of every source; None if that is not known."""
-    sources, processor = _sources(), _processor()
-    settings = changed_settings()
-    if settings is not None and _environment(_READ_ONCE) != _FIRST:
-        return None  # The settings were made of other variables.
-    if not (sources and processor):
+    """Return what decides the machine code of every source; None if that is not known.
+
+    Raises:
+        RuntimeError: The C++ compiler that Inductor would call cannot be called.
+    """
+    if not (processor := _processor()):
+        return None
+    config, settings = sys.modules.get("torch._inductor.config"), changed_settings()
+    chosen: Any = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
+    compiler: str = chosen if isinstance(chosen, str) else chosen[-1]
+    version = _version(compiler, os.environ.get("PATH"))
+    if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        raise RuntimeError(f"no C++ compiler {compiler!r} can be called")
+    # Settings are made of the variables that there were when Inductor was imported.
+    known = settings is None or _environment(_READ_ONCE) == _FIRST
+    if not (known and (sources := _sources())):
         return None
     return {
         "torch": (torch.__version__, torch.version.git_version, torch.__config__.show()),
         "python": (sys.version, *os.uname()[4:], os.confstr("CS_GNU_LIBC_VERSION")),
         "sources": sources,
         "processor": processor,
-        "compiler": compiler(),
+        "compiler": (compiler, version),
         "environment": _environment(_READ_ONCE + _READ),
         "settings": settings or [],
     }
 
 
 def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(prefixes) and name != "TORCHINDUCTOR_CACHE_DIR"
-    }
+    found = {k: v for k, v in os.environ.items() if k.startswith(prefixes)}
+    found.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    return found
 
 
 _FIRST = _environment(_READ_ONCE)
@@ -216,15 +205,12 @@ _FIRST = _environment(_READ_ONCE)
 def _sources() -> str:
     """Return the digest of the package's sources, empty if they are not those in use."""
     root, found = Path(__file__).parents[1], sha256()
-    try:
-        files = sorted([*root.rglob("*.py"), *root.rglob("*.cpp")])
-        for path in files:
-            if path.stat().st_ctime > _started:  # Another version has been loaded.
-                return ""
-            text = path.read_bytes()
-            found.update(f"{path.relative_to(root)} {len(text)} ".encode() + text)
-    except OSError:
-        return ""
+    files = sorted([*root.rglob("*.py"), *root.rglob("*.cpp")])
+    for path in files:
+        if path.stat().st_ctime > _started:  # Another version has been loaded.
+            return ""
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(root)} {len(text)} ".encode() + text)
     return found.hexdigest() if Path(__file__) in files else ""
 
 
@@ -239,25 +225,10 @@ def _processor() -> list[str]:
     return [line for line in lines if line.startswith(_PROCESSOR)]
 
 
-def compiler() -> tuple[str, str]:
-    """Return the name and the version of the C++ compiler that Inductor would call.
-
-    Raises:
-        NoCompilerError: It cannot be called.
-    """
-    config = sys.modules.get("torch._inductor.config")
-    chosen: Any = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
-    name: str = chosen if isinstance(chosen, str) else chosen[-1]
-    found = _version(name, os.environ.get("PATH"))
-    if found is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        raise NoCompilerError(f"no C++ compiler {name!r} can be called")
-    return name, found or ""
-
-
 @cache
-def _version(name: str, path: str | None) -> str | None:
+def _version(name: str, path: str | None) -> str:
     del path  # in which the name is looked up
     try:
         return subprocess.check_output([name, "--version"], text=True, timeout=60)
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+        return ""

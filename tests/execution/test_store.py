@@ -36,7 +36,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> str:
+def patched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    return monkeypatch
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(store, "CDLL", lambda path: None)  # It is none.
     path = tmp_path / "library.so"
     path.write_bytes(CODE)
     return str(path)
@@ -44,6 +50,13 @@ def library(tmp_path: Path) -> str:
 
 class Asked(Exception):
     """Raised in place of what would be compiled."""
+
+
+def of_adam() -> tuple[kernels.KernelKey, rules.Scalars]:
+    own, dtypes = optimi_func.adamw(lr=0.1).rule, (torch.float32,) * 4
+    statics, cpu = (None,) * 12, torch.device("cpu")
+    scalars = rules.Scalars((1.0,) * 7, rules.Rates(0.1, 0.0, 0.0, 1.0))
+    return kernels.KernelKey(own, statics, True, True, dtypes, cpu), scalars
 
 
 def entry(place: Path, key: str = KEY) -> Path:
@@ -170,7 +183,7 @@ def full(*args: Any, **kwargs: Any) -> Any:
     ids=["mkstemp", "replace", "mkdir", "glob"],
 )
 def test_a_folder_that_cannot_be_written_costs_only_time(
-    owner: Any, name: str, place: Path, library: str, monkeypatch, caplog: Any
+    owner: Any, name: str, place: Path, library: str, monkeypatch: Any, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
     place.mkdir(mode=0o700)
@@ -182,7 +195,9 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
     assert [x.name for x in place.iterdir()] == [f"{KEY}.so"] * (name == "glob")
 
 
-def test_a_disk_that_is_full_leaves_no_part(place: Path, library: str, monkeypatch) -> None:
+def test_a_disk_that_is_full_leaves_no_part(
+    place: Path, library: str, monkeypatch: Any
+) -> None:
     class Full:
         def __init__(self, *args: Any) -> None:
             os.close(args[0])
@@ -201,7 +216,7 @@ def test_a_disk_that_is_full_leaves_no_part(place: Path, library: str, monkeypat
     assert list(place.iterdir()) == []
 
 
-def test_the_folder_is_where_the_environment_says(monkeypatch, tmp_path: Path) -> None:
+def test_the_folder_is_where_the_environment_says(monkeypatch: Any, tmp_path: Path) -> None:
     def found(**variables: str) -> Path | None:
         with monkeypatch.context() as patch:
             for name in (store.VARIABLE, "XDG_CACHE_HOME", "HOME"):
@@ -222,7 +237,7 @@ def test_the_folder_is_where_the_environment_says(monkeypatch, tmp_path: Path) -
     assert found() is not None
 
 
-def test_old_entries_go(place: Path, library: str, monkeypatch) -> None:
+def test_old_entries_go(place: Path, library: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(store, "MOST", 3)
     place.mkdir(mode=0o700)
     foreign = place / "notes.so"
@@ -239,6 +254,7 @@ def test_old_entries_go(place: Path, library: str, monkeypatch) -> None:
 WRITES = """
 import sys
 from optimi_func.execution import store
+store.CDLL = lambda path: None
 library, facts = sys.argv[1], sys.argv[2]
 for i in range(300):
     store.keep("1" * 64, library, facts)
@@ -284,7 +300,7 @@ def key() -> str:
 
 
 @pytest.mark.parametrize("part", INGREDIENTS)
-def test_the_key_depends_on_the_machine(part: str, monkeypatch) -> None:
+def test_the_key_depends_on_the_machine(part: str, monkeypatch: Any) -> None:
     before = key()
     assert key() == before
     with monkeypatch.context() as patch:
@@ -293,7 +309,7 @@ def test_the_key_depends_on_the_machine(part: str, monkeypatch) -> None:
     assert key() == before
 
 
-def test_the_key_does_not_depend_on_folders(monkeypatch) -> None:
+def test_the_key_does_not_depend_on_folders(monkeypatch: Any) -> None:
     before = key()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv(store.VARIABLE, "/elsewhere")
@@ -312,14 +328,14 @@ def test_settings_count_by_their_values() -> None:
     assert key() == before
 
 
-def test_variables_that_came_after_the_settings_make_no_key(monkeypatch) -> None:
+def test_variables_that_came_after_the_settings_make_no_key(monkeypatch: Any) -> None:
     """Inductor has read the others, so an entry would be of a key that is not its own."""
 
     monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")
     assert store.machine() is None
 
 
-def test_each_source_counts(monkeypatch, tmp_path: Path) -> None:
+def test_each_source_counts(monkeypatch: Any, tmp_path: Path) -> None:
     root = Path(optimi_func.__file__).parent
     copy = tmp_path / "optimi_func"
     shutil.copytree(root, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -345,7 +361,7 @@ def test_each_source_counts(monkeypatch, tmp_path: Path) -> None:
     assert digest() == ""
 
 
-def test_the_key_depends_on_the_kernel(monkeypatch) -> None:
+def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
     """Each field of KernelKey, the scalars' structure and the number of means."""
     seen: list[str] = []
 
@@ -354,10 +370,7 @@ def test_the_key_depends_on_the_kernel(monkeypatch) -> None:
         raise Asked
 
     monkeypatch.setattr(store, "find", find)
-    own = optimi_func.adamw(lr=0.1)
-    slots = (torch.float32,) * 4
-    base = kernels.KernelKey(own.rule, (None,) * 12, True, True, slots, torch.device("cpu"))
-    scalars = rules.Scalars((1.0,) * 7, rules.Rates(0.1, 0.0, 0.0, 1.0))
+    base, scalars = of_adam()
     others = [
         (base._replace(rule=optimi_func.lion(lr=0.1).rule), scalars),
         (base._replace(statics=(True, *[None] * 11)), scalars),
@@ -400,10 +413,11 @@ def test_rules_are_told_by_their_functions() -> None:
 # Steps
 
 
-def step(options: Any = None) -> torch.Tensor:
+def step(**options: Any) -> torch.Tensor:
     """Return a parameter after steps by gradients that differ."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 9000))
-    optimizer = AdamW([p], lr=0.1, **(options or {"compile": True}))
+    given: dict[str, Any] = {"compile": True, **options}
+    optimizer = AdamW([p], lr=0.1, **given)
     for i in range(3):
         p.grad = torch.cos(p.detach() + i)
         optimizer.step()
@@ -419,38 +433,35 @@ def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def are_loaded() -> set[bool]:
-    return {x.is_loaded for x in kernels.compiled().values()}  # type: ignore[attr-defined]
+    """Return whether this process's kernels came from the store, and forget them."""
+    return {x.loaded for x in kernels.forget().values()}  # type: ignore[attr-defined]
 
 
 @pytest.mark.kernels
 def test_a_step_is_loaded_and_a_broken_entry_is_made_again(alone: Path) -> None:
     first = step()
     assert are_loaded() == {False} and len(list(alone.iterdir())) == 2
-    kernels.forget()
     assert torch.equal(step(), first) and are_loaded() == {True}
     for path in alone.iterdir():
         cut(path)
-    kernels.forget()
     cpp.native.cache_clear()
     assert torch.equal(step(), first) and are_loaded() == {False}
-    kernels.forget()
     assert torch.equal(step(), first) and are_loaded() == {True}
-    torch.testing.assert_close(step({"compile": False}), first)
+    torch.testing.assert_close(step(compile=False), first)
 
 
 @pytest.mark.kernels
 def test_an_entry_that_computes_something_else_is_not_used(
-    alone: Path, monkeypatch
+    alone: Path, monkeypatch: Any
 ) -> None:
     """As if a key had left something out: the roles of two arguments are swapped."""
     found, kept = store.find, store.keep
     first = step()
-    (made,) = kernels.compiled().values()
+    (made,) = kernels.forget().values()
     library, roles, widths = made.made_of  # type: ignore[attr-defined]
     roles[-1], roles[-2] = roles[-2], roles[-1]
     (key,) = {path.stem for path in alone.iterdir()} - {cpp.native_key()}
     store.keep(key, library, [roles, widths])
-    kernels.forget()
     asked: list[Any] = []
     monkeypatch.setattr(store, "find", lambda key: asked.append(found(key)) or asked[-1])
     monkeypatch.setattr(store, "keep", lambda *x: kept(*x))
@@ -547,12 +558,10 @@ def test_no_compiler_is_imported_to_say_that_there_is_none(
     assert said in done.stdout
 
 
-def test_a_stance_and_a_switch_come_before_the_store(monkeypatch) -> None:
-    own = optimi_func.adamw(lr=0.1)
-    key = kernels.KernelKey(
-        own.rule, (None,) * 12, True, True, (torch.float32,) * 4, torch.device("cpu")
-    )
-    scalars = rules.Scalars((1.0,) * 7, rules.Rates(0.1, 0.0, 0.0, 1.0))
+def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
+    key, scalars = of_adam()
+
+    from torch._inductor import config
 
     def asked(*args: Any) -> None:
         raise Asked
@@ -567,8 +576,8 @@ def test_a_stance_and_a_switch_come_before_the_store(monkeypatch) -> None:
             assert compile_kernel(key, scalars) == "compiled"
     with torch._dynamo.config.patch(disable=True), pytest.raises(kernels.SwitchedOffError):
         compile_kernel(key, scalars)
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent")}):
-        with pytest.raises(store.NoCompilerError, match="'/nonexistent' can be called"):
+    with config.patch({"cpp.cxx": (None, "/nonexistent")}):
+        with pytest.raises(RuntimeError, match="'/nonexistent' can be called"):
             compile_kernel(key, scalars)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(kernels.SwitchedOffError):
@@ -576,28 +585,36 @@ def test_a_stance_and_a_switch_come_before_the_store(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_who_waits_is_told_once(
-    kept: bool, place: Path, monkeypatch, caplog, capsys
-) -> None:
+def test_who_waits_is_told_once(kept: bool, place: Path, patched: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-    with store.telling("quick", kept):
-        pass
+    patched.setattr(kernels, "identity", lambda rule: "any" if kept else None)
+    patched.setattr(kernels, "_compile_now", lambda *x: "compiled")
+    key, scalars = of_adam()
+    assert compile_kernel(key, scalars) == "compiled"
     assert not caplog.records
-    told = threading.Event()
-    monkeypatch.setattr(store, "PATIENCE", 0.0)
-    tell = store._tell
-    monkeypatch.setattr(store, "_tell", lambda *x: (tell(*x), told.set()))
-    for _ in range(2):
+    patched.setattr(store, "PATIENCE", 0.0)
+    told, tell = threading.Event(), store.tell
+    patched.setattr(store, "tell", lambda *x: (tell(*x), told.set()))
+
+    def compiled(*given: Any) -> str:
+        assert told.wait(60)
         told.clear()
-        with store.telling("adam_float32", kept):
-            assert told.wait(60)
+        return "compiled"
+
+    patched.setattr(kernels, "_compile_now", compiled)
+    for _ in range(2):
+        compile_kernel(key, scalars)
     (said,) = caplog.records
-    assert "adam_float32" in said.getMessage()
+    assert key.name in said.getMessage()
     assert (str(place) in said.getMessage()) == kept
+
+
+def test_a_terminal_is_told_where_nobody_logs(patched: Any, capsys: Any) -> None:
+    patched.setattr(store, "_said", set())
+    patched.setattr(store._log, "hasHandlers", lambda: False)
+    store.tell("adam_float32", True)
     assert capsys.readouterr().err == ""
-    # A terminal is told where nobody has set up logging.
-    monkeypatch.setattr(store, "_said", set())
-    monkeypatch.setattr(store._log, "hasHandlers", lambda: False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    tell("adam_float32", kept)
+    patched.setattr(store, "_said", set())
+    patched.setattr(sys.stderr, "isatty", lambda: True)
+    store.tell("adam_float32", True)
     assert "adam_float32" in capsys.readouterr().err

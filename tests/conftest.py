@@ -20,7 +20,7 @@ import torch
 from kernel_table import guarded
 from xdist.scheduler import LoadScopeScheduling
 
-from optimi_func.execution import inductor
+from optimi_func.execution import inductor, store
 
 # Hundreds of kernels are compiled here, where a program has one or two.
 inductor.PRECOMPILE_HEADERS = True
@@ -41,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
         (Path(folder.name) / "ld").symlink_to(gold)
         os.environ["COMPILER_PATH"] = folder.name
+    # Compiled steps are kept for all workers, and away from the user's.
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        kept = tempfile.TemporaryDirectory()
+        config.add_cleanup(kept.cleanup)
+        os.environ[store.VARIABLE] = kept.name
 
 
 class ByFile(LoadScopeScheduling):
@@ -90,7 +95,13 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture
-def graphs():
+def unkept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles what other tests have kept."""
+    monkeypatch.setenv(store.VARIABLE, "0")
+
+
+@pytest.fixture
+def graphs(unkept: None):
     """Counts the graphs that Dynamo made since the test began."""
     counters = torch._dynamo.utils.counters
     before = counters["stats"]["unique_graphs"]

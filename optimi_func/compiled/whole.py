@@ -20,8 +20,9 @@ from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import total_norm
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
+from optimi_func.execution.cpp import probe_vectors, unprobed_vectors
 from optimi_func.execution.executors import SMALL
-from optimi_func.execution.inductor import probe_vectors, torch_compile, unprobed_vectors
+from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.execution.tensors import chunks
 

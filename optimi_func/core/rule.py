@@ -99,6 +99,8 @@ class Rule(Generic[S, C]):
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
         numbers: The names of the keywords of `coeffs`.
+        digest: A hash of everything that its functions compute, by which compiled steps
+            are kept for other processes. The package's own rules need none.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Rule(Generic[S, C]):
     running: type[Any] = NoRunning
     eval_point: Callable[[Tensor, S, C], Tensor] | None = None
     numbers: tuple[str, ...] = field(init=False)
+    digest: str = field(default="")
 
     def __post_init__(self) -> None:
         """Read the names of the hyperparameters from the signature of `coeffs`."""

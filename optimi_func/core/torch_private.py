@@ -5,9 +5,11 @@ no public name does. Tests named `test_private_...` fail if a new torch lacks a 
 function changes torch for other code.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -34,6 +36,61 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     longer lazy.
     """
     return _disable_dynamo(function)
+
+
+_UNCOMPILED: Any = _disable_dynamo(lambda: None)
+
+
+def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method of torch.optim.Optimizer that does not import the compiler.
+
+    torch wraps some as `uncompiled` does. Before anything has imported the compiler, there
+    is no compiled frame to leave. Torch 2.11 to 2.15, test_private_optimizer_is_there.
+    """
+    function: Any = method
+    if "torch._dynamo" in sys.modules or (
+        function.__func__.__code__ is not _UNCOMPILED.__code__
+    ):
+        return method
+    return MethodType(function.__func__.__wrapped__, function.__self__)
+
+
+def is_switched_off() -> bool:
+    """Return True if the environment or a setting switches torch.compile off.
+
+    It is read without importing the compiler. Torch 2.11 to 2.15,
+    test_private_compiler_settings_are_there.
+    """
+    config = sys.modules.get("torch._dynamo.config")
+    variable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    disabled = variable if config is None else config.disable
+    return disabled or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def has_stance() -> bool:
+    """Return True if torch.compiler.set_stance changed what torch.compile does.
+
+    No public name tells. Torch 2.11 to 2.15, test_private_compiler_settings_are_there.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and frames._stance != frames.DynamoStance()
+
+
+def changed_settings() -> list[str] | None:
+    """Return the compiler's settings that are not the defaults; None before its import.
+
+    torch's codegen_config also lists those that were set to a default. Torch 2.11 to 2.15,
+    test_private_compiler_settings_are_there.
+    """
+    names = [f"torch.{part}.config" for part in ("_inductor", "_functorch", "_dynamo")]
+    loaded = [sys.modules[name] for name in names if name in sys.modules]
+    found = [
+        f"{config.__name__}.{name}={value!r}"
+        for config in loaded
+        for name, value in config.get_config_copy().items()
+        if value != config._config[name].default
+    ]
+    return found if loaded else None
 
 
 def in_compiled_region() -> bool:

@@ -5,11 +5,19 @@ Their source is cpp/list.cpp, which includes cpp/codecs.cpp.
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+
+from optimi_func.execution import store
+
+S = TypeVar("S")
+# Two threads that change Inductor's settings could leave them changed.
+SHARED_SETTINGS = torch.__version__ < "2.13"
 # Elements of a piece that has a mean.
 PIECE = 1 << 16
 # The most pointers that a kernel takes, the most temporary tensors in it, and the most
@@ -43,14 +51,11 @@ def loaded() -> Native | None:
 @cache
 def native() -> Native | None:
     """Compile and load the functions. Returns None if that fails."""
-    from torch._inductor import config
-    from torch._inductor.codecache import CppCodeCache
-
     try:
-        with config.patch(cpp_cache_precompile_headers=False):
-            library: Any = CppCodeCache.load(source(), extra_flags=FLAGS)
+        path = _library()
+        library = ctypes.CDLL(path)
         # Counting takes less time than releasing the GIL for it would.
-        counting: Any = ctypes.PyDLL(library._name)
+        counting = ctypes.PyDLL(path)
         run, hold, advance = library.run_list, counting.counts_hold, counting.counts_advance
     except Exception:
         return None
@@ -63,6 +68,31 @@ def native() -> Native | None:
     return Native(run, hold, advance, library.decode, library.encode)
 
 
+def _library() -> str:
+    """Return the path of the library, which is compiled if the store lacks it."""
+    key = native_key()
+    if found := store.find(key) if key else None:
+        return found[0]
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    def made() -> str:
+        with config.patch(cpp_cache_precompile_headers=False):
+            library: Any = CppCodeCache.load(source(), extra_flags=FLAGS)
+        return library._name
+
+    path = with_vectors(made)
+    if key:
+        store.keep(key, path, None)
+    return path
+
+
+@cache
+def native_key() -> str:
+    """Return the key of the functions in the store, empty if they have none."""
+    return store.key_of(store.machine(), functions=(source(), FLAGS))
+
+
 def source() -> str:
     """Read list.cpp, with codecs.cpp in place of its #include.
 
@@ -71,3 +101,48 @@ def source() -> str:
     folder = Path(__file__).with_suffix("")
     codecs = (folder / "codecs.cpp").read_text()
     return (folder / "list.cpp").read_text().replace('#include "codecs.cpp"\n', codecs)
+
+
+def with_vectors(made: Callable[[], S]) -> S:
+    """Call a function that compiles C++, without a trial of vectors if that works."""
+    try:
+        with unprobed_vectors():
+            return made()
+    except Exception:
+        # The compiler may know fewer instructions than the processor.
+        probe_vectors()
+        return made()
+
+
+@contextmanager
+def unprobed_vectors() -> Generator[None]:
+    """Compile for this processor's vector instructions without trying them out first.
+
+    By default Inductor compiles and loads a test program for each instruction set, which
+    takes a fifth of a first step (pytorch/pytorch#140970). For the time of the compilation
+    and in this thread only, `torch._inductor.config.cpp.vec_isa_ok` (environment
+    TORCHINDUCTOR_VEC_ISA_OK) turns that off, unless the user has set it.
+
+    If threads share settings, it is left alone.
+    """
+    if SHARED_SETTINGS:
+        yield
+        return
+    from torch._inductor import config
+
+    if config.cpp.vec_isa_ok is not None:
+        yield
+        return
+    with config.patch({"cpp.vec_isa_ok": True}):
+        yield
+
+
+def probe_vectors() -> None:
+    """Have Inductor try out the vector instructions, after a failed compilation.
+
+    It keeps its list of instruction sets for the process, even if it was made within
+    `unprobed_vectors`.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()

@@ -10,17 +10,18 @@ This is the only module that uses private parts of Inductor. If they are not as 
 """
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from optimi_func.execution.cpp import SHARED_SETTINGS, native, native_key, with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.triton_list import triton_list_kernel_of
 
-S = TypeVar("S")
 T = TypeVar("T", bound=Callable[..., Any])
 # `run(scalars, p, g, *state, *comp, *targets)` on 1-D tensors, some of which it writes to.
 Kernel: TypeAlias = Callable[..., None]
@@ -76,17 +77,26 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
             return direct
         return triton_list_kernel_of(direct, generated, order, example) or direct
 
-    return _with_vectors(made)
+    return with_vectors(made)
 
 
 def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKernel | None:
     """Compile `function` for lists of tensors on CPU; None if that is not possible."""
 
     def made() -> ListKernel | None:
+        # Two threads that import parts of it would wait for each other.
+
+        # The C++ compiler runs in processes of its own. Settings belong to a context.
+        ahead = Thread(target=copy_context().run, args=(native,))
+        if not SHARED_SETTINGS:
+            ahead.start()
         _, found = _compile(function, example, {"cpp.threads": 1})
+        if ahead.is_alive():
+            ahead.join()
         return None if found is None else list_kernel_of(*found, example)
 
-    return _with_vectors(made)
+    native_key()  # of the settings before they are changed
+    return with_vectors(made)
 
 
 def _one_pass() -> dict[str, Any]:
@@ -100,16 +110,6 @@ def _one_pass() -> dict[str, Any]:
     limits = ("reads", "acc_reads", "opcount")
     names = [f"realize_{limit}_threshold" for limit in limits]
     return {name: 1 << 20 for name in names if hasattr(config, name)}
-
-
-def _with_vectors(made: Callable[[], S]) -> S:
-    try:
-        with unprobed_vectors():
-            return made()
-    except Exception:
-        # The compiler may know fewer instructions than the processor.
-        probe_vectors()
-        return made()
 
 
 def _compile(
@@ -182,41 +182,6 @@ def argument_order(given: Sequence[Any], example: Sequence[Tensor]) -> list[int]
 def generated_code(compiled: Any) -> Generated | None:
     """Return what Inductor wrote, if it is where torch 2.11 to 2.15 have it."""
     return getattr(compiled, "current_callable", None)
-
-
-@contextmanager
-def unprobed_vectors() -> Generator[None]:
-    """Compile for this processor's vector instructions without trying them out first.
-
-    By default Inductor compiles and loads a test program for each instruction set, which
-    takes a fifth of a first step (pytorch/pytorch#140970). For the time of the compilation
-    and in this thread only, `torch._inductor.config.cpp.vec_isa_ok` (environment
-    TORCHINDUCTOR_VEC_ISA_OK) turns that off, unless the user has set it.
-
-    Before torch 2.13 two compilations at a time could leave the setting on for the whole
-    process, so there it is left alone.
-    """
-    if torch.__version__ < "2.13":
-        yield
-        return
-    from torch._inductor import config
-
-    if config.cpp.vec_isa_ok is not None:
-        yield
-        return
-    with config.patch({"cpp.vec_isa_ok": True}):
-        yield
-
-
-def probe_vectors() -> None:
-    """Have Inductor try out the vector instructions, after a failed compilation.
-
-    It keeps its list of instruction sets for the process, even if it was made within
-    `unprobed_vectors`.
-    """
-    from torch._inductor import cpu_vec_isa
-
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def in_rows(tensors: list[Tensor], row: int) -> list[Tensor]:

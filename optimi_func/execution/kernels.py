@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from threading import Timer
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,12 +22,16 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
 from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.torch_private import has_stance, is_switched_off
+from optimi_func.execution import store
+from optimi_func.execution.cpp import native
 from optimi_func.execution.inductor import (
     Kernel,
     compile_flat,
     compile_list_kernel,
     in_rows,
 )
+from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
 from optimi_func.execution.slots import Slot, scale_places
 from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
@@ -119,6 +124,14 @@ class SwitchedOffError(RuntimeError):
         )
 
 
+def forget() -> dict[str, Kernel]:
+    """Drop the kernels of this process, which looks for them again; return them by name."""
+    with lock:
+        found = {key.name: made for (key, _), made in _kernels.items()}
+        _kernels.clear()
+    return found
+
+
 # Modules whose warnings while a kernel compiles are not about the user's program.
 _COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_func)(\.|$)"
 
@@ -158,51 +171,101 @@ def _threads(device: torch.device) -> int:
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
-    from torch._dynamo import config
-
-    if config.disable:
+    """Load the kernel from the store, or compile it and keep it there."""
+    if is_switched_off():
         raise SwitchedOffError
-    ran_eagerly: list[bool] = []
+    spec = pytree.tree_structure(scalars)
     count = count_means(key.rule, scalars.rates) if key.write else 0
-    run = _body(key, pytree.tree_structure(scalars), count)
+    run = _body(key, spec, count)
+    entry, listed = "", has_list_kernels(key.device) and not key.codes
+    # Only torch.compile knows what a stance asks for.
+    if key.device.type == "cpu" and not has_stance():
+        own = (key[1:], str(spec), count) if listed else None
+        entry = store.key_of(store.machine(), kernel=own, rule=identity(key.rule))
+    with kernel_context(key.device), warnings.catch_warnings():
+        # As errors, torch's warnings about itself would read as a failed compilation.
+        warnings.filterwarnings("ignore", module=_COMPILERS)
+        if entry and (found := store.find(entry)) and native() is not None:
+            made = ListKernel(found[0], *found[1])
+            if agree(made, run, _example(key, count, TRIAL), 0.5):
+                return made
+        timer = Timer(store.PATIENCE, store.tell, (key.name, bool(entry)))
+        timer.start()
+        try:
+            made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
+        finally:
+            timer.cancel()
+    if entry and isinstance(made, ListKernel):
+        path, *facts = made.made_of
+        store.keep(entry, path, facts)
+    return made
+
+
+def _compile_now(
+    key: KernelKey, run: Kernel, example: list[Tensor], listed: bool
+) -> Kernel:
+    ran_eagerly: list[bool] = []
 
     def noticed(*tensors: Tensor) -> None:
         if not torch.compiler.is_compiling():
             ran_eagerly.append(True)
         run(*tensors)
 
-    tensors = _example(key)
-    targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    own = count + sum(s is None for s in key.statics)
-    numbers = torch.ones(own, dtype=compute_dtype(*key.dtypes), device=key.device)
-    example = [numbers, *tensors, *targets]
     compiled: Kernel | None = None
-    with kernel_context(key.device), warnings.catch_warnings():
-        # As errors, torch's warnings about itself would read as a failed compilation.
-        warnings.filterwarnings("ignore", module=_COMPILERS)
-        if has_list_kernels(key.device) and not key.codes:
-            body = with_own_code_object(noticed, key.name)
-            compiled = compile_list_kernel(body, example)
-            if compiled is None and not ran_eagerly:
-                _without_lists.add(key.device.type)
-        if compiled is None:
-            own = with_own_code_object(noticed, key.name)
-            compiled = compile_flat(own, example, key.row)
+    if listed:
+        body = with_own_code_object(noticed, key.name)
+        compiled = compile_list_kernel(body, example)
+        if compiled is None and not ran_eagerly:
+            _without_lists.add(key.device.type)
+    if compiled is None:
+        own = with_own_code_object(noticed, key.name)
+        compiled = compile_flat(own, example, key.row)
     if ran_eagerly:
         raise SwitchedOffError
     return compiled
 
 
-def _example(key: KernelKey) -> list[Tensor]:
-    """Return tensors to compile a kernel on, in rows if the key has rows."""
+def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
+    """Return arguments of a kernel with `count` means, in rows if the key has rows."""
     # Scales have one element for each row. The state comes after p and g.
     scales = scale_places(key.codes, 2)
-    lengths = [
-        _COMPILE_LENGTH // key.row if i in scales else _COMPILE_LENGTH
-        for i in range(len(key.dtypes))
-    ]
+    lengths = [length // key.row if i in scales else length for i in range(len(key.dtypes))]
     made = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
-    return in_rows(made, key.row)
+    tensors = in_rows(made, key.row)
+    targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
+    own = count + sum(s is None for s in key.statics)
+    numbers = torch.ones(own, dtype=compute_dtype(*key.dtypes), device=key.device)
+    return [numbers, *tensors, *targets]
+
+
+def identity(x: Any) -> Any:
+    """Return what tells a rule from others in any process, or None if nothing does.
+
+    A name is enough for functions of the package, whose sources are in a store's key. For
+    others the rule has a digest.
+    """
+    if isinstance(x, Rule):
+        if x.digest:
+            return [x.name, x.digest]
+        x = (x.name, x.state, x.direction, x.after, x.means)
+    if x is None or isinstance(x, bool | int | float | str | torch.dtype):
+        return repr(x)
+    own: list[Any] = []
+    if isinstance(x, tuple):
+        parts: Any = x
+    elif isinstance(x, type) and issubclass(x, tuple):
+        own, parts = [x.__module__, x.__qualname__], getattr(x, "_fields", ())
+    elif isinstance(x, types.FunctionType):
+        code = x.__code__
+        # `__module__` is copied by functools.wraps.
+        if not str(x.__globals__.get("__name__")).startswith("optimi_func."):
+            return None
+        own = [x.__globals__["__name__"], code.co_qualname, code.co_firstlineno]
+        parts = [cell.cell_contents for cell in x.__closure__ or ()]
+    else:
+        return None
+    found = list(map(identity, parts))
+    return None if None in found else [*own, found]
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:

@@ -13,6 +13,7 @@ a kernel is called for each tensor.
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType
 from typing import Any
@@ -23,13 +24,17 @@ from torch import Tensor
 from optimi_func.core.codes import NEAREST
 from optimi_func.execution.codecs import Argument
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
+from optimi_func.execution.store import LOADED
+
+# The elements of a trial, which no vector divides.
+TRIAL = 1003
 
 
 class ListKernel:
     """A kernel for rows of tensors. All tensors of a row have one length.
 
     Args:
-        code: Address of the machine code.
+        library: Path of the library whose function `kernel` is the machine code.
         roles: For each of its arguments the index of ours, -1 for the scalars, or -2 - i
             for temporary tensor i.
         widths: Bytes of an element, for each of its arguments.
@@ -37,9 +42,15 @@ class ListKernel:
     """
 
     def __init__(
-        self, code: int, roles: list[int], widths: list[int], ours: Sequence[Argument] = ()
+        self,
+        library: str,
+        roles: list[int],
+        widths: list[int],
+        ours: Sequence[Argument] = (),
     ) -> None:
-        self._made_of = code, roles, widths
+        self.made_of = library, roles, widths
+        self.loaded = library.startswith(LOADED)  # from the store
+        code = ctypes.cast(ctypes.CDLL(library).kernel, ctypes.c_void_p).value or 0
         # C++ reads these arrays by their addresses, so they live as long as the kernel.
         self._roles, self._widths = array("q", roles), array("q", widths)
         self._ours = array("q", chain.from_iterable(ours))
@@ -57,7 +68,7 @@ class ListKernel:
 
     def on_codes(self, ours: Sequence[Argument]) -> "ListKernel":
         """Return this kernel for arguments of which some are stored in codes."""
-        return ListKernel(*self._made_of, ours)
+        return ListKernel(*self.made_of, ours)
 
     def run(
         self,
@@ -108,21 +119,37 @@ def list_kernel_of(
     if found is None or native() is None:
         return None
     kernel = ListKernel(*found)
-    # Inductor promises nothing about its kernels, so both run on a length that no vector
-    # divides.
+
+    def run(*trial: Tensor) -> None:
+        generated([TRIAL if i < 0 else trial[i] for i in order])
+
+    # Inductor promises nothing about its kernels.
+    return kernel if agree(kernel, run, example, 0.0) else None
+
+
+def agree(
+    kernel: ListKernel, run: Callable[..., None], example: Sequence[Tensor], power: float
+) -> bool:
+    """Return True if a kernel does what a function does, on tensors like the example.
+
+    The results may differ by the machine epsilon to that power; if it is 0, in no bit.
+    """
     own = torch.Generator().manual_seed(0)
-    trial = [x[:1003].clone().uniform_(0.25, 0.75, generator=own) for x in example]
+    trial = [x[:TRIAL].clone().uniform_(0.25, 0.75, generator=own) for x in example]
     both = [trial, [x.clone() for x in trial]]
-    generated([1003 if i < 0 else both[0][i] for i in order])
+    run(*both[0])
     kernel(*both[1])
-    same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*both))
-    return kernel if same else None
+    if not power:
+        return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*both))
+    errors = [torch.finfo(x.dtype).eps ** power for x in trial]
+    near = partial(torch.allclose, equal_nan=True)
+    return all(near(a, b, rtol=e, atol=e) for a, b, e in zip(*both, errors))
 
 
 def _machine_code(
     generated: Any, order: list[int], example: list[Tensor]
-) -> tuple[int, list[int], list[int]] | None:
-    """Return the address, roles and widths of the C++ function that `generated` calls."""
+) -> tuple[str, list[int], list[int]] | None:
+    """Return the library, roles and widths of the C++ function that `generated` calls."""
     scope = getattr(getattr(generated, "__func__", generated), "__globals__", {})
     kernels = {
         name: value
@@ -158,5 +185,4 @@ def _machine_code(
     if len(slots) > SLOTS:
         return None
     widths = [x.element_size() for x in calls[0][:-1]]
-    code = ctypes.cast(ctypes.CDLL(file).kernel, ctypes.c_void_p).value
-    return None if code is None else (code, roles, widths)
+    return file, roles, widths

@@ -29,7 +29,7 @@ from optimi_func.core.checks import (
 )
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
 from optimi_func.core.storage import group_storage
-from optimi_func.core.torch_private import uncompiled
+from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.optimizers._fields import Fields, Params
 from optimi_func.optimizers._forms import document
@@ -186,7 +186,7 @@ class BaseOptimizer(Fields, Steps):
             ValueError: A hyperparameter out of its range; nothing is added then.
         """
         count = len(self.param_groups)
-        super().add_param_group(param_group)
+        unwrapped(super().add_param_group)(param_group)
         try:
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
@@ -392,7 +392,7 @@ class BaseOptimizer(Fields, Steps):
         if param is None:
             for release in self.releases:
                 release.before_zero_grad()
-            super().zero_grad(set_to_none=set_to_none)
+            unwrapped(super().zero_grad)(set_to_none)
         elif set_to_none:
             param.grad = None
         elif param.grad is not None:

@@ -12,6 +12,7 @@ from optimi_func.core.checks import check_module, shown
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import own_names
+from optimi_func.core.torch_private import unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import (
@@ -73,7 +74,7 @@ class Checkpoints(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter number, and the groups, as torch.optim does."""
         with _hooking, self.register_state_dict_post_hook(_as_strings, prepend=True):
-            return super().state_dict()
+            return unwrapped(super().state_dict)()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return the state for torch.optim's class of the same name, if torch has one.
@@ -231,7 +232,7 @@ class Checkpoints(Optimizer):
             self.register_load_state_dict_pre_hook(prepare),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ):
-            super().load_state_dict(state_dict)
+            unwrapped(super().load_state_dict)(state_dict)
         return reports[-1]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:

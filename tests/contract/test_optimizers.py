@@ -617,7 +617,7 @@ assert len(kernels._kernels) == 1
 
 @pytest.mark.full
 def test_torchs_warnings_are_no_missing_compiler(tmp_path) -> None:
-    in_a_process(ALL_ERRORS, tmp_path)
+    in_a_process(ALL_ERRORS, tmp_path, OPTIMI_FUNC_CACHE="0")
 
 
 def test_empty_groups_are_allowed() -> None:

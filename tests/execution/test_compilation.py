@@ -13,7 +13,7 @@ import optimi_func
 from optimi_func import compiled
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rates, Scalars, Storage
-from optimi_func.execution import inductor, kernels, list_kernel
+from optimi_func.execution import cpp, inductor, kernels, list_kernel
 from optimi_func.execution.kernels import KernelKey, kernel
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import flat_leaf
@@ -218,7 +218,7 @@ def test_names_match_the_pure_api() -> None:
 
 
 @pytest.mark.kernels
-def test_nothing_is_written_when_the_compiler_fails(monkeypatch) -> None:
+def test_nothing_is_written_when_the_compiler_fails(unkept, monkeypatch) -> None:
     optimizer = fresh("adamw", lr=0.1)
     monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
 
@@ -301,7 +301,9 @@ def as_it_is() -> tuple[torch.Tensor, str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", PARTS)
-def test_without_inductors_private_parts_the_same_is_done(part, as_it_is, monkeypatch):
+def test_without_inductors_private_parts_the_same_is_done(
+    part, as_it_is, unkept, monkeypatch
+):
     """The fallbacks of compiled/, and that they are not what runs here."""
     fast, way = as_it_is
     assert way == "list"
@@ -389,9 +391,9 @@ def test_vector_instructions_are_not_tried_out(monkeypatch) -> None:
 
     # VecAVX512 and its kin still try their extensions, small programs without headers.
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", build)
-    with inductor.unprobed_vectors():
+    with cpp.unprobed_vectors():
         assert cpu_vec_isa.VecAVX2()
-        with config.patch({"cpp.vec_isa_ok": False}), inductor.unprobed_vectors():
+        with config.patch({"cpp.vec_isa_ok": False}), cpp.unprobed_vectors():
             assert not cpu_vec_isa.VecAVX2()  # as the user has it
     with pytest.raises(AssertionError, match="tried out"):
         bool(cpu_vec_isa.VecAVX2())
@@ -425,14 +427,14 @@ def test_threads_that_compile_at_a_time_leave_no_setting_behind() -> None:
     seen = []
 
     def first() -> None:
-        with inductor.unprobed_vectors():
+        with cpp.unprobed_vectors():
             one.wait()
             both.wait()
         two.wait()
 
     def second() -> None:
         one.wait()
-        with inductor.unprobed_vectors():
+        with cpp.unprobed_vectors():
             both.wait()
             two.wait()
         seen.append(config.cpp.vec_isa_ok)
@@ -476,6 +478,7 @@ def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
     hits = []
     for mode in ("save", "load"):
         folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / mode)}
+        folder["OPTIMI_FUNC_CACHE"] = "0"
         options = [str(tmp_path / "artifacts"), mode]
         done = run_script(script, *options, strict=False, environment=folder)
         assert done.returncode == 0, done.stderr

@@ -286,7 +286,7 @@ def test_the_cache_sees_all_source() -> None:
 
 
 @pytest.mark.kernels
-def test_what_does_not_give_the_same_is_not_used(monkeypatch) -> None:
+def test_what_does_not_give_the_same_is_not_used(unkept, monkeypatch) -> None:
     found = list_kernel._machine_code
 
     def broken(*args: Any) -> Any:
@@ -305,7 +305,7 @@ def test_what_does_not_give_the_same_is_not_used(monkeypatch) -> None:
 
 
 @pytest.mark.kernels
-def test_compiling_leaves_the_users_random_numbers_alone(monkeypatch) -> None:
+def test_compiling_leaves_the_users_random_numbers_alone(unkept, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_kernels", {})
     (p,) = params(torch.float32, [9000])
     fill([p], 0)

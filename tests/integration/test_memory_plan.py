@@ -69,7 +69,7 @@ def test_the_peak_is_the_profilers_where_steps_are_compiled() -> None:
     [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "compact")],
     ids=str,
 )
-def test_compiled_kernels_keep_no_tensors(monkeypatch, dtype, storage) -> None:
+def test_compiled_kernels_keep_no_tensors(unkept, monkeypatch, dtype, storage) -> None:
     """The examples that a kernel is compiled with would add to every peak."""
     # As in a new process.
     monkeypatch.setattr(kernels, "_kernels", {})

@@ -1,0 +1,234 @@
+"""The store: machine code of list kernels that later processes load without a compiler.
+
+An entry is a library as the compiler wrote it, then facts in JSON, their length, and the
+SHA-256 of the entry's key with all of that. Its name is the key: the digest of everything
+that decides the machine code. What is not exactly as this module wrote it is not loaded,
+and the kernel is compiled.
+"""
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from ctypes import CDLL
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimi_func.core.torch_private import changed_settings
+
+VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
+LOADED = "/proc/self/fd"  # the folder of what `find` returns
+# The most entries, of some 70 KB; the oldest go first. The most bytes of one.
+MOST, LONGEST = 1000, 1 << 26
+PATIENCE = 2.0  # seconds of waiting for a compiler without a word
+# Variables that Inductor reads when it is imported, and those that it and the compiler
+# read later.
+_READ_ONCE = (
+    "TORCHINDUCTOR_",
+    "TORCHDYNAMO_",
+    "TORCH_COMPILE",
+    "TORCH_INDUCTOR_",
+    "AOT",
+    "CXX",
+)
+_READ = (
+    *("ATEN_", "CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH"),
+    *("OMP_PREFIX", "CONDA_PREFIX", "NIX_CFLAGS", "NIX_LDFLAGS"),
+)
+# Lines of /proc/cpuinfo that tell what -march=native chooses.
+_PROCESSOR = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "flags",
+    "Features",
+    "CPU ",
+    "isa",
+    "cpu\t",
+)
+
+_log = logging.getLogger("optimi_func")
+_said: set[str] = set()
+_started = time.time()
+
+
+def folder() -> Path | None:
+    """Return the folder of the store, or None if there is none."""
+    if given := os.environ.get(VARIABLE):
+        return None if given == "0" else Path(given).expanduser().absolute()
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not home.is_absolute():  # to be ignored, says its specification
+        home = Path("~/.cache").expanduser()
+    return home / "optimi_func" if home.is_absolute() else None
+
+
+def find(key: str) -> tuple[str, Any] | None:
+    """Return the path of a copy in memory and its facts; None if no entry is sound.
+
+    So what was checked is what is loaded, and nobody who writes to the entry later, in its
+    place, stops this process.
+    """
+    try:
+        if (place := folder()) is None or not _is_own(place, os.stat(place)):
+            return None
+        path = place / f"{key}.so"
+        # A link is refused, and a pipe would wait.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            about = os.fstat(handle)
+            fits = stat.S_ISREG(about.st_mode) and about.st_size < LONGEST
+            text = file.read() if fits and _is_own(path, about) else b""
+        text, digest = text[:-32], text[-32:]
+        if digest != sha256(key.encode() + text).digest():
+            return None
+        end = -4 - int.from_bytes(text[-4:], "big")
+        facts = json.loads(text[end:-4])
+        # It stays open: the loader would take another of the same number for this one.
+        copy = os.memfd_create(key)
+        with open(copy, "wb", closefd=False) as file:
+            file.write(text[:end])
+        CDLL(f"{LOADED}/{copy}")  # raises if files in memory cannot be run
+        return f"{LOADED}/{copy}", facts
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def keep(key: str, library: str, facts: Any) -> None:
+    """Write an entry of a library, or leave it if that fails."""
+    try:
+        if (place := folder()) is None:
+            return
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_own(place, os.stat(place)):
+            return
+        words = json.dumps(facts).encode()
+        text = Path(library).read_bytes() + words + len(words).to_bytes(4, "big")
+        handle, new = tempfile.mkstemp(dir=place, prefix=f"{key}.so.")
+        try:
+            with open(handle, "wb") as file:
+                file.write(text + sha256(key.encode() + text).digest())
+            os.replace(new, place / f"{key}.so")
+        except BaseException:
+            os.unlink(new)
+            raise
+        found = sorted(place.glob("[0-9a-f]" * 64 + ".so*"), key=os.path.getmtime)
+        for old in found[:-MOST]:
+            old.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        _log.info("a compiled step was not kept: %s", error)
+
+
+def _is_own(path: Path, about: os.stat_result) -> bool:
+    """Return True if nobody but this user may write there; else say so, once."""
+    mode = stat.S_IMODE(about.st_mode)
+    own = about.st_uid == os.geteuid() and not mode & 0o022
+    if not own and str(path) not in _said:
+        _said.add(str(path))
+        _log.warning(
+            "%s is not used, so that steps are compiled in each process: it belongs to "
+            "user %d with mode %o. It has to be yours, and writable for you alone",
+            *(path, about.st_uid, mode),
+        )
+    return own
+
+
+def tell(name: str, kept: bool) -> None:
+    """Say once in a process that a step is compiled."""
+    if "compiled" in _said:
+        return
+    _said.add("compiled")
+    place = folder() if kept else None
+    later = f"later processes load it from {place}" if place else "as in each process"
+    text = f"optimi_func compiles a step ({name}), which takes some seconds: {later}"
+    if _log.hasHandlers() or sys.stderr is None or not sys.stderr.isatty():
+        _log.info(text)
+    else:
+        print(text, file=sys.stderr)
+
+
+def key_of(ingredients: Mapping[str, Any] | None, **more: Any) -> str:
+    """Return the key of an entry, empty if there is none."""
+    if ingredients is None or None in more.values():
+        return ""
+    text = json.dumps({**ingredients, **more}, sort_keys=True, default=repr)
+    return sha256(text.encode()).hexdigest()
+
+
+def machine() -> dict[str, Any] | None:
+    """Return what decides the machine code of every source; None if that is not known.
+
+    Raises:
+        RuntimeError: The C++ compiler that Inductor would call cannot be called.
+    """
+    if not (processor := _processor()):
+        return None
+    config, settings = sys.modules.get("torch._inductor.config"), changed_settings()
+    chosen: Any = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
+    compiler: str = chosen if isinstance(chosen, str) else chosen[-1]
+    version = _version(compiler, os.environ.get("PATH"))
+    if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        raise RuntimeError(f"no C++ compiler {compiler!r} can be called")
+    # Settings are made of the variables that there were when Inductor was imported.
+    known = settings is None or _environment(_READ_ONCE) == _FIRST
+    if not (known and (sources := _sources())):
+        return None
+    return {
+        "torch": (torch.__version__, torch.version.git_version, torch.__config__.show()),
+        "python": (sys.version, *os.uname()[4:], os.confstr("CS_GNU_LIBC_VERSION")),
+        "sources": sources,
+        "processor": processor,
+        "compiler": (compiler, version),
+        "environment": _environment(_READ_ONCE + _READ),
+        "settings": settings or [],
+    }
+
+
+def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:
+    found = {k: v for k, v in os.environ.items() if k.startswith(prefixes)}
+    found.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    return found
+
+
+_FIRST = _environment(_READ_ONCE)
+
+
+@cache
+def _sources() -> str:
+    """Return the digest of the package's sources, empty if they are not those in use."""
+    root, found = Path(__file__).parents[1], sha256()
+    files = sorted([*root.rglob("*.py"), *root.rglob("*.cpp")])
+    for path in files:
+        if path.stat().st_ctime > _started:  # Another version has been loaded.
+            return ""
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(root)} {len(text)} ".encode() + text)
+    return found.hexdigest() if Path(__file__) in files else ""
+
+
+@cache
+def _processor() -> list[str]:
+    """Return the lines about the first processor that tell its instructions."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = file.read(1 << 14).split("\n\n")[0].splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.startswith(_PROCESSOR)]
+
+
+@cache
+def _version(name: str, path: str | None) -> str:
+    del path  # in which the name is looked up
+    try:
+        return subprocess.check_output([name, "--version"], text=True, timeout=60)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""

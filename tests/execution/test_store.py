@@ -1,0 +1,620 @@
+"""The store of compiled steps: what is loaded, what never is, and what a key depends on."""
+
+import functools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimi_func
+from optimi_func.core import rule as rules
+from optimi_func.execution import cpp, kernels, store
+from optimi_func.execution.kernels import _compile as compile_kernel
+from optimi_func.execution.wholes import directing
+from optimi_func.optimizers import AdamW
+from optimi_func.optimizers.muon import muon
+
+KEY, OTHER = "1" * 64, "2" * 64
+COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+CODE = b"\x7fELF of a library" * 100
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of this test's own, which nothing has complained about."""
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
+    monkeypatch.setattr(store, "_said", set())
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    return monkeypatch
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(store, "CDLL", lambda path: None)  # It is none.
+    path = tmp_path / "library.so"
+    path.write_bytes(CODE)
+    return str(path)
+
+
+class Asked(Exception):
+    """Raised in place of what would be compiled."""
+
+
+def of_adam() -> tuple[kernels.KernelKey, rules.Scalars]:
+    own, dtypes = optimi_func.adamw(lr=0.1).rule, (torch.float32,) * 4
+    statics, cpu = (None,) * 12, torch.device("cpu")
+    scalars = rules.Scalars((1.0,) * 7, rules.Rates(0.1, 0.0, 0.0, 1.0))
+    return kernels.KernelKey(own, statics, True, True, dtypes, cpu), scalars
+
+
+def entry(place: Path, key: str = KEY) -> Path:
+    return place / f"{key}.so"
+
+
+def test_an_entry_is_found(place: Path, library: str) -> None:
+    assert store.find(KEY) is None
+    store.keep(KEY, library, [[1, 2], "x"])
+    path, facts = store.find(KEY) or ("", None)
+    assert facts == [[1, 2], "x"]
+    assert Path(path).read_bytes() == CODE
+    # What is loaded later is what was checked.
+    cut(entry(place))
+    assert Path(path).read_bytes() == CODE and store.find(KEY) is None
+    store.keep(KEY, library, None)
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert entry(place).stat().st_mode & 0o777 == 0o600
+    assert [x.name for x in place.iterdir()] == [f"{KEY}.so"]
+    assert store.find(OTHER) is None
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def edited(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"ELF", b"FLE", 1))
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def other_facts(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"[1, 2]", b"[2, 1]"))
+
+
+def swapped(path: Path) -> None:
+    store.keep(OTHER, str(path.parents[1] / "library.so"), [1, 2])
+    os.replace(entry(path.parent, OTHER), path)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_suffix(".real"))
+    path.symlink_to(path.with_suffix(".real"))
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def is_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+BROKEN: dict[str, Any] = {
+    "cut": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "edited": edited,
+    "longer": longer,
+    "other facts": other_facts,
+    "of another key": swapped,
+    "a link": linked,
+    "a pipe": piped,
+    "a folder": is_folder,
+    "writable for the group": lambda path: path.chmod(0o660),
+    "writable for all": lambda path: path.chmod(0o606),
+    "in a folder that all may write": lambda path: path.parent.chmod(0o777),
+    "in a folder that the group may write": lambda path: path.parent.chmod(0o770),
+    "huge": lambda path: os.truncate(path, store.LONGEST + 1),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_is_not_as_it_was_written_is_not_loaded(
+    how: str, place: Path, library: str
+) -> None:
+    store.keep(KEY, library, [1, 2])
+    assert store.find(KEY) is not None
+    BROKEN[how](entry(place))
+    assert store.find(KEY) is None
+    # A new entry takes its place, except where others could change that too.
+    store.keep(KEY, library, [1, 2])
+    assert (store.find(KEY) is None) == (how.startswith("in a folder") or how == "a folder")
+
+
+def test_what_belongs_to_others_is_not_loaded(
+    place: Path, library: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    store.keep(KEY, library, None)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    for _ in range(2):
+        assert store.find(KEY) is None
+    store.keep(OTHER, library, None)
+    assert not entry(place, OTHER).exists()
+    # It says so once, because each process compiles then.
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING and str(place) in said.getMessage()
+    monkeypatch.undo()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
+def test_a_file_of_another_user_is_not_loaded(place: Path, library: str) -> None:
+    store.keep(KEY, library, None)
+    os.chown(entry(place), 12345, 12345)
+    assert store.find(KEY) is None
+    os.chown(entry(place), 0, 0)
+    assert store.find(KEY) is not None
+    os.chown(place, 12345, 12345)
+    assert store.find(KEY) is None
+
+
+def full(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(store.tempfile, "mkstemp"), (store.os, "replace"), (Path, "mkdir"), (Path, "glob")],
+    ids=["mkstemp", "replace", "mkdir", "glob"],
+)
+def test_a_folder_that_cannot_be_written_costs_only_time(
+    owner: Any, name: str, place: Path, library: str, monkeypatch: Any, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    place.mkdir(mode=0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        store.keep(KEY, library, None)
+    assert "No space left" in caplog.text
+    # Nothing is left behind but an entry that is whole.
+    assert [x.name for x in place.iterdir()] == [f"{KEY}.so"] * (name == "glob")
+
+
+def test_a_disk_that_is_full_leaves_no_part(
+    place: Path, library: str, monkeypatch: Any
+) -> None:
+    class Full:
+        def __init__(self, *args: Any) -> None:
+            os.close(args[0])
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: Any) -> None: ...
+
+        write = full
+
+    place.mkdir(mode=0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "open", Full, raising=False)
+        store.keep(KEY, library, None)
+    assert list(place.iterdir()) == []
+
+
+def test_the_folder_is_where_the_environment_says(monkeypatch: Any, tmp_path: Path) -> None:
+    def found(**variables: str) -> Path | None:
+        with monkeypatch.context() as patch:
+            for name in (store.VARIABLE, "XDG_CACHE_HOME", "HOME"):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return store.folder()
+
+    home = str(tmp_path)
+    assert found(HOME=home) == tmp_path / ".cache" / "optimi_func"
+    assert found(HOME=home, XDG_CACHE_HOME="/caches") == Path("/caches/optimi_func")
+    assert found(HOME=home, XDG_CACHE_HOME="here") == tmp_path / ".cache" / "optimi_func"
+    assert found(HOME=home, OPTIMI_FUNC_CACHE="/mine") == Path("/mine")
+    assert found(HOME=home, OPTIMI_FUNC_CACHE="~/mine") == tmp_path / "mine"
+    assert found(HOME=home, OPTIMI_FUNC_CACHE="0") is None
+    assert found(HOME="here") is None  # not a folder of the working directory
+    # Without HOME the system knows the user's.
+    assert found() is not None
+
+
+def test_old_entries_go(place: Path, library: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(store, "MOST", 3)
+    place.mkdir(mode=0o700)
+    foreign = place / "notes.so"
+    foreign.write_text("mine")
+    for i in range(5):
+        store.keep(f"{i:064x}", library, None)
+        os.utime(place / f"{i:064x}.so", (i, i))
+    assert {x.name for x in place.iterdir()} == {
+        "notes.so",
+        *[f"{i:064x}.so" for i in (2, 3, 4)],
+    }
+
+
+WRITES = """
+import sys
+from optimi_func.execution import store
+store.CDLL = lambda path: None
+library, facts = sys.argv[1], sys.argv[2]
+for i in range(300):
+    store.keep("1" * 64, library, facts)
+    found = store.find("1" * 64)
+    assert found is not None and found[1] in "abcd", found
+"""
+
+
+@pytest.mark.full
+def test_processes_that_write_at_a_time_leave_a_whole_entry(
+    place: Path, library: str
+) -> None:
+    command = [sys.executable, "-c", WRITES, library]
+    running = [subprocess.Popen([*command, facts]) for facts in "abcd"]
+    assert [x.wait(300) for x in running] == [0, 0, 0, 0]
+    assert store.find(KEY) is not None
+    assert [x.name for x in place.iterdir()] == [f"{KEY}.so"]
+
+
+# Keys
+
+
+# An edit for each part of what decides the machine code.
+INGREDIENTS: dict[str, Any] = {
+    "torch's version": lambda m: m.setattr(torch, "__version__", "2.13.1"),
+    "torch's build": lambda m: m.setattr(torch.version, "git_version", "0"),
+    "ATen's capability": lambda m: m.setattr(torch.__config__, "show", lambda: "AVX2"),
+    "Python": lambda m: m.setattr(sys, "version", "3.99"),
+    "the C library": lambda m: m.setattr(os, "confstr", lambda name: "glibc 9"),
+    "sources": lambda m: m.setattr(store, "_sources", lambda: "0"),
+    "processor": lambda m: m.setattr(store, "_processor", lambda: ["flags: sse"]),
+    "compiler": lambda m: m.setattr(store, "_version", lambda *x: "g++ 99"),
+    "a variable of Inductor's": lambda m: m.setenv("ATEN_CPU_CAPABILITY", "avx2"),
+    "a variable of the compiler's": lambda m: m.setenv("CPATH", "/elsewhere"),
+    "settings": lambda m: m.setattr(store, "changed_settings", lambda: ["simdlen=256"]),
+}
+
+
+def key() -> str:
+    found = store.machine()
+    assert found is not None
+    return store.key_of(found)
+
+
+@pytest.mark.parametrize("part", INGREDIENTS)
+def test_the_key_depends_on_the_machine(part: str, monkeypatch: Any) -> None:
+    before = key()
+    assert key() == before
+    with monkeypatch.context() as patch:
+        INGREDIENTS[part](patch)
+        assert key() != before
+    assert key() == before
+
+
+def test_the_key_does_not_depend_on_folders(monkeypatch: Any) -> None:
+    before = key()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv(store.VARIABLE, "/elsewhere")
+    assert key() == before
+
+
+def test_settings_count_by_their_values() -> None:
+    """A patch leaves its entry set, to the default."""
+    from torch._inductor import config
+
+    before = key()
+    with config.patch({"cpp.simdlen": 256}):
+        assert key() != before
+    with config.patch({"cpp.simdlen": None}):
+        assert key() == before
+    assert key() == before
+
+
+def test_variables_that_came_after_the_settings_make_no_key(monkeypatch: Any) -> None:
+    """Inductor has read the others, so an entry would be of a key that is not its own."""
+
+    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")
+    assert store.machine() is None
+
+
+def test_each_source_counts(monkeypatch: Any, tmp_path: Path) -> None:
+    root = Path(optimi_func.__file__).parent
+    copy = tmp_path / "optimi_func"
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def digest() -> str:
+        return store._sources.__wrapped__()
+
+    before = digest()
+    monkeypatch.setattr(store, "__file__", str(copy / "execution" / "store.py"))
+    # The copy is newer than this process, which runs other sources.
+    assert digest() == ""
+    monkeypatch.setattr(store, "_started", float("inf"))
+    assert digest() == before
+    for name in ("core/leaf.py", "optimizers/lion.py", "execution/cpp/codecs.cpp"):
+        path = copy / name
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert digest() != before, name
+        path.write_text(text)
+    (copy / "core" / "leaf.py").rename(copy / "core" / "leaves.py")
+    assert digest() != before
+    shutil.rmtree(copy)
+    assert digest() == ""
+
+
+def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
+    """Each field of KernelKey, the scalars' structure and the number of means."""
+    seen: list[str] = []
+
+    def find(key: str) -> None:
+        seen.append(key)
+        raise Asked
+
+    monkeypatch.setattr(store, "find", find)
+    base, scalars = of_adam()
+    others = [
+        (base._replace(rule=optimi_func.lion(lr=0.1).rule), scalars),
+        (base._replace(statics=(True, *[None] * 11)), scalars),
+        (base._replace(statics=(False, *[None] * 11)), scalars),
+        (base._replace(write=False), scalars),
+        (base._replace(in_place=False), scalars),
+        (base._replace(dtypes=(torch.float64,) * 4), scalars),
+        (base._replace(measures=True), scalars),
+        (base, scalars._replace(coeffs=(1.0,) * 6)),
+        (base, scalars._replace(rates=scalars.rates._replace(undecayed_lr=(0.1,)))),
+        (base, scalars._replace(rates=scalars.rates._replace(cautious=(True,)))),
+        (base._replace(rule=optimi_func.lamb(lr=0.1).rule), scalars),
+    ]
+    for key, its in [(base, scalars), *others]:
+        with pytest.raises(Asked):
+            compile_kernel(key, its)
+    assert len(set(seen)) == len(others) + 1
+
+
+def test_rules_are_told_by_their_functions() -> None:
+    adam, other = optimi_func.adamw(lr=0.1).rule, optimi_func.lion(lr=0.1).rule
+    assert kernels.identity(adam) == kernels.identity(replace(adam))
+    assert kernels.identity(adam) != kernels.identity(other)
+    assert kernels.identity(adam) != kernels.identity(replace(adam, after=other.direction))
+
+    @functools.wraps(adam.direction)
+    def own(g: Any, s: Any, c: Any) -> Any:
+        return adam.direction(-g, s, c)
+
+    # A function of the user's could change between processes.
+    assert kernels.identity(replace(adam, direction=own)) is None
+    assert kernels.identity(replace(adam, direction=functools.partial(own))) is None
+    named = replace(adam, direction=own, digest="abc")
+    assert kernels.identity(named) == ["adam", "abc"]
+    assert kernels.identity(replace(named, digest="abd")) != ["adam", "abc"]
+    plain, nesterov = (directing(muon(lr=0.1, nesterov=x).rule) for x in (False, True))
+    assert None is not kernels.identity(plain) != kernels.identity(nesterov)
+
+
+# Steps
+
+
+def step(**options: Any) -> torch.Tensor:
+    """Return a parameter after steps by gradients that differ."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 9000))
+    given: dict[str, Any] = {"compile": True, **options}
+    optimizer = AdamW([p], lr=0.1, **given)
+    for i in range(3):
+        p.grad = torch.cos(p.detach() + i)
+        optimizer.step()
+    return p.detach()
+
+
+@pytest.fixture
+def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty store for a process that knows no kernel."""
+    monkeypatch.setattr(kernels, "_kernels", {})
+    cpp.native.cache_clear()
+    return place
+
+
+def are_loaded() -> set[bool]:
+    """Return whether this process's kernels came from the store, and forget them."""
+    return {x.loaded for x in kernels.forget().values()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.kernels
+def test_a_step_is_loaded_and_a_broken_entry_is_made_again(alone: Path) -> None:
+    first = step()
+    assert are_loaded() == {False} and len(list(alone.iterdir())) == 2
+    assert torch.equal(step(), first) and are_loaded() == {True}
+    for path in alone.iterdir():
+        cut(path)
+    cpp.native.cache_clear()
+    assert torch.equal(step(), first) and are_loaded() == {False}
+    assert torch.equal(step(), first) and are_loaded() == {True}
+    torch.testing.assert_close(step(compile=False), first)
+
+
+@pytest.mark.kernels
+def test_an_entry_that_computes_something_else_is_not_used(
+    alone: Path, monkeypatch: Any
+) -> None:
+    """As if a key had left something out: the roles of two arguments are swapped."""
+    found, kept = store.find, store.keep
+    first = step()
+    (made,) = kernels.forget().values()
+    library, roles, widths = made.made_of  # type: ignore[attr-defined]
+    roles[-1], roles[-2] = roles[-2], roles[-1]
+    (key,) = {path.stem for path in alone.iterdir()} - {cpp.native_key()}
+    store.keep(key, library, [roles, widths])
+    asked: list[Any] = []
+    monkeypatch.setattr(store, "find", lambda key: asked.append(found(key)) or asked[-1])
+    monkeypatch.setattr(store, "keep", lambda *x: kept(*x))
+    assert torch.equal(step(), first)
+    assert None not in asked and are_loaded() == {False}
+
+
+NEW_PROCESS = """
+import sys, hashlib
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from optimi_func.optimizers import AdamW
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+with torch.no_grad():
+    for i, p in enumerate(model.parameters()):
+        p.copy_(torch.cos(torch.arange(p.numel()).view_as(p) + i))
+digest = hashlib.sha256()
+for dtype, storage in ((torch.float32, None), (torch.bfloat16, "compact")):
+    model.to(dtype)
+    optimizer = AdamW(model.parameters(), lr=0.1, storage=storage, compile=True)
+    schedule = LambdaLR(optimizer, lambda step: 0.9 ** step)
+    for _ in range(2):
+        model(torch.ones(2, 64, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    other = AdamW(list(model.parameters())[:2], lr=0.1, storage=storage)
+    other.add_param_group({"params": list(model.parameters())[2:]})
+    other.load_state_dict({**optimizer.state_dict(), "param_groups": [
+        {**optimizer.state_dict()["param_groups"][0], "params": some}
+        for some in ([0, 1], [2, 3])]})
+    for p in model.parameters():
+        digest.update(p.detach().float().numpy().tobytes())
+print(digest.hexdigest(), *[x for x in COMPILERS if x in sys.modules])
+"""
+
+
+@pytest.mark.full
+def test_a_new_process_loads_no_compiler(place: Path, tmp_path: Path) -> None:
+    """One that compiles, and one that has only the store."""
+    script = NEW_PROCESS.replace("COMPILERS", repr(COMPILERS))
+    said: list[list[str]] = []
+    for i in range(2):
+        folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(i))}
+        command = [sys.executable, "-W", "error", "-c", script]
+        done = subprocess.run(
+            command, env=os.environ | folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.split())
+    (cold, *loaded), warm = said
+    assert warm == [cold] and "torch._dynamo" in loaded
+    assert not (tmp_path / "1").exists()
+
+
+SWITCHED_OFF = """
+import sys, warnings, torch
+from optimi_func.optimizers import AdamW
+p = torch.nn.Parameter(torch.ones(9000)); p.grad = torch.ones(9000)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    AdamW([p], lr=0.1).step()
+assert "eagerly" in str(caught[0].message), caught
+try:
+    AdamW([p], lr=0.1, compile=True).step()
+except RuntimeError as error:
+    print(error)
+assert not [x for x in COMPILERS if x in sys.modules]
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("TORCHDYNAMO_DISABLE", "1", "switched off"),
+        ("TORCH_COMPILE_DISABLE", "1", "switched off"),
+        ("CXX", "/nonexistent", "no C++ compiler '/nonexistent' can be called"),
+    ],
+)
+def test_no_compiler_is_imported_to_say_that_there_is_none(
+    variable: str, value: str, said: str
+) -> None:
+    script = SWITCHED_OFF.replace("COMPILERS", repr(COMPILERS))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
+    key, scalars = of_adam()
+
+    from torch._inductor import config
+
+    def asked(*args: Any) -> None:
+        raise Asked
+
+    monkeypatch.setattr(kernels, "_compile_now", lambda *x: "compiled")
+    monkeypatch.setattr(store, "find", asked)
+    with pytest.raises(Asked):
+        compile_kernel(key, scalars)
+    # What a stance does, torch.compile decides.
+    for stance in ("force_eager", "eager_on_recompile", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            assert compile_kernel(key, scalars) == "compiled"
+    with torch._dynamo.config.patch(disable=True), pytest.raises(kernels.SwitchedOffError):
+        compile_kernel(key, scalars)
+    with config.patch({"cpp.cxx": (None, "/nonexistent")}):
+        with pytest.raises(RuntimeError, match="'/nonexistent' can be called"):
+            compile_kernel(key, scalars)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(kernels.SwitchedOffError):
+        compile_kernel(key, scalars)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_who_waits_is_told_once(kept: bool, place: Path, patched: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    patched.setattr(kernels, "identity", lambda rule: "any" if kept else None)
+    patched.setattr(kernels, "_compile_now", lambda *x: "compiled")
+    key, scalars = of_adam()
+    assert compile_kernel(key, scalars) == "compiled"
+    assert not caplog.records
+    patched.setattr(store, "PATIENCE", 0.0)
+    told, tell = threading.Event(), store.tell
+    patched.setattr(store, "tell", lambda *x: (tell(*x), told.set()))
+
+    def compiled(*given: Any) -> str:
+        assert told.wait(60)
+        told.clear()
+        return "compiled"
+
+    patched.setattr(kernels, "_compile_now", compiled)
+    for _ in range(2):
+        compile_kernel(key, scalars)
+    (said,) = caplog.records
+    assert key.name in said.getMessage()
+    assert (str(place) in said.getMessage()) == kept
+
+
+def test_a_terminal_is_told_where_nobody_logs(patched: Any, capsys: Any) -> None:
+    patched.setattr(store, "_said", set())
+    patched.setattr(store._log, "hasHandlers", lambda: False)
+    store.tell("adam_float32", True)
+    assert capsys.readouterr().err == ""
+    patched.setattr(store, "_said", set())
+    patched.setattr(sys.stderr, "isatty", lambda: True)
+    store.tell("adam_float32", True)
+    assert "adam_float32" in capsys.readouterr().err

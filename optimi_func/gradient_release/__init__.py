@@ -5,25 +5,28 @@ the gradient is freed before the next one is computed.
 """
 
 import sys
+from functools import partial
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func.core.checks import check_flag, check_module, warn_user
-from optimi_func.gradient_release.handle import (
-    GradientRelease,
+from optimi_func.gradient_release.attached import (
     has_foreign_hooks,
     releases_of,
     releases_on,
 )
+from optimi_func.gradient_release.handle import GradientRelease
 from optimi_func.gradient_release.options import (
     CLIPPING,
     AccumulationMode,
     How,
     ReleaseOptions,
 )
-from optimi_func.gradient_release.runner import NO_DDP
+from optimi_func.gradient_release.replicas import ReplicaRunner, Replicas
+from optimi_func.gradient_release.runner import NO_DDP, Runner
 from optimi_func.optimizers import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 
@@ -54,6 +57,10 @@ def prepare_for_gradient_release(
     how: How = "two_pass",
     grad_norm: bool = False,
     skip_nonfinite: bool = False,
+    process_group: "distributed.ProcessGroup | Literal[False]" = False,
+    bucket_cap_mb: float = 25,
+    reduce_dtype: torch.dtype | None = None,
+    broadcast_buffers: bool = True,
 ) -> GradientRelease:
     """Fuse the optimizer's step into the model's backward.
 
@@ -81,6 +88,10 @@ def prepare_for_gradient_release(
     parameters. Backwards that fully_shard does not reduce (set_requires_gradient_sync) do
     not count.
 
+    With `process_group`, backward also averages gradients over replicas, in buckets that it
+    frees. DistributedDataParallel, which keeps its own, must not wrap the model. Parameters
+    and buffers become those of the group's first process.
+
     Args:
         model: Its trainable parameters get the hooks.
         optimizer: A class of this package made with `gradient_release=True`. It may own a
@@ -105,6 +116,14 @@ def prepare_for_gradient_release(
         skip_nonfinite: Leave a parameter, its state and its step count unchanged if its
             gradient has an inf or NaN; `handle.skipped` counts. With
             accumulation="states" only that part of the gradient is left out of the step.
+        process_group: The processes that hold the same model and average its gradients,
+            such as `torch.distributed.group.WORLD`. False averages nothing.
+        bucket_cap_mb: With `process_group`, the MiB of gradients in a bucket. About four
+            buckets are in memory during backward.
+        reduce_dtype: With `process_group`, the dtype in which gradients are averaged. None
+            takes the parameter's.
+        broadcast_buffers: With `process_group`, the first forward of a step in train mode
+            takes the first process's buffers, such as BatchNorm's statistics.
 
     Returns:
         The handle, whose `remove()` detaches the hooks; a context manager that does so.
@@ -115,7 +134,8 @@ def prepare_for_gradient_release(
             already, a model none of whose parameters it owns, an option out of its
             range, options that exclude each other (`gradient_release.CLIPPING` says
             what clips what), or a model wrapped in DistributedDataParallel or
-            FullyShardedDataParallel. No hook has been added then.
+            FullyShardedDataParallel. With `process_group`, also DTensors, and models,
+            options or states that differ by process. No hook has been added then.
 
     References:
         Zhang et al., "Adam Accumulation", arXiv:2305.19982 (accumulation="states").
@@ -149,6 +169,14 @@ def prepare_for_gradient_release(
                 "(torch.distributed.fsdp.fully_shard) with gradient release"
             )
     params = _owned(model, optimizer)
+    runner_of, how_replicas = Runner, (bucket_cap_mb, reduce_dtype, broadcast_buffers)
+    if process_group is not False:
+        runner_of = partial(ReplicaRunner, replicas=Replicas(process_group, *how_replicas))
+        if pending_bytes != PENDING_BYTES:
+            raise ValueError(f"pending_bytes={pending_bytes}: with process_group omit it")
+    elif how_replicas != (25, None, True):
+        names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
+        raise ValueError(f"{names} = {how_replicas}: they need process_group")
     hooked = [p for p in params.values() if has_foreign_hooks(p)]
     found = releases_on(params.values())
     if found:
@@ -158,12 +186,13 @@ def prepare_for_gradient_release(
             "instead of this optimizer: call remove_gradient_release(model) first, for "
             "example if a notebook's cell is run again"
         )
-    if hooked and not ignore_existing_hooks:
+    if hooked and not (ignore_existing_hooks and process_group is False):
         raise ValueError(
             f"{len(hooked)} parameters have post-accumulate-grad hooks already: pass "
-            "ignore_existing_hooks=True if they are meant to stay"
+            "ignore_existing_hooks=True if they are meant to stay, but not process_group, "
+            "which averages gradients after they have run"
         )
-    handle = GradientRelease(model, optimizer, params, options)
+    handle = GradientRelease(model, optimizer, params, options, runner_of)
     left = sum(p.requires_grad for p in model.parameters()) - len(params)
     if left and not ignore_existing_hooks:
         warn_user(

@@ -5,6 +5,7 @@ The allocator reuses a tensor's memory once the host has dropped it, for work on
 that the tensor was made on, so it has to be told if another stream uses the tensor.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,6 +82,11 @@ class Backward:
         self.staging = staging
         self._pending_bytes: dict[torch.device, int] = {}
         self.lacking = 0  # how many more whole tensors those that wait are mapped with
+        # On replicas: the buckets, those to be sent, those under way, the gradients' order.
+        self.messages: list[Any] = []
+        self.waiting: deque[Any] = deque()
+        self.flying: deque[Any] = deque()
+        self.arrived: list[Tensor] = []
         self.grad_scale = grad_scale  # a factor on every gradient
         self._grad_scales: dict[torch.device | None, Scalar] = {}
 

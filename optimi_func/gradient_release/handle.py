@@ -1,18 +1,18 @@
 """The handle of a gradient release, and which handles have hooks on which parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func.core import torch_private
 from optimi_func.core.checks import warn_user
 from optimi_func.core.distributed import distribute_like
+from optimi_func.gradient_release.attached import Attached, by_hook, by_model
 from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
 from optimi_func.gradient_release.runner import Runner
@@ -21,18 +21,6 @@ from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
 from optimi_func.optimizers import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
-
-
-class _Attached(NamedTuple):
-    """The release that a hook belongs to, and the way to remove the hook without it."""
-
-    release: "ReferenceType[GradientRelease]"
-    removers: list[RemovableHandle]
-
-
-# Weak dictionaries instead of attributes, which copies of a model would share.
-_by_model: "WeakKeyDictionary[nn.Module, list[GradientRelease]]" = WeakKeyDictionary()
-_by_hook: "WeakKeyDictionary[Any, _Attached]" = WeakKeyDictionary()
 
 
 class GradientRelease:
@@ -51,22 +39,21 @@ class GradientRelease:
         optimizer: BaseOptimizer | FunctionalOptimizer,
         params: dict[str, Tensor],
         options: ReleaseOptions,
+        runner_of: Callable[..., Runner] = Runner,
     ) -> None:
         self.optimizer = optimizer
         is_class = isinstance(optimizer, BaseOptimizer)
         updater = optimizer if is_class else TreeOptimizer(optimizer, params)
-        self._runner = runner = Runner(params, updater, options)
+        self._runner = runner = runner_of(params, updater, options)
         self._warned: set[str] = set()
         self._idle = 0  # steps before the first backward
         self._hooks: list[RemovableHandle] = []
         self._model = None if model is None else ref(model)
         if model is None:
             return  # a copy
-        self._hooks += [
-            p.register_post_accumulate_grad_hook(runner.hook) for p in params.values()
-        ]
-        _by_model.setdefault(model, []).append(self)
-        _by_hook[runner.hook] = _Attached(ref(self), list(self._hooks))
+        self._hooks += runner.attach(model)
+        by_model.setdefault(model, []).append(self)
+        by_hook[runner.hook] = Attached(ref(self), list(self._hooks))
         if isinstance(optimizer, BaseOptimizer):
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before_step),
@@ -249,7 +236,7 @@ class GradientRelease:
         with self._runner.lock:
             while self._hooks:
                 self._hooks.pop().remove()
-            attached = list(_by_model.values())
+            attached = list(by_model.values())
             if isinstance(self.optimizer, BaseOptimizer):
                 attached.append(self.optimizer.releases)
             for handles in attached:
@@ -259,6 +246,8 @@ class GradientRelease:
             for p, held in cycle.buffer.items():
                 held = held.to(p.dtype)
                 p.grad = held if p.grad is None else p.grad + held
+            if cycle.buffer and self._runner.group is not None:
+                warn_user("p.grad holds the sums of this process, which nothing averages")
             if cycle.partially_updated:
                 warn_user(
                     "gradient release removed inside a cycle of accumulation='states': "
@@ -320,6 +309,21 @@ class GradientRelease:
         """
         return self._runner.paused()
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which replicas add up their gradients and send nothing.
+
+        The next backward outside, or `step()`, averages and applies the sums.
+
+        Raises:
+            RuntimeError: Without `process_group`, or with accumulation="states".
+
+        >>> from optimi_func import prepare_for_gradient_release, sgd
+        >>> prepare_for_gradient_release(nn.Linear(2, 1), sgd(lr=0.1)).no_sync()
+        Traceback (most recent call last):
+        RuntimeError: no_sync() is for replicas, prepared with process_group=...
+        """
+        return self._runner.no_sync()
+
     @property
     def accumulating(self) -> bool:
         """True if an accumulation cycle is open."""
@@ -352,12 +356,14 @@ class GradientRelease:
             )
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        params = self._runner.params.values()
-        if self.accumulating and any(p.grad is not None for p in params):
-            raise RuntimeError(
-                "step() would apply p.grad and then the open accumulation cycle, in two "
-                "steps: drop one of them first, by zero_grad() or handle.discard()"
-            )
+        if self._runner.group is None and not self.accumulating:
+            return
+        why = "and then the open accumulation cycle, in two steps: drop one of them first, "
+        why = f"{why}by zero_grad() or handle.discard()"
+        for name, p in self.params.items():
+            if p.grad is not None:
+                why = why if self.accumulating else f"of {name}, which is not averaged"
+                raise RuntimeError(f"step() would apply p.grad {why}")
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if len(args) > 2 or kwargs.get("param") is not None:
@@ -469,30 +475,3 @@ class GradientRelease:
                 f"{self._runner.cycle.position} of it) does not contain the cycle. Save "
                 "handle.state_dict() too, or call step() first"
             )
-
-
-def releases_of(model: nn.Module) -> list[GradientRelease]:
-    """Find a model's releases, even if made for another module with its parameters."""
-    params = set(model.parameters())
-    found = [x for x in releases_on(params) if params.issuperset(x.params.values())]
-    return list(dict.fromkeys([*_by_model.get(model, []), *found]))
-
-
-def releases_on(params: Iterable[Tensor]) -> list[GradientRelease]:
-    """Find the releases that have hooks on any of these parameters."""
-    hooks = [hook for p in params for hook in torch_private.accumulate_hooks(p)]
-    found = [_by_hook[hook].release() for hook in hooks if hook in _by_hook]
-    return list(dict.fromkeys([release for release in found if release is not None]))
-
-
-def has_foreign_hooks(p: Tensor) -> bool:
-    """Return True if other code has hooks on p; remove hooks whose release is gone."""
-    foreign = False
-    for hook in torch_private.accumulate_hooks(p):
-        attached = _by_hook.get(hook)
-        if attached is None:
-            foreign = True
-        elif attached.release() is None:
-            for remover in attached.removers:
-                remover.remove()
-    return foreign

@@ -3,12 +3,13 @@
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_grad, warn_user
@@ -30,13 +31,16 @@ from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.optimizers import BaseOptimizer
 
 NO_DDP = (
-    "DistributedDataParallel copies its buckets back into p.grad after the hooks: use "
-    "FSDP2 (torch.distributed.fsdp.fully_shard) with gradient release"
+    "DistributedDataParallel copies its buckets back into p.grad after the hooks: pass the "
+    "module that it wraps, with process_group=torch.distributed.group.WORLD, or use FSDP2 "
+    "(torch.distributed.fsdp.fully_shard) with gradient release"
 )
 
 
 class Runner:
     """The hooks of one model and optimizer, and what they carry between backwards."""
+
+    group: "distributed.ProcessGroup | None" = None  # gradients are averaged over it
 
     def __init__(
         self,
@@ -96,6 +100,16 @@ class Runner:
                         f"DTensors, and {name} is a {type(part).__name__}"
                     )
 
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        """Add the hooks, and return the handles that remove them."""
+        del model
+        params = self.params.values()
+        return [p.register_post_accumulate_grad_hook(self.hook) for p in params]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Raise, because nothing is sent."""
+        raise RuntimeError("no_sync() is for replicas, prepared with process_group=...")
+
     def _on_host(self, p: Tensor) -> bool:
         """Return True if reading the scalars of p's update does not wait for a device."""
         capturable = self.optimizer.group_of(p)["capturable"]
@@ -133,11 +147,14 @@ class Runner:
         with self.lock:
             if not self.cycle.is_open:
                 return
-            sums, grad_scale = self.cycle.buffer, None
+            grad_scale = None
             if self.options.two_pass:
-                norms = self.norms_to_clip([*sums], [*sums.values()])
-                grad_scale = self.grad_scale_of(norms)
+                grad_scale = self.grad_scale_of(self._norms_of_sums())
             self._finish(self._new_backward(last=True, grad_scale=grad_scale))
+
+    def _norms_of_sums(self) -> list[Norm]:
+        sums = self.cycle.buffer
+        return self.norms_to_clip([*sums], [*sums.values()])
 
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
         o = self.options
@@ -247,14 +264,14 @@ class Runner:
     def _take(self, backward: Backward, p: Tensor, g: Tensor) -> None:
         """Add a gradient to its sum, or release it."""
         o = self.options
-        if o.accumulation == "buffer" and not backward.last:
+        if o.accumulation != "states" and not backward.last:
             # fully_shard's gradients are views of one buffer, which they would keep alive.
             held = self.cycle.keep(p, g, o.buffer_dtype, copy=p in self._distributed)
             if o.grad_norm:
                 backward.norms += local_norms([held])
             self._note([p])
             return
-        if o.accumulation == "buffer":
+        if o.accumulation != "states":
             g = self.cycle.whole(p, g)
         self._release(backward, p, g)
 
@@ -319,12 +336,11 @@ class Runner:
                 rest = [x for p, x in cycle.buffer.items() if p not in backward.fired]
                 backward.norms += local_norms(rest)
             self._report(backward)
-            if o.accumulation:
-                cycle.position = 0 if backward.last else cycle.position + 1
+            cycle.position = 0 if backward.last else cycle.position + 1
             accumulates = o.accumulation or self.optimizer.optimizer_accumulation
             self.since_step = self.since_step or SinceStep()
             if backward.ids:  # none if step() ends a cycle
-                self.since_step.add(backward.fired, not accumulates)
+                self.since_step.add(backward.fired, backward.last and not accumulates)
             if isinstance(self.optimizer, TreeOptimizer):
                 self.optimizer.end(backward.last)
         if backward.staging.numel():

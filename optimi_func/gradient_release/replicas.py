@@ -1,0 +1,308 @@
+"""Gradient release on replicas, which average gradients in buckets during backward.
+
+A gradient is copied into its bucket's message and freed. A full message is all-reduced
+while backward goes on, applied as one update, and freed. All processes send the same
+buckets in the same order, whichever gradients they have.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
+
+from optimi_func.core.checks import check_flag, check_number
+from optimi_func.core.codes import is_dense
+from optimi_func.core.distributed import is_distributed
+from optimi_func.core.torch_private import uncompiled
+from optimi_func.execution.tensors import chunks, is_capturing
+from optimi_func.gradient_release import backward as streams
+from optimi_func.gradient_release.backward import Backward, aligned
+from optimi_func.gradient_release.norms import Norm
+from optimi_func.gradient_release.runner import Runner
+from optimi_func.optimizers import BaseOptimizer
+
+IN_FLIGHT = 2  # messages under way while backward goes on: more would keep more memory
+REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, None)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The options of replicas, under their names in `prepare_for_gradient_release`."""
+
+    process_group: Any
+    bucket_cap_mb: float
+    reduce_dtype: torch.dtype | None
+    broadcast_buffers: bool
+
+    def __post_init__(self) -> None:
+        """Raise if no model could be prepared with these."""
+        if not isinstance(self.process_group, getattr(distributed, "ProcessGroup", ())):
+            raise TypeError(
+                f"process_group={self.process_group!r}: allowed is a ProcessGroup, such as "
+                "torch.distributed.group.WORLD, which is None before init_process_group()"
+            )
+        check_number("bucket", "bucket_cap_mb", self.bucket_cap_mb, above=0.0)
+        check_flag("broadcast_buffers", self.broadcast_buffers)
+        if (dtype := self.reduce_dtype) not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype={dtype!r}: allowed are {REDUCE_DTYPES}")
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], group: Any) -> None:
+    """Copy the values of the group's first process into these tensors."""
+    kinds: dict[torch.device, list[Tensor]] = {}
+    for x in tensors:
+        if x.numel():
+            # Not .detach(): a model may run twice before a backward that saved a buffer.
+            kinds.setdefault(x.device, []).append(x.data)
+    for some in kinds.values():
+        # Wide dtypes first, so that each part of a message is aligned for its own.
+        some.sort(key=lambda x: -x.itemsize)
+        for part in chunks(some, 1 << 24, lambda x: x.nbytes):
+            flat = torch.cat([x.reshape(-1).view(torch.uint8) for x in part])
+            distributed.broadcast(flat, group=group, group_src=0)
+            for x, told in zip(part, flat.split([x.nbytes for x in part])):
+                x.copy_(told.view(x.dtype).view(x.shape))
+
+
+class Message:
+    """The gradients of one bucket in one backward."""
+
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, group: Any) -> None:
+        self.params, self._dtype, self._group = params, dtype, group
+        self._flat: Tensor | None = None
+        self._grads: list[Tensor] = []  # views of `_flat`
+        self.missing = {*range(len(params))}
+        self._streams: list[Any] = []
+        self._work: Any = None
+
+    def put(self, i: int, g: Tensor) -> None:
+        """Copy this process's share of the i-th gradient into the message."""
+        self._open()
+        share = 1.0 / distributed.get_world_size(self._group)
+        torch.mul(g.to(self._dtype), share, out=self._grads[i])
+        self.missing.remove(i)
+
+    def _open(self) -> Tensor:
+        """Return the message's memory, which this thread's stream may use."""
+        device = self.params[0].device
+        if self._flat is None:
+            size = self._dtype.itemsize
+            sizes = [aligned(p.numel() * size) // size for p in self.params]
+            length = sum(sizes) + len(sizes)
+            self._flat = torch.empty(length, dtype=self._dtype, device=device)
+            for p, part in zip(self.params, self._flat.split([*sizes, len(sizes)])):
+                g = part[: p.numel()].view(p.shape)
+                self._grads.append(g.as_strided(p.shape, p.stride()) if is_dense(p) else g)
+        streams.wait_for(self._streams, device)
+        streams.record([self._flat])
+        self._streams.append(streams.current_stream(device))
+        return self._flat
+
+    def send(self) -> None:
+        """Begin to average the message over all processes."""
+        flat, count = self._open(), len(self.params)
+        # The last elements count the processes that have a parameter's gradient.
+        flat[-count:] = 1.0
+        for i in self.missing:
+            self._grads[i].zero_()
+            flat[i - count] = 0.0
+        self._work = distributed.all_reduce(flat, group=self._group, async_op=True)
+
+    def land(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Wait, and return the parameters that any process uses and their averages."""
+        self._work.wait()
+        flat, grads, count = self._open(), self._grads, len(self.params)
+        self._flat, self._grads, self._work = None, [], None  # which hold the memory
+        # The host reads the device only for gradients that this process lacks.
+        used = [i for i in range(count) if i not in self.missing or flat[i - count] != 0]
+        params = [self.params[i] for i in used]
+        wide = [torch.promote_types(self._dtype, p.dtype) for p in params]
+        return params, [grads[i].to(dtype) for i, dtype in zip(used, wide)]
+
+
+class ReplicaRunner(Runner):
+    """The hooks of a model that is the same in several processes."""
+
+    def __init__(self, *given: Any, replicas: Replicas) -> None:
+        super().__init__(*given)
+        self.replicas, self.group = replicas, replicas.process_group
+        self.syncs = True  # False inside no_sync()
+        self._ordered = False
+        self._assign(reversed(self.params.values()))
+
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        """Make the processes' models equal, add the hooks, and return their handles."""
+        self._check_equal(model)
+        hooks = super().attach(model)
+        _prepared[model] = ref(self)
+        if self.replicas.broadcast_buffers and [*model.buffers()]:
+            hooks.append(model.register_forward_pre_hook(_share_buffers))
+        broadcast([*model.parameters(), *model.buffers()], self.group)
+        return hooks
+
+    def _check_equal(self, model: nn.Module) -> None:
+        """Raise, in all processes, if their models, options or states differ."""
+        mine: dict[str, Any] = {}
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if is_distributed(x):
+                raise ValueError(f"process_group= is not for {name}, a DTensor: omit it")
+            if isinstance(x, nn.Parameter) and x.requires_grad and x not in self.names:
+                raise ValueError(
+                    f"process_group= would not average {name}, which is not the "
+                    "optimizer's: freeze it, or make one Mixed optimizer for all"
+                )
+            mine[name] = x.dtype, tuple(x.shape), x.requires_grad
+        for some in (self.options, self.replicas):
+            for field in fields(some):
+                value = getattr(some, field.name)
+                mine[field.name] = float(value) if isinstance(value, Tensor) else value
+        del mine["process_group"]
+        if isinstance(self.optimizer, BaseOptimizer) and self.optimizer.state:
+            # It belongs to weights that the first process's might replace.
+            for name, p in self.params.items():
+                kept: list[Any] = [p.detach(), *self.optimizer.state.get(p, {}).values()]
+                found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
+                mine[f"hashes of {name} and its state"] = list(map(str, found))
+        every: list[Any] = [None] * distributed.get_world_size(self.group)
+        distributed.all_gather_object(every, mine, group=self.group)
+        for rank, theirs in enumerate(every):
+            for key in {**every[0], **theirs}:
+                if (one := every[0].get(key)) != (other := theirs.get(key)):
+                    raise ValueError(
+                        f"{key}: process {rank} of the group has {other}, process 0 has "
+                        f"{one}: allowed are equal models, options and states"
+                    )
+
+    def _assign(self, params: Iterable[Tensor]) -> None:
+        """Put parameters into buckets, in this order."""
+        kinds, arrival = dict[Any, list[Tensor]](), dict[Tensor, int]()
+        o, size = self.replicas, int(self.replicas.bucket_cap_mb * 2**20)
+        for p in params:
+            arrival[p] = len(arrival)
+            kinds.setdefault((o.reduce_dtype or p.dtype, p.device), []).append(p)
+        self._buckets = [
+            (bucket, dtype)
+            for (dtype, _), some in kinds.items()
+            for bucket in chunks(some, size // dtype.itemsize, Tensor.numel)
+        ]
+        # A bucket of another dtype must not hold back those that are full before it.
+        self._buckets.sort(key=lambda bucket: arrival[bucket[0][-1]])
+        places = enumerate(self._buckets)
+        self._places = {p: (at, i) for at, (b, _) in places for i, p in enumerate(b)}
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Make backwards inside add up their gradients in this process."""
+        if self.options.accumulation == "states":
+            raise RuntimeError(
+                "no_sync() needs sums, and accumulation='states' keeps none: use 'buffer'"
+            )
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def moves_next(self) -> bool:
+        """Return True if the next backward moves parameters."""
+        return self.syncs and super().moves_next()
+
+    def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
+        backward = super()._new_backward(last, grad_scale)
+        messages = [Message(*bucket, self.group) for bucket in self._buckets]
+        backward.messages, backward.waiting = messages, deque(enumerate(messages))
+        return backward
+
+    def _check_backward(self) -> None:
+        super()._check_backward()
+        if any(is_capturing(p.device) for p in self.params.values()):
+            raise RuntimeError("process_group= in a CUDA graph: capture no backward")
+        for other in [found() for found in _prepared.values()]:
+            if other and other is not self and other.group is self.group:
+                if other._running and other._running():
+                    raise RuntimeError(
+                        "two handles in one backward, whose messages would mix: give each "
+                        "a process_group of its own (torch.distributed.new_group())"
+                    )
+
+    def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
+        """Put a gradient into its bucket, and send the buckets that are full."""
+        if not backward.messages:  # zeros, which end a step of "states"
+            super()._release(backward, p, g)
+            return
+        at, i = self._places[p]
+        backward.arrived.append(p)
+        backward.messages[at].put(i, g)
+        self._advance(backward, rest=False)
+
+    def _advance(self, backward: Backward, rest: bool) -> None:
+        """Send full messages, or the rest of them, and apply those that have arrived."""
+        waiting, flying = backward.waiting, backward.flying
+        while waiting and (rest or not waiting[0][1].missing):
+            waiting[0][1].send()
+            flying.append(waiting.popleft())
+            # Not what happens to have arrived, which may differ by process: updates send
+            # messages too.
+            if len(flying) > IN_FLIGHT:
+                self._land(backward, *flying.popleft())
+        while rest and flying:
+            self._land(backward, *flying.popleft())
+
+    def _land(self, backward: Backward, number: int, message: Message) -> None:
+        try:
+            arrived = message.land()
+        except RuntimeError as error:
+            names = [self.names[p] for p in message.params]
+            raise RuntimeError(
+                f"averaging bucket {number + 1} of {len(self._buckets)} ({names[0]} to "
+                f"{names[-1]}): {error}. All processes need the same number of backwards"
+            ) from error
+        self._apply(backward, *arrived)
+
+    def _finish(self, backward: Backward) -> None:
+        """Send what waits, also for gradients that only other processes have."""
+        states = self.options.accumulation == "states"
+        if bool(backward.ids) if states else backward.last:
+            for p, held in list(self.cycle.buffer.items()):
+                if p not in backward.fired:
+                    backward.fired.add(p)
+                    self._release(backward, p, held)
+            self._advance(backward, rest=True)
+            if not self._ordered:
+                self._order(backward.arrived)
+        backward.messages = []
+        super()._finish(backward)
+
+    def _order(self, arrived: list[Tensor]) -> None:
+        """Put parameters into the order of the first process's first backward."""
+        self._ordered, known = True, list(self.params.values())
+        places = {p: i for i, p in enumerate(known)}
+        order = [places[p] for p in dict.fromkeys([*arrived, *reversed(known)])]
+        told = torch.tensor(order, device=known[0].device)
+        distributed.broadcast(told, group=self.group, group_src=0)
+        self._assign([known[i] for i in told.tolist()])
+
+    def _norms_of_sums(self) -> list[Norm]:
+        with self.measuring() as backward:
+            self._finish(backward)
+            return backward.norms
+
+
+# A weak dictionary instead of attributes, which copies of a model would share.
+_prepared: "WeakKeyDictionary[nn.Module, ref[ReplicaRunner]]" = WeakKeyDictionary()
+
+
+@uncompiled
+def _share_buffers(module: nn.Module, args: Any) -> None:
+    """Broadcast buffers before the first forward of a step, as DistributedDataParallel."""
+    runner = _prepared[module]() if module in _prepared else None
+    if runner is not None and module.training and torch.is_grad_enabled():
+        if not runner.cycle.position:
+            broadcast(module.buffers(), runner.group)

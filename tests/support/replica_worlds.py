@@ -1,0 +1,680 @@
+"""Gradient release on replicas: what is checked inside worlds of processes.
+
+The same steps are taken by DistributedDataParallel with step(). Two processes add two
+numbers, in whichever order the same, so that all of this is equal bit for bit. Four add in
+an order that depends on the place in the bucket.
+"""
+
+import contextlib
+import copy
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from worlds import in_turn, raises
+
+import optimi_func
+from optimi_func import (
+    AdamW,
+    GradientRelease,
+    MuonAdamW,
+    ScheduleFreeAdamW,
+    prepare_for_gradient_release,
+)
+
+EAGER: dict[str, Any] = {"compile": False}
+CAP = 0.01  # MiB: several buckets
+STEPS = 5
+
+
+class Net(nn.Module):
+    """Blocks; which ones are used depends on `skipped`, and `never` is not."""
+
+    def __init__(self, width: int = 32, blocks: int = 3, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind, self.skipped = kind, -1
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 2 * width),
+                nn.GELU(),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(blocks)
+        )
+        self.last = nn.Linear(width, 16)
+        if kind == "tied":
+            self.last.weight = nn.Parameter(self.first.weight.detach().T.contiguous())
+            self.blocks[1][1].weight = self.blocks[0][1].weight
+        if kind == "frozen":
+            self.blocks[0].requires_grad_(False)
+        if kind == "unused":
+            self.never = nn.Linear(width, width)
+        if kind == "mixed":
+            self.blocks.bfloat16()
+        if kind == "buffers":
+            self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.norm(x) if self.kind == "buffers" else x)
+        for i, block in enumerate(self.blocks):
+            if i == self.skipped:
+                continue
+            if self.kind in ("checkpointed", "reentrant"):
+                reentrant = self.kind == "reentrant"
+                x = x + checkpoint(block, x, use_reentrant=reentrant)
+            elif self.kind == "mixed":
+                x = x + block(x.bfloat16())
+            else:
+                x = x + block(x)
+        return self.last(x)
+
+
+def net(kind: str = "plain", **more: Any) -> Net:
+    torch.manual_seed(5)
+    return Net(kind=kind, **more)
+
+
+def batch(i: int, rank: int | None = None) -> Tensor:
+    """This process's share of a step's data."""
+    rank = dist.get_rank() if rank is None else rank
+    source = torch.Generator().manual_seed(1000 + i)
+    x = torch.randn(8 * dist.get_world_size(), 16, generator=source)
+    return x.chunk(dist.get_world_size())[rank]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.to(next(model.parameters()).dtype)
+    return (model(x) - x.square()).float().square().mean()
+
+
+def adamw(model: nn.Module, release: bool, **more: Any) -> AdamW:
+    named = model.named_parameters()
+    options = {"lr": 1e-2, "weight_decay": 0.1, **EAGER, **more}
+    return AdamW(named, gradient_release=release, **options)
+
+
+def prepare(model: nn.Module, optimizer: Any, **options: Any) -> GradientRelease:
+    group = options.pop("process_group", dist.group.WORLD)
+    options = {"bucket_cap_mb": CAP, **options}
+    return prepare_for_gradient_release(model, optimizer, process_group=group, **options)
+
+
+Skips = Callable[[int], int]
+
+
+def by_ddp(
+    model: Net,
+    optimizer_of: Callable[[Any, bool], Any] = adamw,
+    micro: int = 1,
+    clip: float | None = None,
+    skips: Skips = lambda i: -1,
+) -> tuple[Net, Any]:
+    """DistributedDataParallel and step()."""
+    unused = {"find_unused_parameters": model.kind == "unused"}
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=CAP, **unused)
+    optimizer = optimizer_of(model, False)
+    for i in range(STEPS):
+        for k in range(micro):
+            model.skipped = skips(micro * i + k)
+            last = k == micro - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                (loss_of(wrapped, batch(micro * i + k)) / micro).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def by_release(
+    model: Net,
+    optimizer_of: Callable[[Any, bool], Any] = adamw,
+    micro: int = 1,
+    sync: bool = True,
+    skips: Skips = lambda i: -1,
+    **options: Any,
+) -> tuple[Net, Any, GradientRelease]:
+    """The same steps during backward; without `sync`, in no_sync() but the last one."""
+    optimizer = optimizer_of(model, True)
+    handle = prepare(model, optimizer, **options)
+    for i in range(STEPS):
+        for k in range(micro):
+            model.skipped = skips(micro * i + k)
+            own = not sync and k < micro - 1
+            with handle.no_sync() if own else contextlib.nullcontext():
+                handle.backward(lambda j=micro * i + k: loss_of(model, batch(j)) / micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, handle
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float = 0.0) -> None:
+    """Compare weights: bit for bit, or against how far they moved from the start."""
+    if dist.get_world_size() > 2:
+        tolerance = max(tolerance, 1e-4)
+    state = theirs.state_dict()
+    for name, x in ours.state_dict().items():
+        if tolerance == 0:
+            assert torch.equal(x, state[name]), name
+        else:
+            assert torch.allclose(x, state[name], rtol=0, atol=tolerance * 1e-2), name
+
+
+def assert_same_everywhere(model: nn.Module) -> None:
+    for name, x in model.state_dict().items():
+        told = x.clone()
+        dist.broadcast(told, 0)
+        assert torch.equal(told, x), name
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """The sizes of the messages that are averaged."""
+    sizes: list[int] = []
+    send = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **how: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return send(tensor, *args, **how)
+
+    dist.all_reduce = counting
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = send
+
+
+# Equal to DistributedDataParallel and step()
+
+
+def steps(folder: Path) -> None:
+    """Plain steps, also by a FunctionalOptimizer, and what is sent."""
+    theirs, other = by_ddp(net())
+    with counted() as sizes:
+        ours, optimizer, _ = by_release(net())
+    assert_equal(ours, theirs)
+    assert_same_everywhere(ours)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        for name, x in optimizer.state[p].items():
+            assert dist.get_world_size() > 2 or torch.equal(x, other.state[q][name])
+    gradients = sum(p.nbytes for p in ours.parameters())
+    least = gradients / (CAP * 2**20)
+    assert least <= len(sizes) / STEPS <= 2 * least + 2
+    assert gradients <= sum(sizes) / STEPS <= 1.05 * gradients
+    pure = net()
+    handle = prepare(pure, optimi_func.adamw(lr=1e-2, weight_decay=0.1))
+    for i in range(STEPS):
+        loss_of(pure, batch(i)).backward()
+    assert_equal(pure, theirs, 1e-4)
+    assert handle.state.step == STEPS
+
+
+def accumulation(folder: Path) -> None:
+    """By steps, step() and no_sync(), with a block that only an earlier backward uses."""
+
+    def skips(i: int) -> int:
+        return 1 if i % 3 == 2 else -1
+
+    theirs, _ = by_ddp(net("unused"), micro=3, skips=skips)
+    how: list[dict[str, Any]] = [
+        {"accumulation": "buffer", "accumulation_steps": 3},
+        {"accumulation": "buffer"},
+        {"sync": False},
+        {"accumulation": "buffer", "accumulation_steps": 1, "sync": False},
+    ]
+    counts: list[int] = []
+    for options in how:
+        with counted() as sizes:
+            ours, _, handle = by_release(net("unused"), micro=3, skips=skips, **options)
+        assert_equal(ours, theirs)
+        assert not handle.accumulating
+        counts.append(len(sizes))
+    assert len(set(counts)) == 1
+    # A cycle of no_sync() goes on in another run, from what each process kept.
+    model, twin = net(), net()
+    ends: list[Net] = []
+    for one in (model, twin):
+        optimizer = adamw(one, True)
+        handle = prepare(one, optimizer)
+        with handle.no_sync():
+            loss_of(one, batch(0)).backward()
+        assert handle.accumulating
+        if one is twin:
+            kept = copy.deepcopy(handle.state_dict())
+            handle.discard()
+            assert not handle.accumulating
+            handle.load_state_dict(kept)
+        loss_of(one, batch(1)).backward()
+        ends.append(one)
+    assert_equal(*ends)
+    assert_same_everywhere(model)
+    with handle.no_sync():
+        loss_of(twin, batch(0)).backward()
+    with contextlib.suppress(UserWarning):
+        handle.remove()
+    assert twin.first.weight.grad is not None
+
+
+def states(folder: Path) -> None:
+    """accumulation="states" takes averages, as one process does of whole batches."""
+    size = dist.get_world_size()
+    options: dict[str, Any] = {"accumulation": "states", "accumulation_steps": 2}
+
+    def skips(i: int) -> int:
+        return 1 if i % 2 else -1
+
+    ours, optimizer, _ = by_release(net(), micro=2, skips=skips, **options)
+    single = net()
+    other = adamw(single, True)
+    handle = prepare_for_gradient_release(single, other, **options)
+    for i in range(2 * STEPS):
+        single.skipped = skips(i)
+        x = torch.cat([batch(i, rank) for rank in range(size)])
+        (loss_of(single, x) / 2).backward()
+        if i % 2:
+            other.step()
+    assert_equal(ours, single, 1e-3)
+    for p, q in zip(ours.parameters(), single.parameters()):
+        assert optimizer.state[p]["step"] == other.state[q]["step"]
+    # Ended by step(): nobody has a gradient then, so nothing is sent.
+    handle.remove()
+    model = net()
+    optimizer = adamw(model, True)
+    handle = prepare(model, optimizer, accumulation="states")
+    loss_of(model, batch(0)).backward()
+    before = copy.deepcopy(model)
+    with counted() as sizes:
+        optimizer.step()
+    assert not sizes and not handle.accumulating
+    assert not torch.equal(before.last.weight, model.last.weight)
+    assert_same_everywhere(model)
+    with raises(RuntimeError, "accumulation='states'"), handle.no_sync():
+        pass
+
+
+def kinds(folder: Path) -> None:
+    """Models: checkpointed, tied, frozen, of several dtypes, with buffers."""
+    for kind in ("checkpointed", "reentrant", "tied", "frozen", "mixed", "buffers"):
+        theirs, _ = by_ddp(net(kind))
+        ours, _, handle = by_release(net(kind))
+        assert_equal(ours, theirs)
+        handle.remove()
+        assert not ours._forward_pre_hooks
+    theirs, _ = by_ddp(net("buffers"), micro=2)
+    ours, _, _ = by_release(net("buffers"), micro=2, sync=False)
+    assert_equal(ours, theirs)
+    ours, _, _ = by_release(net("buffers"), broadcast_buffers=False)
+    mean = ours.norm.running_mean
+    told = mean.clone()
+    dist.broadcast(told, 0)
+    assert dist.get_rank() == 0 or not torch.equal(told, mean)
+    # A second forward before the backward overwrites nothing that the first one saved.
+    ours, _, _ = by_release(net("buffers"))
+    (loss_of(ours, batch(0)) + loss_of(ours, batch(1))).backward()
+    assert_same_everywhere(ours.first)
+    # A copy of the model sends nothing.
+    if dist.get_rank() == 0:
+        copy.deepcopy(ours)(batch(0))
+
+
+def unused(folder: Path) -> None:
+    """Blocks that some processes do without, in some steps."""
+
+    def skips(i: int) -> int:
+        return (i + dist.get_rank()) % 2 if i % 3 else 2
+
+    for micro in (1, 2):
+        theirs, other = by_ddp(net("unused"), micro=micro, skips=skips)
+        ours, optimizer, _ = by_release(net("unused"), micro=micro, sync=False, skips=skips)
+        assert_equal(ours, theirs)
+        counts = [
+            [int(o.state[p]["step"]) if p in o.state else None for p in model.parameters()]
+            for o, model in ((optimizer, ours), (other, theirs))
+        ]
+        assert counts[0] == counts[1]
+        assert None in counts[0] and (micro > 1 or len(set(counts[0])) > 2)
+
+
+def optimizers(folder: Path) -> None:
+    """Other rules, storages and dtypes; compiled steps."""
+
+    def of(cls: Any, **more: Any) -> Callable[[Any, bool], Any]:
+        def make(model: Any, release: bool) -> Any:
+            taken = model if cls is MuonAdamW else model.named_parameters()
+            return cls(taken, lr=1e-2, gradient_release=release, **{**EAGER, **more})
+
+        return make
+
+    low = torch.bfloat16
+    for make, dtype in (
+        (of(ScheduleFreeAdamW), torch.float32),
+        (of(MuonAdamW), torch.float32),
+        (of(AdamW), low),
+        (of(AdamW, storage="compact"), low),
+        (of(AdamW, storage="exact"), low),
+        (of(AdamW, foreach=True, compile=None), torch.float32),
+    ):
+        theirs, other = by_ddp(net().to(dtype), make)
+        ours, optimizer, _ = by_release(net().to(dtype), make)
+        if dtype == torch.float32 or dist.get_world_size() == 2:
+            assert_equal(ours, theirs, 1e-4 * (optimizer.defaults.get("foreach") is True))
+        assert_same_everywhere(ours)
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+            other.eval()
+            assert_equal(ours, theirs)
+
+
+def compiled_steps(folder: Path) -> None:
+    """Kernels take views of the buckets."""
+
+    def make(model: Any, release: bool) -> Any:
+        return adamw(model, release, compile=None)
+
+    with in_turn():
+        warm = net()
+        optimizer = make(warm, False)
+        loss_of(warm, batch(0)).backward()
+        optimizer.step()
+    theirs, _ = by_ddp(net(), make)
+    ours, _, _ = by_release(net(), make)
+    assert_equal(ours, theirs)
+
+
+def clipping(folder: Path) -> None:
+    """By the norm of the averages, also of sums and of what only others have."""
+
+    def skips(i: int) -> int:
+        return 1 if i % 2 else (i // 2 + dist.get_rank()) % 3
+
+    for micro in (1, 2):
+        how: dict[str, Any] = {
+            "micro": micro,
+            "skips": skips if micro > 1 else lambda i: -1,
+        }
+        theirs, _ = by_ddp(net("unused"), clip=0.1, **how)
+        ways: list[dict[str, Any]] = [{"sync": False}]
+        if micro > 1:
+            ways.append({"accumulation": "buffer", "accumulation_steps": 2})
+            ways.append({"accumulation": "buffer"})
+        for way in ways:
+            clips: dict[str, Any] = {"clip_global_norm": 0.1, "grad_norm": True}
+            ours, _, handle = by_release(net("unused"), **how, **way, **clips)
+            assert_equal(ours, theirs, 1e-4)
+            assert_same_everywhere(ours)
+            norm = handle.grad_norm
+            assert norm is not None
+            told = norm.clone()
+            dist.broadcast(told, 0)
+            assert torch.equal(told, norm) and norm > 0.1
+    size = dist.get_world_size()
+    for clips in ({"clip_param_norm": 0.01}, {"clip_value": 1e-3}, {"how": "lagged"}):
+        clips = {"clip_global_norm": 0.1, **clips} if "how" in clips else clips
+        ours, _, _ = by_release(net(), **clips)
+        single = net()
+        handle = prepare_for_gradient_release(single, adamw(single, True), **clips)
+        for i in range(STEPS):
+            x = torch.cat([batch(i, rank) for rank in range(size)])
+            loss_of(single, x).backward()
+        assert_equal(ours, single, 1e-2)
+        handle.remove()
+
+
+def nonfinite(folder: Path) -> None:
+    """All processes skip what is infinite in one."""
+    model = net()
+    handle = prepare(model, adamw(model, True), skip_nonfinite=True)
+    for i in range(STEPS):
+        x = batch(i)
+        if i == 2 and dist.get_rank() == 1:
+            x[0, 0] = float("inf")
+        loss_of(model, x).backward()
+    assert all(x.isfinite().all() for x in model.state_dict().values())
+    assert_same_everywhere(model)
+    assert set(handle.skipped.values()) == {1}
+
+
+def dtypes(folder: Path) -> None:
+    """Averages in float32 of bfloat16 gradients: those of one process's float32 sums."""
+    size = dist.get_world_size()
+    single = net().bfloat16()
+    how: dict[str, Any] = {"accumulation": "buffer", "accumulation_steps": size}
+    handle = prepare_for_gradient_release(single, adamw(single, True), **how)
+    for i in range(STEPS):
+        for rank in range(size):
+            (loss_of(single, batch(i, rank)) / size).backward()
+    handle.remove()
+    wide, _, _ = by_release(net().bfloat16(), reduce_dtype=torch.float32)
+    if size == 2:
+        assert_equal(wide, single)
+    narrow, _, _ = by_release(net().bfloat16())
+    assert not torch.equal(wide.first.weight, narrow.first.weight)
+    # Narrower than the parameters: their dtype comes back.
+    ours, optimizer, _ = by_release(net(), reduce_dtype=torch.bfloat16)
+    assert optimizer.state[ours.first.weight]["exp_avg"].dtype == torch.float32
+    assert_same_everywhere(ours)
+
+
+# From the start to an error
+
+
+def start(folder: Path) -> None:
+    """Parameters and buffers become the first process's, also the state made of them."""
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 5), nn.BatchNorm1d(5), nn.Linear(5, 16))
+        model[0].weight.requires_grad_(False)
+        model[2].weight = nn.Parameter(torch.randn(5, 16).T)
+        model.register_buffer("odd", torch.randn(3, 2).T)
+        model.register_buffer("flag", torch.tensor(seed % 2 == 0))
+        model.register_buffer("small", torch.full((3,), seed, dtype=torch.int16))
+        return model
+
+    model = make(dist.get_rank())
+    handle = prepare(model, optimi_func.schedule_free_adamw(lr=1e-2))
+    assert_equal(model, make(0))
+    assert model[2].weight.stride() == (1, 16)
+    for i in range(STEPS):
+        loss_of(model, batch(i)).backward()
+    assert handle.state.step == STEPS
+    for name, p in model.named_parameters():
+        told = p.detach().clone()
+        dist.broadcast(told, 0)
+        assert torch.equal(told, p), name
+
+
+def refusals(folder: Path) -> None:
+    """Errors come in all processes, before anything is written."""
+    rank = dist.get_rank()
+    before = net().state_dict()
+
+    def refused(kind: type[Exception], text: str, model: nn.Module, o: Any, **how: Any):
+        kept = copy.deepcopy(model.state_dict())
+        with raises(kind, text):
+            prepare(model, o, **how)
+        assert all(torch.equal(x, kept[k]) for k, x in model.state_dict().items())
+        assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+    other = net(width=32 + 8 * rank)
+    refused(ValueError, "first.weight: process 1 of the group", other, adamw(other, True))
+    model = net()
+    refused(
+        *(ValueError, "accumulation_steps: process 1 of the group has 3, process 0 has 2"),
+        *(model, adamw(model, True)),
+        **{"accumulation": "buffer", "accumulation_steps": 2 + rank},
+    )
+    refused(
+        *(ValueError, "bucket_cap_mb: process 1", model, adamw(model, True)),
+        bucket_cap_mb=1.0 + rank,
+    )
+    torch.manual_seed(rank)
+    own = Net()
+    optimizer = adamw(own, True)
+    optimizer.init_state()
+    refused(ValueError, "hashes of", own, optimizer)
+    some = AdamW(model.first.parameters(), lr=1e-2, gradient_release=True, **EAGER)
+    refused(ValueError, "not the optimizer's", model, some)
+    refused(
+        TypeError, "init_process_group()", model, adamw(model, True), process_group=None
+    )
+    for name, bad, kind in (
+        ("bucket_cap_mb", 0.0, ValueError),
+        ("bucket_cap_mb", "25", TypeError),
+        ("reduce_dtype", torch.int32, ValueError),
+        ("broadcast_buffers", "yes", TypeError),
+        ("pending_bytes", 0, ValueError),
+    ):
+        refused(kind, name, model, adamw(model, True), **{name: bad})
+    with raises(ValueError, "need process_group"):
+        prepare(model, adamw(model, True), process_group=False)
+    theirs = model.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with raises(ValueError, "averages gradients after they have run"):
+        prepare(model, adamw(model, True), ignore_existing_hooks=True)
+    theirs.remove()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = nn.Linear(16, 16)
+    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight, mesh, [Replicate()]))
+    with raises(ValueError, "DTensor"):
+        prepare(sharded, adamw(sharded, True))
+    with raises(ValueError, "process_group=torch.distributed.group.WORLD"):
+        prepare(DistributedDataParallel(net()), adamw(model, True))
+    assert_equal(model, net())
+    assert all(torch.equal(x, before[k]) for k, x in model.state_dict().items())
+
+
+def mistakes(folder: Path) -> None:
+    """What is noticed while training."""
+    model, other = net(), net()
+    optimizer, second = adamw(model, True), adamw(other, True)
+    handle, twin = prepare(model, optimizer), prepare(other, second)
+    with raises(RuntimeError, "two handles in one backward"):
+        (loss_of(model, batch(0)) + loss_of(other, batch(0))).backward()
+    gc.collect()
+    assert_same_everywhere(model)
+    twin.remove()
+    # Its messages have a group of their own.
+    twin = prepare(other, second, process_group=dist.new_group())
+    (loss_of(model, batch(0)) + loss_of(other, batch(0))).backward()
+    assert_same_everywhere(model)
+    assert_same_everywhere(other)
+    with handle.paused():
+        loss_of(model, batch(0)).backward()
+    before = copy.deepcopy(model)
+    with raises(RuntimeError, "p.grad of first.weight, which is not averaged"):
+        optimizer.step()
+    assert_equal(model, before)
+    optimizer.zero_grad()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            raise ValueError("here")
+
+    hook = model.blocks[1].register_forward_hook(lambda m, a, y: Fails.apply(y))
+    with raises(ValueError, "here"):
+        loss_of(model, batch(0)).backward()
+    hook.remove()
+    gc.collect()
+    with contextlib.suppress(UserWarning):
+        loss_of(model, batch(1)).backward()
+    loss_of(model, batch(2)).backward()
+    assert_same_everywhere(model)
+    assert not torch.equal(model.first.weight, before.first.weight)
+
+
+def timeouts(folder: Path) -> None:
+    """A process that ends early: the others name the bucket."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = net()
+    handle = prepare(model, adamw(model, True), process_group=group)
+    loss_of(model, batch(0)).backward()
+    if dist.get_rank() == 0:
+        text = "averaging bucket 1 of"
+        with raises(RuntimeError, text):
+            loss_of(model, batch(1)).backward()
+        with raises(RuntimeError, "the same number of backwards"):
+            loss_of(model, batch(1)).backward()
+    handle.remove()
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc tells of all its memory."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def live_bytes() -> int:
+    """The bytes that this process has allocated and not freed, in whichever thread."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
+def memory(folder: Path) -> None:
+    """Above model and state, a few buckets are alive; DistributedDataParallel keeps all."""
+    peaks: dict[str, list[float]] = {}
+    # The first round is for what a process allocates once.
+    for way in ("release", "ddp", "release", "ddp"):
+        found: list[float] = []
+        peaks[way] = found
+        torch.manual_seed(0)
+        gc.collect()
+        before = live_bytes()
+        model = Net(width=256, blocks=16)
+        size = sum(p.nbytes for p in model.parameters())
+        rest = before + 3 * size
+        optimizer = adamw(model, way == "release", lr=1e-3)
+        wrapped: nn.Module = model
+        if way == "release":
+            handle = prepare(model, optimizer, bucket_cap_mb=1)
+        else:
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+
+        def sample(*_: Any, found: list[float] = found, rest: int = rest) -> None:
+            found.append(live_bytes() - rest)
+
+        optimizer.init_state()
+        for p in model.parameters():
+            p.register_hook(sample)
+        for _ in range(3):
+            loss_of(wrapped, batch(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[:] = [x / size for x in found]
+        del model, wrapped, optimizer, sample, p
+    handle.remove()
+    assert size > 16 * 2**20
+    assert 0.1 < max(peaks["release"]) <= 0.3, max(peaks["release"])
+    assert max(peaks["ddp"]) > 0.9, max(peaks["ddp"])

@@ -25,11 +25,10 @@ from optimi_func.core.checks import (
     warn,
 )
 from optimi_func.core.codes import dither_at, to
-from optimi_func.core.leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
+from optimi_func.core.leaf import leaf_dtype, leaf_eval_point, rates
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import (
     DecayKind,
-    Leaf,
     PyTree,
     Rates,
     Rule,
@@ -41,6 +40,7 @@ from optimi_func.core.storage import storage_of
 from optimi_func.pure.casts import Casts
 from optimi_func.pure.tree import (
     FlatTree,
+    Rewrite,
     TreeState,
     broadcast,
     init_tree,
@@ -315,7 +315,9 @@ class FunctionalOptimizer:
         warn(self.likely_mistakes())
         return init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
 
-    def step(self, params: T, grads: PyTree, state: TreeState) -> tuple[T, TreeState]:
+    def step(
+        self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None
+    ) -> tuple[T, TreeState]:
         """Return the parameters and the state after one update.
 
         Args:
@@ -323,6 +325,7 @@ class FunctionalOptimizer:
             grads: Its gradients; a parameter whose gradient is None does not change, nor
                 does its state.
             state: From `init` or the step before.
+            rewrite: Changes the updates before they are added: see `transforms.chain`.
 
         Returns:
             New parameters and new state; if a gradient is None, the same objects.
@@ -331,12 +334,7 @@ class FunctionalOptimizer:
         if not torch.compiler.is_compiling():
             warn(self.mistakes + leaves.stuck_moments(self))
         scalars, running, cast = self._now(leaves)
-        stepped: dict[int, Leaf] = {}
-        for i, (leaf, g) in enumerate(zip(leaves.leaves, leaves.grads)):
-            if g is not None:
-                wide = leaf_dtype(leaf, g)
-                now = cast(scalars[i], wide, leaf.p.device)
-                stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
+        stepped = leaves.stepped(self.rule, scalars, cast, rewrite)
         return leaves.rebuild(stepped, running)
 
     def eval_params(self, params: T, state: TreeState) -> T:

@@ -6,7 +6,7 @@ structure, and lr and weight_decay may be prefixes of it.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,13 +21,16 @@ from optimi_func.core.checks import (
     stuck_moments,
     warn,
 )
-from optimi_func.core.leaf import init_leaf
+from optimi_func.core.leaf import init_leaf, leaf_dtype, leaf_move, leaf_step, whole_means
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import Leaf, NoRunning, PyTree, Rule, Scalar, Scalars, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
+from optimi_func.pure.casts import Casts
 
 NO_RUNNING = NoRunning()
+# From the updates of all leaves and their parameters to the updates that are added.
+Rewrite: TypeAlias = Callable[[list[Any], list[Tensor]], list[Any]]
 
 
 class LeafState:
@@ -153,6 +156,29 @@ class FlatTree(NamedTuple):
             pytree.tree_unflatten(params, self.spec),
             TreeState(step, pytree.tree_unflatten(states, self.spec)),
         )
+
+    def stepped(
+        self,
+        rule: Rule[Any, Any],
+        scalars: Sequence[Scalars],
+        cast: Casts,
+        rewrite: Rewrite | None,
+    ) -> dict[int, Leaf]:
+        """Return the leaves that have gradients after one step, by their index."""
+        found: dict[int, Any] = {}
+        half = leaf_step if rewrite is None else leaf_move
+        for i, (leaf, g) in enumerate(zip(self.leaves, self.grads)):
+            if g is not None:
+                wide = leaf_dtype(leaf, g)
+                now = cast(scalars[i], wide, leaf.p.device)
+                found[i] = half(rule, leaf, g, now, True, whole_means, wide)
+        if rewrite is None:
+            return found
+        us, xs, adds = zip(
+            *[found.get(i, (None, x.p, 0)) for i, x in enumerate(self.leaves)]
+        )
+        new = rewrite([*us], [*xs])
+        return {i: adds[i](new[i]) for i in found}
 
     def stuck_moments(self, optimizer: object) -> list[str]:
         """Return warnings for moments whose dtype is too coarse for their beta."""

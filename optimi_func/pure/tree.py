@@ -6,6 +6,7 @@ structure, and lr and weight_decay may be prefixes of it.
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +92,11 @@ pytree.register_pytree_node(
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
     # torch.export writes the names of the classes.
-    to_dumpable_context=lambda c: [*((x.__module__, x.__name__) for x in c[:2]), c[2]],
-    from_dumpable_context=lambda d: (*(getattr(sys.modules[m], n) for m, n in d[:2]), d[2]),
+    to_dumpable_context=lambda c: [*((x.__module__, x.__qualname__) for x in c[:2]), c[2]],
+    from_dumpable_context=lambda d: (
+        *(attrgetter(n)(sys.modules[m]) for m, n in d[:2]),
+        d[2],
+    ),
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 

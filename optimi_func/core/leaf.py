@@ -99,7 +99,8 @@ def leaf_move(
     p32, x = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
-    d, new, shared = rule.direction(g, type(state)(*old), c)
+    more = (x,) if rule.reads_param else ()
+    d, new, shared = rule.direction(g, type(state)(*old), c, *more)
     if write:
         if rule.whole is not None:
             d = on_whole(rule.whole, d, c)

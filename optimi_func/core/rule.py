@@ -98,6 +98,11 @@ class Rule(Generic[S, C]):
             next to the step count.
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
+        reads_param: True if `direction` takes the parameter x as its fourth argument.
+        extras: The names of tensors that `direction` needs besides, as fields of Coeffs
+            that only the pure step fills.
+        digest: A hash of all that its kernels compute, or "". Rules with the same digest
+            share kernels, those of a class that is defined again.
         numbers: The names of the keywords of `coeffs`.
     """
 
@@ -105,7 +110,7 @@ class Rule(Generic[S, C]):
     state: type[S]
     init: Callable[[Tensor, MomentStorage], S]
     coeffs: Callable[..., Any]
-    direction: Callable[[Tensor, S, C], Direction]
+    direction: Callable[..., Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
     means: Means | None = None
@@ -113,6 +118,9 @@ class Rule(Generic[S, C]):
     refuses: Callable[[Tensor], str | None] | None = None
     running: type[Any] = NoRunning
     eval_point: Callable[[Tensor, S, C], Tensor] | None = None
+    reads_param: bool = False
+    extras: tuple[str, ...] = ()
+    digest: str = ""
     numbers: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

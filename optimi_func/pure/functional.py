@@ -330,11 +330,19 @@ class FunctionalOptimizer:
         Returns:
             New parameters and new state; if a gradient is None, the same objects.
         """
-        leaves = FlatTree.check(self.rule, params, grads, state)
+        return self._step(FlatTree.check(self.rule, params, grads, state), rewrite)
+
+    def _step(
+        self,
+        leaves: FlatTree,
+        rewrite: Rewrite | None,
+        more: Callable[[int, Any], Any] | None = None,
+    ) -> tuple[Any, TreeState]:
+        """Step; `more` returns the coefficients of the i-th leaf with extras."""
         if not torch.compiler.is_compiling():
             warn(self.mistakes + leaves.stuck_moments(self))
         scalars, running, cast = self._now(leaves)
-        stepped = leaves.stepped(self.rule, scalars, cast, rewrite)
+        stepped = leaves.stepped(self.rule, scalars, cast, rewrite, more)
         return leaves.rebuild(stepped, running)
 
     def eval_params(self, params: T, state: TreeState) -> T:

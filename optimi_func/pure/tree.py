@@ -6,6 +6,7 @@ structure, and lr and weight_decay may be prefixes of it.
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -94,8 +95,11 @@ pytree.register_pytree_node(
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
     # torch.export writes the names of the classes.
-    to_dumpable_context=lambda c: [*((x.__module__, x.__name__) for x in c[:2]), c[2]],
-    from_dumpable_context=lambda d: (*(getattr(sys.modules[m], n) for m, n in d[:2]), d[2]),
+    to_dumpable_context=lambda c: [*((x.__module__, x.__qualname__) for x in c[:2]), c[2]],
+    from_dumpable_context=lambda d: (
+        *(attrgetter(n)(sys.modules[m]) for m, n in d[:2]),
+        d[2],
+    ),
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 
@@ -163,6 +167,7 @@ class FlatTree(NamedTuple):
         scalars: Sequence[Scalars],
         cast: Casts,
         rewrite: Rewrite | None,
+        more: Callable[[int, Any], Any] | None,
     ) -> dict[int, Leaf]:
         """Return the leaves that have gradients after one step, by their index."""
         found: dict[int, Any] = {}
@@ -171,6 +176,8 @@ class FlatTree(NamedTuple):
             if g is not None:
                 wide = leaf_dtype(leaf, g)
                 now = cast(scalars[i], wide, leaf.p.device)
+                if more is not None:
+                    now = now._replace(coeffs=more(i, now.coeffs))
                 found[i] = half(rule, leaf, g, now, True, whole_means, wide)
         if rewrite is None:
             return found

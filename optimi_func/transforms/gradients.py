@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,11 +78,11 @@ class GradientTransform:
         if self.takes is None:
             rest = [*inspect.signature(self.rewrite).parameters.values()][3:]
             rest = [x for x in rest if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-            takes = {x.name: x.default is x.empty for x in rest}
+            takes: Any = {x.name: x.default is x.empty for x in rest}
             object.__setattr__(self, "takes", takes)
-        for name in self.numbers:
-            if name not in self.takes:
-                raise TypeError(f"numbers has {name!r}, but rewrite takes {[*self.takes]}")
+            for name in self.numbers:
+                if name not in takes:
+                    raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
     def run(self, part: str, grads: Grads, state: Any, given: Given) -> Rewritten:
         """Return the result of `rewrite`, checked; `part` names it in errors."""
@@ -119,10 +120,10 @@ class GradientTransform:
 
 def number_at(name: str, number: Number, step: Tensor) -> Scalar:
     """Return a transform's number at a step."""
-    limit = {"most": math.inf} if name in ("limit", "max_norm") else {}
-    now = resolve(name, number, step.clone(), **limit)
-    if isinstance(number, Tensor) and not (limit and value_of(now) == math.inf):
-        check_number(name, name, now)
+    most = math.inf if name in ("limit", "max_norm") else sys.float_info.max
+    now = resolve(name, number, step.clone(), most=most)
+    if isinstance(number, Tensor) and value_of(number) != most:
+        check_number(name, name, number)
     return now
 
 
@@ -267,9 +268,12 @@ def clip_value(limit: Number) -> GradientTransform:
 
 def _clip_value(grads: Grads, state: Any, step: Tensor, limit: Scalar) -> Rewritten:
     del step
-    highs = [None if g is None else tensor_of(limit, g.dtype, g.device) for g in grads]
-    pairs = zip(grads, highs)
-    return [None if g is None else g.clamp(-high, high) for g, high in pairs], state
+    now = list(grads)
+    for i, g in enumerate(grads):
+        if g is not None:
+            high = tensor_of(limit, g.dtype, g.device)
+            now[i] = g.clamp(-high, high)
+    return now, state
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:

@@ -330,9 +330,9 @@ class FunctionalOptimizer:
         return self._step(FlatTree.check(self.rule, params, grads, state), None)
 
     def _step(
-        self, leaves: FlatTree, more: Callable[[int, Any], Any] | None
+        self, leaves: FlatTree, extras: list[dict[str, Any]] | None
     ) -> tuple[Any, TreeState]:
-        """Step; `more` returns the coefficients of the i-th leaf with extras."""
+        """Step; `extras` are further coefficients of each leaf, by name."""
         if not torch.compiler.is_compiling():
             warn(self.mistakes + leaves.stuck_moments(self))
         scalars, running, cast = self._now(leaves)
@@ -341,8 +341,8 @@ class FunctionalOptimizer:
             if g is not None:
                 wide = leaf_dtype(leaf, g)
                 now = cast(scalars[i], wide, leaf.p.device)
-                if more is not None:
-                    now = now._replace(coeffs=more(i, now.coeffs))
+                if extras is not None:
+                    now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
                 stepped[i] = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
         return leaves.rebuild(stepped, running)
 

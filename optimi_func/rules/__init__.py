@@ -7,7 +7,7 @@ release and all storages.
 import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from torch import Tensor
 
@@ -202,7 +202,13 @@ class Optimizer(BaseOptimizer):
             given = dict(zip(cls._statics, statics))
             own = {n: x for n, (_, x) in cls._own.items() if n not in (*RATES, *given)}
             numbers = {n: 0.5 if x is MISSING else x for n, x in own.items()}
-            cls._rules[statics] = Making(cls, numbers, given).rule()
+            made, again = (Making(cls, numbers, given).rule() for _ in range(2))
+            if made.digest != again.digest:
+                raise TypeError(
+                    f"{cls.__name__} computes something else each time that it is traced, "
+                    "as with Python's random numbers: leave them out"
+                )
+            cls._rules[statics] = made
         return cls._rules[statics]
 
 
@@ -231,6 +237,8 @@ def _is_number(annotation: Any, default: Any) -> bool:
 
 def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
     """Return the dataclass of the hyperparameters of a class."""
+    if decay not in (None, *get_args(Decay)):
+        raise ValueError(f"{cls.__name__}: decay={decay!r}: allowed are {get_args(Decay)}")
     made = make_dataclass(
         cls.__name__,
         [

@@ -29,7 +29,7 @@ class Traced(fx.Proxy):
     def __float__(self) -> float:
         raise TypeError(
             "math's functions and float() take no traced hyperparameter: write x ** 0.5 "
-            "for math.sqrt(x), and torch.exp(x), torch.minimum(x, y) and so on"
+            "for math.sqrt(x), and torch.exp(x), torch.log(x) and so on"
         )
 
     __int__ = __float__
@@ -77,11 +77,11 @@ class Trace:
                 "while, and, or, min, max, loops): write torch.where(condition, x, y), or "
                 f"make the hyperparameter a bool or a str, which is static ({error})"
             ) from error
-        except (TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
+        except Exception as error:
             raise TypeError(f"{where} cannot be traced: {error}") from error
         for node in list(self._graph.nodes)[first:]:
             name = str(getattr(node.target, "__name__", node.target))
-            if (name.endswith("_") and name[-2] != "_") or "out" in node.kwargs:
+            if (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs:
                 raise TypeError(
                     f"{where} writes in place: use {name.rstrip('_')} for {name}"
                 )
@@ -118,10 +118,12 @@ class Trace:
     def on_host(self, given: list[Traced], more: list[Traced]) -> Callable[..., Any]:
         """Return `(*given) -> (*coefficients, *more)` for numbers and 0-d tensors."""
         found = [*self.coeffs, *[x.node for x in more]]
-        return self._function([x.node for x in given], found, _on_scalars)
+        return self._function([x.node for x in given], found, _on_scalars)[0]
 
-    def on_tensors(self, given: list[Traced], results: list[Traced]) -> Callable[..., Any]:
-        """Return `(*given, *coefficients) -> results`."""
+    def on_tensors(
+        self, given: list[Traced], results: list[Traced]
+    ) -> tuple[Callable[..., Any], fx.Graph]:
+        """Return `(*given, *coefficients) -> results`, and its graph."""
         nodes = [*[x.node for x in given], *self.coeffs]
         return self._function(nodes, [x.node for x in results], self._on_tensors)
 
@@ -152,7 +154,7 @@ class Trace:
         space = dict(code.globals)
         exec(code.src, space)
         made = space["forward"]
-        return lambda *args: made(None, *args)
+        return (lambda *args: made(None, *args)), graph
 
     def _on_tensors(self, node: fx.Node, target: Any) -> Callable[..., Any] | None:
         if target in _ROOTS:
@@ -212,34 +214,56 @@ def _select(condition: Scalar, yes: Any, no: Any) -> Any:
     """Return torch.where for a condition that is a coefficient, 1.0 or 0.0."""
     if isinstance(condition, Tensor):
         return torch.where(condition != 0.0, yes, no)
-    return yes if condition else no
+    chosen, other = (yes, no) if condition else (no, yes)
+    return torch.full_like(other, chosen) if isinstance(chosen, float | int) else chosen
+
+
+def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
+    """Run a graph on tensors of one shape. Raise for results of another."""
+    inputs, at = iter(given), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), at.__getitem__)
+        if node.op == "placeholder":
+            at[node] = next(inputs)
+            continue
+        if node.op == "output":
+            return args[0]
+        fn = getattr(Tensor, node.target) if node.op == "call_method" else node.target
+        try:
+            at[node] = fn(*args, **kwargs)
+        except Exception as error:
+            raise TypeError(f"{where} raises in {fn.__name__}: {error}") from error
+        if not isinstance(at[node], Tensor) or at[node].shape != given[0].shape:
+            raise TypeError(
+                _NOT_ELEMENTWISE.format(where, f"{node.name} has another shape")
+            )
+
+
+_NOT_ELEMENTWISE = (
+    "{} is not elementwise: {}. What maps whole tensors is for `whole`, and what takes "
+    "means for `means`"
+)
 
 
 def check_elementwise(
-    method: str, names: Sequence[str], run: Callable[..., Any], count: int, scalars: Any
+    where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
 ) -> None:
     """Raise unless an element of each result depends on that of `count` tensors alone.
 
     Tried with random tensors and parts of them, for scalars as numbers and as tensors.
     """
-    drawn = torch.Generator().manual_seed(0)
-    wide: Any = {"dtype": torch.float64, "device": "cpu"}
-    given = [torch.rand(13, generator=drawn, **wide) + 0.01 for _ in range(count)]
+    drawn, wide = torch.Generator().manual_seed(0), torch.float64
+    given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
-    results, again = run(*given, *scalars), run(*given, *scalars)
-    parts = run(*[x[some] for x in given], *[torch.tensor(x, **wide) for x in scalars])
+    tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
+    results = _tried(where, graph, *given, *scalars)
+    again = _tried(where, graph, *given, *tensors)
+    parts = _tried(where, graph, *given[:, some], *tensors)
     for name, x, same, part in zip(names, results, again, parts, strict=True):
-        if not isinstance(x, Tensor) or x.shape != (13,) or x.dtype != torch.float64:
-            found = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
-            raise TypeError(
-                f"{method} returns {name} as {found} for a gradient of (13,) "
-                "torch.float64: allowed are its shape and dtype"
-            )
-        if not torch.equal(x.nan_to_num(), same.nan_to_num()):
-            raise TypeError(f"{method} draws random numbers in {name}: leave them out")
+        if x.dtype != wide:
+            raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")
+        if not torch.allclose(x, same, equal_nan=True):
+            raise TypeError(f"{where} draws random numbers in {name}: leave them out")
         if not torch.allclose(x[some], part, equal_nan=True):
-            raise TypeError(
-                f"{method} is not elementwise: {name} of some elements depends on others. "
-                "A map of whole tensors is for `whole(d)`, a mean over one for `means`"
-            )
+            raise TypeError(_NOT_ELEMENTWISE.format(where, f"{name} depends on the others"))

@@ -64,6 +64,8 @@ class Making:
         if method in ("direction", "accumulate"):
             # The gradient and the state may have names of their own.
             first = ["g", "s"][: 1 + bool(self.kind._fields)]
+            if len(names) < len(first):
+                raise TypeError(f"{self.name}.{method} takes {names}: it has to take g, s")
             names[: len(first)] = first
             known = [*known, *(names if method == "direction" else self.extras)]
         many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found])
@@ -107,10 +109,11 @@ class Making:
             or (scalar != right[: len(flat)])
         ):
             said = [type(x).__name__ for x in (found if isinstance(found, tuple) else flat)]
-            wanted = ", ".join([first, *[f"self.{x.__name__}(...)" for x in kinds]])
+            wanted = ", self.State(...)", ", self.Running(...)"
             raise TypeError(
-                f"{self.name}.{method} returned ({', '.join(said)}): allowed is ({wanted}) "
-                "of tensors in the gradient's shape (in Running: of scalars)"
+                f"{self.name}.{method} returned ({', '.join(said)}): allowed is ({first}"
+                f"{''.join(wanted[: len(kinds)])}) of tensors in the gradient's shape (in "
+                "Running: of scalars)"
             )
         return flat
 
@@ -145,15 +148,17 @@ class Making:
         trace.require([*chain(*found.values()), *divisor])
         whole = self._whole() if self.names("whole") else None
         coeffs = self._coeffs(advanced)
-        run = {method: trace.on_tensors(inputs[method], x) for method, x in found.items()}
-        settled = trace.on_tensors(averages, divisor)
+        made = {method: trace.on_tensors(inputs[method], x) for method, x in found.items()}
+        run, settled = {x: fn for x, (fn, _) in made.items()}, None
+        if divisor:
+            settled, _ = trace.on_tensors(averages, divisor)
 
         before = (0.1, self.running()) if advanced else ()
         now = coeffs(3.0, *before, **self.defaults)
         now, n, more = now[0] if advanced else now, len(trace.coeffs), len(self.extras)
-        for method, fn in run.items():
+        for method, (_, graph) in made.items():
             where, count = f"{self.name}.{method}", len(inputs[method])
-            check_elementwise(where, labels[method], fn, count, now[:n])
+            check_elementwise(where, labels[method], graph, count, now[:n])
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]

@@ -19,6 +19,7 @@ from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, derived
 from optimi_func.pure.tree import FlatTree, TreeState, broadcast
 from optimi_func.rules.making import RATES, Making
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["Moment", "Optimizer", "OwnRule", "SecondMoment", "Wide", "check_number"]
 
@@ -202,13 +203,14 @@ class Optimizer(BaseOptimizer):
             given = dict(zip(cls._statics, statics))
             own = {n: x for n, (_, x) in cls._own.items() if n not in (*RATES, *given)}
             numbers = {n: 0.5 if x is MISSING else x for n, x in own.items()}
-            made, again = (Making(cls, numbers, given).rule() for _ in range(2))
-            if made.digest != again.digest:
+            made, again = (Making(cls, numbers, given) for _ in range(2))
+            cls._rules[statics] = rule = made.rule()
+            if rule.digest != again.rule().digest:
                 raise TypeError(
                     f"{cls.__name__} computes something else each time that it is traced, "
                     "as with Python's random numbers: leave them out"
                 )
-            cls._rules[statics] = made
+            cls.pure.narrow = made.narrow
         return cls._rules[statics]
 
 
@@ -235,6 +237,11 @@ def _is_number(annotation: Any, default: Any) -> bool:
     return "float" in text or isinstance(default, float)
 
 
+def _kind(group: dict[str, Any], decay: Decay) -> dict[str, Any]:
+    """Return the option that a saved group lacks: its decay is the class's."""
+    return {"decouple_wd": False} if decay == "l2" and "decouple_lr" in group else {}
+
+
 def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
     """Return the dataclass of the hyperparameters of a class."""
     if decay not in (None, *get_args(Decay)):
@@ -249,6 +256,9 @@ def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
         namespace={
             "owner": cls,
             "choices": cls._statics,
+            "counterparts": Counterparts(
+                our_options=lambda group: _kind(group, made.usual)
+            ),
             "usual": decay or getattr(cls, "pure", OwnRule).usual,
             "__doc__": f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
             "__module__": cls.__module__,

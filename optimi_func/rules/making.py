@@ -46,6 +46,10 @@ class Making:
         }
         self.me = cls.bare({**statics, **self.scalars})
         self.kind: Any = getattr(self.me, "State", NoState)
+        self.makers = _makers(self.name, self.kind)
+        low = torch.empty(1, dtype=torch.bfloat16, device="meta")
+        wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
+        self.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
         self.given["t"] = trace.input("t", True)
@@ -229,7 +233,7 @@ class Making:
         """Return `Rule.init`: zeros, or what the class's own init returns."""
         kind, where = self.kind, f"{self.name}.init"
         own = getattr(self.cls.bare(self.statics), "init", lambda p: kind(*[None] * n))
-        makers, n = _makers(self.name, kind), len(kind._fields)
+        makers, n = self.makers, len(kind._fields)
 
         def init(p: Tensor, kept: Any) -> Any:
             found, fields = own(p), [make(p, kept) for make in makers]

@@ -7,7 +7,7 @@ release and all storages.
 import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast, get_args
 
 from torch import Tensor
 
@@ -210,7 +210,7 @@ class Optimizer(BaseOptimizer):
                     f"{cls.__name__} computes something else each time that it is traced, "
                     "as with Python's random numbers: leave them out"
                 )
-            cls.pure.narrow = made.narrow
+            cast(type[OwnRule], cls.pure).narrow = made.narrow
         return cls._rules[statics]
 
 

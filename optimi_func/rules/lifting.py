@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer, TraceError
 
 from optimi_func.core import math
 from optimi_func.core.rule import Scalar
@@ -19,8 +21,8 @@ _ROOTS = (torch.sqrt, Tensor.sqrt)
 _CONDITIONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
 _LOGICAL = (*_CONDITIONS, operator.and_, operator.or_, operator.xor)
 # Operators that compute with Python numbers as with tensors.
-_USUAL = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv)
-_USUAL = (*_USUAL, operator.mod, operator.neg, operator.pos, *_LOGICAL)
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg)
+_USUAL = (*_ARITHMETIC, operator.floordiv, operator.mod, operator.pos, *_LOGICAL)
 
 
 class Traced(fx.Proxy):
@@ -35,7 +37,7 @@ class Traced(fx.Proxy):
     __int__ = __float__
 
 
-class _Tracer(fx.proxy.GraphAppendingTracer):
+class _Tracer(GraphAppendingTracer):
     def proxy(self, node: fx.Node) -> Traced:
         """Return the stand-in of a node's result."""
         return Traced(node, self)
@@ -71,7 +73,7 @@ class Trace:
         first, where = len(self._graph.nodes), f"{self.owner}.{method}"
         try:
             found = fn(*args)
-        except fx.proxy.TraceError as error:
+        except TraceError as error:
             raise TypeError(
                 f"{where} decides by the value of a tensor or of a hyperparameter (if, "
                 "while, and, or, min, max, loops): write torch.where(condition, x, y), or "
@@ -182,16 +184,14 @@ def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
 
     def scalar(*args: Any, **kwargs: Any) -> Scalar:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        like = tensors[0] if tensors else torch.zeros((), device="cpu")
-        wide = {"dtype": math.scalar_dtype(like.device), "device": like.device}
-        kinds = {True: {"device": like.device}, False: wide}
-        found = target(
-            *[
-                x if isinstance(x, Tensor) else torch.tensor(x, **kinds[type(x) is bool])
-                for x in args
-            ],
-            **kwargs,
-        )
+        device = tensors[0].device if tensors else torch.device("cpu")
+        wide = math.scalar_dtype(device)
+        given: list[Any] = []
+        for x in args:
+            dtype = torch.bool if isinstance(x, bool) else wide
+            is_tensor = isinstance(x, Tensor)
+            given.append(x if is_tensor else torch.tensor(x, dtype=dtype, device=device))
+        found = target(*given, **kwargs)
         return found if tensors else found.item()
 
     scalar.__name__ = scalar.__qualname__ = f"scalar_{target.__name__}"
@@ -222,7 +222,7 @@ def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
     """Run a graph on tensors of one shape. Raise for results of another."""
     inputs, at = iter(given), dict[fx.Node, Any]()
     for node in graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), at.__getitem__)
+        args, kwargs = map_arg((node.args, node.kwargs), at.__getitem__)
         if node.op == "placeholder":
             at[node] = next(inputs)
             continue

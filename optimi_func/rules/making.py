@@ -1,10 +1,11 @@
 """The `Rule` of a class body, for one combination of its static options."""
 
 import inspect
+from collections import namedtuple
 from collections.abc import Callable
 from hashlib import sha256
 from itertools import chain
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -94,30 +95,24 @@ class Making:
 
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
-        found, first, kinds = self.call(method), "d", [self.kind]
-        if method == "after":
-            first = "u"
-        elif self.running._fields:
+        found: Any = self.call(method)
+        kinds = [self.kind]
+        if self.running._fields and method != "after":
             kinds.append(self.running)
-        if not self.kind._fields and isinstance(found, Traced):
+        if isinstance(found, Traced) and not self.kind._fields:
             found = found, self.kind()
-        whole = isinstance(found, tuple) and list(map(type, found[1:])) == kinds
-        names, flat = [first, *self.kind._fields], [found]
-        if whole:
-            flat = [found[0], *chain(*found[1:])]
-        scalar = [isinstance(x, Traced) and x.node in self.trace.host for x in flat]
-        right = [False] * len(names) + [True] * len(self.running._fields)
-        if (
-            not whole
-            or not all([isinstance(x, Traced) for x in flat])
-            or (scalar != right[: len(flat)])
-        ):
-            said = [type(x).__name__ for x in (found if isinstance(found, tuple) else flat)]
-            wanted = ", self.State(...)", ", self.Running(...)"
+        said: Any = found if isinstance(found, tuple) else (found,)
+        right = list(map(type, said[1:])) == kinds
+        flat = [said[0], *chain(*said[1:])] if right else []
+        count, host = 1 + len(self.kind._fields), self.trace.host
+        right = right and all([isinstance(x, Traced) for x in flat])
+        if not right or any([(x.node in host) != (i >= count) for i, x in enumerate(flat)]):
+            names = ", ".join([type(x).__name__ for x in said])
+            wanted = (", self.State(...)", ", self.Running(...)")[: len(kinds)]
             raise TypeError(
-                f"{self.name}.{method} returned ({', '.join(said)}): allowed is ({first}"
-                f"{''.join(wanted[: len(kinds)])}) of tensors in the gradient's shape (in "
-                "Running: of scalars)"
+                f"{self.name}.{method} returned ({names}): allowed is "
+                f"({'u' if method == 'after' else 'd'}{''.join(wanted)}) of tensors in the "
+                "gradient's shape (in Running: of scalars)"
             )
         return flat
 
@@ -151,11 +146,10 @@ class Making:
             inputs["means"] = [me["g"], me["x"], me["d"], *new]
         trace.require([*chain(*found.values()), *divisor])
         whole = self._whole() if self.names("whole") else None
-        coeffs = self._coeffs(advanced)
+        coeffs, names = self._coeffs(advanced)
         made = {method: trace.on_tensors(inputs[method], x) for method, x in found.items()}
-        run, settled = {x: fn for x, (fn, _) in made.items()}, None
-        if divisor:
-            settled, _ = trace.on_tensors(averages, divisor)
+        run = {x: fn for x, (fn, _) in made.items()}
+        settled, _ = trace.on_tensors(averages, divisor)
 
         before = (0.1, self.running()) if advanced else ()
         now = coeffs(3.0, *before, **self.defaults)
@@ -195,21 +189,20 @@ class Making:
             else None,
             reads_param="x" in self.names("direction") + self.names("accumulate"),
             extras=tuple(self.extras),
+            numbers=names,
             digest=sha256(repr((self.name, kind._fields, trace.code)).encode()).hexdigest(),
         )
 
-    def _coeffs(self, more: list[Traced]) -> Callable[..., Any]:
-        """Return `Rule.coeffs`, which computes the scalars of a step."""
+    def _coeffs(self, more: list[Traced]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        """Return `Rule.coeffs`, and the names of the hyperparameters that it takes."""
         n, running = len(self.trace.coeffs), self.running
         used = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
         rates = [x for x in RATES if self.scalars[x].node in used]
         names = [x for x in self.scalars if x not in RATES or x in rates]
         scalars = pytree.tree_leaves([self.scalars[x] for x in names])
         host = self.trace.on_host([self.given["t"], *scalars, *self.given["r"]], more)
-        kind = NamedTuple(  # pyright: ignore[reportUntypedNamedTuple]
-            "Coeffs",
-            [(x, Any) for x in (*[f"c{i}" for i in range(n)], *self.extras, "further")],
-        )
+        fields = [*[f"c{i}" for i in range(n)], *self.extras, "further"]
+        kind: Any = namedtuple("Coeffs", fields)  # pyright: ignore[reportUntypedNamedTuple]
         empty = (None,) * len(self.extras)
 
         def coeffs(t: Any, *before: Any, **given: Any) -> Any:
@@ -221,13 +214,7 @@ class Making:
             now = kind(*found[:n], *empty, ())
             return (now, running(*found[n:])) if before else now
 
-        usual = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        first = ["t", *(("lr", "running") if running._fields else ())]
-        own = [inspect.Parameter(x, usual) for x in first]
-        own += [inspect.Parameter(f"{x}", inspect.Parameter.KEYWORD_ONLY) for x in names]
-        signature = inspect.Signature(own)
-        coeffs.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-        return coeffs
+        return coeffs, tuple(names)
 
     def _init(self) -> Callable[..., Any]:
         """Return `Rule.init`: zeros, or what the class's own init returns."""

@@ -6,7 +6,7 @@ directions into deltas and adds them. All other modules decide where and when it
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import (
     Any,
     Generic,
@@ -121,13 +121,13 @@ class Rule(Generic[S, C]):
     reads_param: bool = False
     extras: tuple[str, ...] = ()
     digest: str = ""
-    numbers: tuple[str, ...] = field(init=False)
+    numbers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Read the names of the hyperparameters from the signature of `coeffs`."""
-        given = 3 if self.running._fields else 1
-        names = list(inspect.signature(self.coeffs).parameters)[given:]
-        object.__setattr__(self, "numbers", tuple(names))
+        found = inspect.signature(self.coeffs).parameters.values()
+        names = tuple([p.name for p in found if p.kind is p.KEYWORD_ONLY])
+        object.__setattr__(self, "numbers", self.numbers or names)
         if self.whole is not None and (self.after is not None or self.means is not None):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
 

@@ -336,13 +336,13 @@ class FunctionalOptimizer:
         self,
         leaves: FlatTree,
         rewrite: Rewrite | None,
-        more: Callable[[int, Any], Any] | None = None,
+        extras: list[dict[str, Any]] | None = None,
     ) -> tuple[Any, TreeState]:
-        """Step; `more` returns the coefficients of the i-th leaf with extras."""
+        """Step; `extras` are further coefficients of each leaf, by name."""
         if not torch.compiler.is_compiling():
             warn(self.mistakes + leaves.stuck_moments(self))
         scalars, running, cast = self._now(leaves)
-        stepped = leaves.stepped(self.rule, scalars, cast, rewrite, more)
+        stepped = leaves.stepped(self.rule, scalars, cast, rewrite, extras)
         return leaves.rebuild(stepped, running)
 
     def eval_params(self, params: T, state: TreeState) -> T:

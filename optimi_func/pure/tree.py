@@ -167,7 +167,7 @@ class FlatTree(NamedTuple):
         scalars: Sequence[Scalars],
         cast: Casts,
         rewrite: Rewrite | None,
-        more: Callable[[int, Any], Any] | None,
+        extras: Sequence[dict[str, Any]] | None,
     ) -> dict[int, Leaf]:
         """Return the leaves that have gradients after one step, by their index."""
         found: dict[int, Any] = {}
@@ -176,8 +176,8 @@ class FlatTree(NamedTuple):
             if g is not None:
                 wide = leaf_dtype(leaf, g)
                 now = cast(scalars[i], wide, leaf.p.device)
-                if more is not None:
-                    now = now._replace(coeffs=more(i, now.coeffs))
+                if extras is not None:
+                    now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
                 found[i] = half(rule, leaf, g, now, True, whole_means, wide)
         if rewrite is None:
             return found

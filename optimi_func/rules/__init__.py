@@ -1,40 +1,25 @@
 """Your own optimizer: a class body with the update of one tensor.
 
-`Optimizer` makes of it the class with param groups and schedulers, the pure step, compiled
-kernels, gradient release, and all storages.
+`Optimizer` makes of it a class with param groups, the pure step, compiled kernels, gradient
+release and all storages.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import (
-    KW_ONLY,
-    MISSING,
-    InitVar,
-    dataclass,
-    field,
-    fields,
-    make_dataclass,
-)
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeAlias,
-    TypeVar,
-)
+from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast, get_args
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_needs_no_extras
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.math import moment, second_moment, slow_moment
-from optimi_func.core.rule import PyTree, Rule
+from optimi_func.core.rule import MomentStorage, PyTree, Rule
 from optimi_func.optimizers._forms import check_calls
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, derived
 from optimi_func.pure.tree import FlatTree, Rewrite, TreeState, broadcast
-from optimi_func.rules.making import Making
+from optimi_func.rules.making import RATES, Making
+from optimi_func.state.convert import Counterparts
 
 __all__ = ["Moment", "Optimizer", "OwnRule", "SecondMoment", "Wide", "check_number"]
 
@@ -42,7 +27,7 @@ T = TypeVar("T")
 Decay: TypeAlias = Literal["decoupled", "l2", "proximal"]
 
 
-def _wide(p: Tensor, kept: Any) -> Tensor:
+def _wide(p: Tensor, kept: MomentStorage) -> Tensor:
     del kept
     return slow_moment(p)
 
@@ -55,17 +40,20 @@ Wide: TypeAlias = Annotated[Tensor, _wide]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OwnRule(FunctionalOptimizer):
-    """Base class of `pure` of an `Optimizer`: its rule with hyperparameters, as a value."""
+    """Base class of the `pure` of an `Optimizer`: its rule with hyperparameters."""
 
     owner: ClassVar[type["Optimizer"]]
     usual: ClassVar[Decay] = "decoupled"
 
     @derived
     def rule(self) -> Rule[Any, Any]:
-        """The mathematics, one rule for each combination of the static options."""
-        return self.owner.rule_for(tuple(getattr(self, name) for name in self.choices))
+        """The mathematics, a rule for each combination of static options."""
+        return self.owner.rule_for(tuple([getattr(self, name) for name in self.choices]))
 
-    decay = derived[Any](lambda self: self._decay_kind(self.usual))
+    @derived
+    def decay(self) -> Any:
+        """The kind of weight decay."""
+        return self._decay_kind(self.usual)
 
     def __repr__(self) -> str:
         """Return the call that makes it, without defaults."""
@@ -75,21 +63,15 @@ class OwnRule(FunctionalOptimizer):
         """Raise if a hyperparameter is out of range, also by the class's own `check`."""
         super().check()
         for name in self.rule.numbers:
-            given = getattr(self, name)
-            many = isinstance(getattr(type(self), name, None), tuple)
-            if many and not isinstance(given, tuple | list):
-                raise TypeError(f"Invalid {name}: {name}={given!r}: allowed is a tuple")
-            for x in given if many else (given,):
-                if name not in ("lr", "weight_decay"):
-                    check_number(name, name, x)
+            given, usual = getattr(self, name), getattr(type(self), name, None)
+            count = len(usual) if isinstance(usual, tuple) else 0
+            if count and not (isinstance(given, tuple | list) and len(given) == count):
+                text = f"Invalid {name}: {name}={given!r}: allowed are {count} numbers"
+                raise ValueError(text)
+            for x in given if count else (given,):
+                check_number(name, name, x)
         if hasattr(self.owner, "check"):
-            values = {f.name: getattr(self, f.name) for f in fields(self)}
-            self.owner.bare(values).check()
-
-    def advance(self, t: Any, running: Any) -> tuple[Any, Any]:
-        """Return the rule's coefficients; raise if its step has to be given tensors."""
-        check_needs_no_extras(self.rule)
-        return super().advance(t, running)
+            self.owner.bare({f.name: getattr(self, f.name) for f in fields(self)}).check()
 
     def step(
         self,
@@ -107,33 +89,31 @@ class OwnRule(FunctionalOptimizer):
             grads: Its gradients; a parameter whose gradient is None does not change.
             state: From `init` or the step before.
             rewrite: Changes the updates before they are added: see `transforms.chain`.
-            extras: What `direction` takes besides: each a tree with a tensor for each
-                parameter, or a prefix of it, as a loss for all.
+            extras: What `direction` takes besides, by name: trees with a tensor for each
+                parameter, or prefixes of them.
 
         Raises:
-            TypeError: An extra that `direction` does not take, or one that it lacks.
+            TypeError: An extra that `direction` lacks, or does not take.
         """
-        names = self.rule.extras
-        if {*names} != {*extras}:
+        if {*self.rule.extras} != {*extras}:
             raise TypeError(
-                f"{type(self).__name__}.pure.step got the extras {sorted(extras)}: its "
-                f"direction takes {sorted(names)}"
+                f"{type(self).__name__}.pure(...).step got the extras {sorted(extras)}: "
+                f"its direction takes {sorted(self.rule.extras)}"
             )
         leaves = FlatTree.check(self.rule, params, grads, state)
-        given = {name: broadcast(name, extras[name], leaves) for name in names}
-
-        def more(i: int, coeffs: Any) -> Any:
-            own = {name: found[at[i]] for name, (found, at) in given.items()}
-            shape = leaves.leaves[i].p.shape
-            for name, x in own.items():
-                if isinstance(x, Tensor) and x.shape not in (shape, ()):
+        given = {name: broadcast(name, x, leaves) for name, x in extras.items()}
+        own = [
+            {name: found[at[i]] for name, (found, at) in given.items()}
+            for i in range(len(leaves.leaves))
+        ]
+        for path, leaf, some in zip(leaves.paths, leaves.leaves, own):
+            for name, x in some.items():
+                if isinstance(x, Tensor) and x.shape not in (leaf.p.shape, ()):
                     raise ValueError(
-                        f"{name}{leaves.paths[i]} has the shape {tuple(x.shape)}, but its "
-                        f"parameter {tuple(shape)}: allowed are that and ()"
+                        f"{name}{path} has the shape {tuple(x.shape)}, and its parameter "
+                        f"{tuple(leaf.p.shape)}: allowed are that and ()"
                     )
-            return coeffs._replace(**own)
-
-        return self._step(leaves, rewrite, more if names else None)
+        return self._step(leaves, rewrite, own)
 
 
 class Optimizer(BaseOptimizer):
@@ -149,42 +129,40 @@ class Optimizer(BaseOptimizer):
                 m = self.momentum * s.exp_avg + (1 - self.momentum) * g
                 return m.sign(), self.State(m)
 
-    Decay, low precision, storage and kernels are not its business. The parameter moves by
-    -lr times the direction. Fields are arguments of the constructor: floats and tuples of
-    floats are hyperparameters, which may be scheduled, and others (bools, strings, ints)
-    are static, so that methods may branch on them. Methods are traced once, when the class
-    is defined. They read globals and closures then.
+    The parameter moves by -lr times the direction; decay, precision and storage are not its
+    business. Fields are the constructor's arguments. Floats and tuples of floats are
+    hyperparameters, which may be scheduled. Others (bools, strings, ints) are static, so
+    that methods may branch on them. `SignSGD.pure(lr=1e-3)` is the same as a value, with
+    `init` and `step`. Methods are traced once, at the definition, and read globals then.
+    Only `direction` is needed. Arguments go by name: t is the 1-based step, x the
+    parameter.
+
+    - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
+      names, which the pure step is given as trees. With `class Running(NamedTuple)` of
+      floats it may take r, and returns a Running for the next step as third result.
+    - `accumulate(self, g, s, ...) -> (d, State)`: the direction for a further part of a
+      step's gradient, for gradient release with accumulation="states".
+    - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u.
+    - `means(self, mean, g, s, x, d, t)` returns what the delta is divided by. `mean(y)` is
+      the mean of y over the whole parameter, and s the new state.
+    - `whole(self, d, t) -> d` maps the direction of a whole tensor, as Muon does.
+      `refuses(self, p)` returns why it does not take a parameter, or None.
+    - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
+    - `init(self, p) -> State` returns the first values, and None for zeros.
+    - `check(self)` raises for hyperparameters out of range; see `check_number`.
+
+    The class line takes `decay`: "decoupled", "l2" (it joins the gradient) or "proximal".
 
     Args:
         params: Parameters, named parameters, or param groups.
-        lr: Learning rate.
-        weight_decay: Decay coefficient; `decay` of the class line is its kind.
+        weight_decay: Decay coefficient.
 
-    The class line takes `decay`: "decoupled" (default), "l2" (it joins the gradient) or
-    "proximal". `pure` is the same rule as a value: `SignSGD.pure(lr=1e-3)` has `init` and
-    `step`. Arguments not named here are those of every optimizer: see `BaseOptimizer`.
-
-    Methods, of which only `direction` is needed. Arguments go by name: `t` is the 1-based
-    step, `x` the parameter.
-
-    - `direction(self, g, s, ...) -> (d, State)`: may take `t`, `x`, and other names, which
-      `pure(...).step` is then given as trees; with `class Running(NamedTuple)` of floats
-      also `r`, and it returns a third result, the Running of the next step.
-    - `accumulate(self, g, s, ...) -> (d, State)`: the direction for a further part of a
-      step's gradient, for gradient release with accumulation="states".
-    - `after(self, x, u, s, t) -> (u, State)`: rewrites the finished delta u.
-    - `means(self, mean, g, s, x, d, t) -> divisor` of the move, where `mean(tensor)` is the
-      mean over the whole parameter, and s the new state.
-    - `whole(self, d, t) -> d`: maps the direction of a whole tensor, as Muon does.
-      `refuses(self, p)` returns why it does not take a parameter, or None.
-    - `eval_point(self, x, s, t) -> x`: the parameter to evaluate with.
-    - `init(self, p) -> State`: values to begin with, None for zeros.
-    - `check(self)`: raises for hyperparameters out of range, see `check_number`.
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        TypeError: At the definition of the class: a method that cannot be traced, that is
-            not elementwise, or returns something else; a field that has the name of an
-            option. At a step: extras that it lacks.
+        TypeError: At the definition of the class: a method that cannot be traced or is not
+            elementwise, other results, a field that has the name of an option. At the
+            construction: a direction that takes extras.
 
     >>> class SignSGD(Optimizer):
     ...     def direction(self, g: Tensor):
@@ -198,7 +176,7 @@ class Optimizer(BaseOptimizer):
     """
 
     pure: ClassVar[Callable[..., OwnRule]]
-    _own: ClassVar[dict[str, tuple[Any, Any]]] = {}
+    _own: ClassVar[dict[str, tuple[Any, Any]]] = {}  # annotations and defaults
     _statics: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[Any, Rule[Any, Any]]] = {}
     _positional = ()
@@ -230,63 +208,72 @@ class Optimizer(BaseOptimizer):
         """Return the rule of a combination of the static options."""
         if statics not in cls._rules:  # Dynamo does not trace into functools.cache
             given = dict(zip(cls._statics, statics))
-            rates = ("lr", "weight_decay")
-            own = {n: x for n, (_, x) in cls._own.items() if n not in (*rates, *given)}
+            own = {n: x for n, (_, x) in cls._own.items() if n not in (*RATES, *given)}
             numbers = {n: 0.5 if x is MISSING else x for n, x in own.items()}
-            cls._rules[statics] = Making(cls, numbers, given).rule()
+            made, again = (Making(cls, numbers, given) for _ in range(2))
+            cls._rules[statics] = rule = made.rule()
+            if rule.digest != again.rule().digest:
+                raise TypeError(
+                    f"{cls.__name__} computes something else each time that it is traced, "
+                    "as with Python's random numbers: leave them out"
+                )
+            cast(type[OwnRule], cls.pure).narrow = made.narrow
         return cls._rules[statics]
 
 
 def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the annotations and defaults of the fields of a class body."""
-    options = {*Optimizer._parameters} - {"lr", "weight_decay"}
+    """Return the annotation and the default of each field of a class body."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, annotation in inspect.get_annotations(cls).items():
         if name.startswith("_") or "ClassVar" in str(annotation):
             continue
-        taken = hasattr(BaseOptimizer, name) or hasattr(OwnRule, name)
-        if name in options or (taken and name != "weight_decay"):
+        taken = name in Optimizer._parameters or hasattr(BaseOptimizer, name)
+        if name not in RATES and (taken or hasattr(OwnRule, name)):
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer: give "
                 "the hyperparameter another name"
             )
-        default = cls.__dict__.get(name, MISSING)
-        found[name] = annotation, default
+        found[name] = annotation, cls.__dict__.get(name, MISSING)
     return found
 
 
 def _is_number(annotation: Any, default: Any) -> bool:
-    """Return True for a float or a tuple of floats, which is no static option."""
-    if isinstance(default, float):
-        return True
-    text = (
-        annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    )
-    return "float" in text
+    """Return True for a float and for a tuple of floats, which are not static."""
+    known = isinstance(annotation, str)
+    text = annotation if known else inspect.formatannotation(annotation)
+    return "float" in text or isinstance(default, float)
+
+
+def _kind(group: dict[str, Any], decay: Decay) -> dict[str, Any]:
+    """Return the option that a saved group lacks: its decay is the class's."""
+    return {"decouple_wd": False} if decay == "l2" and "decouple_lr" in group else {}
 
 
 def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
-    """Return the class's rule as a value: a dataclass of its hyperparameters."""
-    base: Any = getattr(cls, "pure", OwnRule)
-    own = {**cls._own}
+    """Return the dataclass of the hyperparameters of a class."""
+    if decay not in (None, *get_args(Decay)):
+        raise ValueError(f"{cls.__name__}: decay={decay!r}: allowed are {get_args(Decay)}")
     made = make_dataclass(
         cls.__name__,
         [
-            (name, bool if x in (bool, "bool") else Any, field(default=y))
-            for name, (x, y) in own.items()
+            (name, bool if kind in (bool, "bool") else Any, field(default=default))
+            for name, (kind, default) in cls._own.items()
         ],
         bases=(OwnRule,),
-        frozen=True,
-        kw_only=True,
-        repr=False,
         namespace={
             "owner": cls,
             "choices": cls._statics,
-            "usual": decay or base.usual,
+            "counterparts": Counterparts(
+                our_options=lambda group: _kind(group, made.usual)
+            ),
+            "usual": decay or getattr(cls, "pure", OwnRule).usual,
             "__doc__": f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
             "__module__": cls.__module__,
             "__qualname__": f"{cls.__qualname__}.pure",
         },
+        frozen=True,
+        kw_only=True,
+        repr=False,
     )
     check_calls(made)
     return made

@@ -1,28 +1,28 @@
 """The methods of a rule, traced once: scalar work for the host, the rest for tensors.
 
 Operations on hyperparameters and the step alone become coefficients in double precision.
-The others become functions of one tensor, which the pipeline and its kernels call.
+The others become functions of tensors, which the pipeline and its kernels call.
 """
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer, TraceError
 
 from optimi_func.core import math
 from optimi_func.core.rule import Scalar
 
 _POWERS = (operator.pow, torch.pow, Tensor.pow)
 _ROOTS = (torch.sqrt, Tensor.sqrt)
-_INVERSE_ROOTS = (torch.rsqrt, Tensor.rsqrt)
-_NUMBERS = tuple(
-    getattr(operator, name)
-    for name in "add sub mul truediv floordiv mod neg pos gt ge lt le eq ne".split()
-)
-_CONDITIONS = (*_NUMBERS[-6:], operator.and_, operator.or_, operator.xor)
+_CONDITIONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
+_LOGICAL = (*_CONDITIONS, operator.and_, operator.or_, operator.xor)
+# Operators that compute with Python numbers as with tensors.
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg)
+_USUAL = (*_ARITHMETIC, operator.floordiv, operator.mod, operator.pos, *_LOGICAL)
 
 
 class Traced(fx.Proxy):
@@ -31,13 +31,13 @@ class Traced(fx.Proxy):
     def __float__(self) -> float:
         raise TypeError(
             "math's functions and float() take no traced hyperparameter: write x ** 0.5 "
-            "for math.sqrt(x), and torch.exp, torch.where, torch.minimum and so on"
+            "for math.sqrt(x), and torch.exp(x), torch.log(x) and so on"
         )
 
     __int__ = __float__
 
 
-class _Tracer(fx.proxy.GraphAppendingTracer):
+class _Tracer(GraphAppendingTracer):
     def proxy(self, node: fx.Node) -> Traced:
         """Return the stand-in of a node's result."""
         return Traced(node, self)
@@ -46,8 +46,8 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
         """Refuse constants that a graph cannot hold."""
         if isinstance(a, Tensor):
             raise TypeError(
-                "it uses a tensor that is neither its argument nor made of one: make it a "
-                "field of State (`init` fills it), or an argument that step is given"
+                "it uses a tensor that is neither an argument nor made of one: make it a "
+                "field of State, which `init` fills, or an extra that step is given"
             )
         return super().create_arg(a)
 
@@ -56,244 +56,214 @@ class Trace:
     """The graph of a rule's methods, and the functions that are taken out of it."""
 
     def __init__(self, owner: str) -> None:
-        self._owner, self._code = owner, ""
+        self.owner, self.code = owner, ""
+        self.host: set[fx.Node] = set()  # what depends on scalars alone
+        self.coeffs: list[fx.Node] = []  # those of them that tensor work reads
         self._graph = fx.Graph()
         self._tracer = _Tracer(self._graph)
-        self._host: set[fx.Node] = set()
-        self.coeffs: list[fx.Node] = []  # the coefficients that tensor work reads
 
-    def tensor(self, name: str) -> Traced:
-        """Return the stand-in of a tensor."""
-        return Traced(self._graph.placeholder(name), self._tracer)
-
-    def scalar(self, name: str) -> Traced:
-        """Return the stand-in of a hyperparameter, or of the step."""
-        found = self.tensor(name)
-        self._host.add(found.node)
-        return found
+    def input(self, name: str, scalar: bool = False) -> Traced:
+        """Return the stand-in of a tensor, or of a scalar."""
+        node = self._graph.placeholder(name)
+        self.host |= {node} if scalar else set()
+        return Traced(node, self._tracer)
 
     def call(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a method with stand-ins. Raise TypeError for what cannot be traced."""
-        first = len(self._graph.nodes)
+        first, where = len(self._graph.nodes), f"{self.owner}.{method}"
         try:
             found = fn(*args)
-        except fx.proxy.TraceError as error:
+        except TraceError as error:
             raise TypeError(
-                f"{self._owner}.{method} decides by the value of a tensor or of a "
-                "hyperparameter (if, while, and, or, min, max, bool, loops): write "
-                "torch.where(condition, x, y), or make the hyperparameter a bool or a str, "
-                f"which is static ({error})"
+                f"{where} decides by the value of a tensor or of a hyperparameter (if, "
+                "while, and, or, min, max, loops): write torch.where(condition, x, y), or "
+                f"make the hyperparameter a bool or a str, which is static ({error})"
             ) from error
-        except (TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
-            text = f"{self._owner}.{method} cannot be traced: {error}"
-            raise TypeError(text) from error
+        except Exception as error:
+            raise TypeError(f"{where} cannot be traced: {error}") from error
         for node in list(self._graph.nodes)[first:]:
-            self._check(method, node)
+            name = str(getattr(node.target, "__name__", node.target))
+            if (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs:
+                raise TypeError(
+                    f"{where} writes in place: use {name.rstrip('_')} for {name}"
+                )
+            if node.target is getattr:
+                raise TypeError(
+                    f"{where} reads .{node.args[1]} of a tensor, which may be flat or a "
+                    "part here: only `whole` is given whole tensors"
+                )
             inputs = node.all_input_nodes
-            if inputs and all([x in self._host for x in inputs]):
-                self._host.add(node)
+            if inputs and self.host.issuperset(inputs):
+                self.host.add(node)
         return found
 
-    def _check(self, method: str, node: fx.Node) -> None:
-        name = str(getattr(node.target, "__name__", node.target))
-        if (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs:
-            self._refuse(method, f"writes in place ({name})", f"{name.rstrip('_')}")
-        if node.target is getattr:
-            what = f"reads .{node.args[1]} of a tensor, which may be flat or a part here"
-            self._refuse(method, what, "whole(d), which is given the whole tensor")
+    def require(self, results: Iterable[Traced]) -> None:
+        """Make coefficients of the scalars that tensor work reads for these results."""
+        nodes = self.needed([x.node for x in results])
+        for node in self._graph.nodes:
+            if node in nodes and node not in self.host:
+                read = [x for x in node.all_input_nodes if x in self.host]
+                self.coeffs += [x for x in read if x not in self.coeffs]
 
-    def _refuse(self, method: str, what: str, instead: str) -> None:
-        raise TypeError(f"{self._owner}.{method} {what}: use {instead} instead")
+    def needed(
+        self, results: Sequence[fx.Node], given: Sequence[fx.Node] = ()
+    ) -> set[fx.Node]:
+        """Return the nodes that results are computed of, up to the given ones."""
+        found, rest = set[fx.Node](), list(results)
+        while rest:
+            node = rest.pop()
+            if node not in found:
+                found.add(node)
+                rest += () if node in given else node.all_input_nodes
+        return found
 
-    def require(self, results: Iterable[Any]) -> None:
-        """Make the scalars coefficients that these results need."""
-        nodes = self._before([x.node for x in results], set())
-        for node in nodes:
-            inputs = [] if node in self._host else node.all_input_nodes
-            for x in inputs:
-                if x in self._host and x not in self.coeffs:
-                    self.coeffs.append(x)
+    def on_host(self, given: list[Traced], more: list[Traced]) -> Callable[..., Any]:
+        """Return `(*given) -> (*coefficients, *more)` for numbers and 0-d tensors."""
+        found = [*self.coeffs, *[x.node for x in more]]
+        return self._function([x.node for x in given], found, _on_scalars)[0]
 
-    def read(self, scalars: Iterable[Traced]) -> None:
-        """Make these scalars coefficients."""
-        self.coeffs += [x.node for x in scalars if x.node not in self.coeffs]
-
-    def used(self, results: Sequence[Traced]) -> set[fx.Node]:
-        """Return all nodes that coefficients and these results are computed from."""
-        return self._before([*self.coeffs, *[x.node for x in results]], set())
-
-    def on_host(self, given: Sequence[Traced], results: Sequence[Traced]) -> Any:
-        """Return `(*given) -> (*coefficients, *results)`, for numbers and 0-d tensors."""
-        found = [*self.coeffs, *[x.node for x in results]]
-        return self._function([x.node for x in given], found, _on_scalars)
-
-    def on_tensors(self, given: Sequence[Traced], results: Sequence[Traced]) -> Any:
-        """Return `(*given, *coefficients) -> results`."""
+    def on_tensors(
+        self, given: list[Traced], results: list[Traced]
+    ) -> tuple[Callable[..., Any], fx.Graph]:
+        """Return `(*given, *coefficients) -> results`, and its graph."""
         nodes = [*[x.node for x in given], *self.coeffs]
         return self._function(nodes, [x.node for x in results], self._on_tensors)
 
-    def is_scalar(self, x: Traced) -> bool:
-        """Return True if x depends on hyperparameters and the step alone."""
-        return x.node in self._host
-
-    def digest(self, *facts: object) -> str:
-        """Return a hash of the code of all functions, and of these facts."""
-        return sha256(repr((self._owner, self._code, facts)).encode()).hexdigest()
-
-    def _before(self, results: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-        """Return the nodes that results are computed from, up to the given ones."""
-        found: set[fx.Node] = set()
-        open_ = list(results)
-        while open_:
-            node = open_.pop()
-            if node not in found:
-                found.add(node)
-                open_ += [] if node in given else node.all_input_nodes
-        return found
-
-    def _function(
-        self,
-        given: list[fx.Node],
-        results: list[fx.Node],
-        replaced: Callable[[fx.Node], Callable[..., Any] | None],
-    ) -> Any:
-        graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in given:
-            at[node] = graph.placeholder(node.name)
-        needed = self._before(results, set(given))
+    def _function(self, given: list[fx.Node], results: list[fx.Node], of: Any) -> Any:
+        """Return a function of the given nodes, whose operations `of` may replace."""
+        graph = fx.Graph()
+        at = {node: graph.placeholder(node.name) for node in given}
+        needed = self.needed(results, given)
         for node in self._graph.nodes:
             if node not in needed or node in at:
                 continue
             if node.op == "placeholder":
-                raise TypeError(f"{self._owner} uses {node.name} where it is not given")
+                raise TypeError(f"{self.owner}: {node.name} is not known in this method")
             at[node] = graph.node_copy(node, at.__getitem__)
-            fn = replaced(node)
-            if fn is not None:
+            if (fn := of(node, _function_of(node))) is not None:
                 at[node].op, at[node].target = "call_function", fn
-        found = [at[x] for x in results]
-        for i, x in enumerate(results):
-            if x in self._host and x.target in _CONDITIONS:
-                # As a coefficient, a bool would choose a graph.
-                found[i] = graph.call_function(operator.mul, (found[i], 1.0))
-        graph.output(tuple(found))
+        # As a coefficient, a bool would choose a graph.
+        graph.output(
+            tuple(
+                graph.call_function(operator.mul, (at[x], 1.0))
+                if x in self.host and x.target in _LOGICAL
+                else at[x]
+                for x in results
+            )
+        )
         code = graph.python_code("self")
-        self._code += code.src
+        self.code += code.src
         space = dict(code.globals)
         exec(code.src, space)
         made = space["forward"]
-        return lambda *args: made(None, *args)
+        return (lambda *args: made(None, *args)), graph
 
-    def _on_tensors(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Return the function that replaces an operation on tensors, if one does."""
-        target = _function_of(node)
+    def _on_tensors(self, node: fx.Node, target: Any) -> Callable[..., Any] | None:
         if target in _ROOTS:
             return math.root
-        if target in _INVERSE_ROOTS:
-            return _inverse_root
         if target in _POWERS and not isinstance(node.args[1], fx.Node):
-            return _power_of_tensor
-        if target is torch.where and node.args[0] in self._host:
-            return _select
-        return None
+            return _power
+        return _select if target is torch.where and node.args[0] in self.host else None
 
 
 def _function_of(node: fx.Node) -> Any:
-    if node.op == "call_method":
-        return getattr(Tensor, str(node.target))
-    return node.target
+    method = node.op == "call_method"
+    return getattr(Tensor, str(node.target)) if method else node.target
 
 
-def _on_scalars(node: fx.Node) -> Callable[..., Any] | None:
-    """Return the function that computes an operation on scalars."""
-    target: Any = _function_of(node)
+def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
     if target in _ROOTS:
         return math.sqrt
     if target in _POWERS:
-        if isinstance(node.args[1], fx.Node):
-            return math.power
-        return _root if node.args[1] == 0.5 else operator.pow
+        return math.power if isinstance(node.args[1], fx.Node) else _scalar_power
     if target is torch.where:
         return math.choose
-    if target is operator.invert:
-        target = torch.logical_not
-    if target in (*_NUMBERS, operator.and_, operator.or_, operator.xor):
+    if target in _USUAL:
         return None
+    target = torch.logical_not if target is operator.invert else target
 
-    def on_scalar(*args: Any, **kwargs: Any) -> Scalar:
+    def scalar(*args: Any, **kwargs: Any) -> Scalar:
         tensors = [x for x in args if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         wide = math.scalar_dtype(device)
-        given = [
-            torch.full((), x, dtype=wide, device=device) if isinstance(x, float) else x
-            for x in args
-        ]
+        given: list[Any] = []
+        for x in args:
+            dtype = torch.bool if isinstance(x, bool) else wide
+            is_tensor = isinstance(x, Tensor)
+            given.append(x if is_tensor else torch.tensor(x, dtype=dtype, device=device))
         found = target(*given, **kwargs)
         return found if tensors else found.item()
 
-    on_scalar.__name__ = on_scalar.__qualname__ = f"scalar_{target.__name__}"
-    return on_scalar
+    scalar.__name__ = scalar.__qualname__ = f"scalar_{target.__name__}"
+    return scalar
 
 
-def _root(x: Scalar, half: float) -> Scalar:
-    del half
-    return math.sqrt(x)
+def _scalar_power(x: Scalar, exponent: float) -> Scalar:
+    return math.sqrt(x) if exponent == 0.5 else x**exponent
 
 
-def _power_of_tensor(x: Tensor, exponent: float) -> Tensor:
-    """Return x**exponent, with finite derivatives at 0."""
-    if exponent == 0.5:
-        return math.root(x)
+def _power(x: Tensor, exponent: float) -> Tensor:
+    """Return x**exponent, with a finite derivative at 0."""
     if exponent == int(exponent):
         return x**exponent
-    return x.clamp_min(torch.finfo(x.dtype).tiny) ** exponent
-
-
-def _inverse_root(x: Tensor) -> Tensor:
-    return 1.0 / math.root(x)
+    root = math.root(x)
+    return root if exponent == 0.5 else root ** (2.0 * exponent)
 
 
 def _select(condition: Scalar, yes: Any, no: Any) -> Any:
     """Return torch.where for a condition that is a coefficient, 1.0 or 0.0."""
     if isinstance(condition, Tensor):
         return torch.where(condition != 0.0, yes, no)
-    return yes if condition else no
+    chosen, other = (yes, no) if condition else (no, yes)
+    return torch.full_like(other, chosen) if isinstance(chosen, float | int) else chosen
+
+
+def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
+    """Run a graph on tensors of one shape. Raise for results of another."""
+    inputs, at = iter(given), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), at.__getitem__)
+        if node.op == "placeholder":
+            at[node] = next(inputs)
+            continue
+        if node.op == "output":
+            return args[0]
+        fn = getattr(Tensor, node.target) if node.op == "call_method" else node.target
+        try:
+            at[node] = fn(*args, **kwargs)
+        except Exception as error:
+            raise TypeError(f"{where} raises in {fn.__name__}: {error}") from error
+        if not isinstance(at[node], Tensor) or at[node].shape != given[0].shape:
+            raise TypeError(
+                _NOT_ELEMENTWISE.format(where, f"{node.name} has another shape")
+            )
+
+
+_NOT_ELEMENTWISE = (
+    "{} is not elementwise: {}. What maps whole tensors is for `whole`, and what takes "
+    "means for `means`"
+)
 
 
 def check_elementwise(
-    method: str, names: Sequence[str], run: Callable[..., Any], count: int, scalars: Any
+    where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
 ) -> None:
-    """Raise unless each element of the results depends on that of `count` tensors alone.
+    """Raise unless an element of each result depends on that of `count` tensors alone.
 
-    `run` is given random tensors, parts of them, and the scalars as floats and as tensors.
+    Tried with random tensors and parts of them, for scalars as numbers and as tensors.
     """
-    random = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=random, dtype=torch.float64, device="cpu")
-        return made.abs() + 0.01
-
-    given = [draw(13) for _ in range(count)]
-    given[0] = given[0] * torch.tensor([1.0, -1.0] * 6 + [1.0], dtype=torch.float64)
+    drawn, wide = torch.Generator().manual_seed(0), torch.float64
+    given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
+    given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
-    tensors = [torch.full((), x, dtype=torch.float64, device="cpu") for x in scalars]
-    whole = run(*given, *scalars)
-    parts = run(*[x[some] for x in given], *tensors)
-    rows = run(*[x[None].expand(2, 13) for x in given], *tensors)
-    for name, x, again, part, row in zip(
-        names, whole, run(*given, *scalars), parts, rows, strict=True
-    ):
-        if not isinstance(x, Tensor) or x.shape != (13,) or x.dtype != torch.float64:
-            found = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
-            raise TypeError(
-                f"{method} returns {name} as {found} for tensors of (13,) torch.float64: "
-                "allowed are results of the shape and dtype of the gradient"
-            )
-        if not torch.equal(x.nan_to_num(), again.nan_to_num()):
-            raise TypeError(f"{method} draws random values in {name}: keep none there")
-        for y, z in (x[some], part), (x.expand(2, 13), row):
-            if y.shape != z.shape or not torch.allclose(y, z, equal_nan=True):
-                raise TypeError(
-                    f"{method} is not elementwise: {name} of some elements depends on the "
-                    "others. Put what needs the whole tensor into whole(d), or a mean "
-                    "over it into means"
-                )
+    tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
+    results = _tried(where, graph, *given, *scalars)
+    again = _tried(where, graph, *given, *tensors)
+    parts = _tried(where, graph, *given[:, some], *tensors)
+    for name, x, same, part in zip(names, results, again, parts, strict=True):
+        if x.dtype != wide:
+            raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")
+        if not torch.allclose(x, same, equal_nan=True):
+            raise TypeError(f"{where} draws random numbers in {name}: leave them out")
+        if not torch.allclose(x[some], part, equal_nan=True):
+            raise TypeError(_NOT_ELEMENTWISE.format(where, f"{name} depends on the others"))

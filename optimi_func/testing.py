@@ -140,7 +140,7 @@ class _Check:
         if rule.whole is None and rule.means is None:
             yield "elementwise", 1e-12, self._halves
         yield "vmap", 1e-9, self._members
-        yield "derivatives", 1e-5, self._slopes
+        yield "derivatives", 1e-4, self._slopes
         if rule.accumulate is not None and not rule.running._fields:
             yield "accumulate", 1e-9, self._accumulated
 

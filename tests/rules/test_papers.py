@@ -9,6 +9,7 @@ from cases import assert_moved_alike, problem
 from torch import Tensor
 
 from optimi_func.rules import Optimizer, SecondMoment, Wide
+from optimi_func.testing import check_rule
 from optimi_func.transforms import GradientTransform, chain
 
 LR = 0.02
@@ -388,3 +389,16 @@ def test_the_class_moves_like_the_value(cls: Any) -> None:
         moved.grad = g
         optimizer.step()
     assert_moved_alike(p, moved.detach(), now, 1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cls", OWN, ids=lambda cls: cls.__name__)
+def test_all_ways_to_run_it_agree(cls: Any) -> None:
+    check_rule(cls, compile=False, steps=8)
+
+
+def test_only_the_pure_step_is_tried_with_extras() -> None:
+    def extras(grads: list[Tensor]) -> dict[str, Any]:
+        return {"hessian": [hessian(g) for g in grads], "fresh": torch.tensor(1.0)}
+
+    check_rule(Sophia, compile=False, steps=6, extras=extras)

@@ -194,7 +194,7 @@ LAYERS = [
     {"execution"},
     {"transforms"},
     {"optimizers"},
-    {"compiled", "functional", "gradient_release"},
+    {"compiled", "functional", "gradient_release", "rules"},
     {"utils"},
     {"memory"},
     {"__init__"},

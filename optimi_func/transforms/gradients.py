@@ -107,9 +107,10 @@ class GradientTransform:
                 f"{part} returned {shown(new)} in the place of {len(grads)} gradients: "
                 "allowed is a list of as many"
             )
-        for path, p, g, x in zip(flatten_params(given.tree)[0], given.params, grads, new):
+        for i, (p, g, x) in enumerate(zip(given.params, grads, new)):
             fits = isinstance(x, Tensor) and x.shape == p.shape
             if (given.updates and (g is None) != (x is None)) or not (fits or x is None):
+                path = flatten_params(given.tree)[0][i]
                 raise ValueError(
                     f"{part} returned {shown(x)} for params{path}, {shown(p)}: allowed is "
                     "its shape, or None (of updates only where there is no gradient)"

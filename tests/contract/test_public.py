@@ -195,6 +195,7 @@ LAYERS = [
     {"transforms"},
     {"optimizers"},
     {"compiled", "functional", "gradient_release", "rules"},
+    {"compiled", "functional", "gradient_release", "rules"},
     {"utils", "testing"},
     {"memory"},
     {"__init__"},

@@ -195,7 +195,6 @@ LAYERS = [
     {"transforms"},
     {"optimizers"},
     {"compiled", "functional", "gradient_release", "rules"},
-    {"compiled", "functional", "gradient_release", "rules"},
     {"utils", "testing"},
     {"memory"},
     {"__init__"},

@@ -9,6 +9,7 @@ from optimi_func import compiled as compiled
 from optimi_func import functional as functional
 from optimi_func import memory as memory
 from optimi_func import population as population
+from optimi_func import rules as rules
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
 from optimi_func.core.rule import PureOptimizer as PureOptimizer

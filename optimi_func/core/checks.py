@@ -272,6 +272,16 @@ def check_state_dtype(dtype: Any) -> None:
         )
 
 
+def check_needs_no_extras(rule: Rule[Any, Any]) -> None:
+    """Raise if a step has to be given tensors that only the pure one takes."""
+    if rule.extras:
+        more = "".join([f", {name}=..." for name in rule.extras])
+        raise TypeError(
+            f"the direction of {rule.name} takes {', '.join(rule.extras)}, which only the "
+            f"pure step is given: {rule.name}.pure(lr=...).step(params, grads, state{more})"
+        )
+
+
 def check_accumulates(rule: Rule[Any, Any], cautious: bool) -> None:
     """Raise if accumulation="states" cannot work with this rule, or with `cautious`."""
     if cautious:

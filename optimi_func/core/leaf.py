@@ -79,23 +79,46 @@ def leaf_step(
     tensor over the whole parameter, of which the leaf may be a shard. `wide` is the leaf's
     dtype of arithmetic, if it is known.
     """
+    u, _, add = leaf_move(rule, leaf, g, scalars, write, take_means, wide)
+    return add(u)
+
+
+def leaf_move(
+    rule: Rule[Any, Any],
+    leaf: Leaf,
+    g: Tensor,
+    scalars: Scalars,
+    write: bool,
+    take_means: Callable[[list[Tensor]], list[Tensor]],
+    wide: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
+    """Return the u and x of `leaf_step` before `after`, and the function that adds u."""
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
     p32, x = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
-    d, new, shared = rule.direction(g, type(state)(*old), c)
+    more = (x,) if rule.reads_param else ()
+    d, new, shared = rule.direction(g, type(state)(*old), c, *more)
     if write:
         if rule.whole is not None:
             d = on_whole(rule.whole, d, c)
-        u = _delta(rule, g, x, d, shared, c, r, take_means)
-        if rule.after is not None:
-            u, new = rule.after(x, u, new, c)
-        p, comp = _add(p, p32, x, comp, u)
-    # Fields that the rule returned unchanged are not encoded again.
-    fields = [s if n is o else encode(n, s, dither) for n, o, s in zip(new, old, state)]
-    return Leaf(p, type(state)(*fields), comp)
+        d = _delta(rule, g, x, d, shared, c, r, take_means)
+
+    def add(u: Tensor) -> Leaf:
+        moved, rest, after = p, comp, new
+        if write:
+            if rule.after is not None:
+                u, after = rule.after(x, u, new, c)
+            moved, rest = _add(p, p32, x, comp, u)
+        # Fields that the rule returned unchanged are not encoded again.
+        fields = [
+            s if n is o else encode(n, s, dither) for n, o, s in zip(after, old, state)
+        ]
+        return Leaf(moved, type(state)(*fields), rest)
+
+    return d, x, add
 
 
 def leaf_eval_point(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:

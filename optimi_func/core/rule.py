@@ -6,7 +6,7 @@ directions into deltas and adds them. All other modules decide where and when it
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import (
     Any,
     Generic,
@@ -98,16 +98,20 @@ class Rule(Generic[S, C]):
             next to the step count.
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
+        reads_param: True if `direction` takes the parameter x as its fourth argument.
+        extras: The names of tensors that `direction` needs besides, as fields of Coeffs
+            that only the pure step fills.
+        digest: A hash of all that its kernels compute. Rules with the same one share
+            kernels, as those of a class that is defined again, also with other processes.
+            "" for the package's own rules.
         numbers: The names of the keywords of `coeffs`.
-        digest: A hash of everything that its functions compute, by which compiled steps
-            are kept for other processes. The package's own rules need none.
     """
 
     name: str
     state: type[S]
     init: Callable[[Tensor, MomentStorage], S]
     coeffs: Callable[..., Any]
-    direction: Callable[[Tensor, S, C], Direction]
+    direction: Callable[..., Direction]
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
     means: Means | None = None
@@ -115,14 +119,16 @@ class Rule(Generic[S, C]):
     refuses: Callable[[Tensor], str | None] | None = None
     running: type[Any] = NoRunning
     eval_point: Callable[[Tensor, S, C], Tensor] | None = None
-    numbers: tuple[str, ...] = field(init=False)
-    digest: str = field(default="")
+    reads_param: bool = False
+    extras: tuple[str, ...] = ()
+    digest: str = ""
+    numbers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Read the names of the hyperparameters from the signature of `coeffs`."""
-        given = 3 if self.running._fields else 1
-        names = list(inspect.signature(self.coeffs).parameters)[given:]
-        object.__setattr__(self, "numbers", tuple(names))
+        found = inspect.signature(self.coeffs).parameters.values()
+        names = tuple([p.name for p in found if p.kind is p.KEYWORD_ONLY])
+        object.__setattr__(self, "numbers", self.numbers or names)
         if self.whole is not None and (self.after is not None or self.means is not None):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
 

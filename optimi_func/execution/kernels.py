@@ -99,7 +99,7 @@ def has_list_kernels(device: torch.device) -> bool:
 
 # One for each process and, on a CPU without list kernels, for each number of threads,
 # because Inductor writes that into its loops.
-_kernels: dict[tuple[KernelKey, int], Kernel] = {}
+_kernels: dict[tuple[Any, int], Kernel] = {}
 # Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
 # One thread compiles, the others find the kernel.
@@ -152,7 +152,9 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "a TorchDispatchMode is active, which compiled steps cannot run under: "
             "leave it for the step, or pass compile=False"
         )
-    found = _kernels.get((key, _threads(key.device)))
+    # Rules of one digest compute the same.
+    place = key._replace(rule=key.rule.digest or key.rule), _threads(key.device)
+    found = _kernels.get(place)
     if found is None:
         if is_capturing(key.device):
             raise CaptureError(
@@ -160,8 +162,8 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
                 "compiled yet: take a step of the same kind before the capture"
             )
         with lock:
-            found = _kernels.get((key, _threads(key.device))) or _compile(key, scalars)
-            _kernels[key, _threads(key.device)] = found
+            found = _kernels.get(place) or _compile(key, scalars)
+            _kernels[place] = found
     return found
 
 

@@ -7,7 +7,7 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,22 +34,25 @@ BATCHED = 1 << 26
 
 def directing(rule: Rule[Any, Any]) -> Rule[Any, Any]:
     """Return the rule that stores its direction, one for all that differ in the map."""
-    return _directing(rule.name, rule.state, rule.init, rule.coeffs, rule.direction)
+    own = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
+    return _directing(*own, rule.reads_param, rule.digest)
 
 
-@cache
+# Bounded, because a notebook may define a rule again and again.
+@lru_cache(64)
 def _directing(
-    name: str, state: Any, init: Any, coeffs: Any, direct: Any
+    name: str, state: Any, init: Any, coeffs: Any, direct: Any, reads: bool, digest: str
 ) -> Rule[Any, Any]:
     fields = [(field, Tensor) for field in (*state._fields, "direction")]
     kind: Any = NamedTuple("State", fields)
 
-    def direction(g: Tensor, s: Any, c: Any) -> Direction:
+    def direction(g: Tensor, s: Any, c: Any, *x: Tensor) -> Direction:
         *own, _ = s
-        d, new, _ = direct(g, state(*own), c)
+        d, new, _ = direct(g, state(*own), c, *x)
         return Direction(d, kind(*new, d))
 
-    return Rule(f"{name}_direction", kind, init, coeffs, direction)
+    own = f"{name}_direction", kind, init, coeffs, direction
+    return Rule(*own, reads_param=reads, digest=digest and f"{digest}_direction")
 
 
 class WholeLaunch(Launch):

@@ -59,7 +59,7 @@ def init_function(rule: Rule[Any, Any]) -> TreeInit:
 
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
-    _check_calls(factory)
+    check_calls(factory)
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 
 
@@ -71,7 +71,7 @@ def compiled_functions(
     return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
 
 
-def _check_calls(factory: Any) -> None:
+def check_calls(factory: Any) -> None:
     """Name the factory in errors of its calls, and the keyword that was meant."""
     made, names = factory.__init__, tuple(inspect.signature(factory).parameters)
 

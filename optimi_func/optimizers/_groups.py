@@ -55,20 +55,21 @@ def check_torchs_own(fused: Any, differentiable: Any) -> None:
         )
 
 
-def check_group(group: Group, keywords: tuple[str, ...]) -> None:
+def check_group(group: Group, defaults: dict[str, Any]) -> None:
     """Check types of parameters and hyperparameters, and set max_lr and dtypes.
 
-    `keywords` are the names of the hyperparameters.
+    `defaults` are the hyperparameters by name, in tuples where they are several.
     """
     names = group.get("param_names") or range(len(group["params"]))
     for name, p in zip(names, group["params"]):
         if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
             check_param(f"[{name!r}]", p)
     lr = group["lr"]
-    for name in keywords:
+    for name, default in defaults.items():
         x = group[name]
         # The pure optimizer checks how many betas there are.
-        numbers = x if name == "betas" and isinstance(x, tuple | list) else (x,)
+        many = isinstance(default, tuple) and isinstance(x, tuple | list)
+        numbers = x if many else (x,)
         fit = all([isinstance(n, Real | Tensor | None) for n in numbers])
         fit = fit and (x is not None or name == "max_lr")
         many = any([isinstance(n, Tensor) and n.numel() != 1 for n in numbers])

@@ -22,6 +22,7 @@ from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
     check_moves_state,
+    check_needs_no_extras,
     check_process_group,
     check_taken,
     warn,
@@ -190,12 +191,14 @@ class BaseOptimizer(Fields, Steps):
         try:
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
-            found = inspect.signature(factory).parameters.items()
-            flags = [name for name, x in found if x.annotation is bool]
+            found = inspect.signature(factory).parameters
+            flags = [name for name, x in found.items() if x.annotation is bool]
             choices = (*getattr(factory, "choices", ()), *flags)  # which take no number
             group.update({name: plain_number(group[name]) for name in keywords})
-            check_group(group, tuple([k for k in keywords if k not in choices]))
+            defaults = {k: found[k].default for k in keywords if k not in choices}
+            check_group(group, defaults)
             rule = self.rule_of(group)
+            check_needs_no_extras(rule)
             for p in group["params"]:
                 check_taken(rule, path_of(group, p), p)
             check_modes(group)

@@ -1,7 +1,7 @@
 """`Mixed`: one optimizer with several rules, chosen by the names of parameters."""
 
 import inspect
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -311,7 +311,7 @@ def _numbers_of(value: FunctionalOptimizer) -> dict[str, Any]:
     return {name: getattr(value, name) for name in _keywords(type(value))}
 
 
-@cache
+@lru_cache(64)
 def _keywords(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
     return tuple(inspect.signature(factory).parameters)
 

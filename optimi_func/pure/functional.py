@@ -23,7 +23,14 @@ from optimi_func.core.checks import (
     warn,
 )
 from optimi_func.core.codes import dither_at, to
-from optimi_func.core.leaf import leaf_dtype, leaf_eval_point, leaf_step, rates, whole_means
+from optimi_func.core.leaf import (
+    leaf_dtype,
+    leaf_eval_point,
+    leaf_move,
+    leaf_step,
+    rates,
+    whole_means,
+)
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import (
     DecayKind,
@@ -41,6 +48,7 @@ from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
     LeafState,
+    Rewrite,
     TreeState,
     broadcast,
     init_tree,
@@ -267,8 +275,8 @@ class FunctionalOptimizer:
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options that are allowed, but probably a mistake."""
         found: list[str] = []
-        eps = getattr(self, "eps", 0.0)
-        if isinstance(eps, float | int) and eps >= 1e-3:
+        eps, usual = getattr(self, "eps", 0.0), getattr(type(self), "eps", 0.0)
+        if isinstance(eps, float | int) and eps >= 1e-3 and eps > usual:
             found.append(
                 f"eps={eps} is unusually large. torch.optim's positional order is "
                 "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."
@@ -334,7 +342,9 @@ class FunctionalOptimizer:
         warn(self.likely_mistakes())
         return init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
 
-    def step(self, params: T, grads: PyTree, state: TreeState) -> tuple[T, TreeState]:
+    def step(
+        self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None
+    ) -> tuple[T, TreeState]:
         """Return the parameters and the state after one update.
 
         Args:
@@ -342,22 +352,41 @@ class FunctionalOptimizer:
             grads: Its gradients; a parameter whose gradient is None does not change, nor
                 does its state.
             state: From `init` or the step before.
+            rewrite: Changes the updates before they are added: see `transforms.chain`.
 
         Returns:
             New parameters and new state; if a gradient is None, the same objects.
         """
-        tree = FlatTree.of(params, grads, state).check(self.rule)
+        return self._step(FlatTree.of(params, grads, state).check(self.rule), rewrite)
+
+    def _step(
+        self,
+        tree: FlatTree,
+        rewrite: Rewrite | None,
+        extras: list[dict[str, Any]] | None = None,
+    ) -> tuple[Any, TreeState]:
+        """Step; `extras` are further coefficients of each leaf, by name."""
         if not torch.compiler.is_compiling():
             self.warn(tree)
         scalars, at, running, cast = self._now(tree)
-        leaves, states = tree.leaves.copy(), tree.states.copy()
+        half: Any = leaf_step if rewrite is None else leaf_move
+        found: dict[int, Any] = {}
         for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):
             if g is not None:
                 leaf = Leaf(p, s.rule_state, s.kahan_comp)
                 wide = leaf_dtype(leaf, g)
                 now = cast(scalars[at[i]], wide, p.device)
-                new = leaf_step(self.rule, leaf, g, now, True, whole_means, wide)
-                leaves[i], states[i] = new.p, LeafState(new.state, new.comp, running[i])
+                if extras is not None:
+                    now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
+                found[i] = half(self.rule, leaf, g, now, True, whole_means, wide)
+        if rewrite is not None:
+            moves = [found.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]
+            us, xs, adds = zip(*moves)
+            new = rewrite([*us], [*xs])
+            found = {i: adds[i](new[i]) for i in found}
+        leaves, states = tree.leaves.copy(), tree.states.copy()
+        for i, new in found.items():
+            leaves[i], states[i] = new.p, LeafState(new.state, new.comp, running[i])
         return tree.rebuild(leaves, states)
 
     def eval_params(self, params: T, state: TreeState) -> T:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from optimi_func.core.storage import check_entry, check_stored, entry_of
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
 
 NO_RUNNING = NoRunning()
+# From the updates of all leaves and their parameters to the updates that are added.
+Rewrite: TypeAlias = Callable[[list[Any], list[Tensor]], list[Any]]
 
 
 class LeafState:
@@ -92,8 +94,11 @@ pytree.register_pytree_node(
     _unflatten_leaf,
     serialized_type_name="optimi_func.functional.LeafState",
     # torch.export writes the names of the classes.
-    to_dumpable_context=lambda c: [*((x.__module__, x.__name__) for x in c[:2]), c[2]],
-    from_dumpable_context=lambda d: (*(getattr(sys.modules[m], n) for m, n in d[:2]), d[2]),
+    to_dumpable_context=lambda c: [*((x.__module__, x.__qualname__) for x in c[:2]), c[2]],
+    from_dumpable_context=lambda d: (
+        *(attrgetter(n)(sys.modules[m]) for m, n in d[:2]),
+        d[2],
+    ),
     flatten_with_keys_fn=_flatten_leaf_with_keys,
 )
 

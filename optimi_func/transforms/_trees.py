@@ -1,5 +1,6 @@
 """Helpers of the transforms: base classes, checked trees, checks of states."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Unpack
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_grad
+from optimi_func.core.checks import check_grad, shown
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import flatten_params, match_tree, path_of
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import flatten_params, match_tree, path_of, without_none
 
 S = TypeVar("S")
 
@@ -71,9 +73,41 @@ class Around(Transform, Generic[S]):
         """Return the optimizer's parameters: see `FunctionalOptimizer.eval_params`."""
         return inner_eval_params(self.optimizer, params, self.checked(state).inner)
 
+    def _step(self, *given: Any, **extras: Any) -> tuple[PyTree, Any]:
+        """Return the optimizer's step, and raise if it changes a structure."""
+        return step_of(self.name, self.optimizer, *given, **extras)
+
     def checked(self, state: Any) -> Any:
         """Raise if a state is another optimizer's, else return it."""
         return check_state(state, self.state, self.name)
+
+
+def step_of(
+    owner: str, optimizer: Any, params: PyTree, grads: PyTree, state: Any, **extras: Any
+) -> tuple[PyTree, Any]:
+    """Return an optimizer's step; raise if one of a user's changes a structure."""
+    found = optimizer.step(params, grads, state, **extras)
+    if isinstance(optimizer, Transform | FunctionalOptimizer):
+        return found
+    step = f"the step of {owner}'s optimizer, {type(optimizer).__name__},"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"{step} returned {shown(found)}: allowed is (params, state)")
+    tensors, spec = flatten_params(params)
+    new = match_tree(f"what {step} returned", found[0], spec, params)
+    for i, (p, q) in enumerate(zip(tensors, new)):
+        if not isinstance(q, Tensor) or (q.shape, q.dtype) != (p.shape, p.dtype):
+            where = f"params{path_of(params, i)}, {shown(p)}"
+            raise ValueError(f"{step} returned {shown(q)} for {where}")
+    check_structure(f"{step} returned a state", state, found[1])
+    return found
+
+
+def check_structure(what: str, old: PyTree, new: PyTree) -> None:
+    """Raise if a state has another structure than before."""
+    try:
+        pytree.tree_structure(old).flatten_up_to(new)
+    except ValueError as error:
+        raise ValueError(f"{what} of another structure than that of init") from error
 
 
 class Trees(NamedTuple):
@@ -98,6 +132,36 @@ class Trees(NamedTuple):
             None if g is None else g.to(compute_dtype(p.dtype, g.dtype))
             for p, g in zip(self.params, self.grads)
         ]
+
+
+def dotted_paths(params: PyTree) -> list[str]:
+    """Return the keys of each leaf, joined by dots."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace torch's key paths
+        return [".".join(path) for path in _traced_paths(params)]
+    keyed, _ = pytree.tree_flatten_with_path(without_none(params))
+    return [".".join(_key(key) for key in path) for path, _ in keyed]
+
+
+def _key(entry: Any) -> str:
+    for name in ("key", "idx", "name"):
+        if hasattr(entry, name):
+            return str(getattr(entry, name))
+    return str(entry)
+
+
+_NODES = (dict, list, tuple)
+
+
+def _traced_paths(tree: PyTree) -> Iterator[tuple[str, ...]]:
+    if isinstance(tree, Tensor):
+        yield ()
+    elif tree is not None:
+        if not isinstance(tree, _NODES):
+            raise RuntimeError(f"a graph cannot see paths in a {type(tree).__name__}")
+        keys = getattr(tree, "_fields", range(len(tree)))
+        for key, x in tree.items() if isinstance(tree, dict) else zip(keys, tree):
+            for path in _traced_paths(x):
+                yield (str(key), *path)
 
 
 def check_state(state: Any, kind: type[S], name: str) -> S:

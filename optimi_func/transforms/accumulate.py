@@ -52,7 +52,7 @@ class Every(Around[EveryState], state=EveryState, name="every_k"):
                 whole[i] = total / share
                 sums[i] = torch.where(due.to(g.device), 0.0, total)
         gradient = pytree.tree_unflatten(whole, trees.spec)
-        moved, inner = self.optimizer.step(params, gradient, state.inner)
+        moved, inner = self._step(params, gradient, state.inner)
         return choose_tree(due, moved, params), EveryState(
             torch.where(due, 0.0, state.calls + 1.0),
             pytree.tree_unflatten(sums, trees.spec),

@@ -45,11 +45,11 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
         return EmaState(step, weight, pytree.tree_unflatten(wide, spec), inner)
 
     def step(
-        self, params: PyTree, grads: PyTree, state: EmaState
+        self, params: PyTree, grads: PyTree, state: EmaState, **extras: Any
     ) -> tuple[PyTree, EmaState]:
         """Return the parameters after one update, and the state with their mean."""
         state = self.checked(state)
-        params, inner = self.optimizer.step(params, grads, state.inner)
+        params, inner = self._step(params, grads, state.inner, **extras)
         decay = resolve("decay", self.decay, state.step.detach().clone())
         check_number("averaging decay", "decay", decay, below=1.0)
         decay = like(decay, state.weight)

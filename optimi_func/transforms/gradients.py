@@ -1,8 +1,10 @@
 """`chain` and its gradient transforms: clipping, noise, centralization."""
 
+import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,57 +12,148 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import check_number, shown, value_of
 from optimi_func.core.distributed import distribute_like
+from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import norm, total_norm
 from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
-from optimi_func.pure.functional import Number
-from optimi_func.pure.tree import flatten_params, tensor_of
-from optimi_func.transforms._trees import Around, Trees, count_from, like
+from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.tree import flatten_params, path_of, tensor_of
+from optimi_func.transforms._trees import (
+    Around,
+    Trees,
+    check_structure,
+    count_from,
+    dotted_paths,
+    like,
+)
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
 Rewritten: TypeAlias = tuple[Grads, Any]
 
 
+class Given(NamedTuple):
+    """The step of a chain, as its transforms may see it."""
+
+    step: Tensor
+    tree: PyTree  # of parameters, for their paths
+    params: list[Tensor]
+    extras: dict[str, Any]
+    updates: bool  # True: what is rewritten are updates, each of which is needed
+
+
 @dataclass(frozen=True, eq=False)
 class GradientTransform:
-    """A rewrite of gradients before an optimizer, for `chain`.
+    """A rewrite of gradients before an optimizer, or of its updates after it, for `chain`.
+
+    `rewrite` takes the flat gradients or updates, its state, and the 0-based step, a 0-d
+    tensor. Further arguments are given by their names:
+
+        params: the flat parameters, as wide as the gradients
+        paths: the keys of each parameter, joined by dots, as "body.0.weight"
+        those of `numbers`: their values at this step
+        any other: an extra of the caller's, as in step(params, grads, state, loss=loss),
+            which may be left out if the argument has a default
 
     Attributes:
         init: `params -> state`, a pytree of tensors; `()` if there is nothing to keep.
-        rewrite: `(grads, state, step) -> (grads, state)`: the flat gradients, each at
-            least float32 or None, and the 0-based step, a 0-d tensor.
+        rewrite: `(grads, state, step, ...) -> (grads, state)`. Gradients are at least
+            float32, or None.
+        numbers: Floats, 0-d tensors and schedules from 0 on, which `inject` can keep in the
+            state. Those called limit or max_norm may be inf.
+        takes: The names of the further arguments, with True if one has no default. None
+            reads them from the signature.
     """
 
     init: Callable[[PyTree], Any]
-    rewrite: Callable[[Grads, Any, Tensor], Rewritten]
+    rewrite: Callable[..., Rewritten]
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    takes: Any = None
+
+    def __post_init__(self) -> None:
+        """Read the names of the further arguments, and check those of the numbers."""
+        if self.takes is None:
+            rest = [*inspect.signature(self.rewrite).parameters.values()][3:]
+            rest = [x for x in rest if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+            takes: Any = {x.name: x.default is x.empty for x in rest}
+            object.__setattr__(self, "takes", takes)
+            for name in self.numbers:
+                if name not in takes:
+                    raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
+
+    def run(self, part: str, grads: Grads, state: Any, given: Given) -> Rewritten:
+        """Return the result of `rewrite`, checked; `part` names it in errors."""
+        known = {"params": [*given.params], **given.extras}
+        for name, required in self.takes.items():
+            if name in self.numbers:
+                known[name] = number_at(name, self.numbers[name], given.step)
+            elif name == "paths":
+                known[name] = dotted_paths(given.tree)
+            elif required and name not in known:
+                raise TypeError(
+                    f"{part} takes {name!r}: pass it to the step of chain, as "
+                    f"step(params, grads, state, {name}=...)"
+                )
+        now = {name: known[name] for name in self.takes if name in known}
+        found: Any = self.rewrite([*grads], state, given.step.clone(), **now)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(f"{part} returned {shown(found)}: allowed is (grads, state)")
+        new = found[0]
+        if not isinstance(new, list | tuple) or len(new) != len(grads):
+            raise ValueError(
+                f"{part} returned {shown(new)} in the place of {len(grads)} gradients: "
+                "allowed is a list of as many"
+            )
+        for i, (p, g, x) in enumerate(zip(given.params, grads, new)):
+            fits = isinstance(x, Tensor) and x.shape == p.shape
+            if (given.updates and (g is None) != (x is None)) or not (fits or x is None):
+                where = f"params{path_of(given.tree, i)}, {shown(p)}"
+                raise ValueError(
+                    f"{part} returned {shown(x)} for {where}: allowed is "
+                    "its shape, or None (of updates only where there is no gradient)"
+                )
+        check_structure(f"{part} returned a state", state, found[1])
+        return [*new], found[1]
+
+
+def number_at(name: str, number: Number, step: Tensor) -> Scalar:
+    """Return a transform's number at a step."""
+    most = math.inf if name in ("limit", "max_norm") else sys.float_info.max
+    now = resolve(name, number, step.clone(), most=most)
+    if isinstance(number, Tensor) and value_of(number) != most:
+        check_number(name, name, number)
+    return now
 
 
 class ChainState(NamedTuple):
     """The state of `chain`."""
 
     step: Tensor  # 0-d float32: steps taken so far
-    transforms: tuple[Any, ...]  # a state for each gradient transform; () if it has none
+    transforms: tuple[Any, ...]  # a state for each transform; () if it has none
     inner: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Chain(Around[ChainState], state=ChainState, name="chain"):
-    """Gradient transforms before an optimizer: see `chain`."""
+    """Transforms before and after an optimizer: see `chain`."""
 
     transforms: tuple[GradientTransform, ...]
+    before: int  # the number of transforms before the optimizer
 
     def _around(self, params: PyTree, inner: Any) -> ChainState:
         states = tuple(transform.init(params) for transform in self.transforms)
         return ChainState(count_from(params), states, inner)
 
     def step(
-        self, params: PyTree, grads: PyTree, state: ChainState
+        self, params: PyTree, grads: PyTree, state: ChainState, **extras: Any
     ) -> tuple[PyTree, ChainState]:
-        """Return the result of one update along the rewritten gradients."""
+        """Return the result of one update along the rewritten gradients.
+
+        An extra that no transform takes goes to the optimizer.
+        """
         state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(
@@ -69,26 +162,52 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
             )
         trees = Trees.check(params, grads)
         now, states = trees.wide_grads(), list(state.transforms)
-        for i, transform in enumerate(self.transforms):
-            now, states[i] = transform.rewrite(now, states[i], state.step.detach().clone())
+        wide = [p.to(compute_dtype(p.dtype)) for p in trees.params]
+        given = Given(state.step.detach(), params, wide, extras, False)
+
+        def run(first: int, last: int, now: Grads, given: Given) -> Grads:
+            for i in range(first, last):
+                part = self._part(i)
+                now, states[i] = self.transforms[i].run(part, now, states[i], given)
+            return now
+
+        taken = [name for transform in self.transforms for name in transform.takes]
+        rest = {name: x for name, x in extras.items() if name not in taken}
+        if (count := len(states)) > self.before:
+            rest["rewrite"] = lambda us, xs: run(
+                self.before, count, us, given._replace(params=xs, updates=True)
+            )
+        now = run(0, self.before, now, given)
         rewritten = pytree.tree_unflatten(now, trees.spec)
-        params, inner = self.optimizer.step(params, rewritten, state.inner)
+        params, inner = self._step(params, rewritten, state.inner, **rest)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
+
+    def _part(self, i: int) -> str:
+        rewrite: Any = self.transforms[i].rewrite
+        called = getattr(rewrite, "__qualname__", rewrite)
+        return f"chain's part {i + (i >= self.before)}, {called},"
 
 
 def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
-    """Let gradients go through transforms, from left to right, into an optimizer.
+    """Let gradients go through transforms into an optimizer, and its updates through more.
 
-        g <- t_n(...t_2(t_1(g))),   (params, state) <- step(params, g, state)
+        g <- t_n(...t_2(t_1(g))),   u <- s_m(...s_1(u)),   p <- p + u
 
-    There gradients are float32, or float64 for float64 parameters.
+    where t are the parts before the optimizer, u is its update with learning rate and
+    decay, and s are the parts after it. There gradients and updates are float32, or float64
+    for float64 parameters. An update is added in the storage of its parameter, so Kahan
+    compensation takes the rewritten one. Lookahead (Ranger) and averages (Schedule-Free)
+    come after the parts.
 
     Args:
-        *parts: One or more gradient transforms (`clip_global_norm(1.0)` and the like), and
-            last the optimizer.
+        *parts: An optimizer, and one transform or more, as `clip_global_norm(1.0)`. In
+            front of transforms it is one made by a factory, as `adamw(lr=1e-3)`, or
+            `inject` of one. Put the chain inside of other transforms, as in
+            `ema(chain(adamw(lr=1e-3), clip_global_norm(0.1)), 0.99)`.
 
     Raises:
-        TypeError: The last part is no optimizer, or another is no gradient transform.
+        TypeError: There is no optimizer, there are two, or no transform; or transforms
+            follow one that cannot hand out its updates.
 
     >>> from optimi_func import sgd
     >>> opt = chain(clip_global_norm(1.0), sgd(lr=1.0))
@@ -96,48 +215,37 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
     >>> p, state = opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))
     >>> p
     tensor([-0.6000, -0.8000])
+    >>> opt = chain(sgd(lr=0.5), clip_global_norm(1.0))
+    >>> opt.step(p, torch.tensor([3.0, 4.0]), opt.init(p))[0]  # u was (-1.5, -2)
+    tensor([-1.2000, -1.6000])
     """
-    *transforms, optimizer = parts or (None,)
-    if isinstance(optimizer, GradientTransform) or not transforms:
+    at = [i for i, x in enumerate(parts) if not isinstance(x, GradientTransform)]
+    if len(at) != 1 or len(parts) < 2:
         raise TypeError(
-            f"chain got {len(parts)} parts, of which the last is {optimizer!r}: allowed "
-            "are one gradient transform or more, and last an optimizer"
+            f"chain got {len(parts)} parts, of which {len(at)} are no gradient transforms"
+            f" ({', '.join([repr(parts[i]) for i in at])}): allowed are one optimizer, and "
+            "one gradient transform or more, such as clip_global_norm(1.0)"
         )
-    before: list[GradientTransform] = []
-    for i, transform in enumerate(transforms):
-        if not isinstance(transform, GradientTransform):
-            raise TypeError(
-                f"chain's part {i} is {transform!r}: allowed before the last are gradient "
-                "transforms, such as clip_global_norm(1.0)"
-            )
-        before.append(transform)
-    return Chain(check_pure("chain", optimizer, ""), tuple(before))
+    before, optimizer = at[0], check_pure("chain", parts[at[0]], "")
+    if before + 1 < len(parts) and not (
+        isinstance(optimizer, FunctionalOptimizer) or getattr(optimizer, "hands_out", False)
+    ):
+        raise TypeError(
+            f"chain got transforms after {optimizer!r}, which hands out no updates: "
+            "allowed are optimizers of a factory, such as adamw(lr=1e-3), and inject of "
+            "them. Put the chain inside of other transforms, as in ema(chain(adamw(...), "
+            "clip_global_norm(0.1)), 0.99)"
+        )
+    transforms = [x for x in parts if isinstance(x, GradientTransform)]
+    return Chain(optimizer, tuple(transforms), before)
 
 
 # A chain can be pickled, because these are functions of the module and partials of them.
 
 
-def _stateless(rewrite: Callable[[Grads, Tensor], Grads]) -> GradientTransform:
-    return GradientTransform(_no_state, partial(_keep_state, rewrite))
-
-
 def _no_state(params: PyTree) -> tuple[()]:
     del params
     return ()
-
-
-def _keep_state(
-    rewrite: Callable[[Grads, Tensor], Grads], grads: Grads, state: Any, step: Tensor
-) -> Rewritten:
-    return rewrite(grads, step), state
-
-
-def _by(
-    name: str, number: Number, change: Callable[..., Tensor], grads: Grads, step: Tensor
-) -> Grads:
-    """Change each gradient by a limit of that name."""
-    now = resolve(name, number, step, most=math.inf)
-    return [None if g is None else change(g, now) for g in grads]
 
 
 def clip_value(limit: Number) -> GradientTransform:
@@ -156,12 +264,17 @@ def clip_value(limit: Number) -> GradientTransform:
     tensor([-0.5000,  1.0000])
     """
     check_number("clipping limit", "limit", limit, above=0.0)
-    return _stateless(partial(_by, "limit", limit, _clip_value))
+    return GradientTransform(_no_state, _clip_value, {"limit": limit})
 
 
-def _clip_value(g: Tensor, limit: Scalar) -> Tensor:
-    high = tensor_of(limit, g.dtype, g.device)
-    return g.clamp(-high, high)
+def _clip_value(grads: Grads, state: Any, step: Tensor, limit: Scalar) -> Rewritten:
+    del step
+    now = list(grads)
+    for i, g in enumerate(grads):
+        if g is not None:
+            high = tensor_of(limit, g.dtype, g.device)
+            now[i] = g.clamp(-high, high)
+    return now, state
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:
@@ -182,11 +295,14 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
     tensor([-0.6000, -0.8000])
     """
     check_number("clipping norm", "max_norm", max_norm, above=0.0)
-    return _stateless(partial(_by, "max_norm", max_norm, _clip_param_norm))
+    return GradientTransform(_no_state, _clip_param_norm, {"max_norm": max_norm})
 
 
-def _clip_param_norm(g: Tensor, max_norm: Scalar) -> Tensor:
-    return clip_factor(like(max_norm, g), norm(g)) * g
+def _clip_param_norm(grads: Grads, state: Any, step: Tensor, max_norm: Scalar) -> Rewritten:
+    del step
+    return [
+        None if g is None else clip_factor(like(max_norm, g), norm(g)) * g for g in grads
+    ], state
 
 
 def clip_global_norm(max_norm: Number) -> GradientTransform:
@@ -213,17 +329,19 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
     [tensor([-0.6000]), tensor([-0.8000])]
     """
     check_number("clipping norm", "max_norm", max_norm, above=0.0)
-    return _stateless(partial(_clip_global_norm, max_norm))
+    return GradientTransform(_no_state, _clip_global_norm, {"max_norm": max_norm})
 
 
-def _clip_global_norm(max_norm: Number, grads: Grads, step: Tensor) -> Grads:
+def _clip_global_norm(
+    grads: Grads, state: Any, step: Tensor, max_norm: Scalar
+) -> Rewritten:
+    del step
     norms = [norm(g) for g in grads if g is not None]
     if not norms:
-        return grads
+        return grads, state
     total = total_norm(norms)
-    limit = resolve("max_norm", max_norm, step, most=math.inf)
-    factor = clip_factor(like(limit, total), total)
-    return [None if g is None else like(factor, g) * g for g in grads]
+    factor = clip_factor(like(max_norm, total), total)
+    return [None if g is None else like(factor, g) * g for g in grads], state
 
 
 def centralize() -> GradientTransform:
@@ -244,15 +362,15 @@ def centralize() -> GradientTransform:
     >>> opt.step(p, torch.tensor([[1.0, 3.0]]), opt.init(p))[0]
     tensor([[ 1., -1.]])
     """
-    return _stateless(_centralize)
+    return GradientTransform(_no_state, _centralize)
 
 
-def _centralize(grads: Grads, step: Tensor) -> Grads:
+def _centralize(grads: Grads, state: Any, step: Tensor) -> Rewritten:
     del step
     return [
         g if g is None or g.dim() < 2 else g - g.mean([*range(1, g.dim())], keepdim=True)
         for g in grads
-    ]
+    ], state
 
 
 class NoiseState(NamedTuple):
@@ -295,7 +413,7 @@ def add_noise(std: Number, *, seed: int | Tensor) -> GradientTransform:
     """
     check_number("noise", "std", std, above=0.0)
     _check_seed(seed)
-    return GradientTransform(partial(_init_noise, seed), partial(_add_noise, std))
+    return GradientTransform(partial(_init_noise, seed), _add_noise, {"std": std})
 
 
 def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
@@ -304,10 +422,10 @@ def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
     return NoiseState(start + seed, start)
 
 
-def _add_noise(std: Number, grads: Grads, state: NoiseState, step: Tensor) -> Rewritten:
-    scale = resolve("std", std, step)
+def _add_noise(grads: Grads, state: NoiseState, step: Tensor, std: Scalar) -> Rewritten:
+    del step
     noisy = [
-        None if g is None or z is None else g + like(scale, g) * distribute_like(g, z)
+        None if g is None or z is None else g + like(std, g) * distribute_like(g, z)
         for g, z in zip(grads, normals(*state, grads))
     ]
     return noisy, NoiseState(state.seed.clone(), state.step + 1)

@@ -50,7 +50,7 @@ class Guard(Around[FiniteState], state=FiniteState, name="apply_if_finite"):
             for g in trees.grads
         ]
         safe = pytree.tree_unflatten(safe, trees.spec)
-        moved, inner = self.optimizer.step(params, safe, state.inner)
+        moved, inner = self._step(params, safe, state.inner)
         skipped = state.skipped + (~taken).to(state.skipped.dtype)
         return (
             choose_tree(taken, moved, params),

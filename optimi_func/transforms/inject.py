@@ -1,7 +1,9 @@
 """`inject`: hyperparameters in the state, to read, set, batch and differentiate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -11,41 +13,43 @@ from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.pure.casts import resolve_tree
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState, tensor_of
-from optimi_func.transforms._trees import Around
+from optimi_func.pure.tree import tensor_of
+from optimi_func.transforms._trees import Around, check_state, count_from
+from optimi_func.transforms.average import Averaged
+from optimi_func.transforms.gradients import GradientTransform, Grads, Rewritten, number_at
 
 
 class InjectState(NamedTuple):
     """The state of `inject`."""
 
     hyper: dict[str, Any]  # by name, a 0-d tensor or a tree of them: the next step's
-    inner: TreeState
+    inner: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Injected(Around[InjectState], state=InjectState, name="inject"):
-    """A `FunctionalOptimizer` whose hyperparameters are in its state: see `inject`."""
+    """An optimizer whose hyperparameters are in its state: see `inject`."""
 
-    optimizer: FunctionalOptimizer
+    optimizer: FunctionalOptimizer | Averaged
 
-    def _around(self, params: PyTree, inner: TreeState) -> InjectState:
-        del params
-        numbers = _numbers(self.optimizer)
-        hyper = {k: _tensors(k, x, inner.step) for k, x in numbers.items()}
-        return InjectState(hyper, inner)
+    @property
+    def hands_out(self) -> bool:
+        """True if a chain may rewrite the updates."""
+        return isinstance(self.optimizer, FunctionalOptimizer)
+
+    def _around(self, params: PyTree, inner: Any) -> InjectState:
+        return _begin(_numbers(self.optimizer), params, inner)
 
     def step(
-        self, params: PyTree, grads: PyTree, state: InjectState
+        self, params: PyTree, grads: PyTree, state: InjectState, **extras: Any
     ) -> tuple[PyTree, InjectState]:
         """Update with `state.hyper`; schedules then set those of the next step."""
         state = self.checked(state)
         numbers = _numbers(self.optimizer)
         _check_hyper(numbers, state.hyper)
         now = replace(self.optimizer, **state.hyper)
-        params, inner = now.step(params, grads, state.inner)
-        step = inner.step.detach()
-        hyper = {k: _next(k, x, state.hyper[k], step) for k, x in numbers.items()}
-        return params, InjectState(hyper, inner)
+        params, inner = now.step(params, grads, state.inner, **extras)
+        return params, _after(numbers, state.hyper, inner.step.detach(), inner)
 
     def eval_params(self, params: PyTree, state: InjectState) -> PyTree:
         """Return the optimizer's parameters, with the hyperparameters in the state."""
@@ -54,7 +58,39 @@ class Injected(Around[InjectState], state=InjectState, name="inject"):
         return replace(self.optimizer, **state.hyper).eval_params(params, state.inner)
 
 
-def inject(optimizer: FunctionalOptimizer) -> Injected:
+def _rewrite(
+    transform: GradientTransform, grads: Grads, state: Any, step: Tensor, **given: Any
+) -> Rewritten:
+    """Rewrite with the numbers in the state."""
+    _check_hyper(transform.numbers, check_state(state, InjectState, "inject").hyper)
+    now = {k: number_at(k, x, step) for k, x in state.hyper.items()}
+    grads, inner = transform.rewrite(grads, state.inner, step, **given, **now)
+    return grads, _after(transform.numbers, state.hyper, step + 1.0, inner)
+
+
+def _init(transform: GradientTransform, params: PyTree) -> InjectState:
+    return _begin(transform.numbers, params, transform.init(params))
+
+
+def _begin(numbers: Mapping[str, Any], params: PyTree, inner: Any) -> InjectState:
+    step = count_from(params)
+    return InjectState({k: _tensors(k, x, step) for k, x in numbers.items()}, inner)
+
+
+def _after(
+    numbers: Mapping[str, Any], hyper: dict[str, Any], step: Tensor, inner: Any
+) -> InjectState:
+    now = {k: _next(k, x, hyper[k], step) for k, x in numbers.items()}
+    return InjectState(now, inner)
+
+
+@overload
+def inject(optimizer: GradientTransform) -> GradientTransform: ...
+@overload
+def inject(optimizer: FunctionalOptimizer | Averaged) -> Injected: ...
+def inject(
+    optimizer: FunctionalOptimizer | Averaged | GradientTransform,
+) -> Injected | GradientTransform:
     """Keep every hyperparameter in the state, as 0-d tensors in float64.
 
     `state.hyper["lr"]` is the learning rate of the next step. All numbers that the rule
@@ -70,11 +106,18 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
     A graph does not recompile for it. The value of a schedule can be set too, for one
     step, after which the schedule continues.
 
+    A gradient transform keeps its numbers in its part of a chain's state, and `ema` its
+    decay. The numbers of an optimizer within are not among them:
+
+        opt = chain(inject(clip_global_norm(1.0)), inject(adamw(lr=0.1)))
+        state.transforms[0].hyper["max_norm"], state.inner.hyper["lr"]
+
     Args:
-        optimizer: Made by a factory (`adamw(lr=...)`); transforms go around the result.
+        optimizer: Made by a factory (`adamw(lr=...)`), a gradient transform with numbers,
+            or `ema(...)`.
 
     Raises:
-        TypeError: optimizer is not a `FunctionalOptimizer`.
+        TypeError: optimizer is another, or a gradient transform without numbers.
         ValueError: lr is a tree, decay is fully decoupled and max_lr is None.
 
     >>> import torch
@@ -89,11 +132,19 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
     >>> p
     tensor([0.5000])
     """
+    if isinstance(optimizer, GradientTransform) and optimizer.numbers:
+        own = optimizer.numbers
+        takes = {name: x for name, x in optimizer.takes.items() if name not in own}
+        both = partial(_init, optimizer), partial(_rewrite, optimizer)
+        return GradientTransform(*both, takes=takes)
+    if isinstance(optimizer, Averaged):
+        return Injected(optimizer)
     if not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
-            f"inject got a {type(optimizer).__name__}: allowed is a FunctionalOptimizer; "
-            "transforms go around it, as in chain(clip_value(1.0), inject(adamw(lr=0.1))). "
-            "An optimizer of your own can keep its hyperparameters in its own state"
+            f"inject got a {type(optimizer).__name__}: allowed are a FunctionalOptimizer, "
+            "ema, and a gradient transform with numbers. Other transforms go around it, as "
+            "in chain(inject(clip_value(1.0)), inject(adamw(lr=0.1))). An optimizer of "
+            "your own can keep its hyperparameters in its own state"
         )
     several = not isinstance(optimizer.lr, float | int)
     if optimizer.needs_max_lr and optimizer.max_lr is None and several:
@@ -105,8 +156,10 @@ def inject(optimizer: FunctionalOptimizer) -> Injected:
     return Injected(optimizer)
 
 
-def _numbers(optimizer: FunctionalOptimizer) -> dict[str, Any]:
+def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, Any]:
     """Return the hyperparameters that are numbers and have an effect, by name."""
+    if isinstance(optimizer, Averaged):
+        return {"decay": optimizer.decay}
     found: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
@@ -129,7 +182,7 @@ def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:
     return pytree.tree_map(after, numbers, values)
 
 
-def _check_hyper(numbers: dict[str, Any], hyper: dict[str, Any]) -> None:
+def _check_hyper(numbers: Mapping[str, Any], hyper: dict[str, Any]) -> None:
     if numbers.keys() != hyper.keys():
         raise ValueError(
             f"state.hyper holds {list(hyper)}, but inject's optimizer has {list(numbers)}: "

@@ -15,7 +15,14 @@ from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.core.torch_private import serializable
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import flatten_params, match_tree, without_none
-from optimi_func.transforms._trees import Transform, Trees, check_state, inner_eval_params
+from optimi_func.transforms._trees import (
+    Transform,
+    Trees,
+    check_state,
+    dotted_paths,
+    inner_eval_params,
+    step_of,
+)
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
 Select: TypeAlias = str | Callable[[str, Tensor], bool]
@@ -116,7 +123,9 @@ class Partition(Transform):
         places = match_tree("state", state.places.tree, trees.spec, params)
         new, states = list(trees.params), list(state.parts)
         for i, optimizer in enumerate(self.optimizers):
-            own, states[i] = optimizer.step(
+            own, states[i] = step_of(
+                self._name,
+                optimizer,
                 _part(i, places, trees.params, trees.spec),
                 _part(i, places, trees.grads, trees.spec),
                 states[i],
@@ -167,7 +176,12 @@ class Partition(Transform):
         return found
 
     def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
-        paths = _dotted_paths(params)
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a graph cannot keep the parts of its parameters: call init of "
+                "partition and masked outside of the compiled function"
+            )
+        paths = dotted_paths(params)
         has_rest = self.freeze or len(self.optimizers) > len(self.selects)
         found = place(self._name, self.selects, has_rest, paths, tensors)
         check_each(self._name, self.selects, has_rest and not self.freeze, paths, found)
@@ -326,24 +340,6 @@ def _called(select: Select) -> str:
 def _listed(paths: Sequence[str]) -> str:
     shown = ", ".join(repr(path) for path in paths[:20])
     return shown if len(paths) <= 20 else f"{shown} and {len(paths) - 20} more"
-
-
-def _dotted_paths(params: PyTree) -> list[str]:
-    """Return each leaf's keys, joined by dots."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "a graph cannot see the paths of its parameters: call init of partition and "
-            "masked outside of the compiled function"
-        )
-    keyed, _ = pytree.tree_flatten_with_path(without_none(params))
-    return [".".join(_key(key) for key in path) for path, _ in keyed]
-
-
-def _key(entry: Any) -> str:
-    for name in ("key", "idx", "name"):
-        if hasattr(entry, name):
-            return str(getattr(entry, name))
-    return str(entry)
 
 
 def _part(

@@ -1,283 +1,922 @@
-"""An optimizer that the package does not have, through all of the package.
-
-Sign-SGD with momentum (Bernstein et al. 2018, arXiv:1802.04434). The lines between markers
-are shown by docs/house.md, step by step.
-"""
+"""Optimizers that the package does not have, made by the class body of their update."""
 
 import copy
 import dataclasses
+import gc
 import inspect
 import io
+import math
 import pickle
-
-# --8<-- [start:imports]
-from dataclasses import InitVar, dataclass
+import random
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from forked import run_script
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import grad, vmap
 
-from optimi_func import compiled, population, prepare_for_gradient_release
-from optimi_func.core.checks import check_number
-from optimi_func.core.math import moment
-from optimi_func.core.rule import Direction, Rule, Scalar
-from optimi_func.optimizers._forms import (
-    compiled_functions,
-    init_function,
-    step_function,
+import optimi_func
+from optimi_func import (
+    Mixed,
+    adamw,
+    compiled,
+    population,
+    prepare_for_gradient_release,
 )
+from optimi_func.execution import kernels
 from optimi_func.optimizers.base import BaseOptimizer
-from optimi_func.pure.functional import FunctionalOptimizer, Number
-from optimi_func.transforms import inject
+from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
+from optimi_func.transforms import chain, clip_global_norm, inject
 
-# --8<-- [end:imports]
-
-# The rule
+# Rules
 
 
-# --8<-- [start:rule]
-class State(NamedTuple):
-    momentum_buffer: Tensor
+class SignSGD(Optimizer):
+    """Bernstein et al. 2018, arXiv:1802.04434."""
 
+    momentum: float = 0.9
 
-class Coeffs(NamedTuple):
-    momentum: Scalar
-    one_minus_momentum: Scalar
+    class State(NamedTuple):
+        exp_avg: Tensor
 
+    def direction(self, g: Tensor, s: State):
+        m = self.momentum * s.exp_avg + (1 - self.momentum) * g
+        return m.sign(), self.State(m)
 
-def init(p: Tensor, dtype: torch.dtype) -> State:
-    return State(moment(p, dtype))
-
-
-def coeffs(t: Scalar, *, momentum: Scalar) -> Coeffs:
-    del t
-    return Coeffs(momentum, 1.0 - momentum)
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    m = c.momentum * s.momentum_buffer + c.one_minus_momentum * g
-    return Direction(m.sign(), State(m))
-
-
-signsgd_rule = Rule(
-    *("signsgd", State, init, coeffs, direction),
-    accumulate=lambda c: c._replace(momentum=1.0),
-)
-# --8<-- [end:rule]
-
-# The pure optimizer
-
-
-# --8<-- [start:value]
-@dataclass(frozen=True, kw_only=True)
-class signsgd(FunctionalOptimizer, rule=signsgd_rule):
-    momentum: Number = 0.9
+    def accumulate(self, g: Tensor, s: State):
+        m = s.exp_avg + (1 - self.momentum) * g
+        return m.sign(), self.State(m)
 
     def check(self) -> None:
-        super().check()
         check_number("momentum", "momentum", self.momentum, below=1.0)
 
 
-signsgd_init = init_function(signsgd_rule)
-signsgd_step = step_function(signsgd)
-compiled_signsgd_step, compiled_signsgd_step_ = compiled_functions(signsgd)
-# --8<-- [end:value]
+class AdaBelief(Optimizer):
+    """Zhuang et al. 2020, arXiv:2010.07468."""
 
-# The class
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
+
+    class Plain(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_var: SecondMoment
+
+    class Largest(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_var: SecondMoment
+        largest: Wide
+
+    @property
+    def State(self) -> Any:
+        return self.Largest if self.amsgrad else self.Plain
+
+    def direction(self, g: Tensor, s: Any, t: float):
+        b1, b2 = self.betas
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_var + (1 - b2) * (g - m).square() + self.eps
+        new = (m, v, torch.maximum(s.largest, v)) if self.amsgrad else (m, v)
+        d = m / (1 - b1**t) / ((new[-1] / (1 - b2**t)).sqrt() + self.eps)
+        return d, self.State(*new)
 
 
-# --8<-- [start:class]
-class SignSGD(BaseOptimizer):
-    factory = signsgd
+class Orthogonal(Optimizer, decay="l2"):
+    """A matrix's momentum with all its singular values nearer to 1."""
 
-    lr: InitVar[float | Tensor]
-    momentum: InitVar[float] = 0.9
-    weight_decay: InitVar[float] = 0.0
+    momentum: float = 0.9
+    steps: int = 5
+
+    class State(NamedTuple):
+        buffer: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        b = self.momentum * s.buffer + g
+        return b, self.State(b)
+
+    def whole(self, d: Tensor) -> Tensor:
+        x = d / d.norm().clamp_min(1e-7)
+        for _ in range(self.steps):
+            x = 1.5 * x - 0.5 * x @ x.mT @ x
+        return self.momentum * x
 
 
-# --8<-- [end:class]
+class Lookahead(Optimizer):
+    k: float = 3.0
+    alpha: float = 0.5
+
+    class State(NamedTuple):
+        slow: Wide
+
+    def init(self, p: Tensor) -> State:
+        return self.State(p)
+
+    def direction(self, g: Tensor, s: State):
+        return g, s
+
+    def after(self, x: Tensor, u: Tensor, s: State, t: float):
+        due = torch.where(t % self.k == 0, self.alpha, 0.0)  # type: ignore
+        slow = s.slow + due * (x + u - s.slow)
+        return torch.where(t % self.k == 0, slow - x, u), self.State(slow)  # type: ignore
 
 
-@dataclass(frozen=True, kw_only=True)
-class clipped(signsgd, rule=signsgd_rule):
-    limit: Number = 1.0
+class Clipped(Optimizer):
+    """RMSprop whose step has at most lr as root mean square, with a running product."""
+
+    beta: float = 0.9
+
+    class State(NamedTuple):
+        square: Wide
+
+    class Running(NamedTuple):
+        product: float = 1.0
+
+    def direction(self, g: Tensor, s: State, r: Any):
+        product = r.product * self.beta
+        v = self.beta * s.square + (1 - self.beta) * g * g
+        d = g / ((v / (1 - product)).sqrt() + 1e-6)
+        return d, self.State(v), self.Running(product)
+
+    def means(self, mean: Callable[[Tensor], Tensor], d: Tensor) -> Tensor:
+        return mean(d * d).sqrt().clamp_min(1.0)
 
 
-# What it is given
+class Sophia(Optimizer):
+    """Liu et al. 2023, arXiv:2305.14342; the Hessian estimate is given to step."""
+
+    rho: float = 0.04
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+
+    def direction(self, g: Tensor, s: State, hessian: Tensor, x: Tensor):
+        m = 0.9 * s.exp_avg + 0.1 * g
+        d = (m / (self.rho * hessian).clamp_min(1e-12)).clamp(-1.0, 1.0)
+        return d + 0.01 * x, self.State(m)
 
 
-OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.1}
+RULES = [SignSGD, AdaBelief, Orthogonal, Lookahead, Clipped]
+
+# Their loops
+
+
+def loop(
+    cls: type[Optimizer], ps: list[Tensor], grads: list[list[Tensor]], **o: Any
+) -> None:
+    """Step ps by the formulas of a rule, in place."""
+    lr, wd = o.pop("lr"), o.pop("weight_decay")
+    ms, vs, tops = ([torch.zeros_like(p) for p in ps] for _ in range(3))
+    slow = [p.clone() for p in ps]
+    for t, gs in enumerate(grads, 1):
+        for i, g in enumerate(gs):
+            p, m, v = ps[i], ms[i], vs[i]
+            decay = lr * wd * p
+            if cls is SignSGD:
+                m.mul_(o["momentum"]).add_((1 - o["momentum"]) * g)
+                d = m.sign()
+            elif cls is AdaBelief:
+                m.mul_(0.9).add_(0.1 * g)
+                v.mul_(0.999).add_(0.001 * (g - m) ** 2).add_(1e-8)
+                tops[i] = torch.maximum(tops[i], v) if o.get("amsgrad") else v
+                d = m / (1 - 0.9**t) / ((tops[i] / (1 - 0.999**t)).sqrt() + 1e-8)
+            elif cls is Orthogonal:
+                m.mul_(0.9).add_(g + wd * p)
+                d, decay = m / m.norm(), 0.0
+                for _ in range(5):
+                    d = 1.5 * d - 0.5 * d @ d.mT @ d
+                d = 0.9 * d
+            elif cls is Clipped:
+                v.mul_(0.9).add_(0.1 * g * g)
+                d = g / ((v / (1 - 0.9**t)).sqrt() + 1e-6)
+                rms = max(1.0, d.square().mean().sqrt().item())
+                d, decay = d / rms, decay / rms
+            else:
+                d = g
+            p -= lr * d + decay
+            if cls is Lookahead and t % 3 == 0:
+                slow[i] += 0.5 * (p - slow[i])
+                p.copy_(slow[i])
+
+
 STEPS = 6
+SHARED: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+OPTIONS: dict[type[Optimizer], dict[str, Any]] = {SignSGD: {"momentum": 0.8}}
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shapes = (5, 4), (3, 4)
+    return [torch.randn(s, generator=random, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def batch(i: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(i))
+def gradients(dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        [
+            torch.randn(p.shape, generator=random, dtype=torch.float64).to(dtype)
+            for p in start()
+        ]
+        for _ in range(STEPS)
+    ]
 
 
-# --8<-- [start:reference]
-def reference() -> list[Tensor]:
-    """The paper's loop."""
-    net = model()
-    moments = [torch.zeros_like(p) for p in net.parameters()]
-    for i in range(STEPS):
-        net(batch(i)).square().sum().backward()
-        for p, m in zip(net.parameters(), moments):
-            m.mul_(0.8).add_(0.2 * p.grad)
-            with torch.no_grad():
-                p.sub_(0.1 * (m.sign() + 0.1 * p))
-            p.grad = None
-    return [p.detach() for p in net.parameters()]
+def looped(cls: type[Optimizer], **options: Any) -> list[Tensor]:
+    ps = start()
+    loop(cls, ps, gradients(), **SHARED, **OPTIONS.get(cls, {}), **options)
+    return ps
 
 
-# --8<-- [end:reference]
-
-
-def train(net: nn.Module, optimizer: SignSGD, start: int = 0, stop: int = STEPS) -> None:
-    for i in range(start, stop):
-        net(batch(i)).square().sum().backward()
+def stepped(
+    cls: type[Optimizer], dtype: torch.dtype = torch.float64, **how: Any
+) -> list[Tensor]:
+    """The parameters after steps of the class."""
+    ps = [nn.Parameter(p) for p in start(dtype)]
+    optimizer = cls(ps, **SHARED, **OPTIONS.get(cls, {}), **how)
+    for gs in gradients(dtype):
+        for p, g in zip(ps, gs):
+            p.grad = g
         optimizer.step()
-        optimizer.zero_grad()
+    return [p.detach() for p in ps]
 
 
-def assert_reference(params: Any) -> None:
-    for got, want in zip(params, reference()):
-        torch.testing.assert_close(got.detach(), want, rtol=1e-6, atol=1e-6)
+def assert_close(got: Any, want: Any, rtol: float = 1e-12) -> None:
+    for x, y, z in zip(got, want, start(), strict=True):
+        torch.testing.assert_close(x.double() - z, y.double() - z, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
 @pytest.mark.parametrize(
     "how",
     [
         {"compile": False},
-        pytest.param({"compile": True}, marks=pytest.mark.full),
         {"foreach": True},
+        pytest.param({"compile": True}, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_class(how: dict[str, bool]) -> None:
-    net = model()
-    train(net, SignSGD(net.parameters(), **OPTIONS, **how))
-    assert_reference(net.parameters())
+def test_class_steps_as_the_loop(cls: type[Optimizer], how: dict[str, Any]) -> None:
+    assert_close(stepped(cls, **how), looped(cls))
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        signsgd_step,
-        pytest.param(compiled_signsgd_step, marks=pytest.mark.full),
-        pytest.param(compiled_signsgd_step_, marks=pytest.mark.full),
-    ],
-    ids=lambda step: step.__name__,
-)
-def test_functions(step) -> None:
-    net = model()
-    params = [p.detach().clone() for p in net.parameters()]
-    state = signsgd_init(params)
-    for i in range(STEPS):
-        for p, value in zip(net.parameters(), params):
-            p.data.copy_(value)
-        grads = torch.autograd.grad(net(batch(i)).square().sum(), list(net.parameters()))
-        params, state = step(params, list(grads), state, **OPTIONS)
-    assert_reference(params)
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
+def test_pure_step_is_the_class(cls: type[Optimizer]) -> None:
+    value = cls.pure(**SHARED, **OPTIONS.get(cls, {}))
+    ps, state = start(), value.init(start())
+    for gs in gradients():
+        ps, state = value.step(ps, gs, state)
+    assert_close(ps, looped(cls))
 
 
-def test_gradient_release() -> None:
-    net = model()
-    optimizer = SignSGD(net.parameters(), **OPTIONS, gradient_release=True, compile=False)
-    prepare_for_gradient_release(net, optimizer)
-    train(net, optimizer)
-    assert_reference(net.parameters())
+@pytest.mark.full
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
+def test_pure_step_is_traced_by_torch_compile(cls: type[Optimizer]) -> None:
+    value = cls.pure(**SHARED, **OPTIONS.get(cls, {}))
+    step = torch.compile(value.step, fullgraph=True, backend="eager")
+    ps, state = start(), value.init(start())
+    for gs in gradients():
+        ps, state = step(ps, gs, state)
+    assert_close(ps, looped(cls))
 
 
-def test_state_dict() -> None:
-    net = model()
-    optimizer = SignSGD(net.named_parameters(), **OPTIONS, compile=False)
-    train(net, optimizer, stop=3)
+@pytest.mark.full
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
+def test_compiled_functions(cls: type[Optimizer]) -> None:
+    value = cls.pure(**SHARED, **OPTIONS.get(cls, {}))
+    ps, state = start(), value.init(start())
+    for gs in gradients():
+        ps, state = compiled.step(value, ps, gs, state)
+    assert_close(ps, looped(cls))
+
+
+@pytest.mark.parametrize("cls", [SignSGD, AdaBelief, Orthogonal], ids=lambda x: x.__name__)
+def test_compact_bfloat16_stays_near(cls: type[Optimizer]) -> None:
+    got = stepped(cls, torch.bfloat16, storage="compact", compile=False)
+    for x, y, z in zip(got, looped(cls), start(), strict=True):
+        moved = (y - z).norm()
+        assert (x.double() - y).norm() < 0.1 * moved
+
+
+def test_a_static_option_chooses_a_rule() -> None:
+    assert_close(
+        stepped(AdaBelief, amsgrad=True, compile=False), looped(AdaBelief, amsgrad=True)
+    )
+    with pytest.raises(AssertionError):
+        assert_close(stepped(AdaBelief, amsgrad=True, compile=False), looped(AdaBelief))
+    value = AdaBelief.pure(lr=0.1, amsgrad=True)
+    assert value.init(start()).leaves[0].largest.dtype == torch.float64
+    assert value.rule.state._fields == ("exp_avg", "exp_avg_var", "largest")
+    assert AdaBelief.pure(lr=0.1).rule is AdaBelief.pure(lr=0.2, eps=1e-6).rule
+    with pytest.raises(TypeError, match="amsgrad='yes'"):
+        AdaBelief.pure(lr=0.1, amsgrad="yes")
+
+
+def test_fields_are_stored_as_annotated() -> None:
+    half = [torch.ones(2, dtype=torch.float16)]
+    leaf = AdaBelief.pure(lr=0.1, amsgrad=True).init(half).leaves[0]
+    dtypes = leaf.exp_avg.dtype, leaf.exp_avg_var.dtype, leaf.largest.dtype
+    assert dtypes == (torch.float16, torch.float32, torch.float32)
+    many = [torch.ones(1 << 14, dtype=torch.bfloat16)]
+    leaf = AdaBelief.pure(lr=0.1, amsgrad=True).init(many, storage="compact").leaves[0]
+    assert isinstance(leaf.largest, Tensor)
+    assert not isinstance(leaf.exp_avg, Tensor) and not isinstance(leaf.exp_avg_var, Tensor)
+    # No warning of a beta for a moment that is not in bfloat16.
+    low = torch.ones(2, dtype=torch.bfloat16)
+    value = Wider.pure(lr=0.1)
+    value.step(low, low.clone(), value.init(low))
+
+
+class Wider(Optimizer):
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    class State(NamedTuple):
+        m: Tensor
+        v: Wide
+
+    def direction(self, g: Tensor, s: State):
+        b1, b2 = self.betas
+        return g, self.State(b1 * s.m + (1 - b1) * g, b2 * s.v + (1 - b2) * g * g)
+
+
+# Gradient release
+
+
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
+def test_gradient_release(cls: type[Optimizer]) -> None:
+    def run(release: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+        optimizer = cls(net.parameters(), **SHARED, gradient_release=release, compile=False)
+        if release:
+            prepare_for_gradient_release(net, optimizer)
+        for i in range(4):
+            net(torch.arange(10.0).reshape(2, 5) + i).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in net.parameters()]
+
+    for x, y in zip(run(False), run(True), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_accumulating_in_states() -> None:
+    def run(cls: Any, accumulation: str) -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Linear(5, 3, bias=False).double()
+        optimizer = cls(net.parameters(), lr=0.1, gradient_release=True, compile=False)
+        handle = prepare_for_gradient_release(
+            net, optimizer, accumulation_steps=2, accumulation=accumulation
+        )
+        for i in range(6):
+            net(
+                torch.arange(10.0).reshape(2, 5).double() * (i - 2)
+            ).square().sum().backward()
+        handle.remove()
+        return net.weight.detach()
+
+    torch.testing.assert_close(run(SignSGD, "states"), run(SignSGD, "buffer"))
+    with pytest.raises(ValueError, match="AdaBelief with these options is no sum"):
+        run(AdaBelief, "states")
+
+
+# Saving
+
+
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
+def test_a_resumed_run(cls: type[Optimizer]) -> None:
+    def run(ps: list[Any], optimizer: Any, some: Any) -> Any:
+        for gs in some:
+            for p, g in zip(ps, gs):
+                p.grad = g
+            optimizer.step()
+        return optimizer
+
+    ps, how = [nn.Parameter(p) for p in start()], {**SHARED, "compile": False}
+    named = [("a", ps[0]), ("b", ps[1])]
+    first = run(ps, cls(named, **how), gradients()[:3])
     file = io.BytesIO()
-    torch.save((net.state_dict(), optimizer.state_dict()), file)
+    torch.save((ps, first.state_dict()), file)
     file.seek(0)
-    values, state = torch.load(file, weights_only=True)
-    net = model()
-    net.load_state_dict(values)
-    optimizer = SignSGD(net.named_parameters(), lr=1.0, compile=False)
+    again, state = torch.load(file, weights_only=True)
+    resumed = cls(again, lr=1.0, compile=False)
+    resumed.load_state_dict(state)
+    copies = [copy.deepcopy((ps, first)), pickle.loads(pickle.dumps((ps, first)))]
+    run(ps, first, gradients()[3:])
+    for others, optimizer in [(again, resumed), *copies]:
+        run(others, optimizer, gradients()[3:])
+        for x, y in zip(ps, others, strict=True):
+            assert torch.equal(x, y)
+    value, tree = first.functional()
+    assert value == cls.pure(**SHARED)
+    assert pickle.loads(pickle.dumps(value)).rule is value.rule
+    stored = pickle.loads(pickle.dumps(tree))
+    assert type(stored.leaves["a"].rule_state) is value.rule.state
+
+
+SCRIPT = """
+import sys
+from typing import NamedTuple
+import torch
+from torch import Tensor
+from optimi_func.rules import Optimizer
+
+class Mine(Optimizer):
+    class State(NamedTuple):
+        m: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        m = 0.9 * s.m + g
+        return m, self.State(m)
+
+p = torch.nn.Parameter(torch.ones(3))
+optimizer = Mine([p], lr=0.1, compile=False)
+if len(sys.argv) > 2:
+    p.data, state = torch.load(sys.argv[1], weights_only=True)
     optimizer.load_state_dict(state)
-    train(net, optimizer, start=3)
-    assert_reference(net.parameters())
-    assert optimizer.functional()[0] == signsgd(**OPTIONS)
-    with pytest.raises(ValueError, match=r"torch\.optim has no SignSGD"):
-        optimizer.torch_state_dict()
+for _ in range(2):
+    p.grad = 2 * p.detach()
+    optimizer.step()
+torch.save((p.data, optimizer.state_dict()), sys.argv[1])
+print(p.tolist(), Mine.pure(lr=0.1).rule.digest)
+"""
 
 
-# --8<-- [start:given]
-def test_transforms_and_populations() -> None:
-    p, g = torch.ones(2), torch.tensor([1.0, -1.0])
-    injected = inject(signsgd(lr=0.1))
-    state = injected.init(p)
-    assert set(state.hyper) == {"lr", "weight_decay", "momentum"}
-    assert injected.step(p, g, state)[0].tolist() == pytest.approx([0.9, 1.1])
-    lrs = torch.tensor([0.1, 0.2])
-    members = population.init(signsgd, p, {"lr": lrs}, n=2)
-    after = population.step(signsgd, members, torch.stack([g, g])).params
-    assert after[:, 0].tolist() == pytest.approx([0.9, 0.8])
-    assert vmap(signsgd_init)(torch.ones(3, 2)).leaves.momentum_buffer.shape == (3, 2)
+@pytest.mark.full
+def test_a_class_of_main_in_two_processes(tmp_path: Any) -> None:
+    script, file = tmp_path / "mine.py", str(tmp_path / "state.pt")
+    script.write_text(SCRIPT)
+    first = run_script(script, file)
+    second = run_script(script, file, "resume")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    p, m = 1.0, 0.0
+    for _ in range(4):
+        m = 0.9 * m + 2 * p
+        p -= 0.1 * m
+    numbers, digest = second.stdout.split("] ")
+    assert [float(x) for x in numbers[1:].split(",")] == pytest.approx([p] * 3)
+    assert first.stdout.split("] ")[1] == digest
+
+
+# Transforms, populations, derivatives
+
+
+@pytest.mark.parametrize("cls", RULES, ids=lambda x: x.__name__)
+def test_transforms_and_populations(cls: type[Optimizer]) -> None:
+    p, g = start()[0], gradients()[0][0]
+    plain = cls.pure(lr=0.1).step(p, g, cls.pure(lr=0.1).init(p))[0]
+    injected = inject(cls.pure(lr=0.1))
+    torch.testing.assert_close(injected.step(p, g, injected.init(p))[0], plain)
+    clipped = chain(clip_global_norm(1e9), cls.pure(lr=0.1))
+    torch.testing.assert_close(clipped.step(p, g, clipped.init(p))[0], plain)
+    members = population.init(cls.pure, p, {"lr": torch.tensor([0.1, 0.2])}, n=2)
+    after = population.step(cls.pure, members, torch.stack([g, g])).params
+    torch.testing.assert_close(after[0], plain)
+    assert not torch.equal(after[0], after[1])
+    scheduled = cls.pure(lr=lambda step: 0.1 * (step + 1))
+    torch.testing.assert_close(scheduled.step(p, g, scheduled.init(p))[0], plain)
+
+
+def test_a_population_over_a_hyperparameter_of_its_own() -> None:
+    p, gs = start()[0], [x[0] for x in gradients()]
+    rates = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    hyper = {"lr": torch.tensor([0.1, 0.1]), "momentum": rates}
+    members = population.init(SignSGD.pure, p, hyper, n=2)
+    for g in gs:
+        members = population.step(SignSGD.pure, members, torch.stack([g, g]))
+    for row, rate in zip(members.params, rates.tolist()):
+        want, state = p, SignSGD.pure(lr=0.1).init(p)
+        for g in gs:
+            want, state = SignSGD.pure(lr=0.1, momentum=rate).step(want, g, state)
+        torch.testing.assert_close(row, want, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(*members.params)
+
+
+@pytest.mark.parametrize("name", ["lr", "b1", "b2", "eps"])
+def test_hypergradients_are_finite_and_right(name: str) -> None:
+    p, gs = start()[0], [x[0] for x in gradients()]
+    at = {"lr": 0.1, "b1": 0.8, "b2": 0.9, "eps": 5e-4}
+
+    def after(x: Any) -> Any:
+        h = {**at, name: x}
+        value = AdaBelief.pure(lr=h["lr"], betas=(h["b1"], h["b2"]), eps=h["eps"])
+        q, state = p, value.init(p)
+        for g in gs:
+            q, state = value.step(q, g, state)
+        return q.square().sum()
+
+    found = grad(after)(torch.tensor(at[name], dtype=torch.float64))
+    step = 1e-6
+    about = (after(at[name] + step) - after(at[name] - step)) / (2 * step)
+    torch.testing.assert_close(found, about, rtol=1e-4, atol=1e-6)
+    # At gradients, states and betas of 0, where a plain root and power have NaN.
+    zeros = torch.zeros(3, dtype=torch.float64)
+
+    def at_zero(x: Tensor) -> Tensor:
+        value = AdaBelief.pure(lr=0.1, betas=(x, x), eps=1e-8)
+        return value.step(zeros, zeros * x, value.init(zeros))[0].sum()
+
+    assert grad(at_zero)(torch.tensor(0.0, dtype=torch.float64)).isfinite()
+
+
+def test_extras_are_given_to_the_pure_step() -> None:
+    p, g, h = start(), gradients()[0], [x.abs() for x in start()]
+    value = Sophia.pure(lr=0.1)
+    got, _ = value.step(p, g, value.init(p), hessian=h)
+    for x, y, z, w in zip(got, p, g, h, strict=True):
+        want = y - 0.1 * ((0.1 * z / (0.04 * w)).clamp(-1, 1) + 0.01 * y)
+        torch.testing.assert_close(x, want)
+    same, _ = value.step(p, g, value.init(p), hessian=torch.tensor(0.5))
+    assert not torch.equal(same[0], got[0])
+    with pytest.raises(TypeError, match=r"Sophia.*extras \[\]: .* takes \['hessian'\]"):
+        value.step(p, g, value.init(p))
+    with pytest.raises(TypeError, match=r"extras \['loss'\]"):
+        value.step(p, g, value.init(p), loss=1.0)
+    with pytest.raises(ValueError, match=r"hessian\[0\] has the shape \(2,\)"):
+        value.step(p, g, value.init(p), hessian=[torch.ones(2), h[1]])
+    for refused in (
+        lambda: Sophia([nn.Parameter(p[0])], lr=0.1),
+        lambda: compiled.step(value, p, g, value.init(p)),
+    ):
+        with pytest.raises(TypeError, match=r"Sophia takes hessian, .*step\(params, grads"):
+            refused()
+
+
+# The package's own
+
+
+class OwnLion(Optimizer):
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        b1, b2 = self.betas
+        d = (b1 * s.exp_avg + (1 - b1) * g).sign()
+        return d, self.State(b2 * s.exp_avg + (1 - b2) * g)
+
+
+class OwnSGD(Optimizer, decay="l2"):
+    momentum: float = 0.9
+
+    class State(NamedTuple):
+        momentum_buffer: Tensor
+
+    def direction(self, g: Tensor, s: State):
+        b = self.momentum * s.momentum_buffer + g
+        return b, self.State(b)
+
+
+class OwnAdamW(Optimizer):
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-6
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_sq: SecondMoment
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * (g * g)
+        d = 1 / (1 - b1**t) * m / (1 / (1 - b2**t) ** 0.5 * v.sqrt() + self.eps)
+        return d, self.State(m, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("own", "theirs", "options"),
+    [
+        (OwnLion, optimi_func.Lion, {}),
+        (OwnSGD, optimi_func.SGD, {"momentum": 0.9}),
+        (OwnAdamW, optimi_func.AdamW, {}),
+    ],
+    ids=["lion", "sgd", "adamw"],
+)
+def test_the_packages_own_rules_are_the_same_bits(
+    own: Any, theirs: Any, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    shared = {"weight_decay": 0.1, "lr": 0.01, "compile": False}
+    runs = []
+    for made in (lambda ps: own(ps, **shared), lambda ps: theirs(ps, **options, **shared)):
+        ps = [nn.Parameter(p) for p in start(dtype)]
+        optimizer = made(ps)
+        for gs in gradients(dtype):
+            for p, g in zip(ps, gs):
+                p.grad = g
+            optimizer.step()
+        runs.append(ps)
+    for x, y in zip(*runs, strict=True):
+        assert torch.equal(x, y)
+
+
+# What is defined again
+
+
+def defined(scale: float) -> type[Optimizer]:
+    class Scaled(Optimizer):
+        class State(NamedTuple):
+            m: Tensor
+
+        def direction(self, g: Tensor, s: State):
+            m = 0.9 * s.m + g * scale
+            return m, self.State(m)
+
+    return Scaled
+
+
+def test_a_digest_is_of_the_graph() -> None:
+    one, again, other = defined(1.5), defined(1.5), defined(2.5)
+    assert one.pure(lr=0.1).rule.digest == again.pure(lr=0.1).rule.digest
+    assert one.pure(lr=0.1).rule.digest != other.pure(lr=0.1).rule.digest
+    assert optimi_func.adamw(lr=0.1).rule.digest == ""
+    p = torch.ones(2)
+    moved = [c.pure(lr=0.1).step(p, p, c.pure(lr=0.1).init(p))[0][0] for c in (one, other)]
+    assert moved == pytest.approx([0.85, 0.75])
+    # States are those of the class that was defined last.
+    assert type(again.pure(lr=0.1).init(p).leaves.rule_state) is again.State  # type: ignore
+
+
+@pytest.mark.full
+def test_kernels_are_kept_by_digest() -> None:
+    def run(scale: float) -> Tensor:
+        p = nn.Parameter(torch.ones(64))
+        optimizer = defined(scale)([p], lr=0.1, compile=True)
+        p.grad = torch.ones(64)
+        optimizer.step()
+        return p.detach()
+
+    assert run(1.5)[0].item() == pytest.approx(0.85)
+    count = len(kernels._kernels)
+    for _ in range(3):
+        assert run(1.5)[0].item() == pytest.approx(0.85)
+    assert len(kernels._kernels) == count
+    assert run(2.5)[0].item() == pytest.approx(0.75)
+    assert len(kernels._kernels) == count + 1
+
+
+def test_a_class_that_is_defined_again_is_freed() -> None:
+    def use() -> list[Any]:
+        cls = defined(random.random())
+        p = nn.Parameter(torch.ones(3))
+        for optimizer in (
+            cls([p], lr=0.1, compile=False),
+            Mixed([("p", p)], ("p", cls.pure(lr=0.1)), compile=False),
+        ):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        return [weakref.ref(cls), weakref.ref(cls.pure(lr=0.1).rule)]
+
+    found = [use() for _ in range(3)]
+    optimi_func.optimizers.mixed._keywords.cache_clear()  # keeps 64
+    gc.collect()
+    assert [x() for refs in found for x in refs] == [None] * 6
+
+
+def test_mixed_tells_rules_by_their_classes() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    parts = ("a.*", SignSGD.pure(lr=0.1)), ("b.weight", Orthogonal.pure(lr=0.2))
+    optimizer = Mixed(net.named_parameters(), *parts, rest=adamw(lr=0.3), compile=False)
+    rules = [group["rule"] for group in optimizer.param_groups]
+    assert rules == ["SignSGD", "Orthogonal", "adamw"]
+    net["b"](net["a"](torch.ones(2, 3))).sum().backward()
+    optimizer.step()
+    copied = Mixed(net.named_parameters(), *parts, rest=adamw(lr=0.3), compile=False)
+    copied.load_state_dict(optimizer.state_dict())
+    same = defined(1.0).pure(lr=0.1), defined(2.0).pure(lr=0.1)
+    with pytest.raises(ValueError, match="two optimizers called 'Scaled'"):
+        Mixed(net.named_parameters(), ("a.*", same[0]), rest=same[1])
+
+
+# The constructor
 
 
 def test_the_constructor_is_made_of_the_fields() -> None:
     names = list(inspect.signature(SignSGD).parameters)
-    assert names[:5] == ["params", "lr", "momentum", "weight_decay", "decouple_lr"]
-    net = model()
-    optimizer = SignSGD(net.parameters(), 0.1, 0.8, maximize=True)
+    assert names[:4] == ["params", "lr", "momentum", "weight_decay"]
+    p = nn.Parameter(torch.ones(2))
+    optimizer = SignSGD([p], 0.1, 0.8, maximize=True)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["maximize"]) == (0.1, 0.8, True)
     assert not hasattr(optimizer, "momentum") and not hasattr(optimizer, "maximize")
+    assert isinstance(optimizer, torch.optim.Optimizer) and SignSGD.factory is SignSGD.pure
+    assert repr(SignSGD.pure(lr=0.1, momentum=0.8)) == "SignSGD.pure(lr=0.1, momentum=0.8)"
     with pytest.raises(TypeError, match="missing a required argument: 'lr'"):
-        SignSGD(net.parameters())  # type: ignore
-    with pytest.raises(
-        TypeError, match=r"SignSGD has no argument 'momentun': did you .*'momentum'"
-    ):
-        SignSGD(net.parameters(), lr=0.1, momentun=0.8)  # type: ignore
+        SignSGD([p])  # type: ignore
+    for door in (SignSGD.pure, lambda **k: SignSGD([p], **k)):
+        for options, text in (
+            ({"momentun": 0.8}, "SignSGD has no argument 'momentun': did you .*'momentum'"),
+            ({"momentum": 1.5}, r"Invalid momentum: momentum=1\.5"),
+            ({"momentum": "a"}, "Invalid momentum: momentum='a'"),
+            ({"weight_decay": -1.0}, "weight_decay=-1"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=text):
+                door(lr=0.1, **options)
+    with pytest.raises(ValueError, match=r"betas=.*allowed are 2 numbers"):
+        AdaBelief.pure(lr=0.1, betas=(0.9,))
+    with pytest.raises(ValueError, match=r"params\[0\] has shape \(2,\): whole raises"):
+        Orthogonal([p], lr=0.1)
     with pytest.raises(TypeError, match=r"which lacks \['weight_decay', 'momentum'\]"):
-        type("Lacking", (BaseOptimizer,), {"factory": signsgd})
+        type("Lacking", (BaseOptimizer,), {"factory": SignSGD.pure})
 
 
-def test_a_subclass_inherits_the_fields() -> None:
-    class Clipped(SignSGD):
-        factory = clipped
-        limit: InitVar[float] = 1.0
+class Nesterov(SignSGD):
+    """A subclass has the fields of its base, and changes a default."""
 
-    names = list(inspect.signature(Clipped).parameters)
-    assert names[:5] == ["params", "lr", "momentum", "weight_decay", "limit"]
-    group = Clipped(model().parameters(), lr=0.1).param_groups[0]
-    assert (group["momentum"], group["limit"]) == (0.9, 1.0)
+    ahead: float = 0.5
+    weight_decay: float = 0.3
+
+    def direction(self, g: Tensor, s: Any):
+        m, new = super().direction(g, s)
+        return self.look(m, g), new
+
+    def look(self, m: Tensor, g: Tensor) -> Tensor:
+        return m + self.ahead * g
+
+
+def test_a_subclass_inherits_fields_and_methods() -> None:
+    names = list(inspect.signature(Nesterov).parameters)
+    assert {*names[:5]} == {"params", "lr", "momentum", "weight_decay", "ahead"}
+    p = torch.ones(2)
+    value = Nesterov.pure(lr=0.1, ahead=2.0)
+    assert value.weight_decay == 0.3
+    moved = value.step(p, p, value.init(p))[0]
+    torch.testing.assert_close(moved, p - 0.1 * (1 + 2.0) - 0.1 * 0.3)
+    group = Nesterov([nn.Parameter(p)], lr=0.1).param_groups[0]
+    assert (group["weight_decay"], group["ahead"]) == (0.3, 0.5)
 
 
 def test_a_value_keeps_its_rule_through_copies() -> None:
-    value = signsgd(lr=0.1, momentum=0.8)
-    for again in (
-        copy.copy(value),
-        copy.deepcopy(value),
-        pickle.loads(pickle.dumps(value)),
-        dataclasses.replace(value),
-    ):
+    value = SignSGD.pure(lr=0.1, momentum=0.8)
+    for again in (copy.copy(value), copy.deepcopy(value), dataclasses.replace(value)):
         assert again == value and hash(again) == hash(value)
-        assert again.rule is signsgd_rule and again.numbers == {"momentum": 0.8}
+        assert again.rule is value.rule and again.numbers == {"momentum": 0.8}
     other = value.with_lr(0.2)
-    assert (other.lr, other.rule, other.numbers) == (0.2, signsgd_rule, value.numbers)
+    assert (other.lr, other.rule, other.numbers) == (0.2, value.rule, value.numbers)
     assert dataclasses.replace(value, momentum=0.7).numbers == {"momentum": 0.7}
 
 
-def test_errors_name_the_argument() -> None:
-    for door in (signsgd, lambda **k: SignSGD([torch.ones(1, requires_grad=True)], **k)):
-        with pytest.raises(ValueError, match=r"Invalid momentum: momentum=1\.5"):
-            door(lr=0.1, momentum=1.5)
-    with pytest.raises(TypeError, match="FunctionalOptimizer"):
-        compiled.step(signsgd, torch.ones(1), torch.ones(1), None)  # type: ignore
+def test_a_direction_may_read_lr_and_decay() -> None:
+    class Reads(Optimizer):
+        def direction(self, g: Tensor):
+            return g * self.lr + self.weight_decay  # type: ignore
+
+    p = torch.ones(2)
+    value = Reads.pure(lr=0.5, weight_decay=0.1)
+    got = value.step(p, p, value.init(p))[0]
+    torch.testing.assert_close(got, p - 0.5 * (0.5 + 0.1) - 0.05)
+    again = value.with_lr(0.1).step(p, p, value.init(p))[0]
+    torch.testing.assert_close(again, p - 0.1 * (0.1 + 0.1) - 0.01)
 
 
-# --8<-- [end:given]
+def test_an_eval_point() -> None:
+    class Averaged(Optimizer):
+        class State(NamedTuple):
+            mean: Wide
+
+        def init(self, p: Tensor) -> Any:
+            return self.State(p)
+
+        def direction(self, g: Tensor, s: State):
+            return g, s
+
+        def after(self, x: Tensor, u: Tensor, s: State):
+            return u, self.State(0.5 * s.mean + 0.5 * (x + u))
+
+        def eval_point(self, s: State):
+            return s.mean
+
+    p = torch.ones(2)
+    value = Averaged.pure(lr=0.5)
+    q, state = value.step(p, p, value.init(p))
+    assert (q[0].item(), value.eval_params(q, state)[0].item()) == (0.5, 0.75)
+
+
+# Refusals
+
+CONSTANT = torch.ones(3)
+
+
+class One(NamedTuple):
+    m: Tensor
+
+
+class Taken(NamedTuple):
+    step: Tensor
+
+
+def in_place(self: Any, g: Tensor) -> Tensor:
+    g[0] = 1.0
+    return g
+
+
+def writes(self: Any, g: Tensor) -> Tensor:
+    self.kept = g
+    return g
+
+
+B: dict[str, Any] = {"b": 0.9, "__annotations__": {"b": float}}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("decides by the value", {"direction": lambda self, g: g if g > 0 else -g}),
+    ("decides by the value", {"direction": lambda self, g: g if self.b > 0 else -g, **B}),
+    ("decides by the value", {"direction": lambda self, g: g * max(self.b, 0.1), **B}),
+    ("decides by the value", {"direction": lambda self, g, t: g * (t if t > 3 else 1.0)}),
+    (r"x \*\* 0\.5 for math", {"direction": lambda self, g: g * math.sqrt(self.b), **B}),
+    ("uses a tensor that is neither", {"direction": lambda self, g: g * CONSTANT}),
+    ("uses a tensor that is neither", {"direction": lambda self, g: g * torch.tensor(2.0)}),
+    ("numel has another shape", {"direction": lambda self, g: g / g.numel()}),
+    (r"reads \.shape", {"direction": lambda self, g: g / g.shape[0]}),
+    ("norm has another shape", {"direction": lambda self, g: g / g.norm()}),
+    ("any.* has another shape", {"direction": lambda self, g: g * g.any()}),
+    ("d depends on the others", {"direction": lambda self, g: g.cumsum(-1)}),
+    ("d depends on the others", {"direction": lambda self, g: g.softmax(-1)}),
+    ("d depends on the others", {"direction": lambda self, g: g.roll(1)}),
+    ("writes in place: use mul for mul_", {"direction": lambda self, g: g.mul_(2)}),
+    ("writes in place", {"direction": lambda self, g: torch.add(g, g, out=g)}),
+    ("does not support item assignment", {"direction": in_place}),
+    ("draws random numbers in d", {"direction": lambda self, g: g * torch.rand_like(g)}),
+    ("random numbers", {"direction": lambda self, g: g * random.random()}),
+    (r"returned \(Traced\): allowed is \(d, self", {"direction": lambda self, g, s: g}),
+    (r"returned \(float\)", {"direction": lambda self, g, s: 1.0}),
+    (r"\(Traced, One, int\)", {"direction": lambda self, g, s: (g, s, 1)}),
+    ("sum.* has another shape", {"direction": lambda self, g, s: (g, One(g.sum()))}),
+    (r"returns d as torch\.float32", {"direction": lambda self, g, s: (g.float(), s)}),
+    ("has no attribute 'c'", {"direction": lambda self, g, s: (g * self.c, s)}),
+    ("it has to take g, s", {"direction": lambda self, g: g, "State": One}),
+    ("writes to self", {"direction": writes}),
+    ("takes g, s, rest", {"direction": lambda self, g, s, *rest: (g, s)}),
+    (
+        "after takes x, u, foo",
+        {"direction": lambda self, g: g, "after": lambda self, x, u, foo: u},
+    ),
+    ("raises in maximum", {"direction": lambda self, g: torch.maximum(g, self.b), **B}),
+    ("State has a field 'step'", {"direction": lambda self, g, s: (g, s), "State": Taken}),
+    (
+        "whole goes with neither",
+        {
+            "direction": lambda self, g: g,
+            "whole": lambda self, d: d,
+            "after": lambda self, x, u: u,
+        },
+    ),
+    (
+        "mean_0 is not known",
+        {"direction": lambda self, g: g, "means": lambda self, mean, g: mean(g - mean(g))},
+    ),
+    *[
+        (f"{name} is an option or a method", {name: 1.0, "__annotations__": {name: float}})
+        for name in ("storage", "maximize", "step", "decay", "numbers", "params")
+    ],
+]
+
+
+@pytest.mark.parametrize(("text", "body"), REFUSED)
+def test_refused_at_the_definition(text: str, body: dict[str, Any]) -> None:
+    body = {"direction": lambda self, g: g, **body}
+    if "s" in inspect.signature(body["direction"]).parameters:
+        body = {"State": One, **body}
+    with pytest.raises((TypeError, ValueError), match=text) as raised:
+        type(Optimizer)("Refused", (Optimizer,), body)
+    assert "Refused" in str(raised.value)
+
+
+def test_refused_at_use() -> None:
+    with pytest.raises(ValueError, match="Wrong: decay='coupled': allowed are"):
+
+        class Wrong(Optimizer, decay="coupled"):  # type: ignore
+            def direction(self, g: Tensor):
+                return g
+
+    class Begins(Optimizer):
+        class State(NamedTuple):
+            m: Tensor
+
+        def init(self, p: Tensor) -> Any:
+            return self.State(p.sum())
+
+        def direction(self, g: Tensor, s: State):
+            return g, s
+
+    with pytest.raises(TypeError, match=r"Begins\.init returned"):
+        Begins.pure(lr=0.1).init(torch.ones(2))
+
+    class Shrinks(Optimizer):
+        def direction(self, g: Tensor):
+            return g
+
+        def whole(self, d: Tensor) -> Tensor:
+            return d.sum()
+
+        def refuses(self, p: Tensor) -> str | None:
+            return "only matrices" if p.dim() != 2 else None
+
+    with pytest.raises(ValueError, match="only matrices"):
+        Shrinks.pure(lr=0.1).init(torch.ones(2))
+    with pytest.raises(ValueError, match=r"Shrinks\.whole returned .* shape \(2, 2\)"):
+        Shrinks.pure(lr=0.1).init(torch.ones(2, 2))
+
+
+def test_one_vmapped_init() -> None:
+    state = vmap(SignSGD.pure(lr=0.1).init)(torch.ones(3, 2))
+    assert state.leaves.exp_avg.shape == (3, 2)

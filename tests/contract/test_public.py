@@ -194,8 +194,8 @@ LAYERS = [
     {"execution"},
     {"transforms"},
     {"optimizers"},
-    {"compiled", "functional", "gradient_release"},
-    {"utils"},
+    {"compiled", "functional", "gradient_release", "rules"},
+    {"utils", "testing"},
     {"memory"},
     {"__init__"},
 ]

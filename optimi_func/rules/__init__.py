@@ -1,0 +1,279 @@
+"""Your own optimizer: a class body with the update of one tensor.
+
+`Optimizer` makes of it a class with param groups, the pure step, compiled kernels, gradient
+release and all storages.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast, get_args
+
+from torch import Tensor
+
+from optimi_func.core.checks import check_number as check_number
+from optimi_func.core.math import moment, second_moment, slow_moment
+from optimi_func.core.rule import MomentStorage, PyTree, Rule
+from optimi_func.optimizers._forms import check_calls
+from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, derived
+from optimi_func.pure.tree import FlatTree, Rewrite, TreeState, broadcast, path_of
+from optimi_func.rules.making import RATES, Making
+from optimi_func.state.convert import Counterparts
+
+__all__ = ["Moment", "Optimizer", "OwnRule", "SecondMoment", "Wide", "check_number"]
+
+T = TypeVar("T")
+Decay: TypeAlias = Literal["decoupled", "l2", "proximal"]
+
+
+def _wide(p: Tensor, kept: MomentStorage) -> Tensor:
+    del kept
+    return slow_moment(p)
+
+
+# The storage of a State's fields. A Tensor is a Moment.
+Moment: TypeAlias = Annotated[Tensor, moment]
+SecondMoment: TypeAlias = Annotated[Tensor, second_moment]
+Wide: TypeAlias = Annotated[Tensor, _wide]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OwnRule(FunctionalOptimizer):
+    """Base class of the `pure` of an `Optimizer`: its rule with hyperparameters."""
+
+    owner: ClassVar[type["Optimizer"]]
+    usual: ClassVar[Decay] = "decoupled"
+
+    @derived
+    def rule(self) -> Rule[Any, Any]:
+        """The mathematics, a rule for each combination of static options."""
+        return self.owner.rule_for(tuple([getattr(self, name) for name in self.choices]))
+
+    @derived
+    def decay(self) -> Any:
+        """The kind of weight decay."""
+        return self._decay_kind(self.usual)
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, without defaults."""
+        return super().__repr__().replace("(", ".pure(", 1)
+
+    def check(self) -> None:
+        """Raise if a hyperparameter is out of range, also by the class's own `check`."""
+        super().check()
+        for name in self.rule.numbers:
+            given, usual = getattr(self, name), getattr(type(self), name, None)
+            count = len(usual) if isinstance(usual, tuple) else 0
+            if count and not (isinstance(given, tuple | list) and len(given) == count):
+                text = f"Invalid {name}: {name}={given!r}: allowed are {count} numbers"
+                raise ValueError(text)
+            for x in given if count else (given,):
+                check_number(name, name, x)
+        if hasattr(self.owner, "check"):
+            self.owner.bare({f.name: getattr(self, f.name) for f in fields(self)}).check()
+
+    def step(
+        self,
+        params: T,
+        grads: PyTree,
+        state: TreeState,
+        *,
+        rewrite: Rewrite | None = None,
+        **extras: Any,
+    ) -> tuple[T, TreeState]:
+        """Return the parameters and the state after one update.
+
+        Args:
+            params: Parameter tree.
+            grads: Its gradients; a parameter whose gradient is None does not change.
+            state: From `init` or the step before.
+            rewrite: Changes the updates before they are added: see `transforms.chain`.
+            extras: What `direction` takes besides, by name: trees with a tensor for each
+                parameter, or prefixes of them.
+
+        Raises:
+            TypeError: An extra that `direction` lacks, or does not take.
+        """
+        if {*self.rule.extras} != {*extras}:
+            raise TypeError(
+                f"{type(self).__name__}.pure(...).step got the extras {sorted(extras)}: "
+                f"its direction takes {sorted(self.rule.extras)}"
+            )
+        tree = FlatTree.of(params, grads, state).check(self.rule)
+        given = {name: broadcast(name, x, tree) for name, x in extras.items()}
+        own = [
+            {name: found[at[i]] for name, (found, at) in given.items()}
+            for i in range(len(tree.leaves))
+        ]
+        for i, (p, some) in enumerate(zip(tree.leaves, own)):
+            for name, x in some.items():
+                if isinstance(x, Tensor) and x.shape not in (p.shape, ()):
+                    raise ValueError(
+                        f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
+                        f"its parameter {tuple(p.shape)}: allowed are that and ()"
+                    )
+        return self._step(tree, rewrite, own)
+
+
+class Optimizer(BaseOptimizer):
+    """Base class of an optimizer that its user writes: `direction`, for one tensor.
+
+        class SignSGD(Optimizer):
+            momentum: float = 0.9
+
+            class State(NamedTuple):
+                exp_avg: Tensor
+
+            def direction(self, g: Tensor, s: State):
+                m = self.momentum * s.exp_avg + (1 - self.momentum) * g
+                return m.sign(), self.State(m)
+
+    The parameter moves by -lr times the direction; decay, precision and storage are not its
+    business. Fields are the constructor's arguments. Floats and tuples of floats are
+    hyperparameters, which may be scheduled. Others (bools, strings, ints) are static, so
+    that methods may branch on them. `SignSGD.pure(lr=1e-3)` is the same as a value, with
+    `init` and `step`. Methods are traced once, at the definition, and read globals then.
+    Only `direction` is needed. Arguments go by name: t is the 1-based step, x the
+    parameter.
+
+    - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
+      names, which the pure step is given as trees. With `class Running(NamedTuple)` of
+      floats it may take r, and returns a Running for the next step as third result.
+    - `accumulate(self, g, s, ...) -> (d, State)`: the direction for a further part of a
+      step's gradient, for gradient release with accumulation="states".
+    - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u.
+    - `means(self, mean, g, s, x, d, t)` returns what the delta is divided by. `mean(y)` is
+      the mean of y over the whole parameter, and s the new state.
+    - `whole(self, d, t) -> d` maps the direction of a whole tensor, as Muon does.
+      `refuses(self, p)` returns why it does not take a parameter, or None.
+    - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
+    - `init(self, p) -> State` returns the first values, and None for zeros.
+    - `check(self)` raises for hyperparameters out of range; see `check_number`.
+
+    The class line takes `decay`: "decoupled", "l2" (it joins the gradient) or "proximal".
+
+    Args:
+        params: Parameters, named parameters, or param groups.
+        weight_decay: Decay coefficient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    Raises:
+        TypeError: At the definition of the class: a method that cannot be traced or is not
+            elementwise, other results, a field that has the name of an option. At the
+            construction: a direction that takes extras.
+
+    >>> class SignSGD(Optimizer):
+    ...     def direction(self, g: Tensor):
+    ...         return g.sign()
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> SignSGD([w], lr=0.1, compile=False).step((3 * w).sum().backward)
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    >>> SignSGD.pure(lr=0.1, weight_decay=0.5)
+    SignSGD.pure(lr=0.1, weight_decay=0.5)
+    """
+
+    pure: ClassVar[Callable[..., OwnRule]]
+    _own: ClassVar[dict[str, tuple[Any, Any]]] = {}  # annotations and defaults
+    _statics: ClassVar[tuple[str, ...]] = ()
+    _rules: ClassVar[dict[Any, Rule[Any, Any]]] = {}
+    _positional = ()
+
+    _: KW_ONLY
+    weight_decay: InitVar[float] = 0.0
+
+    def __init_subclass__(cls, decay: Decay | None = None) -> None:
+        """Make `pure` and the constructor, and trace the methods."""
+        cls._own = {**cls._own, **_own_fields(cls)}
+        cls._statics = tuple([n for n, x in cls._own.items() if not _is_number(*x)])
+        cls._rules, traced = {}, hasattr(cls, "direction")
+        if traced:
+            cls.factory = cls.pure = _pure(cls, decay)
+        super().__init_subclass__()
+        defaults = tuple([cls._own[name][1] for name in cls._statics])
+        if traced and MISSING not in defaults:
+            cls.rule_for(defaults)
+
+    @classmethod
+    def bare(cls, values: dict[str, Any]) -> Any:
+        """Return an instance with hyperparameters as attributes, and nothing else."""
+        made: Any = object.__new__(cls)
+        made.__dict__.update(values)
+        return made
+
+    @classmethod
+    def rule_for(cls, statics: tuple[Any, ...]) -> Rule[Any, Any]:
+        """Return the rule of a combination of the static options."""
+        if statics not in cls._rules:  # Dynamo does not trace into functools.cache
+            given = dict(zip(cls._statics, statics))
+            own = {n: x for n, (_, x) in cls._own.items() if n not in (*RATES, *given)}
+            numbers = {n: 0.5 if x is MISSING else x for n, x in own.items()}
+            made, again = (Making(cls, numbers, given) for _ in range(2))
+            cls._rules[statics] = rule = made.rule()
+            if rule.digest != again.rule().digest:
+                raise TypeError(
+                    f"{cls.__name__} computes something else each time that it is traced, "
+                    "as with Python's random numbers: leave them out"
+                )
+            cast(type[OwnRule], cls.pure).narrow = made.narrow
+        return cls._rules[statics]
+
+
+def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the annotation and the default of each field of a class body."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, annotation in inspect.get_annotations(cls).items():
+        if name.startswith("_") or "ClassVar" in str(annotation):
+            continue
+        taken = name in Optimizer._parameters or hasattr(BaseOptimizer, name)
+        if name not in RATES and (taken or hasattr(OwnRule, name)):
+            raise TypeError(
+                f"{cls.__name__}.{name} is an option or a method of every optimizer: give "
+                "the hyperparameter another name"
+            )
+        found[name] = annotation, cls.__dict__.get(name, MISSING)
+    return found
+
+
+def _is_number(annotation: Any, default: Any) -> bool:
+    """Return True for a float and for a tuple of floats, which are not static."""
+    known = isinstance(annotation, str)
+    text = annotation if known else inspect.formatannotation(annotation)
+    return "float" in text or isinstance(default, float)
+
+
+def _kind(group: dict[str, Any], decay: Decay) -> dict[str, Any]:
+    """Return the option that a saved group lacks: its decay is the class's."""
+    return {"decouple_wd": False} if decay == "l2" and "decouple_lr" in group else {}
+
+
+def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
+    """Return the dataclass of the hyperparameters of a class."""
+    if decay not in (None, *get_args(Decay)):
+        raise ValueError(f"{cls.__name__}: decay={decay!r}: allowed are {get_args(Decay)}")
+    made = make_dataclass(
+        cls.__name__,
+        [
+            (name, bool if kind in (bool, "bool") else Any, field(default=default))
+            for name, (kind, default) in cls._own.items()
+        ],
+        bases=(OwnRule,),
+        namespace={
+            "owner": cls,
+            "choices": cls._statics,
+            "counterparts": Counterparts(
+                our_options=lambda group: _kind(group, made.usual)
+            ),
+            "usual": decay or getattr(cls, "pure", OwnRule).usual,
+            "__doc__": f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
+            "__module__": cls.__module__,
+            "__qualname__": f"{cls.__qualname__}.pure",
+        },
+        frozen=True,
+        kw_only=True,
+        repr=False,
+    )
+    check_calls(made)
+    return made

@@ -1,0 +1,269 @@
+"""The methods of a rule, traced once: scalar work for the host, the rest for tensors.
+
+Operations on hyperparameters and the step alone become coefficients in double precision.
+The others become functions of tensors, which the pipeline and its kernels call.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer, TraceError
+
+from optimi_func.core import math
+from optimi_func.core.rule import Scalar
+
+_POWERS = (operator.pow, torch.pow, Tensor.pow)
+_ROOTS = (torch.sqrt, Tensor.sqrt)
+_CONDITIONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
+_LOGICAL = (*_CONDITIONS, operator.and_, operator.or_, operator.xor)
+# Operators that compute with Python numbers as with tensors.
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg)
+_USUAL = (*_ARITHMETIC, operator.floordiv, operator.mod, operator.pos, *_LOGICAL)
+
+
+class Traced(fx.Proxy):
+    """A tensor or a scalar of a rule, while a method of the rule is traced."""
+
+    def __float__(self) -> float:
+        raise TypeError(
+            "math's functions and float() take no traced hyperparameter: write x ** 0.5 "
+            "for math.sqrt(x), and torch.exp(x), torch.log(x) and so on"
+        )
+
+    __int__ = __float__
+
+
+class _Tracer(GraphAppendingTracer):
+    def proxy(self, node: fx.Node) -> Traced:
+        """Return the stand-in of a node's result."""
+        return Traced(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """Refuse constants that a graph cannot hold."""
+        if isinstance(a, Tensor):
+            raise TypeError(
+                "it uses a tensor that is neither an argument nor made of one: make it a "
+                "field of State, which `init` fills, or an extra that step is given"
+            )
+        return super().create_arg(a)
+
+
+class Trace:
+    """The graph of a rule's methods, and the functions that are taken out of it."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner, self.code = owner, ""
+        self.host: set[fx.Node] = set()  # what depends on scalars alone
+        self.coeffs: list[fx.Node] = []  # those of them that tensor work reads
+        self._graph = fx.Graph()
+        self._tracer = _Tracer(self._graph)
+
+    def input(self, name: str, scalar: bool = False) -> Traced:
+        """Return the stand-in of a tensor, or of a scalar."""
+        node = self._graph.placeholder(name)
+        self.host |= {node} if scalar else set()
+        return Traced(node, self._tracer)
+
+    def call(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a method with stand-ins. Raise TypeError for what cannot be traced."""
+        first, where = len(self._graph.nodes), f"{self.owner}.{method}"
+        try:
+            found = fn(*args)
+        except TraceError as error:
+            raise TypeError(
+                f"{where} decides by the value of a tensor or of a hyperparameter (if, "
+                "while, and, or, min, max, loops): write torch.where(condition, x, y), or "
+                f"make the hyperparameter a bool or a str, which is static ({error})"
+            ) from error
+        except Exception as error:
+            raise TypeError(f"{where} cannot be traced: {error}") from error
+        for node in list(self._graph.nodes)[first:]:
+            name = str(getattr(node.target, "__name__", node.target))
+            if (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs:
+                raise TypeError(
+                    f"{where} writes in place: use {name.rstrip('_')} for {name}"
+                )
+            if node.target is getattr:
+                raise TypeError(
+                    f"{where} reads .{node.args[1]} of a tensor, which may be flat or a "
+                    "part here: only `whole` is given whole tensors"
+                )
+            inputs = node.all_input_nodes
+            if inputs and self.host.issuperset(inputs):
+                self.host.add(node)
+        return found
+
+    def require(self, results: Iterable[Traced]) -> None:
+        """Make coefficients of the scalars that tensor work reads for these results."""
+        nodes = self.needed([x.node for x in results])
+        for node in self._graph.nodes:
+            if node in nodes and node not in self.host:
+                read = [x for x in node.all_input_nodes if x in self.host]
+                self.coeffs += [x for x in read if x not in self.coeffs]
+
+    def needed(
+        self, results: Sequence[fx.Node], given: Sequence[fx.Node] = ()
+    ) -> set[fx.Node]:
+        """Return the nodes that results are computed of, up to the given ones."""
+        found, rest = set[fx.Node](), list(results)
+        while rest:
+            node = rest.pop()
+            if node not in found:
+                found.add(node)
+                rest += () if node in given else node.all_input_nodes
+        return found
+
+    def on_host(self, given: list[Traced], more: list[Traced]) -> Callable[..., Any]:
+        """Return `(*given) -> (*coefficients, *more)` for numbers and 0-d tensors."""
+        found = [*self.coeffs, *[x.node for x in more]]
+        return self._function([x.node for x in given], found, _on_scalars)[0]
+
+    def on_tensors(
+        self, given: list[Traced], results: list[Traced]
+    ) -> tuple[Callable[..., Any], fx.Graph]:
+        """Return `(*given, *coefficients) -> results`, and its graph."""
+        nodes = [*[x.node for x in given], *self.coeffs]
+        return self._function(nodes, [x.node for x in results], self._on_tensors)
+
+    def _function(self, given: list[fx.Node], results: list[fx.Node], of: Any) -> Any:
+        """Return a function of the given nodes, whose operations `of` may replace."""
+        graph = fx.Graph()
+        at = {node: graph.placeholder(node.name) for node in given}
+        needed = self.needed(results, given)
+        for node in self._graph.nodes:
+            if node not in needed or node in at:
+                continue
+            if node.op == "placeholder":
+                raise TypeError(f"{self.owner}: {node.name} is not known in this method")
+            at[node] = graph.node_copy(node, at.__getitem__)
+            if (fn := of(node, _function_of(node))) is not None:
+                at[node].op, at[node].target = "call_function", fn
+        # As a coefficient, a bool would choose a graph.
+        graph.output(
+            tuple(
+                graph.call_function(operator.mul, (at[x], 1.0))
+                if x in self.host and x.target in _LOGICAL
+                else at[x]
+                for x in results
+            )
+        )
+        code = graph.python_code("self")
+        self.code += code.src
+        space = dict(code.globals)
+        exec(code.src, space)
+        made = space["forward"]
+        return (lambda *args: made(None, *args)), graph
+
+    def _on_tensors(self, node: fx.Node, target: Any) -> Callable[..., Any] | None:
+        if target in _ROOTS:
+            return math.root
+        if target in _POWERS and not isinstance(node.args[1], fx.Node):
+            return _power
+        return _select if target is torch.where and node.args[0] in self.host else None
+
+
+def _function_of(node: fx.Node) -> Any:
+    method = node.op == "call_method"
+    return getattr(Tensor, str(node.target)) if method else node.target
+
+
+def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
+    if target in _ROOTS:
+        return math.sqrt
+    if target in _POWERS:
+        return math.power if isinstance(node.args[1], fx.Node) else _scalar_power
+    if target is torch.where:
+        return math.choose
+    if target in _USUAL:
+        return None
+    target = torch.logical_not if target is operator.invert else target
+
+    def scalar(*args: Any, **kwargs: Any) -> Scalar:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        wide = math.scalar_dtype(device)
+        given: list[Any] = []
+        for x in args:
+            dtype = torch.bool if isinstance(x, bool) else wide
+            is_tensor = isinstance(x, Tensor)
+            given.append(x if is_tensor else torch.tensor(x, dtype=dtype, device=device))
+        found = target(*given, **kwargs)
+        return found if tensors else found.item()
+
+    scalar.__name__ = scalar.__qualname__ = f"scalar_{target.__name__}"
+    return scalar
+
+
+def _scalar_power(x: Scalar, exponent: float) -> Scalar:
+    return math.sqrt(x) if exponent == 0.5 else x**exponent
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    """Return x**exponent, with a finite derivative at 0."""
+    if exponent == int(exponent):
+        return x**exponent
+    root = math.root(x)
+    return root if exponent == 0.5 else root ** (2.0 * exponent)
+
+
+def _select(condition: Scalar, yes: Any, no: Any) -> Any:
+    """Return torch.where for a condition that is a coefficient, 1.0 or 0.0."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition != 0.0, yes, no)
+    chosen, other = (yes, no) if condition else (no, yes)
+    return torch.full_like(other, chosen) if isinstance(chosen, float | int) else chosen
+
+
+def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
+    """Run a graph on tensors of one shape. Raise for results of another."""
+    inputs, at = iter(given), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), at.__getitem__)
+        if node.op == "placeholder":
+            at[node] = next(inputs)
+            continue
+        if node.op == "output":
+            return args[0]
+        fn = getattr(Tensor, node.target) if node.op == "call_method" else node.target
+        try:
+            at[node] = fn(*args, **kwargs)
+        except Exception as error:
+            raise TypeError(f"{where} raises in {fn.__name__}: {error}") from error
+        if not isinstance(at[node], Tensor) or at[node].shape != given[0].shape:
+            raise TypeError(
+                _NOT_ELEMENTWISE.format(where, f"{node.name} has another shape")
+            )
+
+
+_NOT_ELEMENTWISE = (
+    "{} is not elementwise: {}. What maps whole tensors is for `whole`, and what takes "
+    "means for `means`"
+)
+
+
+def check_elementwise(
+    where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
+) -> None:
+    """Raise unless an element of each result depends on that of `count` tensors alone.
+
+    Tried with random tensors and parts of them, for scalars as numbers and as tensors.
+    """
+    drawn, wide = torch.Generator().manual_seed(0), torch.float64
+    given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
+    given[0] -= 0.5
+    some = torch.tensor([11, 2, 3, 7], device="cpu")
+    tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
+    results = _tried(where, graph, *given, *scalars)
+    again = _tried(where, graph, *given, *tensors)
+    parts = _tried(where, graph, *given[:, some], *tensors)
+    for name, x, same, part in zip(names, results, again, parts, strict=True):
+        if x.dtype != wide:
+            raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")
+        if not torch.allclose(x, same, equal_nan=True):
+            raise TypeError(f"{where} draws random numbers in {name}: leave them out")
+        if not torch.allclose(x[some], part, equal_nan=True):
+            raise TypeError(_NOT_ELEMENTWISE.format(where, f"{name} depends on the others"))

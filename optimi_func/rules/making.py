@@ -1,0 +1,294 @@
+"""The `Rule` of a class body, for one combination of its static options."""
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from hashlib import sha256
+from itertools import chain
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func.core.codes import NEAREST
+from optimi_func.core.math import moment
+from optimi_func.core.rule import Direction, Means, NoRunning, NoState, Rule
+from optimi_func.core.storage import encode
+from optimi_func.rules.lifting import Trace, Traced, check_elementwise
+
+# The arguments that methods take, by name; direction may have others, its extras.
+_TAKES = {
+    "direction": ["g", "s", "t", "x", "r"],
+    "accumulate": ["g", "s", "t", "x", "r"],
+    "after": ["x", "u", "s", "t"],
+    "eval_point": ["x", "s", "t"],
+    "means": ["mean", "g", "s", "x", "d", "t"],
+    "whole": ["d", "t"],
+}
+# Names of an entry that are not the rule's.
+_TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
+RATES = ("lr", "weight_decay")
+
+
+class Making:
+    """The trace of a class's methods, and the functions that its Rule is made of."""
+
+    def __init__(self, cls: Any, numbers: dict[str, Any], statics: dict[str, Any]) -> None:
+        """Make stand-ins; `numbers` are the hyperparameters with their defaults."""
+        self.cls, self.name, self.statics = cls, cls.__name__, statics
+        self.trace = trace = Trace(self.name)
+        self.defaults = {**numbers, **dict.fromkeys(RATES, 0.1)}
+        self.scalars: dict[str, Any] = {
+            name: tuple([trace.input(f"{name}_{i}", True) for i in range(len(x))])
+            if isinstance(x, tuple)
+            else trace.input(name, True)
+            for name, x in self.defaults.items()
+        }
+        self.me = cls.bare({**statics, **self.scalars})
+        self.kind: Any = getattr(self.me, "State", NoState)
+        self.makers = _makers(self.name, self.kind)
+        low = torch.empty(1, dtype=torch.bfloat16, device="meta")
+        wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
+        self.narrow = wide.index(True) if True in wide else None
+        self.running: Any = getattr(cls, "Running", NoRunning)
+        self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
+        self.given["t"] = trace.input("t", True)
+        self.given["s"] = self.kind(*[trace.input(f"s_{f}") for f in self.kind._fields])
+        r = [trace.input(f"r_{f}", True) for f in self.running._fields]
+        self.given["r"] = self.running(*r)
+        self.extras = [x for x in self.names("direction") if x not in _TAKES["direction"]]
+        self.given |= {name: trace.input(name) for name in self.extras}
+
+    def names(self, method: str) -> list[str]:
+        """Return the names of a method's arguments; none if the class lacks it."""
+        if not hasattr(self.cls, method):
+            return []
+        _, *found = inspect.signature(getattr(self.cls, method)).parameters.values()
+        names, known = [p.name for p in found], _TAKES[method]
+        if method in ("direction", "accumulate"):
+            # The gradient and the state may have names of their own.
+            first = ["g", "s"][: 1 + bool(self.kind._fields)]
+            if len(names) < len(first):
+                raise TypeError(f"{self.name}.{method} takes {names}: it has to take g, s")
+            names[: len(first)] = first
+            known = [*known, *(names if method == "direction" else self.extras)]
+        many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found])
+        if many or not {*names} <= {*known}:
+            raise TypeError(
+                f"{self.name}.{method} takes {', '.join(names)}: allowed are "
+                f"{', '.join(_TAKES[method])}"
+            )
+        return names
+
+    def call(self, method: str, **more: Any) -> Any:
+        """Trace a method. Raise if it writes to `self`."""
+        before = dict(self.me.__dict__)
+        given = [{**self.given, **more}[x] for x in self.names(method)]
+        found = self.trace.call(method, getattr(self.me, method), *given)
+        if self.me.__dict__ != before:
+            raise TypeError(
+                f"{self.name}.{method} writes to self, but it is traced once: what a step "
+                "keeps is a field of State"
+            )
+        return found
+
+    def results(self, method: str) -> list[Traced]:
+        """Trace a method, and return its results. Raise if they are others."""
+        found: Any = self.call(method)
+        kinds = [self.kind]
+        if self.running._fields and method != "after":
+            kinds.append(self.running)
+        if isinstance(found, Traced) and not self.kind._fields:
+            found = found, self.kind()
+        said: Any = found if isinstance(found, tuple) else (found,)
+        right = list(map(type, said[1:])) == kinds
+        flat = [said[0], *chain(*said[1:])] if right else []
+        count, host = 1 + len(self.kind._fields), self.trace.host
+        right = right and all([isinstance(x, Traced) for x in flat])
+        if not right or any([(x.node in host) != (i >= count) for i, x in enumerate(flat)]):
+            names = ", ".join([type(x).__name__ for x in said])
+            wanted = (", self.State(...)", ", self.Running(...)")[: len(kinds)]
+            raise TypeError(
+                f"{self.name}.{method} returned ({names}): allowed is "
+                f"({'u' if method == 'after' else 'd'}{''.join(wanted)}) of tensors in the "
+                "gradient's shape (in Running: of scalars)"
+            )
+        return flat
+
+    def rule(self) -> Rule[Any, Any]:
+        """Trace all methods, try them, and return the Rule."""
+        trace, me, kind = self.trace, self.given, self.kind
+        moves = [x for x in ("direction", "accumulate", "after") if self.names(x)]
+        found = {method: self.results(method) for method in moves}
+        advanced = found["direction"][1 + len(kind._fields) :]
+        found = {method: x[: 1 + len(kind._fields)] for method, x in found.items()}
+        given = [me["g"], *me["s"], me["x"], *[me[x] for x in self.extras]]
+        inputs = {"direction": given, "accumulate": given}
+        inputs["after"] = [me["x"], me["u"], *me["s"]]
+        labels = {x: ["u" if x == "after" else "d", *kind._fields] for x in moves}
+        if self.names("eval_point"):
+            found["eval_point"], labels["eval_point"] = [self.call("eval_point")], ["x"]
+            inputs["eval_point"] = [me["x"], *me["s"]]
+        averages: list[Traced] = []
+        divisor: list[Traced] = []
+        if self.names("means"):
+            measured = found["means"] = list[Traced]()
+
+            def mean(x: Traced) -> Traced:
+                measured.append(x)
+                averages.append(trace.input(f"mean_{len(averages)}"))
+                return averages[-1]
+
+            new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
+            divisor = [self.call("means", mean=mean, s=new)]
+            labels["means"] = ["what mean is given"] * len(measured)
+            inputs["means"] = [me["g"], me["x"], me["d"], *new]
+        trace.require([*chain(*found.values()), *divisor])
+        whole = self._whole() if self.names("whole") else None
+        coeffs, names = self._coeffs(advanced)
+        made = {method: trace.on_tensors(inputs[method], x) for method, x in found.items()}
+        run = {x: fn for x, (fn, _) in made.items()}
+        settled, _ = trace.on_tensors(averages, divisor)
+
+        before = (0.1, self.running()) if advanced else ()
+        now = coeffs(3.0, *before, **self.defaults)
+        now, n, more = now[0] if advanced else now, len(trace.coeffs), len(self.extras)
+        for method, (_, graph) in made.items():
+            where, count = f"{self.name}.{method}", len(inputs[method])
+            check_elementwise(where, labels[method], graph, count, now[:n])
+
+        def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
+            fn = run["accumulate" if c.further else "direction"]
+            d, *state = fn(g, *s, x, *c[n : n + more], *c[:n])
+            return Direction(d, new := kind(*state), new)
+
+        def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
+            u, *state = run["after"](x, u, *s, *c[:n])
+            return u, kind(*state)
+
+        def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
+            return list(run["means"](g, x, d, *s, *c[:n]))
+
+        return Rule(
+            *(self.name, kind, self._init(), coeffs, direction),
+            after=after if "after" in run else None,
+            accumulate=_further if "accumulate" in run else None,
+            means=Means(
+                len(averages),
+                measure,
+                lambda found, scale, lr, decay, c: settled(*found, *c[:n])[0],
+            )
+            if divisor
+            else None,
+            whole=whole,
+            refuses=self._refuses(whole, now),
+            running=self.running,
+            eval_point=(lambda x, s, c: run["eval_point"](x, *s, *c[:n])[0])
+            if "eval_point" in run
+            else None,
+            reads_param="x" in self.names("direction") + self.names("accumulate"),
+            extras=tuple(self.extras),
+            numbers=names,
+            digest=sha256(repr((self.name, kind._fields, trace.code)).encode()).hexdigest(),
+        )
+
+    def _coeffs(self, more: list[Traced]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        """Return `Rule.coeffs`, and the names of the hyperparameters that it takes."""
+        n, running = len(self.trace.coeffs), self.running
+        used = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
+        rates = [x for x in RATES if self.scalars[x].node in used]
+        names = [x for x in self.scalars if x not in RATES or x in rates]
+        scalars = pytree.tree_leaves([self.scalars[x] for x in names])
+        host = self.trace.on_host([self.given["t"], *scalars, *self.given["r"]], more)
+        fields = [*[f"c{i}" for i in range(n)], *self.extras, "further"]
+        kind: Any = namedtuple("Coeffs", fields)  # pyright: ignore[reportUntypedNamedTuple]
+        empty = (None,) * len(self.extras)
+
+        def coeffs(t: Any, *before: Any, **given: Any) -> Any:
+            values = [t]
+            for name in names:
+                x = given[name]
+                values += x if isinstance(x, tuple | list) else [x]
+            found = host(*values, *(before[1] if before else ()))
+            now = kind(*found[:n], *empty, ())
+            return (now, running(*found[n:])) if before else now
+
+        return coeffs, tuple(names)
+
+    def _init(self) -> Callable[..., Any]:
+        """Return `Rule.init`: zeros, or what the class's own init returns."""
+        kind, where = self.kind, f"{self.name}.init"
+        own = getattr(self.cls.bare(self.statics), "init", lambda p: kind(*[None] * n))
+        makers, n = self.makers, len(kind._fields)
+
+        def init(p: Tensor, kept: Any) -> Any:
+            found, fields = own(p), [make(p, kept) for make in makers]
+            right = isinstance(found, kind)
+            if not right or any([x is not None and x.shape != p.shape for x in found]):
+                raise TypeError(
+                    f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
+                    "allowed is self.State of tensors of its shape, and None for zeros"
+                )
+            # Clones, because fields share no memory with p.
+            pairs = zip(found, fields)
+            return kind(
+                *[z if x is None else encode(x.clone(), z, NEAREST) for x, z in pairs]
+            )
+
+        return init
+
+    def _whole(self) -> Callable[[Tensor, Any], Tensor]:
+        """Return `Rule.whole`, which has the hyperparameters as attributes of self."""
+        cls, statics, timed = self.cls, self.statics, "t" in self.names("whole")
+        own = {name: x for name, x in self.scalars.items() if name not in RATES}
+        leaves, spec = pytree.tree_flatten({**own, "t": self.given["t"]} if timed else own)
+        coeffs = self.trace.coeffs
+        coeffs += [x.node for x in leaves if x.node not in coeffs]
+        places = [coeffs.index(x.node) for x in leaves]
+
+        def whole(d: Tensor, c: Any) -> Tensor:
+            now = pytree.tree_unflatten([c[i] for i in places], spec)
+            t = (now.pop("t"),) if timed else ()
+            found = cls.bare({**statics, **now}).whole(d, *t)
+            if not isinstance(found, Tensor) or found.shape != d.shape:
+                raise TypeError(
+                    f"{cls.__name__}.whole returned {found!r} for a direction of shape "
+                    f"{tuple(d.shape)}: allowed are tensors of its shape"
+                )
+            return found.to(d.dtype)
+
+        return whole
+
+    def _refuses(self, whole: Any, now: Any) -> Callable[[Tensor], str | None] | None:
+        """Return `Rule.refuses`, which also tries `whole` on a parameter's shape."""
+        own = getattr(self.cls.bare(self.statics), "refuses", lambda p: None)
+
+        def refuses(p: Tensor) -> str | None:
+            why = own(p)
+            if why is None and whole is not None:
+                try:
+                    whole(torch.empty(p.shape, dtype=torch.float32, device="meta"), now)
+                except NotImplementedError:
+                    return None  # an operation that the meta device lacks
+                except Exception as error:
+                    return f"whole raises {type(error).__name__}: {error}"
+            return why
+
+        return refuses
+
+
+def _further(c: Any) -> Any:
+    return c._replace(further=(True,))
+
+
+def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:
+    """Return the functions that make the fields of a State, by their annotations."""
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"{owner}.State: {error} (an annotation)") from error
+    if taken := _TAKEN & {*kind._fields}:
+        raise TypeError(f"{owner}.State has a field {min(taken)!r}: choose another name")
+    annotated = [get_args(hints[name])[1:] for name in kind._fields]
+    return [next(filter(callable, x), moment) for x in annotated]

@@ -1,0 +1,237 @@
+"""`check_rule` passes rules of the package, and catches each kind of mistake by a row."""
+
+from dataclasses import InitVar, dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import CLASSES
+from tiers import few
+from torch import Tensor
+
+from optimi_func import Adam, testing
+from optimi_func.core.math import moment, power, root, second_moment
+from optimi_func.core.rule import Direction, Rule, Scalar
+from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.testing import check_rule
+
+ROWS = ["repeated", "inputs kept", "reference", "elementwise", "vmap", "derivatives"]
+ROWS += ["accumulate"]
+for _name in ("float64", "float32", "bfloat16", "bfloat16 exact", "bfloat16 compact"):
+    ROWS += [_name, f"{_name}, foreach", f"{_name}, kernels"]
+ROWS += ["resumed", "release", "release, two parts"]
+
+
+class State(NamedTuple):
+    m: Tensor
+    v: Tensor
+
+
+class Coeffs(NamedTuple):
+    beta: Scalar
+    rest: Scalar
+    debias: Scalar
+
+
+def init(p: Tensor, kept: Any) -> State:
+    return State(moment(p, kept), second_moment(p, kept))
+
+
+def coeffs(t: Scalar, *, beta: Scalar) -> Coeffs:
+    return Coeffs(beta, 1.0 - beta, 1.0 / (1.0 - power(beta, t)))
+
+
+def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
+    m = c.beta * s.m + c.rest * g
+    v = c.beta * s.v + c.rest * g * g
+    return Direction(c.debias * m / (root(c.debias * v) + 1e-3), State(m, v))
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    return c._replace(beta=1.0)
+
+
+def loop(params: list[Tensor], grads: list[list[Tensor]], lr: float, beta: float):
+    ends = []
+    for i, p in enumerate(params):
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
+        for t, step in enumerate(grads, 1):
+            m = beta * m + (1 - beta) * step[i]
+            v = beta * v + (1 - beta) * step[i] ** 2
+            d = m / (1 - beta**t) / ((v / (1 - beta**t)).sqrt() + 1e-3)
+            p = p - lr * d
+        ends.append(p)
+    return ends
+
+
+RIGHT: dict[str, Any] = {
+    "init": init,
+    "coeffs": coeffs,
+    "direction": direction,
+    "accumulate": accumulate,
+}
+
+
+def class_of(**changed: Any) -> type[BaseOptimizer]:
+    rule = Rule(name="tried", state=State, **{**RIGHT, **changed})
+
+    @dataclass(frozen=True, kw_only=True)
+    class tried(FunctionalOptimizer, rule=rule):
+        beta: Number = 0.9
+
+    class Tried(BaseOptimizer):
+        factory = tried
+        lr: InitVar[float | Tensor]
+        beta: InitVar[float] = 0.9
+        weight_decay: InitVar[float] = 0.0
+
+    return Tried
+
+
+def with_direction(change: Any) -> dict[str, Any]:
+    return {"direction": lambda g, s, c: change(direction(g, s, c), g, s, c)}
+
+
+def in_place(g: Tensor, s: State, c: Coeffs) -> Direction:
+    m = s.m.mul_(c.beta).add_(c.rest * g)
+    return direction(g, s, c)._replace(d=m, state=State(m, s.v))
+
+
+calls: list[int] = []
+
+
+def counts(d: Direction, g: Tensor, s: State, c: Coeffs) -> Direction:
+    """What a step does depends on those before it, in Python."""
+    calls.append(1)
+    return d._replace(d=d.d * (1 + 1e-3 * len(calls)))
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "another formula": (
+        with_direction(lambda d, g, s, c: d._replace(d=1.01 * d.d)),
+        "reference",
+    ),
+    "no bias correction": (
+        {"coeffs": lambda t, *, beta: Coeffs(beta, 1 - beta, 1.0)},
+        "reference",
+    ),
+    "not elementwise": (
+        with_direction(
+            lambda d, g, s, c: d._replace(d=d.d / (1 + d.d.square().sum()).sqrt())
+        ),
+        "elementwise",
+    ),
+    "a state written in place": ({"direction": in_place}, "bfloat16"),
+    "a counter of its own": (with_direction(counts), "repeated"),
+    "a root without a derivative at 0": (
+        {
+            "direction": lambda g, s, c: Direction(
+                g / (1e-3 + (c.beta * s.v + g * g).sqrt()),
+                State(g + s.m, c.beta * s.v + g * g),
+            )
+        },
+        "derivatives",
+    ),
+    "a number taken out of the graph": (
+        {"coeffs": lambda t, *, beta: coeffs(t, beta=float(beta))},
+        "derivatives",
+    ),
+    "a branch on values": (
+        with_direction(
+            lambda d, g, s, c: d if (s.m.abs().sum() < 1e3) else d._replace(d=g)
+        ),
+        "vmap",
+    ),
+    "decays once more for each part": ({"accumulate": lambda c: c}, "accumulate"),
+    "a second moment that underflows": (
+        {
+            "init": lambda p, kept: State(
+                moment(p, kept),
+                torch.zeros_like(
+                    p, dtype=p.dtype if p.dtype != torch.bfloat16 else torch.float16
+                ),
+            ),
+            "direction": lambda g, s, c: Direction(
+                g / (root(c.beta * s.v + 1e-9 * g * g) + 1e-9),
+                State(s.m + g, c.beta * s.v + 1e-9 * g * g),
+            ),
+        },
+        "bfloat16",
+    ),
+    "a size that lists do not have": (
+        with_direction(lambda d, g, s, c: d._replace(d=d.d / (1 + 0 * g.numel()))),
+        "float64, foreach",
+    ),
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "_SHAPES", ((7, 5), (5,), (), (0,)))
+
+
+def failing(**changed: Any) -> list[str]:
+    """The rows that fail."""
+    try:
+        check_rule(class_of(**changed), loop, compile=False, beta=0.9, steps=6)
+    except AssertionError as error:
+        first, *rows = str(error).split("\n")
+        assert first == f"Tried, {len(rows)} rows:"
+        return [row.split(": ")[0] for row in rows]
+    return []
+
+
+def test_a_right_rule_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing() == []
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["row", "error", "allowed"]
+    assert [row[:26].strip() for row in rows] == [x for x in ROWS if "kernels" not in x]
+    assert not any("wrong" in row for row in rows)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_is_caught(
+    name: str, small: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, row = MISTAKES[name]
+    found = failing(**changed)
+    assert row in found
+    out = capsys.readouterr().out
+    assert [x[:26].strip() for x in out.splitlines() if x.endswith("  wrong")] == found
+
+
+def test_the_message_names_the_row_and_the_largest_difference(small: None) -> None:
+    wrong = class_of(**MISTAKES["another formula"][0])
+    with pytest.raises(
+        AssertionError, match=r"Tried, 1 rows:\nreference: error 1\.0e-02 ab"
+    ) as e:
+        check_rule(wrong, loop, compile=False, beta=0.9, steps=6)
+    assert "largest difference 0.00" in str(e.value)
+    raising = class_of(**MISTAKES["a branch on values"][0])
+    with pytest.raises(AssertionError, match=r"vmap: \w+: "):
+        check_rule(raising, compile=False, beta=0.9, steps=6)
+
+
+def test_hyperparameters_and_steps_change_what_is_tried(small: None) -> None:
+    check_rule(class_of(), loop, compile=False, lr=0.01, beta=0.5, steps=6)
+    with pytest.raises(AssertionError, match="reference: error"):
+        check_rule(
+            class_of(), lambda p, g, lr, beta: loop(p, g, lr, 0.8), compile=False, beta=0.5
+        )
+    with pytest.raises(ValueError, match="steps=5: allowed are whole numbers from 6"):
+        check_rule(class_of(), steps=5)
+    with pytest.raises(ValueError, match=r"Invalid learning rate: lr=-1"):
+        check_rule(class_of(), lr=-1.0)
+
+
+@pytest.mark.parametrize("name", few(CLASSES, ("adamw", "schedule_free_adamw"), str))
+def test_rules_of_the_package_pass(name: str, small: None) -> None:
+    check_rule(CLASSES[name], compile=False, steps=6)  # type: ignore
+
+
+@pytest.mark.full
+def test_kernels_are_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    check_rule(Adam, betas=(0.8, 0.9), weight_decay=0.1)
+    rows = [row[:26].strip() for row in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if "kernels" in row] == [x for x in ROWS if "kernels" in x]

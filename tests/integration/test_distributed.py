@@ -14,7 +14,13 @@ WHOLE = [
     whole_worlds.whole_models,
     whole_worlds.whole_ranges,
 ]
-OWNED = [owned_worlds.owned, owned_worlds.few, owned_worlds.together, owned_worlds.differ]
+OWNED = [
+    owned_worlds.owned,
+    owned_worlds.few,
+    owned_worlds.together,
+    owned_worlds.unused,
+    owned_worlds.differ,
+]
 # One of each kind, for `make test`.
 QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]
 TWO = [

@@ -217,7 +217,7 @@ def arguments(name: str, documented: Documented) -> str:
         words = documented.arguments[number]
         default = ours[number].default
         given = "needed" if default is inspect.Parameter.empty else f"`{default!r}`"
-        pure = values[number].default
+        pure = values[number].default if number in values else default
         if number == "lr" and given != "needed" and pure is inspect.Parameter.empty:
             given += "; needed in the pure form"
         rows.append(

@@ -81,7 +81,6 @@ class Backward:
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor, Any]]] = {}
         self.staging = staging
         self._pending_bytes: dict[torch.device, int] = {}
-        self.lacking = 0  # how many more whole tensors those that wait are mapped with
         # On replicas: the buckets, those to be sent, those under way, the gradients' order.
         self.messages: list[Any] = []
         self.waiting: deque[Any] = deque()

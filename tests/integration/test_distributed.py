@@ -14,7 +14,14 @@ WHOLE = [
     whole_worlds.whole_models,
     whole_worlds.whole_ranges,
 ]
-OWNED = [owned_worlds.owned, owned_worlds.few, owned_worlds.together, owned_worlds.differ]
+OWNED = [
+    owned_worlds.owned,
+    owned_worlds.few,
+    owned_worlds.together,
+    owned_worlds.unused,
+    owned_worlds.differ,
+    owned_worlds.options,
+]
 # One of each kind, for `make test`.
 QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]
 TWO = [
@@ -38,8 +45,6 @@ TWO = [
     worlds.averages,
     worlds.from_one,
     *WHOLE,
-    *OWNED,
-    owned_worlds.options,
     stored_worlds.stored_rules,
     stored_worlds.stored_models,
     stored_worlds.stored_trees,
@@ -92,6 +97,11 @@ def four(folder: Path, two: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def owned(folder: Path) -> dict[str, str]:
+    return worlds.start(OWNED, 2, folder / "owned")
+
+
+@pytest.fixture(scope="module")
 def four_again(folder: Path) -> dict[str, str]:
     return worlds.start(FOUR_AGAIN, 4, folder / "four again")
 
@@ -110,6 +120,12 @@ def test_two_processes_in_short(name: str, quick: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", [check.__name__ for check in TWO])
 def test_two_processes(name: str, two: dict[str, str]) -> None:
     assert not two[name], two[name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [check.__name__ for check in OWNED])
+def test_two_processes_divide_maps(name: str, owned: dict[str, str]) -> None:
+    assert not owned[name], owned[name]
 
 
 @pytest.mark.full

@@ -252,3 +252,24 @@ def options(folder: Path) -> None:
         assert copy.deepcopy(optimizer).process_group is None
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.process_group is group
+
+
+def unused(folder: Path) -> None:
+    """What ends a step without a gradient is in one order in all processes."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(8)])
+    # The order of a set of parameters depends on their addresses.
+    held = [
+        nn.Parameter(p.detach()) for p in model.parameters() for _ in range(dist.get_rank())
+    ]
+    for part in (*model, model):
+        fully_shard(part, mesh=worlds.flat_mesh())
+    assert len(held) == 8 * dist.get_rank()
+    optimizer = Muon(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
+    prepare_for_gradient_release(model, optimizer, accumulation="states")
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        model(x).sum().backward()
+        model[0](x).sum().backward()
+        optimizer.step()
+    assert all(optimizer.state[p]["step"] == 3 for p in model.parameters())

@@ -303,6 +303,25 @@ def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
 
 
 @pytest.mark.full
+def test_ddp(tmp_path: Path) -> None:
+    """With and without release the losses are the same, and each resumes the other."""
+    script, options = "examples/ddp.py", ["--no-compile", "--every=3"]
+    lasts: list[str] = []
+    for name, steps, more in (
+        ("straight", 6, []),
+        ("released", 6, ["--release"]),
+        ("mixed", 3, []),
+        ("mixed", 6, ["--release"]),
+    ):
+        how = [f"--steps={steps}", f"--file={tmp_path / name}.pt", *more]
+        out = run(script, *options, *how, count=2, strict=False)
+        lasts.append(out.splitlines()[-1])
+    assert lasts[0].startswith("2 processes: steps 0 to 6, loss ")
+    assert lasts[1] == lasts[0]
+    assert lasts[3] == lasts[0].replace("steps 0", "steps 3")
+
+
+@pytest.mark.full
 def test_fsdp2_says_what_does_not_fit(tmp_path: Path) -> None:
     script = "examples/fsdp2.py"
     options = ["--quick", "--no-compile", "--steps=1", "--every=1", f"--folder={tmp_path}"]

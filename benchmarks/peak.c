@@ -13,6 +13,7 @@ static atomic_long live, peak;
 
 static void *(*next_malloc)(size_t), *(*next_realloc)(void *, size_t);
 static int (*next_aligned)(void **, size_t, size_t);
+static void *(*next_calloc)(size_t, size_t);
 static void (*next_free)(void *);
 
 // dlsym itself allocates before the functions are found.
@@ -25,6 +26,7 @@ static void find(void) {
   busy = 1;
   next_free = dlsym(RTLD_NEXT, "free");
   next_realloc = dlsym(RTLD_NEXT, "realloc");
+  next_calloc = dlsym(RTLD_NEXT, "calloc");
   next_aligned = dlsym(RTLD_NEXT, "posix_memalign");
   next_malloc = dlsym(RTLD_NEXT, "malloc");
   busy = 0;
@@ -41,13 +43,15 @@ static void count(void *p, long sign) {
   }
 }
 
+static void *take_early(size_t size) {
+  void *p = early + used;
+  used += (size + 15) & ~(size_t)15;
+  return p;
+}
+
 void *malloc(size_t size) {
   find();
-  if (!next_malloc) {
-    void *p = early + used;
-    used += (size + 15) & ~(size_t)15;
-    return p;
-  }
+  if (!next_malloc) return take_early(size);
   void *p = next_malloc(size);
   count(p, 1);
   return p;
@@ -61,8 +65,11 @@ void free(void *p) {
 }
 
 void *calloc(size_t number, size_t size) {
-  void *p = malloc(number * size);
-  return p ? memset(p, 0, number * size) : p;
+  find();
+  if (!next_malloc) return take_early(number * size);  // zeros: nothing is taken twice
+  void *p = next_calloc(number, size);
+  count(p, 1);
+  return p;
 }
 
 void *realloc(void *old, size_t size) {

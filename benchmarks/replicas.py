@@ -146,7 +146,9 @@ def sharded(config: Config, release: bool, hybrid: bool = False) -> Step:
     from torch.distributed.fsdp import fully_shard
 
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size, 1) if hybrid else (size,))
+    shape = (size, 1) if hybrid else (size,)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = Blocks(config)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)

@@ -174,6 +174,19 @@ def test_accumulation_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_replicas_benchmark(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--no-compile", "--json", str(numbers)]
+    out = run("benchmarks/replicas.py", *options)
+    found = json.loads(numbers.read_text())
+    memory = {way: cell["peak"] for way, cell in found["memory"].items()}
+    for way in memory:
+        assert f"| {way} " in out
+    assert memory["release on replicas"] < 0.6 < memory["DDP, step()"]
+    assert found["time"]["release on replicas"]["ratio"] > 0
+
+
+@pytest.mark.soak
 def test_step_benchmark(tmp_path: Path) -> None:
     options = ["--sets", "tiny", "--ways", "optimi_func", "optimi_func foreach"]
     options += ["--seconds", "0.05", "--no-compile", "--json", str(tmp_path / "old.json")]

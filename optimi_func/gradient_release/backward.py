@@ -5,7 +5,6 @@ The allocator reuses a tensor's memory once the host has dropped it, for work on
 that the tensor was made on, so it has to be told if another stream uses the tensor.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,11 +80,7 @@ class Backward:
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor, Any]]] = {}
         self.staging = staging
         self._pending_bytes: dict[torch.device, int] = {}
-        # On replicas: the buckets, those to be sent, those under way, the gradients' order.
-        self.messages: list[Any] = []
-        self.waiting: deque[Any] = deque()
-        self.flying: deque[Any] = deque()
-        self.arrived: list[Tensor] = []
+        self.messages: Any = None  # on replicas: all, to send, under way; gradients' order
         self.grad_scale = grad_scale  # a factor on every gradient
         self._grad_scales: dict[torch.device | None, Scalar] = {}
 

@@ -133,8 +133,7 @@ class ReplicaRunner(Runner):
     def __init__(self, *given: Any, replicas: Replicas) -> None:
         super().__init__(*given)
         self.replicas, self.group = replicas, replicas.process_group
-        self.syncs = True  # False inside no_sync()
-        self._ordered = False
+        self.syncs, self._ordered = True, False  # syncs is False inside no_sync()
         self._assign(reversed(self.params.values()))
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
@@ -154,10 +153,8 @@ class ReplicaRunner(Runner):
             if is_distributed(x):
                 raise ValueError(f"process_group= is not for {name}, a DTensor: omit it")
             if isinstance(x, nn.Parameter) and x.requires_grad and x not in self.names:
-                raise ValueError(
-                    f"process_group= would not average {name}, which is not the "
-                    "optimizer's: freeze it, or make one Mixed optimizer for all"
-                )
+                said = f"process_group= would not average {name}, of another optimizer"
+                raise ValueError(f"{said}: freeze it, or make one Mixed optimizer for all")
             mine[name] = x.dtype, tuple(x.shape), x.requires_grad
         for some in (self.options, self.replicas):
             for field in fields(some):
@@ -201,9 +198,7 @@ class ReplicaRunner(Runner):
     def no_sync(self) -> Generator[None]:
         """Make backwards inside add up their gradients in this process."""
         if self.options.accumulation == "states":
-            raise RuntimeError(
-                "no_sync() needs sums, and accumulation='states' keeps none: use 'buffer'"
-            )
+            raise RuntimeError("no_sync() keeps sums: accumulation='states' has none")
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -216,8 +211,8 @@ class ReplicaRunner(Runner):
 
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
         backward = super()._new_backward(last, grad_scale)
-        messages = [Message(*bucket, self.group) for bucket in self._buckets]
-        backward.messages, backward.waiting = messages, deque(enumerate(messages))
+        all_ = [Message(*bucket, self.group) for bucket in self._buckets]
+        backward.messages = all_, deque(enumerate(all_)), deque[Any](), list[Tensor]()
         return backward
 
     def _check_backward(self) -> None:
@@ -234,17 +229,17 @@ class ReplicaRunner(Runner):
 
     def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
         """Put a gradient into its bucket, and send the buckets that are full."""
-        if not backward.messages:  # zeros, which end a step of "states"
+        if backward.messages is None:  # zeros, which end a step of "states"
             super()._release(backward, p, g)
             return
-        at, i = self._places[p]
-        backward.arrived.append(p)
-        backward.messages[at].put(i, g)
+        (messages, _, _, arrived), (at, i) = backward.messages, self._places[p]
+        arrived.append(p)
+        messages[at].put(i, g)
         self._advance(backward, rest=False)
 
     def _advance(self, backward: Backward, rest: bool) -> None:
         """Send full messages, or the rest of them, and apply those that have arrived."""
-        waiting, flying = backward.waiting, backward.flying
+        _, waiting, flying, _ = backward.messages
         while waiting and (rest or not waiting[0][1].missing):
             waiting[0][1].send()
             flying.append(waiting.popleft())
@@ -276,8 +271,8 @@ class ReplicaRunner(Runner):
                     self._release(backward, p, held)
             self._advance(backward, rest=True)
             if not self._ordered:
-                self._order(backward.arrived)
-        backward.messages = []
+                self._order(backward.messages[-1])
+        backward.messages = None
         super()._finish(backward)
 
     def _order(self, arrived: list[Tensor]) -> None:

@@ -174,6 +174,19 @@ def test_accumulation_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_replicas_benchmark(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ["--quick", "--no-compile", "--json", str(numbers)]
+    out = run("benchmarks/replicas.py", *options)
+    found = json.loads(numbers.read_text())
+    memory = {way: cell["peak"] for way, cell in found["memory"].items()}
+    for way in memory:
+        assert f"| {way} " in out
+    assert memory["release on replicas"] < 0.6 < memory["DDP, step()"]
+    assert found["time"]["release on replicas"]["ratio"] > 0
+
+
+@pytest.mark.soak
 def test_step_benchmark(tmp_path: Path) -> None:
     options = ["--sets", "tiny", "--ways", "optimi_func", "optimi_func foreach"]
     options += ["--seconds", "0.05", "--no-compile", "--json", str(tmp_path / "old.json")]
@@ -300,6 +313,25 @@ def test_fsdp2(tmp_path: Path, rule: list[str]) -> None:
         # As if it had been stopped while it wrote its last.
         (tmp_path / "kept" / "step 4" / ".metadata").unlink()
     assert abs(float(losses[0]) - float(losses[1])) <= 2e-6
+
+
+@pytest.mark.full
+def test_ddp(tmp_path: Path) -> None:
+    """With and without release the losses are the same, and each resumes the other."""
+    script, options = "examples/ddp.py", ["--no-compile", "--every=3"]
+    lasts: list[str] = []
+    for name, steps, more in (
+        ("straight", 6, []),
+        ("released", 6, ["--release"]),
+        ("mixed", 3, []),
+        ("mixed", 6, ["--release"]),
+    ):
+        how = [f"--steps={steps}", f"--file={tmp_path / name}.pt", *more]
+        out = run(script, *options, *how, count=2, strict=False)
+        lasts.append(out.splitlines()[-1])
+    assert lasts[0].startswith("2 processes: steps 0 to 6, loss ")
+    assert lasts[1] == lasts[0]
+    assert lasts[3] == lasts[0].replace("steps 0", "steps 3")
 
 
 @pytest.mark.full

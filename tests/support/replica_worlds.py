@@ -526,7 +526,7 @@ def refusals(folder: Path) -> None:
     optimizer.init_state()
     refused(ValueError, "hashes of", own, optimizer)
     some = AdamW(model.first.parameters(), lr=1e-2, gradient_release=True, **EAGER)
-    refused(ValueError, "not the optimizer's", model, some)
+    refused(ValueError, "of another optimizer", model, some)
     refused(
         TypeError, "init_process_group()", model, adamw(model, True), process_group=None
     )

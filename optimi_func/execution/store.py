@@ -78,7 +78,7 @@ def find(key: str) -> tuple[str, Any] | None:
     place, stops this process.
     """
     try:
-        if (place := folder()) is None or not _is_own(place, os.stat(place)):
+        if not key or (place := folder()) is None or not _is_own(place, os.stat(place)):
             return None
         path = place / f"{key}.so"
         # A link is refused, and a pipe would wait.
@@ -105,7 +105,7 @@ def find(key: str) -> tuple[str, Any] | None:
 def keep(key: str, library: str, facts: Any) -> None:
     """Write an entry of a library, or leave it if that fails."""
     try:
-        if (place := folder()) is None:
+        if not key or (place := folder()) is None:
             return
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(place, os.stat(place)):

@@ -52,7 +52,8 @@ def loaded() -> Native | None:
 def native() -> Native | None:
     """Compile and load the functions. Returns None if that fails."""
     try:
-        path = _library()
+        found = store.find(native_key())
+        path = found[0] if found else with_vectors(_compile)
         library = ctypes.CDLL(path)
         # Counting takes less time than releasing the GIL for it would.
         counting = ctypes.PyDLL(path)
@@ -68,22 +69,14 @@ def native() -> Native | None:
     return Native(run, hold, advance, library.decode, library.encode)
 
 
-def _library() -> str:
-    """Return the path of the library, which is compiled if the store lacks it."""
-    key = native_key()
-    if found := store.find(key):
-        return found[0]
+def _compile() -> str:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    def made() -> str:
-        with config.patch(cpp_cache_precompile_headers=False):
-            library: Any = CppCodeCache.load(source(), extra_flags=FLAGS)
-        return library._name
-
-    path = with_vectors(made)
-    store.keep(key, path, None)
-    return path
+    with config.patch(cpp_cache_precompile_headers=False):
+        library: Any = CppCodeCache.load(source(), extra_flags=FLAGS)
+    store.keep(native_key(), library._name, None)
+    return library._name
 
 
 @cache

@@ -186,6 +186,7 @@ def in_new_process(code: str, arguments: Sequence[Any], cache: str) -> float:
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TRITON_CACHE_DIR": f"{cache}/triton",
+        "OPTIMI_FUNC_CACHE": f"{cache}/optimi_func",
     }
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],

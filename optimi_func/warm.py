@@ -18,10 +18,9 @@ from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.list_kernel import ListKernel
 
 
-def warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
+def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
     """Compile a class's kernels. Return the names of those that no process can load."""
-    found: dict[str, Any] = {}
-    kernels.forget()
+    found: dict[str, Any] = kernels.forget()
     for _ in range(2):  # The second time, what has been kept is loaded.
         p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
         optimizer = made([p], **{"lr": 1e-3, "compile": True, **options})
@@ -29,15 +28,11 @@ def warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
             p.grad = torch.ones_like(p)
             optimizer.step()
         found = kernels.forget()
-    loop = store.find(cpp.native_key()) is not None
-    own = [
-        x for x, kernel in found.items() if isinstance(kernel, ListKernel) and kernel.loaded
-    ]
-    return sorted(found.keys() - own if loop else found)
+    own = [x for x, made in found.items() if isinstance(made, ListKernel) and made.loaded]
+    return sorted(found.keys() - own if store.find(cpp.native_key()) else found)
 
 
-def option(text: str) -> tuple[str, Any]:
-    """Return the name and value of an option of the class, such as nesterov=true."""
+def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     return name, json.loads(value)
 
@@ -45,28 +40,25 @@ def option(text: str) -> tuple[str, Any]:
 def main() -> None:
     """Warm the optimizers of the command line; exit with 1 if something was not kept."""
     classes = {k: x for k, x in vars(optimizers).items() if hasattr(x, "factory")}
+    dtypes = ("float32", "bfloat16", "float16", "float64")
     parser = argparse.ArgumentParser("python -m optimi_func.warm", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="class", choices=classes)
-    dtypes = ("float32", "bfloat16", "float16", "float64")
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=dtypes)
     parser.add_argument("--storage", choices=("compact", "exact"))
-    parser.add_argument("--set", nargs="+", default=[], type=option, metavar="name=json")
+    parser.add_argument("--set", nargs="+", default=[], type=_option, metavar="name=json")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    options = {"storage": given.storage, **dict(given.set)}
-    if store.folder() is None:
-        sys.exit(
-            f"{store.VARIABLE}={os.environ[store.VARIABLE]}: there is no store to fill"
-        )
+    if (place := store.folder()) is None:
+        sys.exit(f"{store.VARIABLE}={os.environ.get(store.VARIABLE)}: no store to fill")
     lost: list[str] = []
     for name in given.names:
         for dtype in given.dtype:
-            start = time.perf_counter()
-            lost += warm(classes[name], getattr(torch, dtype), options)
+            start, options = time.perf_counter(), {"storage": given.storage}
+            lost += _warm(classes[name], getattr(torch, dtype), options | dict(given.set))
             print(f"{name} {dtype}: {time.perf_counter() - start:.1f} s", flush=True)
     if lost:
-        sys.exit(f"not kept in {store.folder()}, so each process compiles: {lost}")
-    print(f"kept in {store.folder()}")
+        sys.exit(f"not kept in {place}, so each process compiles: {lost}")
+    print(f"kept in {place}")
 
 
 if __name__ == "__main__":

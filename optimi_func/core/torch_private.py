@@ -47,19 +47,16 @@ def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
     torch wraps some as `uncompiled` does. Before anything has imported the compiler, there
     is no compiled frame to leave. Torch 2.11 to 2.15, test_private_optimizer_is_there.
     """
-    function: Any = method
-    if "torch._dynamo" in sys.modules or (
-        function.__func__.__code__ is not _UNCOMPILED.__code__
-    ):
+    own: Any = method
+    if "torch._dynamo" in sys.modules or own.__code__ is not _UNCOMPILED.__code__:
         return method
-    return MethodType(function.__func__.__wrapped__, function.__self__)
+    return MethodType(own.__wrapped__, own.__self__)
 
 
 def is_switched_off() -> bool:
     """Return True if the environment or a setting switches torch.compile off.
 
-    It is read without importing the compiler. Torch 2.11 to 2.15,
-    test_private_compiler_settings_are_there.
+    No public name tells. Torch 2.11 to 2.15, test_private_compiler_settings_are_there.
     """
     config = sys.modules.get("torch._dynamo.config")
     variable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
@@ -82,15 +79,17 @@ def changed_settings() -> list[str] | None:
     torch's codegen_config also lists those that were set to a default. Torch 2.11 to 2.15,
     test_private_compiler_settings_are_there.
     """
-    names = [f"torch.{part}.config" for part in ("_inductor", "_functorch", "_dynamo")]
-    loaded = [sys.modules[name] for name in names if name in sys.modules]
-    found = [
-        f"{config.__name__}.{name}={value!r}"
-        for config in loaded
-        for name, value in config.get_config_copy().items()
-        if value != config._config[name].default
-    ]
-    return found if loaded else None
+    parts = [sys.modules.get(f"torch.{x}.config") for x in ("_inductor", "_functorch")]
+    return (
+        [
+            f"{name}={value!r}"
+            for config in filter(None, parts)
+            for name, value in config.get_config_copy().items()
+            if value != config._config[name].default
+        ]
+        if any(parts)
+        else None
+    )
 
 
 def in_compiled_region() -> bool:

@@ -33,10 +33,8 @@ _BFLOAT16 = 5
 
 
 def can_run(slot: Slot) -> bool:
-    """Return True if C++ can decode and encode the slot's tensors."""
-    rest = slot.dtypes[-1]
-    params = rest.is_floating_point or slot.dtypes[0] == torch.bfloat16
-    return params and _agree()
+    """Return True if C++ has codecs for the slot's tensors; `are_exact` tries these."""
+    return slot.dtypes[-1].is_floating_point or slot.dtypes[0] == torch.bfloat16
 
 
 def widens_gradients(slot: Slot, g: Tensor) -> bool:
@@ -71,7 +69,7 @@ def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Arg
 
 
 @cache
-def _agree() -> bool:
+def are_exact() -> bool:
     """Return True if every codec gives bit for bit what `core.codes` gives, on a trial."""
     functions = native()
     if functions is None:

@@ -52,7 +52,8 @@ def loaded() -> Native | None:
 def native() -> Native | None:
     """Compile and load the functions. Returns None if that fails."""
     try:
-        path = _library()
+        found = store.find(native_key())
+        path = found[0] if found else with_vectors(_compile)
         library = ctypes.CDLL(path)
         # Counting takes less time than releasing the GIL for it would.
         counting = ctypes.PyDLL(path)
@@ -68,23 +69,14 @@ def native() -> Native | None:
     return Native(run, hold, advance, library.decode, library.encode)
 
 
-def _library() -> str:
-    """Return the path of the library, which is compiled if the store lacks it."""
-    key = native_key()
-    if found := store.find(key) if key else None:
-        return found[0]
+def _compile() -> str:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    def made() -> str:
-        with config.patch(cpp_cache_precompile_headers=False):
-            library: Any = CppCodeCache.load(source(), extra_flags=FLAGS)
-        return library._name
-
-    path = with_vectors(made)
-    if key:
-        store.keep(key, path, None)
-    return path
+    with config.patch(cpp_cache_precompile_headers=False):
+        library: Any = CppCodeCache.load(source(), extra_flags=FLAGS)
+    store.keep(native_key(), library._name, None)
+    return library._name
 
 
 @cache
@@ -104,7 +96,7 @@ def source() -> str:
 
 
 def with_vectors(made: Callable[[], S]) -> S:
-    """Call a function that compiles C++, without a trial of vectors if that works."""
+    """Call a function that compiles C++, if possible without trying vectors out."""
     try:
         with unprobed_vectors():
             return made()
@@ -119,18 +111,12 @@ def unprobed_vectors() -> Generator[None]:
     """Compile for this processor's vector instructions without trying them out first.
 
     By default Inductor compiles and loads a test program for each instruction set, which
-    takes a fifth of a first step (pytorch/pytorch#140970). For the time of the compilation
-    and in this thread only, `torch._inductor.config.cpp.vec_isa_ok` (environment
-    TORCHINDUCTOR_VEC_ISA_OK) turns that off, unless the user has set it.
-
-    If threads share settings, it is left alone.
+    takes a fifth of a first step (pytorch/pytorch#140970). A setting (environment
+    TORCHINDUCTOR_VEC_ISA_OK) turns that off in this thread, unless the user has set it.
     """
-    if SHARED_SETTINGS:
-        yield
-        return
     from torch._inductor import config
 
-    if config.cpp.vec_isa_ok is not None:
+    if SHARED_SETTINGS or config.cpp.vec_isa_ok is not None:
         yield
         return
     with config.patch({"cpp.vec_isa_ok": True}):
@@ -138,11 +124,7 @@ def unprobed_vectors() -> Generator[None]:
 
 
 def probe_vectors() -> None:
-    """Have Inductor try out the vector instructions, after a failed compilation.
-
-    It keeps its list of instruction sets for the process, even if it was made within
-    `unprobed_vectors`.
-    """
+    """Have Inductor list the vector instructions again, by trying them out."""
     from torch._inductor import cpu_vec_isa
 
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

@@ -16,7 +16,7 @@ from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP
 from optimi_func.core.leaf import count_means
 from optimi_func.core.rule import Rule
-from optimi_func.execution.codecs import arguments_of, can_run, widens_gradients
+from optimi_func.execution.codecs import are_exact, arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
     CaptureError,
@@ -147,7 +147,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single
     listed = all(isinstance(x, ListKernel) for x in (run, mean or run))
-    if around and not listed:
+    if around and not (listed and are_exact()):
         return _plan_eager(rule, updates, write)
     # Length 1 would specialise the graph of a single kernel.
     least = 1 if listed or (isinstance(run, TritonListKernel) and not count) else 2

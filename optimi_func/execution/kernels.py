@@ -187,7 +187,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        if entry and (found := store.find(entry)) and native() is not None:
+        if (found := store.find(entry)) and native() is not None:
             made = ListKernel(found[0], *found[1])
             if agree(made, run, _example(key, count, TRIAL), 0.5):
                 return made
@@ -197,7 +197,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
             made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
         finally:
             timer.cancel()
-    if entry and isinstance(made, ListKernel):
+    if isinstance(made, ListKernel):
         path, *facts = made.made_of
         store.keep(entry, path, facts)
     return made

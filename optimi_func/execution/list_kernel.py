@@ -34,7 +34,7 @@ class ListKernel:
     """A kernel for rows of tensors. All tensors of a row have one length.
 
     Args:
-        library: Path of the library whose function `kernel` is the machine code.
+        path: The library whose function `kernel` is the machine code.
         roles: For each of its arguments the index of ours, -1 for the scalars, or -2 - i
             for temporary tensor i.
         widths: Bytes of an element, for each of its arguments.
@@ -42,15 +42,11 @@ class ListKernel:
     """
 
     def __init__(
-        self,
-        library: str,
-        roles: list[int],
-        widths: list[int],
-        ours: Sequence[Argument] = (),
+        self, path: str, roles: list[int], widths: list[int], ours: Sequence[Argument] = ()
     ) -> None:
-        self.made_of = library, roles, widths
-        self.loaded = library.startswith(LOADED)  # from the store
-        code = ctypes.cast(ctypes.CDLL(library).kernel, ctypes.c_void_p).value or 0
+        self.made_of = path, roles, widths
+        self.loaded = path.startswith(LOADED)  # from the store
+        code = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value or 0
         # C++ reads these arrays by their addresses, so they live as long as the kernel.
         self._roles, self._widths = array("q", roles), array("q", widths)
         self._ours = array("q", chain.from_iterable(ours))

@@ -27,8 +27,7 @@ from optimi_func.core.torch_private import changed_settings
 
 VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
 LOADED = "/proc/self/fd"  # the folder of what `find` returns
-# The most entries, of some 70 KB; the oldest go first. The most bytes of one.
-MOST, LONGEST = 1000, 1 << 26
+LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
 # Variables that Inductor reads when it is imported, and those that it and the compiler
 # read later.
@@ -74,11 +73,10 @@ def folder() -> Path | None:
 def find(key: str) -> tuple[str, Any] | None:
     """Return the path of a copy in memory and its facts; None if no entry is sound.
 
-    So what was checked is what is loaded, and nobody who writes to the entry later, in its
-    place, stops this process.
+    So what was checked is what is loaded, and later writes to the entry change nothing.
     """
     try:
-        if (place := folder()) is None or not _is_own(place, os.stat(place)):
+        if not key or (place := folder()) is None or not _is_own(place, os.stat(place)):
             return None
         path = place / f"{key}.so"
         # A link is refused, and a pipe would wait.
@@ -105,7 +103,7 @@ def find(key: str) -> tuple[str, Any] | None:
 def keep(key: str, library: str, facts: Any) -> None:
     """Write an entry of a library, or leave it if that fails."""
     try:
-        if (place := folder()) is None:
+        if not key or (place := folder()) is None:
             return
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(place, os.stat(place)):
@@ -120,9 +118,6 @@ def keep(key: str, library: str, facts: Any) -> None:
         except BaseException:
             os.unlink(new)
             raise
-        found = sorted(place.glob("[0-9a-f]" * 64 + ".so*"), key=os.path.getmtime)
-        for old in found[:-MOST]:
-            old.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
         _log.info("a compiled step was not kept: %s", error)
 
@@ -217,17 +212,15 @@ def _sources() -> str:
 @cache
 def _processor() -> list[str]:
     """Return the lines about the first processor that tell its instructions."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = file.read(1 << 14).split("\n\n")[0].splitlines()
-    except OSError:
+    if sys.platform != "linux":
         return []
+    with open("/proc/cpuinfo") as file:
+        lines = file.read(1 << 14).split("\n\n")[0].splitlines()
     return [line for line in lines if line.startswith(_PROCESSOR)]
 
 
 @cache
-def _version(name: str, path: str | None) -> str:
-    del path  # in which the name is looked up
+def _version(name: str, _path: str | None) -> str:
     try:
         return subprocess.check_output([name, "--version"], text=True, timeout=60)
     except (OSError, ValueError, subprocess.SubprocessError):

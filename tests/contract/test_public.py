@@ -1,6 +1,7 @@
 """The public surface: names, documentation, README, and which way imports point."""
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
@@ -13,6 +14,8 @@ from cases import CLASSES, NAMES
 
 import optimi_func
 from optimi_func import functional
+from optimi_func.core import torch_private
+from optimi_func.core.torch_private import unwrapped
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "optimi_func"
@@ -194,7 +197,7 @@ LAYERS = [
     {"execution"},
     {"transforms"},
     {"optimizers"},
-    {"compiled", "functional", "gradient_release", "rules"},
+    {"compiled", "functional", "gradient_release", "rules", "warm"},
     {"utils", "testing"},
     {"memory"},
     {"__init__"},
@@ -405,6 +408,17 @@ def test_private_optimizer_is_there() -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     own = {k for k in vars(optimizer) if k.startswith("_optimizer_")}
     assert len(own) == 6 and all(k.endswith("_hooks") for k in own)
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(optimizer, name)
+        assert method.__code__ is torch_private._UNCOMPILED.__code__, name
+        assert unwrapped(method) == method  # as the compiler has been imported
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delitem(sys.modules, "torch._dynamo")
+            assert unwrapped(method).__func__ is method.__wrapped__
+            # A program's own wrapper stays.
+            patch.setattr(torch.optim.SGD, name, functools.wraps(method)(lambda *x: 1))
+            own = getattr(optimizer, name)
+            assert unwrapped(own) == own
     assert not getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer = optimi_func.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
     assert "_zero_grad_profile_name" in vars(optimizer)
@@ -423,6 +437,15 @@ def test_private_compiler_settings_are_there() -> None:
         assert hasattr(config, name), name
     assert hasattr(config, "cpp_cache_precompile_headers")
     assert callable(compile_fx_inner)
+    # What a store's key and a step without the compiler read.
+    assert torch_private.changed_settings() == []
+    with config.patch({"cpp.simdlen": 1}):
+        assert torch_private.changed_settings() == ["cpp.simdlen=1"]
+    assert not torch_private.has_stance() and not torch_private.is_switched_off()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch_private.has_stance()
+    with torch._dynamo.config.patch(disable=True):
+        assert torch_private.is_switched_off()
 
 
 def test_private_transforms_are_there() -> None:

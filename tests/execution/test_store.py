@@ -179,8 +179,8 @@ def full(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(store.tempfile, "mkstemp"), (store.os, "replace"), (Path, "mkdir"), (Path, "glob")],
-    ids=["mkstemp", "replace", "mkdir", "glob"],
+    [(store.tempfile, "mkstemp"), (store.os, "replace"), (Path, "mkdir")],
+    ids=["mkstemp", "replace", "mkdir"],
 )
 def test_a_folder_that_cannot_be_written_costs_only_time(
     owner: Any, name: str, place: Path, library: str, monkeypatch: Any, caplog: Any
@@ -191,8 +191,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
         patch.setattr(owner, name, full)
         store.keep(KEY, library, None)
     assert "No space left" in caplog.text
-    # Nothing is left behind but an entry that is whole.
-    assert [x.name for x in place.iterdir()] == [f"{KEY}.so"] * (name == "glob")
+    assert list(place.iterdir()) == []
 
 
 def test_a_disk_that_is_full_leaves_no_part(
@@ -235,20 +234,6 @@ def test_the_folder_is_where_the_environment_says(monkeypatch: Any, tmp_path: Pa
     assert found(HOME="here") is None  # not a folder of the working directory
     # Without HOME the system knows the user's.
     assert found() is not None
-
-
-def test_old_entries_go(place: Path, library: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(store, "MOST", 3)
-    place.mkdir(mode=0o700)
-    foreign = place / "notes.so"
-    foreign.write_text("mine")
-    for i in range(5):
-        store.keep(f"{i:064x}", library, None)
-        os.utime(place / f"{i:064x}.so", (i, i))
-    assert {x.name for x in place.iterdir()} == {
-        "notes.so",
-        *[f"{i:064x}.so" for i in (2, 3, 4)],
-    }
 
 
 WRITES = """
@@ -563,8 +548,9 @@ def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
 
     from torch._inductor import config
 
-    def asked(*args: Any) -> None:
-        raise Asked
+    def asked(key: str) -> None:
+        if key:
+            raise Asked
 
     monkeypatch.setattr(kernels, "_compile_now", lambda *x: "compiled")
     monkeypatch.setattr(store, "find", asked)

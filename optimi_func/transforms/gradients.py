@@ -134,7 +134,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
     def step(
         self, params: PyTree, grads: PyTree, state: ChainState, **extras: Any
     ) -> tuple[PyTree, ChainState]:
-        """Return the result of one update. Extras that no part takes are the optimizer's."""
+        """Return the result of one update. Extras that no part takes go further."""
         state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(

@@ -72,7 +72,7 @@ def check_rule(
     ...     return params
     >>> check_rule(SGD, loop, compile=False)  # doctest: +ELLIPSIS
     row                            error  allowed
-    inputs kept                  0.0e+00    0e+00
+    repeated                     0.0e+00    0e+00
     ...
     """
     check_whole("steps", steps, 6)

@@ -77,7 +77,8 @@ def _operator(name: str) -> Callable[..., Many]:
     return lambda *args: _call(name, getattr(Tensor, name), list(args))
 
 
-for _name in (*_SPELLED, *_REFLECTED, "__lt__"):
+_COMPARED = "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__ __invert__"
+for _name in (*_SPELLED, *_REFLECTED, *_COMPARED.split(), "__abs__", "__pow__", "__rpow__"):
     setattr(Many, _name, _operator(_name))
 
 

@@ -241,7 +241,7 @@ def _is_number(annotation: Any, default: Any) -> bool:
     """Return True for a float and for a tuple of floats, which are not static."""
     known = isinstance(annotation, str)
     text = annotation if known else inspect.formatannotation(annotation)
-    return "float" in text or isinstance(default, float)
+    return isinstance(default, float) or ("float" in text and default is not None)
 
 
 def _kind(group: dict[str, Any], decay: Decay) -> dict[str, Any]:

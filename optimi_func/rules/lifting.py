@@ -83,7 +83,8 @@ class Trace:
             raise TypeError(f"{where} cannot be traced: {error}") from error
         for node in list(self._graph.nodes)[first:]:
             name = str(getattr(node.target, "__name__", node.target))
-            if (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs:
+            written = name.endswith("_") and name[-2:] != "__"
+            if (written and node.target not in _LOGICAL) or "out" in node.kwargs:
                 raise TypeError(
                     f"{where} writes in place: use {name.rstrip('_')} for {name}"
                 )

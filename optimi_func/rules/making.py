@@ -99,9 +99,9 @@ class Making:
         kinds = [self.kind]
         if self.running._fields and method != "after":
             kinds.append(self.running)
-        if isinstance(found, Traced) and not self.kind._fields:
-            found = found, self.kind()
         said: Any = found if isinstance(found, tuple) else (found,)
+        if not self.kind._fields:
+            said = said[0], self.kind(), *said[1:]
         right = list(map(type, said[1:])) == kinds
         flat = [said[0], *chain(*said[1:])] if right else []
         count, host = 1 + len(self.kind._fields), self.trace.host
@@ -109,6 +109,7 @@ class Making:
         if not right or any([(x.node in host) != (i >= count) for i, x in enumerate(flat)]):
             names = ", ".join([type(x).__name__ for x in said])
             wanted = (", self.State(...)", ", self.Running(...)")[: len(kinds)]
+            wanted = wanted if self.kind._fields else wanted[1:]
             raise TypeError(
                 f"{self.name}.{method} returned ({names}): allowed is "
                 f"({'u' if method == 'after' else 'd'}{''.join(wanted)}) of tensors in the "

@@ -20,7 +20,7 @@ from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import FunctionalOptimizer, Number
-from optimi_func.pure.tree import flatten_params, path_of, tensor_of
+from optimi_func.pure.tree import flatten_params, tensor_of
 from optimi_func.transforms._trees import (
     Around,
     Trees,
@@ -35,28 +35,17 @@ Grads: TypeAlias = list[Tensor | None]
 Rewritten: TypeAlias = tuple[Grads, Any]
 
 
-class Given(NamedTuple):
-    """The step of a chain, as its transforms may see it."""
-
-    step: Tensor
-    tree: PyTree  # of parameters, for their paths
-    params: list[Tensor]
-    extras: dict[str, Any]
-    updates: bool  # True: what is rewritten are updates, each of which is needed
-
-
 @dataclass(frozen=True, eq=False)
 class GradientTransform:
     """A rewrite of gradients before an optimizer, or of its updates after it, for `chain`.
 
     `rewrite` takes the flat gradients or updates, its state, and the 0-based step, a 0-d
-    tensor. Further arguments are given by their names:
+    tensor. Further arguments are given by name:
 
         params: the flat parameters, as wide as the gradients
         paths: the keys of each parameter, joined by dots, as "body.0.weight"
         those of `numbers`: their values at this step
-        any other: an extra of the caller's, as in step(params, grads, state, loss=loss),
-            which may be left out if the argument has a default
+        any other: an extra of the caller's, as in step(params, grads, state, loss=loss)
 
     Attributes:
         init: `params -> state`, a pytree of tensors; `()` if there is nothing to keep.
@@ -64,8 +53,8 @@ class GradientTransform:
             float32, or None.
         numbers: Floats, 0-d tensors and schedules from 0 on, which `inject` can keep in the
             state. Those called limit or max_norm may be inf.
-        takes: The names of the further arguments, with True if one has no default. None
-            reads them from the signature.
+        takes: The names of the further arguments, and True for those without a default.
+            None reads them from the signature.
     """
 
     init: Callable[[PyTree], Any]
@@ -84,37 +73,32 @@ class GradientTransform:
                 if name not in takes:
                     raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
-    def run(self, part: str, grads: Grads, state: Any, given: Given) -> Rewritten:
+    def run(
+        self, part: str, grads: Grads, state: Any, step: Tensor, known: dict[str, Any]
+    ) -> Rewritten:
         """Return the result of `rewrite`, checked; `part` names it in errors."""
-        known = {"params": [*given.params], **given.extras}
+        numbers = {k: number_at(k, x, step) for k, x in self.numbers.items()}
+        known = {**known, **numbers}
+        now = {name: known[name] for name in self.takes if name in known}
         for name, required in self.takes.items():
-            if name in self.numbers:
-                known[name] = number_at(name, self.numbers[name], given.step)
-            elif name == "paths":
-                known[name] = dotted_paths(given.tree)
-            elif required and name not in known:
+            if required and name not in now:
                 raise TypeError(
                     f"{part} takes {name!r}: pass it to the step of chain, as "
                     f"step(params, grads, state, {name}=...)"
                 )
-        now = {name: known[name] for name in self.takes if name in known}
-        found: Any = self.rewrite([*grads], state, given.step.clone(), **now)
+        found: Any = self.rewrite([*grads], state, step.clone(), **now)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"{part} returned {shown(found)}: allowed is (grads, state)")
-        new = found[0]
-        if not isinstance(new, list | tuple) or len(new) != len(grads):
+        new, params = found[0], known["params"]
+        if not isinstance(new, list | tuple) or len(new) != len(params):
             raise ValueError(
-                f"{part} returned {shown(new)} in the place of {len(grads)} gradients: "
+                f"{part} returned {shown(new)} in the place of {len(params)} gradients: "
                 "allowed is a list of as many"
             )
-        for i, (p, g, x) in enumerate(zip(given.params, grads, new)):
-            fits = isinstance(x, Tensor) and x.shape == p.shape
-            if (given.updates and (g is None) != (x is None)) or not (fits or x is None):
-                where = f"params{path_of(given.tree, i)}, {shown(p)}"
-                raise ValueError(
-                    f"{part} returned {shown(x)} for {where}: allowed is "
-                    "its shape, or None (of updates only where there is no gradient)"
-                )
+        for i, (p, x) in enumerate(zip(params, new)):
+            if x is not None and not (isinstance(x, Tensor) and x.shape == p.shape):
+                text = f"{part} returned {shown(x)} for leaf {i}, whose parameter is"
+                raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
         check_structure(f"{part} returned a state", state, found[1])
         return [*new], found[1]
 
@@ -150,10 +134,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
     def step(
         self, params: PyTree, grads: PyTree, state: ChainState, **extras: Any
     ) -> tuple[PyTree, ChainState]:
-        """Return the result of one update along the rewritten gradients.
-
-        An extra that no transform takes goes to the optimizer.
-        """
+        """Return the result of one update. Extras that no part takes go further."""
         state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(
@@ -162,22 +143,33 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
             )
         trees = Trees.check(params, grads)
         now, states = trees.wide_grads(), list(state.transforms)
-        wide = [p.to(compute_dtype(p.dtype)) for p in trees.params]
-        given = Given(state.step.detach(), params, wide, extras, False)
+        taken = {name for transform in self.transforms for name in transform.takes}
+        rest = {name: x for name, x in extras.items() if name not in taken}
+        known = {**extras, "params": trees.params}
+        if any(["params" in x.takes for x in self.transforms[: self.before]]):
+            known["params"] = [p.to(compute_dtype(p.dtype)) for p in trees.params]
+        if "paths" in taken:
+            known["paths"] = dotted_paths(params)
 
-        def run(first: int, last: int, now: Grads, given: Given) -> Grads:
+        def run(first: int, last: int, now: Grads, known: dict[str, Any]) -> Grads:
+            step = state.step.detach()
             for i in range(first, last):
                 part = self._part(i)
-                now, states[i] = self.transforms[i].run(part, now, states[i], given)
+                now, states[i] = self.transforms[i].run(part, now, states[i], step, known)
             return now
 
-        taken = [name for transform in self.transforms for name in transform.takes]
-        rest = {name: x for name, x in extras.items() if name not in taken}
-        if (count := len(states)) > self.before:
-            rest["rewrite"] = lambda us, xs: run(
-                self.before, count, us, given._replace(params=xs, updates=True)
-            )
-        now = run(0, self.before, now, given)
+        def after(us: Grads, xs: list[Tensor]) -> Grads:
+            new = run(self.before, len(states), us, {**known, "params": xs})
+            if [x is None for x in new] != [u is None for u in us]:
+                raise ValueError(
+                    "chain's parts after the optimizer have to return an update for each "
+                    "leaf with a gradient (zeros move nothing), and None for the others"
+                )
+            return new
+
+        if self.before < len(states):
+            rest["rewrite"] = after
+        now = run(0, self.before, now, known)
         rewritten = pytree.tree_unflatten(now, trees.spec)
         params, inner = self._step(params, rewritten, state.inner, **rest)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
@@ -195,19 +187,16 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
 
     where t are the parts before the optimizer, u is its update with learning rate and
     decay, and s are the parts after it. There gradients and updates are float32, or float64
-    for float64 parameters. An update is added in the storage of its parameter, so Kahan
-    compensation takes the rewritten one. Lookahead (Ranger) and averages (Schedule-Free)
-    come after the parts.
+    for float64 parameters. Kahan compensation takes the rewritten update. Lookahead
+    (Ranger) and averages (Schedule-Free) come after the parts.
 
     Args:
-        *parts: An optimizer, and one transform or more, as `clip_global_norm(1.0)`. In
+        *parts: One transform or more, as `clip_global_norm(1.0)`, and one optimizer. In
             front of transforms it is one made by a factory, as `adamw(lr=1e-3)`, or
-            `inject` of one. Put the chain inside of other transforms, as in
-            `ema(chain(adamw(lr=1e-3), clip_global_norm(0.1)), 0.99)`.
+            `inject` of one.
 
     Raises:
-        TypeError: There is no optimizer, there are two, or no transform; or transforms
-            follow one that cannot hand out its updates.
+        TypeError: The parts are others.
 
     >>> from optimi_func import sgd
     >>> opt = chain(clip_global_norm(1.0), sgd(lr=1.0))
@@ -227,14 +216,12 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
             "one gradient transform or more, such as clip_global_norm(1.0)"
         )
     before, optimizer = at[0], check_pure("chain", parts[at[0]], "")
-    if before + 1 < len(parts) and not (
-        isinstance(optimizer, FunctionalOptimizer) or getattr(optimizer, "hands_out", False)
-    ):
+    hands_out = getattr(optimizer, "hands_out", isinstance(optimizer, FunctionalOptimizer))
+    if before + 1 < len(parts) and not hands_out:
         raise TypeError(
             f"chain got transforms after {optimizer!r}, which hands out no updates: "
             "allowed are optimizers of a factory, such as adamw(lr=1e-3), and inject of "
-            "them. Put the chain inside of other transforms, as in ema(chain(adamw(...), "
-            "clip_global_norm(0.1)), 0.99)"
+            "them. Put the chain inside, as in ema(chain(adamw(...), clip_value(0.1)), 0.9)"
         )
     transforms = [x for x in parts if isinstance(x, GradientTransform)]
     return Chain(optimizer, tuple(transforms), before)
@@ -269,12 +256,12 @@ def clip_value(limit: Number) -> GradientTransform:
 
 def _clip_value(grads: Grads, state: Any, step: Tensor, limit: Scalar) -> Rewritten:
     del step
-    now = list(grads)
-    for i, g in enumerate(grads):
-        if g is not None:
-            high = tensor_of(limit, g.dtype, g.device)
-            now[i] = g.clamp(-high, high)
-    return now, state
+
+    def clip(g: Tensor) -> Tensor:
+        high = tensor_of(limit, g.dtype, g.device)
+        return g.clamp(-high, high)
+
+    return [None if g is None else clip(g) for g in grads], state
 
 
 def clip_param_norm(max_norm: Number) -> GradientTransform:

@@ -61,7 +61,6 @@ class Injected(Around[InjectState], state=InjectState, name="inject"):
 def _rewrite(
     transform: GradientTransform, grads: Grads, state: Any, step: Tensor, **given: Any
 ) -> Rewritten:
-    """Rewrite with the numbers in the state."""
     _check_hyper(transform.numbers, check_state(state, InjectState, "inject").hyper)
     now = {k: number_at(k, x, step) for k, x in state.hyper.items()}
     grads, inner = transform.rewrite(grads, state.inner, step, **given, **now)
@@ -137,15 +136,15 @@ def inject(
         takes = {name: x for name, x in optimizer.takes.items() if name not in own}
         both = partial(_init, optimizer), partial(_rewrite, optimizer)
         return GradientTransform(*both, takes=takes)
-    if isinstance(optimizer, Averaged):
-        return Injected(optimizer)
-    if not isinstance(optimizer, FunctionalOptimizer):
+    if not isinstance(optimizer, FunctionalOptimizer | Averaged):
         raise TypeError(
             f"inject got a {type(optimizer).__name__}: allowed are a FunctionalOptimizer, "
             "ema, and a gradient transform with numbers. Other transforms go around it, as "
             "in chain(inject(clip_value(1.0)), inject(adamw(lr=0.1))). An optimizer of "
             "your own can keep its hyperparameters in its own state"
         )
+    if isinstance(optimizer, Averaged):
+        return Injected(optimizer)
     several = not isinstance(optimizer.lr, float | int)
     if optimizer.needs_max_lr and optimizer.max_lr is None and several:
         option = "decouple_lr" if optimizer.decouple_lr else "corrected_decay"

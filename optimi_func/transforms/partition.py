@@ -123,13 +123,8 @@ class Partition(Transform):
         places = match_tree("state", state.places.tree, trees.spec, params)
         new, states = list(trees.params), list(state.parts)
         for i, optimizer in enumerate(self.optimizers):
-            own, states[i] = step_of(
-                self._name,
-                optimizer,
-                _part(i, places, trees.params, trees.spec),
-                _part(i, places, trees.grads, trees.spec),
-                states[i],
-            )
+            p, g = (_part(i, places, x, trees.spec) for x in (trees.params, trees.grads))
+            own, states[i] = step_of(self._name, optimizer, p, g, states[i])
             at = [j for j, part in enumerate(places) if part == i]
             for j, p in zip(at, pytree.tree_leaves(without_none(own))):
                 new[j] = p

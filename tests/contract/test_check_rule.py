@@ -14,6 +14,7 @@ from optimi_func.core.math import moment, power, root, second_moment
 from optimi_func.core.rule import Direction, Rule, Scalar
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.rules import Optimizer, SecondMoment
 from optimi_func.testing import check_rule
 
 ROWS = ["repeated", "inputs kept", "reference", "elementwise", "vmap", "derivatives"]
@@ -228,6 +229,39 @@ def test_hyperparameters_and_steps_change_what_is_tried(small: None) -> None:
 @pytest.mark.parametrize("name", few(CLASSES, ("adamw", "schedule_free_adamw"), str))
 def test_rules_of_the_package_pass(name: str, small: None) -> None:
     check_rule(CLASSES[name], compile=False, steps=6)  # type: ignore
+
+
+class Own(Optimizer):
+    beta: float = 0.9
+
+    class State(NamedTuple):
+        m: Tensor
+        v: SecondMoment
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b = self.beta
+        m, v = b * s.m + (1 - b) * g, b * s.v + (1 - b) * g * g
+        d = m / (1 - b**t) / ((v / (1 - b**t)).sqrt() + 1e-3)
+        return d, self.State(m, v)
+
+    def accumulate(self, g: Tensor, s: State, t: float):
+        b = self.beta
+        m, v = s.m + (1 - b) * g, s.v + (1 - b) * g * g
+        d = m / (1 - b**t) / ((v / (1 - b**t)).sqrt() + 1e-3)
+        return d, self.State(m, v)
+
+
+class Twice(Own):
+    """Its state decays once more for each part of a gradient."""
+
+    def accumulate(self, g: Tensor, s: Own.State, t: float):
+        return self.direction(g, s, t)
+
+
+def test_class_bodies_are_checked(small: None) -> None:
+    check_rule(Own, loop, compile=False, beta=0.9, steps=6)
+    with pytest.raises(AssertionError, match=r"^Twice, 1 rows:\naccumulate: error"):
+        check_rule(Twice, loop, compile=False, beta=0.9, steps=6)
 
 
 @pytest.mark.full

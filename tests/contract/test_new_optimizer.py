@@ -793,6 +793,74 @@ def test_an_eval_point() -> None:
     assert (q[0].item(), value.eval_params(q, state)[0].item()) == (0.5, 0.75)
 
 
+class Operations(Optimizer):
+    """Operations that executors could tell apart, and static options."""
+
+    momentum: float = 0.9
+    limit: float | None = 3.0
+    kind: str = "a"
+    none: float | None = None
+    power: int = 2
+
+    class State(NamedTuple):
+        m: Tensor
+
+    def direction(self, g: Tensor, s: State, t: float, x: Tensor):
+        m = self.momentum * s.m + g**self.power * g.sign()
+        d = torch.where(g > 0, m, 2 * m) if self.kind == "a" else m
+        d = torch.where((g >= 0.1) & (m != 5) | ~(g < 2), d, abs(d) ** 0.5 * d.sign())
+        d = torch.where(t < 3, d, d * torch.exp(-self.momentum / t))  # type: ignore
+        warm = torch.where((t > 2) & (t <= 4), 0.5, torch.minimum(t, self.momentum))  # type: ignore
+        d = d.clamp(-self.limit, self.limit) + 0.1 * x.tanh() - d.square() ** 0.25
+        return torch.maximum(d, -d) * d.sign() * warm + 2 ** -d.abs(), self.State(m)
+
+
+def operations(**options: Any) -> list[Tensor]:
+    """Three steps of these operations by hand."""
+    o = {"kind": "a", "power": 2, **options}
+    ps, ms = start(), [torch.zeros_like(p) for p in start()]
+    for t, gs in enumerate(gradients(), 1):
+        for i, (x, g) in enumerate(zip(ps, gs)):
+            ms[i] = m = 0.9 * ms[i] + g ** o["power"] * g.sign()
+            d = torch.where(g > 0, m, 2 * m) if o["kind"] == "a" else m
+            d = torch.where((g >= 0.1) | (g >= 2), d, d.abs().sqrt() * d.sign())
+            d = d if t < 3 else d * math.exp(-0.9 / t)
+            warm = 0.5 if 2 < t <= 4 else 0.9
+            d = d.clamp(-3.0, 3.0) + 0.1 * x.tanh() - d.abs().sqrt()
+            ps[i] = x - 0.05 * (d * warm + 2 ** -d.abs()) - 0.05 * 0.1 * x
+    return ps
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compile": False},
+        {"foreach": True},
+        pytest.param({"compile": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_operations_are_the_same_in_all_executors(how: dict[str, Any]) -> None:
+    assert Operations.pure.choices == ("kind", "none", "power")  # type: ignore
+    assert_close(stepped(Operations, **how), operations())
+    for options in ({"kind": "b"}, {"power": 3}) if not how.get("compile") else ():
+        assert_close(stepped(Operations, **options, **how), operations(**options))
+
+
+@pytest.mark.full
+def test_a_population_in_one_graph() -> None:
+    hyper = {"lr": torch.tensor([0.1, 0.2]), "momentum": torch.tensor([0.5, 0.9])}
+    members, g = population.init(SignSGD.pure, start(), hyper, n=2), gradients()[0]
+    grads = [torch.stack([x, 2 * x]) for x in g]
+
+    def step(members: Any, grads: Any) -> Any:
+        return population.step(SignSGD.pure, members, grads)
+
+    found = torch.compile(step, fullgraph=True, backend="eager")(members, grads)
+    for x, y in zip(found.params, step(members, grads).params, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 # Refusals
 
 CONSTANT = torch.ones(3)

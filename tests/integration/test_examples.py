@@ -37,6 +37,16 @@ def test_train_gpt(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_own_rule() -> None:
+    out = run("examples/own_rule.py", "--quick")
+    for rule in ("SignSGD", "AdaBelief", "Orthogonal"):
+        assert f"{rule}, validation loss after 10 steps" in out
+    found = re.findall(r"moves differ by (.*)\)", out)
+    assert len(found) == 3 and max(map(float, found)) < 1e-5
+    assert len(re.findall(r"(?:momentum|eps): (?:\d\.\d+(?:, )?){4}\n", out)) == 3
+
+
+@pytest.mark.full
 def test_memory_timeline(tmp_path: Path) -> None:
     picture, numbers = tmp_path / "timeline.png", tmp_path / "numbers.json"
     options = ["--quick", "--no-compile", "--out", str(picture), "--json", str(numbers)]

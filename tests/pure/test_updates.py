@@ -311,9 +311,9 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         lambda g, s, t: ([g[0].sum(), g[1]], s),
         ValueError,
-        r"returned a tensor of shape \(\) .* for params\['w'\], a tensor of shape \(4, 3\)",
+        r"returned a tensor of shape \(\) .* for leaf 0, .* tensor of shape \(4, 3\)",
     ),
-    (lambda g, s, t: ([0.0, g[1]], s), ValueError, r"returned 0\.0 for params\['w'\]"),
+    (lambda g, s, t: ([0.0, g[1]], s), ValueError, r"returned 0\.0 for leaf 0"),
     (
         lambda g, s, t: (g, None),
         ValueError,
@@ -341,11 +341,11 @@ def test_an_update_is_not_none() -> None:
     moved, _ = before.step(params, g, before.init(params))
     assert moved["w"] is params["w"]
     after = chain(sgd(lr=0.1), none)
-    with pytest.raises(ValueError, match=r"part 1, .* None for params\['w'\]"):
+    with pytest.raises(ValueError, match="have to return an update for each leaf with"):
         after.step(params, g, after.init(params))
     zeros = GradientTransform(no_state, lambda g, s, t: ([torch.zeros(3)] * len(g), s))
     after = chain(sgd(lr=0.1), zeros)
-    with pytest.raises(ValueError, match=r"None \(of updates only"):
+    with pytest.raises(ValueError, match=r"zeros move nothing\), and None for the others"):
         after.step({"b": params["b"]}, {"b": None}, after.init({"b": params["b"]}))
 
 

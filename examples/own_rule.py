@@ -155,9 +155,10 @@ def looped(loop: Loop, steps: int, lr: float) -> nn.Module:
     model = network()
     memories = [dict[str, Tensor]() for _ in model.parameters()]
     for t, i in enumerate(batches(steps), 1):
-        grads = torch.autograd.grad(F.cross_entropy(model(x[i]), y[i]), model.parameters())
+        params = list(model.parameters())
+        grads = torch.autograd.grad(F.cross_entropy(model(x[i]), y[i]), params)
         with torch.no_grad():
-            for p, g, memory in zip(model.parameters(), grads, memories):
+            for p, g, memory in zip(params, grads, memories):
                 loop(p, g, memory, t, lr)
     return model
 

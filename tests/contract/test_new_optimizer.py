@@ -27,6 +27,7 @@ from optimi_func import (
     prepare_for_gradient_release,
 )
 from optimi_func.execution import kernels
+from optimi_func.optimizers import mixed
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
 from optimi_func.transforms import chain, clip_global_norm, inject
@@ -361,7 +362,7 @@ def test_gradient_release(cls: type[Optimizer]) -> None:
 
 
 def test_accumulating_in_states() -> None:
-    def run(cls: Any, accumulation: str) -> Tensor:
+    def run(cls: Any, accumulation: Any) -> Tensor:
         torch.manual_seed(0)
         net = nn.Linear(5, 3, bias=False).double()
         optimizer = cls(net.parameters(), lr=0.1, gradient_release=True, compile=False)
@@ -392,7 +393,8 @@ def test_a_resumed_run(cls: type[Optimizer]) -> None:
             optimizer.step()
         return optimizer
 
-    ps, how = [nn.Parameter(p) for p in start()], {**SHARED, "compile": False}
+    ps: list[Any] = [nn.Parameter(p) for p in start()]
+    how: dict[str, Any] = {**SHARED, "compile": False}
     named = [("a", ps[0]), ("b", ps[1])]
     first = run(ps, cls(named, **how), gradients()[:3])
     file = io.BytesIO()
@@ -669,7 +671,7 @@ def test_a_class_that_is_defined_again_is_freed() -> None:
         return [weakref.ref(cls), weakref.ref(cls.pure(lr=0.1).rule)]
 
     found = [use() for _ in range(3)]
-    optimi_func.optimizers.mixed._keywords.cache_clear()  # keeps 64
+    mixed._keywords.cache_clear()  # keeps 64
     gc.collect()
     assert [x() for refs in found for x in refs] == [None] * 6
 
@@ -797,7 +799,7 @@ class Operations(Optimizer):
     """Operations that executors could tell apart, and static options."""
 
     momentum: float = 0.9
-    limit: float | None = 3.0
+    limit: float = 3.0
     kind: str = "a"
     none: float | None = None
     power: int = 2
@@ -817,7 +819,7 @@ class Operations(Optimizer):
 
 def operations(**options: Any) -> list[Tensor]:
     """Three steps of these operations by hand."""
-    o = {"kind": "a", "power": 2, **options}
+    o: dict[str, Any] = {"kind": "a", "power": 2, **options}
     ps, ms = start(), [torch.zeros_like(p) for p in start()]
     for t, gs in enumerate(gradients(), 1):
         for i, (x, g) in enumerate(zip(ps, gs)):
@@ -945,7 +947,7 @@ def test_refused_at_the_definition(text: str, body: dict[str, Any]) -> None:
     if "s" in inspect.signature(body["direction"]).parameters:
         body = {"State": One, **body}
     with pytest.raises((TypeError, ValueError), match=text) as raised:
-        type(Optimizer)("Refused", (Optimizer,), body)
+        type("Refused", (Optimizer,), body)
     assert "Refused" in str(raised.value)
 
 

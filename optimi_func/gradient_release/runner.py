@@ -66,6 +66,7 @@ class Runner:
         self._updated: list[str] | None = None  # None if the last backward has finished
         self._checked_ddp = False
         self._distributed = {p for p in params.values() if is_distributed(p)}
+        self._mates = {p: n for p in params.values() if (n := self._together(p)) > 1}
         self._small_bytes = sum(p.nbytes for p in params.values() if p.numel() < SMALL)
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
@@ -277,7 +278,7 @@ class Runner:
 
     def _release(self, backward: Backward, p: Tensor, g: Tensor) -> None:
         """Apply a gradient, or let it wait if it is small."""
-        together = self._together(p)
+        together = self._mates.get(p, 1)
         if p.numel() >= SMALL and together == 1:
             self._apply(backward, [p], [g])
             return
@@ -293,10 +294,9 @@ class Runner:
 
         No more than four copies do, because each process holds all of a copy.
         """
-        optimizer = self.optimizer
-        if isinstance(optimizer, TreeOptimizer):
+        if isinstance(self.optimizer, TreeOptimizer):
             return 1
-        holders = optimizer.holders_of(optimizer.group_of(p), p)
+        holders = self.optimizer.holders_of(self.optimizer.group_of(p), p)
         return 1 if holders is None else min(holders.group.size(), 4 * holders.parts)
 
     def _flush(self, backward: Backward) -> None:

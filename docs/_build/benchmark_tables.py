@@ -102,10 +102,11 @@ def rules() -> str:
 def first() -> str:
     """The first step of a process."""
     found = load(RESULTS / "numbers.json")
-    rows: Rows = [["tensors", "empty caches, s", "warm caches, s"]]
-    for count, cell in found["first"].items():
-        timed = [", ".join(f"{x:.1f}" for x in cell[k]) for k in ("cold", "warm")]
-        rows.append([f"{int(count):,}", *timed])
+    rows: Rows = [["tensors", "step", "empty caches, s", "warm caches, s"]]
+    for count, ways in found["first"].items():
+        for way, cell in ways.items():
+            timed = [", ".join(f"{x:.1f}" for x in cell[k]) for k in ("cold", "warm")]
+            rows.append([f"{int(count):,}", way, *timed])
     return table(rows, source(found, "python benchmarks/cold_start.py"))
 
 

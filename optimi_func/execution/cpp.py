@@ -16,8 +16,7 @@ import torch
 from optimi_func.execution import store
 
 S = TypeVar("S")
-# Two threads that change Inductor's settings could leave them changed.
-SHARED_SETTINGS = torch.__version__ < "2.13"
+SHARED_SETTINGS = torch.__version__ < "2.13"  # Inductor's, between threads
 # Elements of a piece that has a mean.
 PIECE = 1 << 16
 # The most pointers that a kernel takes, the most temporary tensors in it, and the most

@@ -26,8 +26,7 @@ from optimi_func.execution.codecs import Argument
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
 from optimi_func.execution.store import LOADED
 
-# The elements of a trial, which no vector divides.
-TRIAL = 1003
+TRIAL = 1003  # elements of a trial, which no vector divides
 
 
 class ListKernel:

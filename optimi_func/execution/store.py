@@ -29,8 +29,7 @@ VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
 LOADED = "/proc/self/fd"  # the folder of what `find` returns
 LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
-# Variables that Inductor reads when it is imported, and those that it and the compiler
-# read later.
+# Variables that Inductor reads at its import, and those that are read later.
 _READ_ONCE = (
     "TORCHINDUCTOR_",
     "TORCHDYNAMO_",
@@ -71,10 +70,7 @@ def folder() -> Path | None:
 
 
 def find(key: str) -> tuple[str, Any] | None:
-    """Return the path of a copy in memory and its facts; None if no entry is sound.
-
-    So what was checked is what is loaded, and later writes to the entry change nothing.
-    """
+    """Return the path of a checked copy in memory, and facts; None if none is sound."""
     try:
         if not key or (place := folder()) is None or not _is_own(place, os.stat(place)):
             return None
@@ -159,11 +155,7 @@ def key_of(ingredients: Mapping[str, Any] | None, **more: Any) -> str:
 
 
 def machine() -> dict[str, Any] | None:
-    """Return what decides the machine code of every source; None if that is not known.
-
-    Raises:
-        RuntimeError: The C++ compiler that Inductor would call cannot be called.
-    """
+    """Return what decides all machine code, or None. Raise if no compiler runs."""
     if not (processor := _processor()):
         return None
     config, settings = sys.modules.get("torch._inductor.config"), changed_settings()

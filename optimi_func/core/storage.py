@@ -5,6 +5,7 @@ is two, under its name with "_q" and "_scale". A rule computes in float32 or flo
 fields are decoded for it, and its results encoded.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -108,8 +109,9 @@ def check_stored(
 
 def keeps_codes(rule: Rule[Any, Any]) -> bool:
     """Return True if any field of a rule's state can be kept in codes."""
-    # On the meta device zeros_like imports sympy, which takes half a second.
-    fields = rule.init(torch.empty(128, 64, device="cpu"), "8bit")
+    # On the meta device, which takes no memory, zeros_like imports sympy for half a second.
+    device = "meta" if "sympy" in sys.modules else "cpu"
+    fields = rule.init(torch.empty(128, 64, device=device), "8bit")
     return not all(isinstance(field, Tensor) for field in fields)
 
 

@@ -158,7 +158,10 @@ def test_the_house_has_every_module() -> None:
         assert all(order.index(x) < order.index(room) for x in below), room
 
 
-PICTURES = ("pipeline", "release", "house", "memory", "loss", "steps", "population")
+PICTURES = (
+    *("pipeline", "release", "house", "memory", "loss", "steps", "population"),
+    "replicas",
+)
 
 
 def test_pictures_are_drawn(tmp_path) -> None:

@@ -1,10 +1,10 @@
 """Which optimizer trains best, on small tasks of different kinds?
 
 Every optimizer of the package trains every task of ``which_tasks.py``. Its lr is chosen on
-seed 0 from a grid with factors of 3, which grows as long as the best is at an edge. At the
-best lr it trains with further seeds. Schedule-free rules also train at the lr that their
-authors name, and AdamW at torch's. There is no weight decay, and no other hyperparameter is
-tuned. Without decay Adam is AdamW.
+seed 0 from a grid with factors of 3, which grows as long as the best is at an edge, and has
+factors of 1.7 around the best. At the best lr it trains with further seeds. Schedule-free
+rules also train at the lr that their authors name, and AdamW at torch's. There is no weight
+decay, and no other hyperparameter is tuned. Without decay Adam is AdamW.
 
 Runs are kept in a file as they end, so a benchmark that was stopped goes on from there. It
 runs a process for each thread of ``--threads``. Small tasks train all lrs of an optimizer
@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
@@ -204,68 +205,70 @@ def run(job: Job, config: Config) -> list[tuple[Key, Found]]:
 # The search
 
 
-def grid(task: Task, contender: Contender, lrs: int) -> list[float]:
-    """Return the lrs to begin with."""
-    middle = task.lr * contender.ratio
-    return [rounded(middle * FACTOR**k) for k in range(-(lrs // 2), lrs // 2 + 1)]
+def lr_at(task: Task, contender: Contender, k: float) -> float:
+    """Return the lr that is k factors from the middle of the grid.
 
-
-def rounded(lr: float) -> float:
-    """Return an lr with four digits, so that a file finds it again."""
-    return float(f"{lr:.4g}")
+    It has four digits, so that a file finds it again.
+    """
+    return float(f"{task.lr * contender.ratio * FACTOR**k:.4g}")
 
 
 def searched(task: Task, contender: Contender, rows: Rows) -> dict[float, float]:
-    """Return the final losses of seed 0 by lr."""
-    found = {
-        key.lr: row["losses"][-1]
-        for key, row in rows.items()
-        if key[:2] == (task.name, contender.name) and key.seed == 0
-    }
+    """Return the final losses of seed 0 by the place of the lr, in order."""
+    found: dict[float, float] = {}
+    for key, row in rows.items():
+        if key[:2] == (task.name, contender.name) and key.seed == 0:
+            k = math.log(key.lr / (task.lr * contender.ratio), FACTOR)
+            if abs(2 * k - round(2 * k)) < 1e-2:  # else it is the untuned one
+                found[round(2 * k) / 2] = row["losses"][-1]
     return dict(sorted(found.items()))
 
 
-def best_of(by_lr: dict[float, float], grid: list[float]) -> tuple[float, bool]:
-    """Return the best lr of those that belong to the grid, and True if it is an edge."""
-    steps = {lr: math.log(lr / grid[0], FACTOR) for lr in by_lr}
-    on_it = [lr for lr, k in steps.items() if abs(k - round(k)) < 1e-2]
-    best = min(on_it, key=lambda lr: by_lr[lr])
-    return best, best in (min(on_it), max(on_it))
+def best_of(by_place: dict[float, float]) -> float:
+    """Return the place of the best lr."""
+    return min(by_place, key=lambda k: by_place[k])
 
 
 def needed(task: Task, contender: Contender, rows: Rows, config: Config) -> list[Job]:
-    """Return the runs that come next: the grid, its growth, then seeds."""
+    """Return the runs that come next.
 
-    def job(members: Iterable[tuple[float, int]]) -> list[Job]:
+    They are the grid, its growth, the places next to the best, a third and three times the
+    best lr, and the other seeds.
+    """
+    every = range(config.seeds)
+
+    def jobs(lrs: Iterable[float], seeds: Iterable[int]) -> list[Job]:
+        asked = dict.fromkeys(product(lrs, seeds))
         missing = tuple(
-            (lr, seed)
-            for lr, seed in dict.fromkeys(members)
-            if Key(task.name, contender.name, lr, seed) not in rows
+            [x for x in asked if Key(task.name, contender.name, *x) not in rows]
         )
         if not missing:
             return []
+        # More members of a population cost little.
         parts = [missing] if task.together else [(member,) for member in missing]
         return [Job(task.name, contender.name, part) for part in parts]
 
-    def seeds(*lrs: float) -> list[tuple[float, int]]:
-        return [(lr, seed) for lr in lrs for seed in range(config.seeds)]
+    def at(*places: float, seeds: Iterable[int] = every if task.together else (0,)) -> Any:
+        return jobs([lr_at(task, contender, k) for k in places], seeds)
 
-    lrs = grid(task, contender, config.lrs)
-    # More members of a population cost little.
-    members = seeds(*lrs) if task.together else [(lr, 0) for lr in lrs]
+    half = config.lrs // 2
+    found = at(*range(-half, half + 1))
     if contender.untuned is not None:
-        members += seeds(contender.untuned)
-    jobs = job(members)
-    by_lr = searched(task, contender, rows)
-    if jobs or not by_lr:
-        return jobs
-    best, _ = best_of(by_lr, lrs)
-    for k in range(1, config.growth + 1):
-        for edge, factor in ((lrs[0], 1 / FACTOR), (lrs[-1], FACTOR)):
-            beyond = rounded(edge * factor**k)
-            if best == rounded(edge * factor ** (k - 1)) and beyond not in by_lr:
-                return job(seeds(beyond) if task.together else [(beyond, 0)])
-    return job(seeds(best))
+        found += jobs([contender.untuned], every)
+    by_place = searched(task, contender, rows)
+    if found or not by_place:
+        return found
+    whole = {k: loss for k, loss in by_place.items() if k == int(k)}
+    best = best_of(whole)
+    for edge, way in ((min(whole), -1), (max(whole), 1)):
+        if best == edge and abs(edge) < half + config.growth:
+            return at(edge + way)
+    if config.growth and (found := at(best - 0.5, best + 0.5)):
+        return found
+    best = best_of(by_place)
+    if config.growth and (found := at(best - 1, best + 1)):
+        return found
+    return at(best, seeds=every)
 
 
 def read(path: Path, version: str) -> Rows:
@@ -288,7 +291,7 @@ def search(config: Config) -> Rows:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, running = read(path, version), dict[Future[Any], Job]()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    expected = len(tasks) * len(contenders) * (config.lrs + config.seeds - 1)
+    expected = len(tasks) * len(contenders) * (config.lrs + config.seeds + 3)
     with (
         ProcessPoolExecutor(config.threads, get_context("spawn")) as pool,
         tqdm(total=max(expected, len(rows)), initial=len(rows), unit="run") as bar,
@@ -353,8 +356,9 @@ def saved(task: Task, contender: Contender, config: Config) -> Found:
     """Measure what a population saves over its members one after the other."""
     torch.set_num_threads(1)
     short = replace(task, steps=max(12, task.steps // 10))
-    lrs, seeds = grid(task, contender, config.lrs), range(config.seeds)
-    members = [(lr, seed) for lr in lrs for seed in seeds]
+    places = range(-(config.lrs // 2), config.lrs // 2 + 1)
+    lrs = [lr_at(task, contender, k) for k in places]
+    members = list(product(lrs, range(config.seeds)))
 
     def seconds(train: Callable[[], Any]) -> float:
         began = time.perf_counter()
@@ -386,20 +390,20 @@ def reached(curve: list[float], steps: int, loss: float) -> float | None:
 
 def summary(task: Task, contender: Contender, rows: Rows, config: Config) -> Found:
     """Return what the runs of one optimizer on one task say."""
-    lrs = grid(task, contender, config.lrs)
-    by_lr = searched(task, contender, rows)
-    best, at_edge = best_of(by_lr, lrs)
+    by_place = searched(task, contender, rows)
+    k = best_of(by_place)
+    best = lr_at(task, contender, k)
     curves = {
         seed: rows[Key(task.name, contender.name, best, seed)]["losses"]
         for seed in range(config.seeds)
     }
     found: Found = {
         "lr": best,
-        "at an edge": at_edge,
+        "at an edge": k in (min(by_place), max(by_place)),
         "final": [curve[-1] for curve in curves.values()],
-        "by lr": {str(lr): loss for lr, loss in by_lr.items()},
-        "third": by_lr.get(rounded(best / FACTOR)),
-        "three times": by_lr.get(rounded(best * FACTOR)),
+        "by lr": {str(lr_at(task, contender, k)): x for k, x in by_place.items()},
+        "third": by_place.get(k - 1),
+        "three times": by_place.get(k + 1),
         "curves": list(curves.values()),
         "seconds": sum(
             row["seconds"]

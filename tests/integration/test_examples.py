@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,29 @@ def test_replicas_benchmark(tmp_path: Path) -> None:
         assert f"| {way} " in out
     assert memory["release on replicas"] < 0.6 < memory["DDP, step()"]
     assert found["time"]["release on replicas"]["ratio"] > 0
+
+
+@pytest.mark.soak
+def test_which_benchmark(tmp_path: Path) -> None:
+    numbers, rows = tmp_path / "numbers.json", tmp_path / "rows.jsonl"
+    options = ["--quick", "--tasks", "images", "table", "--json", str(numbers)]
+    options += ["--optimizers", "AdamW", "ScheduleFreeSGD", "--rows", str(rows)]
+    command = [sys.executable, str(ROOT / "benchmarks/which.py"), *options]
+    # Not by `run`, whose processes may have no children.
+    out = subprocess.check_output(command, text=True)
+    found = json.loads(numbers.read_text())["tasks"]
+    assert list(found) == ["images", "table"]
+    for task in found.values():
+        cell = task["optimizers"]["ScheduleFreeSGD"]
+        assert str(cell["lr"]) in cell["by lr"] and len(cell["final"]) == 2
+        assert cell["bytes"] == pytest.approx(8.0, abs=0.2)
+        assert len(cell["untuned"]["final"]) == 2
+    assert "images: " in out and "as a population: " in out
+    kept = rows.read_text()
+    # What is in the file is not trained again.
+    again = subprocess.check_output(command, text=True)
+    assert again.splitlines()[2] == out.splitlines()[2]
+    assert rows.read_text() == kept
 
 
 @pytest.mark.soak

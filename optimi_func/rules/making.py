@@ -52,7 +52,7 @@ class Making:
         self.makers = _makers(self.name, self.kind)
         low = torch.empty(1, dtype=torch.bfloat16, device="meta")
         wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
-        self.narrow = wide.index(True) if True in wide else None
+        cls.pure.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
         self.given["t"] = trace.input("t", True)
@@ -170,7 +170,9 @@ class Making:
         return Rule(
             *(self.name, kind, self._init(), coeffs, direction),
             after=after if "after" in run else None,
-            accumulate=_further if "accumulate" in run else None,
+            accumulate=(lambda c: c._replace(further=(True,)))
+            if "accumulate" in run
+            else None,
             means=Means(
                 len(averages),
                 measure,
@@ -275,10 +277,6 @@ class Making:
             return why
 
         return refuses
-
-
-def _further(c: Any) -> Any:
-    return c._replace(further=(True,))
 
 
 def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:

@@ -24,7 +24,7 @@ from optimi_func.pure.tree import flatten_params, tensor_of
 from optimi_func.transforms._trees import (
     Around,
     Trees,
-    check_structure,
+    check_pair,
     count_from,
     dotted_paths,
     like,
@@ -87,8 +87,7 @@ class GradientTransform:
                     f"step(params, grads, state, {name}=...)"
                 )
         found: Any = self.rewrite([*grads], state, step.clone(), **now)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"{part} returned {shown(found)}: allowed is (grads, state)")
+        check_pair(part, "grads", found, state)
         new, params = found[0], known["params"]
         if not isinstance(new, list | tuple) or len(new) != len(params):
             raise ValueError(
@@ -99,7 +98,6 @@ class GradientTransform:
             if x is not None and not (isinstance(x, Tensor) and x.shape == p.shape):
                 text = f"{part} returned {shown(x)} for leaf {i}, whose parameter is"
                 raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
-        check_structure(f"{part} returned a state", state, found[1])
         return [*new], found[1]
 
 

@@ -180,14 +180,7 @@ class Optimizer(BaseOptimizer):
     def __init_subclass__(cls, decay: Decay | None = None) -> None:
         """Make `pure` and the constructor, and trace the methods."""
         cls._own = {**cls._own, **_own_fields(cls)}
-        # Floats and tuples of floats are not static.
-        cls._statics = tuple(
-            [
-                name
-                for name, (kind, x) in cls._own.items()
-                if not isinstance(x, float) and ("float" not in str(kind) or x is None)
-            ]
-        )
+        cls._statics = tuple([n for n, x in cls._own.items() if not _is_number(*x)])
         cls._rules, traced = {}, hasattr(cls, "direction")
         if traced:
             cls.factory = cls.pure = _pure(cls, decay)
@@ -234,6 +227,13 @@ def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
             )
         found[name] = annotation, cls.__dict__.get(name, MISSING)
     return found
+
+
+def _is_number(annotation: Any, default: Any) -> bool:
+    """Return True for a float and for a tuple of floats, which are not static."""
+    return isinstance(default, float) or (
+        "float" in str(annotation) and default is not None
+    )
 
 
 def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:

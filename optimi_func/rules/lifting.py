@@ -244,10 +244,7 @@ _NOT_ELEMENTWISE = (
 def check_elementwise(
     where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
 ) -> None:
-    """Raise unless an element of each result depends on that of `count` tensors alone.
-
-    Tried with random tensors and parts of them, for scalars as numbers and as tensors.
-    """
+    """Raise unless an element of each result depends on that of `count` tensors alone."""
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
     given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5

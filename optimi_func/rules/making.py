@@ -199,9 +199,8 @@ class Making:
         rates = [x for x in RATES if self.scalars[x].node in used]
         names = [x for x in self.scalars if x not in RATES or x in rates]
         scalars = pytree.tree_leaves([self.scalars[x] for x in names])
-        host = self.trace.function(
-            [self.given["t"], *scalars, *self.given["r"]], more, True
-        )[0]
+        given = [self.given["t"], *scalars, *self.given["r"]]
+        host, _ = self.trace.function(given, more, on_host=True)
         fields = [*[f"c{i}" for i in range(n)], *self.extras, "further"]
         kind: Any = namedtuple("Coeffs", fields)  # pyright: ignore[reportUntypedNamedTuple]
         empty = (None,) * len(self.extras)

@@ -3,7 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from math import inf
 from typing import Any, TypeAlias
@@ -117,7 +117,7 @@ class _Check:
         self.grads[2] = [torch.zeros_like(p) for p in self.start]
         for g in chain(*self.grads[:4]):
             g.view(-1)[:1] = 0.0  # an element without a gradient so far
-        self.ends: dict[str, Tensors] = {}
+        self.run = cache(self._run)
 
     def pure(self, start: Any = None, grads: Any = None, **hyper: Any) -> Tensors:
         """Return how far the pure optimizer moves."""
@@ -145,19 +145,17 @@ class _Check:
             yield "accumulate", 1e-9, self._accumulated
 
     def _loop(self, reference: Any) -> Tensors:
-        start, grads = copy.deepcopy((self.start, self.grads))
-        found = reference(start, grads, **self.hyper)
+        found = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)
         return [p - q for p, q in zip(found, self.start)]
 
     def _halves(self) -> tuple[Any, Any]:
-        cut = [
-            [[x.flatten()[i::2] for x in y] for y in (self.start, *self.grads)]
-            for i in (0, 1)
+        def half(i: int, tensors: Tensors) -> Tensors:
+            return [x.flatten()[i::2] for x in tensors]
+
+        halves = [
+            self.pure(half(i, self.start), [half(i, g) for g in self.grads]) for i in (0, 1)
         ]
-        whole = [x.flatten() for x in self.pure()]
-        return [x for start, *grads in cut for x in self.pure(start, grads)], [
-            x[i::2] for i in (0, 1) for x in whole
-        ]
+        return [*chain(*halves)], half(0, self.pure()) + half(1, self.pure())
 
     def _members(self) -> tuple[Any, Any]:
         lrs = self.hyper["lr"] * torch.tensor([1.0, 0.5], dtype=_DOUBLE)
@@ -196,11 +194,10 @@ class _Check:
         before = rule.direction(g, rule.init(p, _DOUBLE), c, *more).state
         return rule.direction(0.0 * g, before, rule.accumulate(c), *more).state, before
 
-    def run(self, dtype: torch.dtype = _DOUBLE, parts: int = 0, **how: Any) -> Tensors:
+    def _run(
+        self, dtype: Any = _DOUBLE, parts: int = 0, resumes: bool = False, **how: Any
+    ) -> Tensors:
         """Return how far the class moves, with `parts` by gradient release."""
-        if (key := f"{dtype} {parts} {how}") in self.ends:
-            return self.ends[key]
-        resumes = how.pop("resumes", False)
         how = how if "foreach" in how else {"compile": False, **how}
         params = nn.ParameterList([p.to(dtype, copy=True) for p in self.start])
         optimizer: Any = self.cls(params, **self.hyper, **how, gradient_release=parts > 0)
@@ -221,8 +218,7 @@ class _Check:
                 torch.stack(terms).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        self.ends[key] = [p.double() - q for p, q in zip(params, self.start)]
-        return self.ends[key]
+        return [p.double() - q for p, q in zip(params, self.start)]
 
     def class_rows(self, compile: bool) -> Iterator[_Row]:
         """Yield the rows of the class."""

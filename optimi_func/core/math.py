@@ -121,6 +121,7 @@ def slow_second_moment(p: Tensor, kept: MomentStorage) -> Any:
     return second_moment_codes(p) if kept == "8bit" and is_eligible(p) else slow_moment(p)
 
 
-def slow_moment(p: Tensor) -> Tensor:
+def slow_moment(p: Tensor, kept: MomentStorage | None = None) -> Tensor:
     """Return zeros, at least float32, for a mean with moves too small for bfloat16."""
+    del kept  # it is as wide in all storages
     return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))

@@ -7,13 +7,13 @@ release and all storages.
 import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from torch import Tensor
 
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.math import moment, second_moment, slow_moment
-from optimi_func.core.rule import MomentStorage, PyTree, Rule
+from optimi_func.core.rule import PyTree, Rule
 from optimi_func.optimizers._forms import check_calls
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, derived
@@ -27,15 +27,10 @@ T = TypeVar("T")
 Decay: TypeAlias = Literal["decoupled", "l2", "proximal"]
 
 
-def _wide(p: Tensor, kept: MomentStorage) -> Tensor:
-    del kept
-    return slow_moment(p)
-
-
 # The storage of a State's fields. A Tensor is a Moment.
 Moment: TypeAlias = Annotated[Tensor, moment]
 SecondMoment: TypeAlias = Annotated[Tensor, second_moment]
-Wide: TypeAlias = Annotated[Tensor, _wide]
+Wide: TypeAlias = Annotated[Tensor, slow_moment]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -82,13 +77,13 @@ class OwnRule(FunctionalOptimizer):
         rewrite: Rewrite | None = None,
         **extras: Any,
     ) -> tuple[T, TreeState]:
-        """Return the parameters and the state after one update.
+        """Return the parameters and the state: see `FunctionalOptimizer.step`.
 
         Args:
             params: Parameter tree.
             grads: Its gradients; a parameter whose gradient is None does not change.
             state: From `init` or the step before.
-            rewrite: Changes the updates before they are added: see `transforms.chain`.
+            rewrite: As there.
             extras: What `direction` takes besides, by name: trees with a tensor for each
                 parameter, or prefixes of them.
 
@@ -101,13 +96,11 @@ class OwnRule(FunctionalOptimizer):
                 f"its direction takes {sorted(self.rule.extras)}"
             )
         tree = FlatTree.of(params, grads, state).check(self.rule)
-        given = {name: broadcast(name, x, tree) for name, x in extras.items()}
-        own = [
-            {name: found[at[i]] for name, (found, at) in given.items()}
-            for i in range(len(tree.leaves))
-        ]
-        for i, (p, some) in enumerate(zip(tree.leaves, own)):
-            for name, x in some.items():
+        own: list[dict[str, Any]] = [{} for _ in tree.leaves]
+        for name, given in extras.items():
+            found, at = broadcast(name, given, tree)
+            for i, p in enumerate(tree.leaves):
+                own[i][name] = x = found[at[i]]
                 if isinstance(x, Tensor) and x.shape not in (p.shape, ()):
                     raise ValueError(
                         f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
@@ -208,16 +201,15 @@ class Optimizer(BaseOptimizer):
         """Return the rule of a combination of the static options."""
         if statics not in cls._rules:  # Dynamo does not trace into functools.cache
             given = dict(zip(cls._statics, statics))
-            own = {n: x for n, (_, x) in cls._own.items() if n not in (*RATES, *given)}
+            own = {n: x for n, (_, x) in cls._own.items() if n not in given}
             numbers = {n: 0.5 if x is MISSING else x for n, x in own.items()}
-            made, again = (Making(cls, numbers, given) for _ in range(2))
-            cls._rules[statics] = rule = made.rule()
-            if rule.digest != again.rule().digest:
+            rule, again = (Making(cls, numbers, given).rule() for _ in range(2))
+            if rule.digest != again.digest:
                 raise TypeError(
                     f"{cls.__name__} computes something else each time that it is traced, "
                     "as with Python's random numbers: leave them out"
                 )
-            cast(type[OwnRule], cls.pure).narrow = made.narrow
+            cls._rules[statics] = rule
         return cls._rules[statics]
 
 
@@ -239,20 +231,17 @@ def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
 
 def _is_number(annotation: Any, default: Any) -> bool:
     """Return True for a float and for a tuple of floats, which are not static."""
-    known = isinstance(annotation, str)
-    text = annotation if known else inspect.formatannotation(annotation)
-    return isinstance(default, float) or ("float" in text and default is not None)
-
-
-def _kind(group: dict[str, Any], decay: Decay) -> dict[str, Any]:
-    """Return the option that a saved group lacks: its decay is the class's."""
-    return {"decouple_wd": False} if decay == "l2" and "decouple_lr" in group else {}
+    return isinstance(default, float) or (
+        "float" in str(annotation) and default is not None
+    )
 
 
 def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
     """Return the dataclass of the hyperparameters of a class."""
     if decay not in (None, *get_args(Decay)):
         raise ValueError(f"{cls.__name__}: decay={decay!r}: allowed are {get_args(Decay)}")
+    usual = decay or getattr(cls, "pure", OwnRule).usual
+    coupled = {"decouple_wd": False} if usual == "l2" else {}  # saved groups lack it
     made = make_dataclass(
         cls.__name__,
         [
@@ -264,9 +253,9 @@ def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
             "owner": cls,
             "choices": cls._statics,
             "counterparts": Counterparts(
-                our_options=lambda group: _kind(group, made.usual)
+                our_options=lambda group: coupled if "decouple_lr" in group else {}
             ),
-            "usual": decay or getattr(cls, "pure", OwnRule).usual,
+            "usual": usual,
             "__doc__": f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
             "__module__": cls.__module__,
             "__qualname__": f"{cls.__qualname__}.pure",

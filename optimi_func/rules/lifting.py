@@ -118,30 +118,30 @@ class Trace:
                 rest += () if node in given else node.all_input_nodes
         return found
 
-    def on_host(self, given: list[Traced], more: list[Traced]) -> Callable[..., Any]:
-        """Return `(*given) -> (*coefficients, *more)` for numbers and 0-d tensors."""
-        found = [*self.coeffs, *[x.node for x in more]]
-        return self._function([x.node for x in given], found, _on_scalars)[0]
-
-    def on_tensors(
-        self, given: list[Traced], results: list[Traced]
+    def function(
+        self, given: list[Traced], results: list[Traced], on_host: bool = False
     ) -> tuple[Callable[..., Any], fx.Graph]:
-        """Return `(*given, *coefficients) -> results`, and its graph."""
-        nodes = [*[x.node for x in given], *self.coeffs]
-        return self._function(nodes, [x.node for x in results], self._on_tensors)
+        """Return `(*given, *coefficients) -> results`, and its graph.
 
-    def _function(self, given: list[fx.Node], results: list[fx.Node], of: Any) -> Any:
-        """Return a function of the given nodes, whose operations `of` may replace."""
+        With `on_host`, `(*given) -> (*coefficients, *results)` for numbers and 0-d tensors.
+        """
+        inputs, outputs = [x.node for x in given], [x.node for x in results]
+        if on_host:
+            outputs = [*self.coeffs, *outputs]
+        else:
+            inputs += self.coeffs
         graph = fx.Graph()
-        at = {node: graph.placeholder(node.name) for node in given}
-        needed = self.needed(results, given)
+        at = {node: graph.placeholder(node.name) for node in inputs}
+        needed = self.needed(outputs, inputs)
         for node in self._graph.nodes:
             if node not in needed or node in at:
                 continue
             if node.op == "placeholder":
                 raise TypeError(f"{self.owner}: {node.name} is not known in this method")
             at[node] = graph.node_copy(node, at.__getitem__)
-            if (fn := of(node, _function_of(node))) is not None:
+            method = node.op == "call_method"
+            fn = getattr(Tensor, str(node.target)) if method else node.target
+            if fn := _on_scalars(node, fn) if on_host else self._on_tensors(node, fn):
                 at[node].op, at[node].target = "call_function", fn
         # As a coefficient, a bool would choose a graph.
         graph.output(
@@ -149,7 +149,7 @@ class Trace:
                 graph.call_function(operator.mul, (at[x], 1.0))
                 if x in self.host and x.target in _LOGICAL
                 else at[x]
-                for x in results
+                for x in outputs
             )
         )
         code = graph.python_code("self")
@@ -167,11 +167,6 @@ class Trace:
         return _select if target is torch.where and node.args[0] in self.host else None
 
 
-def _function_of(node: fx.Node) -> Any:
-    method = node.op == "call_method"
-    return getattr(Tensor, str(node.target)) if method else node.target
-
-
 def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
     if target in _ROOTS:
         return math.sqrt
@@ -187,11 +182,11 @@ def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
         tensors = [x for x in args if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         wide = math.scalar_dtype(device)
-        given: list[Any] = []
-        for x in args:
-            dtype = torch.bool if isinstance(x, bool) else wide
-            is_tensor = isinstance(x, Tensor)
-            given.append(x if is_tensor else torch.tensor(x, dtype=dtype, device=device))
+        dtypes = [torch.bool if isinstance(x, bool) else wide for x in args]
+        given = [
+            x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device=device)
+            for x, dtype in zip(args, dtypes)
+        ]
         found = target(*given, **kwargs)
         return found if tensors else found.item()
 
@@ -249,10 +244,7 @@ _NOT_ELEMENTWISE = (
 def check_elementwise(
     where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
 ) -> None:
-    """Raise unless an element of each result depends on that of `count` tensors alone.
-
-    Tried with random tensors and parts of them, for scalars as numbers and as tensors.
-    """
+    """Raise unless an element of each result depends on that of `count` tensors alone."""
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
     given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
@@ -261,7 +253,7 @@ def check_elementwise(
     results = _tried(where, graph, *given, *scalars)
     again = _tried(where, graph, *given, *tensors)
     parts = _tried(where, graph, *given[:, some], *tensors)
-    for name, x, same, part in zip(names, results, again, parts, strict=True):
+    for name, x, same, part in zip(names, results, again, parts):
         if x.dtype != wide:
             raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")
         if not torch.allclose(x, same, equal_nan=True):

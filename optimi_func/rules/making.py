@@ -26,6 +26,8 @@ _TAKES = {
     "means": ["mean", "g", "s", "x", "d", "t"],
     "whole": ["d", "t"],
 }
+# Names of the first result, if it is no direction d.
+_FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 RATES = ("lr", "weight_decay")
@@ -50,7 +52,7 @@ class Making:
         self.makers = _makers(self.name, self.kind)
         low = torch.empty(1, dtype=torch.bfloat16, device="meta")
         wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
-        self.narrow = wide.index(True) if True in wide else None
+        cls.pure.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
         self.given["t"] = trace.input("t", True)
@@ -96,23 +98,18 @@ class Making:
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
         found: Any = self.call(method)
-        kinds = [self.kind]
-        if self.running._fields and method != "after":
-            kinds.append(self.running)
+        kinds = [self.kind] if method == "after" else [self.kind, self.running]
+        kinds = [x for x in kinds if x._fields and method != "eval_point"]
         said: Any = found if isinstance(found, tuple) else (found,)
-        if not self.kind._fields:
-            said = said[0], self.kind(), *said[1:]
-        right = list(map(type, said[1:])) == kinds
-        flat = [said[0], *chain(*said[1:])] if right else []
-        count, host = 1 + len(self.kind._fields), self.trace.host
-        right = right and all([isinstance(x, Traced) for x in flat])
-        if not right or any([(x.node in host) != (i >= count) for i, x in enumerate(flat)]):
+        flat, first = pytree.tree_leaves(found), _FIRST.get(method, "d")
+        right = list(map(type, said)) == [Traced, *kinds] and {Traced} == {*map(type, flat)}
+        host = [x is self.running for x in kinds for _ in x._fields]
+        if not right or [x.node in self.trace.host for x in flat] != [False, *host]:
             names = ", ".join([type(x).__name__ for x in said])
-            wanted = (", self.State(...)", ", self.Running(...)")[: len(kinds)]
-            wanted = wanted if self.kind._fields else wanted[1:]
+            texts = {self.kind: ", self.State(...)", self.running: ", self.Running(...)"}
             raise TypeError(
                 f"{self.name}.{method} returned ({names}): allowed is "
-                f"({'u' if method == 'after' else 'd'}{''.join(wanted)}) of tensors in the "
+                f"({first}{''.join([texts[x] for x in kinds])}) of tensors in the "
                 "gradient's shape (in Running: of scalars)"
             )
         return flat
@@ -120,17 +117,16 @@ class Making:
     def rule(self) -> Rule[Any, Any]:
         """Trace all methods, try them, and return the Rule."""
         trace, me, kind = self.trace, self.given, self.kind
-        moves = [x for x in ("direction", "accumulate", "after") if self.names(x)]
-        found = {method: self.results(method) for method in moves}
+        given = [me["g"], *me["s"], me["x"], *[me[x] for x in self.extras]]
+        inputs = {
+            "direction": given,
+            "accumulate": given,
+            "after": [me["x"], me["u"], *me["s"]],
+            "eval_point": [me["x"], *me["s"]],
+        }
+        found = {x: self.results(x) for x in inputs if self.names(x)}
         advanced = found["direction"][1 + len(kind._fields) :]
         found = {method: x[: 1 + len(kind._fields)] for method, x in found.items()}
-        given = [me["g"], *me["s"], me["x"], *[me[x] for x in self.extras]]
-        inputs = {"direction": given, "accumulate": given}
-        inputs["after"] = [me["x"], me["u"], *me["s"]]
-        labels = {x: ["u" if x == "after" else "d", *kind._fields] for x in moves}
-        if self.names("eval_point"):
-            found["eval_point"], labels["eval_point"] = [self.call("eval_point")], ["x"]
-            inputs["eval_point"] = [me["x"], *me["s"]]
         averages: list[Traced] = []
         divisor: list[Traced] = []
         if self.names("means"):
@@ -143,21 +139,21 @@ class Making:
 
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
             divisor = [self.call("means", mean=mean, s=new)]
-            labels["means"] = ["what mean is given"] * len(measured)
             inputs["means"] = [me["g"], me["x"], me["d"], *new]
         trace.require([*chain(*found.values()), *divisor])
         whole = self._whole() if self.names("whole") else None
         coeffs, names = self._coeffs(advanced)
-        made = {method: trace.on_tensors(inputs[method], x) for method, x in found.items()}
-        run = {x: fn for x, (fn, _) in made.items()}
-        settled, _ = trace.on_tensors(averages, divisor)
+        settled, _ = trace.function(averages, divisor)
 
         before = (0.1, self.running()) if advanced else ()
         now = coeffs(3.0, *before, **self.defaults)
         now, n, more = now[0] if advanced else now, len(trace.coeffs), len(self.extras)
-        for method, (_, graph) in made.items():
-            where, count = f"{self.name}.{method}", len(inputs[method])
-            check_elementwise(where, labels[method], graph, count, now[:n])
+        run = dict[str, Callable[..., Any]]()
+        for method, results in found.items():
+            run[method], graph = trace.function(inputs[method], results)
+            first, count = _FIRST.get(method, "d"), len(inputs[method])
+            labels = [first] * len(results) if method == "means" else [first, *kind._fields]
+            check_elementwise(f"{self.name}.{method}", labels, graph, count, now[:n])
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]
@@ -174,7 +170,9 @@ class Making:
         return Rule(
             *(self.name, kind, self._init(), coeffs, direction),
             after=after if "after" in run else None,
-            accumulate=_further if "accumulate" in run else None,
+            accumulate=(lambda c: c._replace(further=(True,)))
+            if "accumulate" in run
+            else None,
             means=Means(
                 len(averages),
                 measure,
@@ -201,7 +199,8 @@ class Making:
         rates = [x for x in RATES if self.scalars[x].node in used]
         names = [x for x in self.scalars if x not in RATES or x in rates]
         scalars = pytree.tree_leaves([self.scalars[x] for x in names])
-        host = self.trace.on_host([self.given["t"], *scalars, *self.given["r"]], more)
+        given = [self.given["t"], *scalars, *self.given["r"]]
+        host, _ = self.trace.function(given, more, on_host=True)
         fields = [*[f"c{i}" for i in range(n)], *self.extras, "further"]
         kind: Any = namedtuple("Coeffs", fields)  # pyright: ignore[reportUntypedNamedTuple]
         empty = (None,) * len(self.extras)
@@ -277,10 +276,6 @@ class Making:
             return why
 
         return refuses
-
-
-def _further(c: Any) -> Any:
-    return c._replace(further=(True,))
 
 
 def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:

@@ -90,24 +90,25 @@ def step_of(
     if isinstance(optimizer, Transform | FunctionalOptimizer):
         return found
     step = f"the step of {owner}'s optimizer, {type(optimizer).__name__},"
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"{step} returned {shown(found)}: allowed is (params, state)")
+    check_pair(step, "params", found, state)
     tensors, spec = flatten_params(params)
     new = match_tree(f"what {step} returned", found[0], spec, params)
     for i, (p, q) in enumerate(zip(tensors, new)):
         if not isinstance(q, Tensor) or (q.shape, q.dtype) != (p.shape, p.dtype):
             where = f"params{path_of(params, i)}, {shown(p)}"
             raise ValueError(f"{step} returned {shown(q)} for {where}")
-    check_structure(f"{step} returned a state", state, found[1])
     return found
 
 
-def check_structure(what: str, old: PyTree, new: PyTree) -> None:
-    """Raise if a state has another structure than before."""
+def check_pair(owner: str, first: str, found: Any, state: PyTree) -> None:
+    """Raise unless `found` is a tuple of `first` and of a state like `state`."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"{owner} returned {shown(found)}: allowed is ({first}, state)")
     try:
-        pytree.tree_structure(old).flatten_up_to(new)
+        pytree.tree_structure(state).flatten_up_to(found[1])
     except ValueError as error:
-        raise ValueError(f"{what} of another structure than that of init") from error
+        text = f"{owner} returned a state of another structure than that of init"
+        raise ValueError(text) from error
 
 
 class Trees(NamedTuple):

@@ -24,7 +24,7 @@ from optimi_func.pure.tree import flatten_params, tensor_of
 from optimi_func.transforms._trees import (
     Around,
     Trees,
-    check_structure,
+    check_pair,
     count_from,
     dotted_paths,
     like,
@@ -74,9 +74,12 @@ class GradientTransform:
                     raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
     def run(
-        self, part: str, grads: Grads, state: Any, step: Tensor, known: dict[str, Any]
+        self, place: int, grads: Grads, state: Any, step: Tensor, known: dict[str, Any]
     ) -> Rewritten:
-        """Return the result of `rewrite`, checked; `part` names it in errors."""
+        """Return the result of `rewrite`, checked; `place` is that in the chain."""
+        part = (
+            f"chain's part {place}, {getattr(self.rewrite, '__qualname__', self.rewrite)},"
+        )
         numbers = {k: number_at(k, x, step) for k, x in self.numbers.items()}
         known = {**known, **numbers}
         now = {name: known[name] for name in self.takes if name in known}
@@ -87,8 +90,7 @@ class GradientTransform:
                     f"step(params, grads, state, {name}=...)"
                 )
         found: Any = self.rewrite([*grads], state, step.clone(), **now)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"{part} returned {shown(found)}: allowed is (grads, state)")
+        check_pair(part, "grads", found, state)
         new, params = found[0], known["params"]
         if not isinstance(new, list | tuple) or len(new) != len(params):
             raise ValueError(
@@ -99,7 +101,6 @@ class GradientTransform:
             if x is not None and not (isinstance(x, Tensor) and x.shape == p.shape):
                 text = f"{part} returned {shown(x)} for leaf {i}, whose parameter is"
                 raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
-        check_structure(f"{part} returned a state", state, found[1])
         return [*new], found[1]
 
 
@@ -154,8 +155,8 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
         def run(first: int, last: int, now: Grads, known: dict[str, Any]) -> Grads:
             step = state.step.detach()
             for i in range(first, last):
-                part = self._part(i)
-                now, states[i] = self.transforms[i].run(part, now, states[i], step, known)
+                place, own = i + (i >= self.before), self.transforms[i]
+                now, states[i] = own.run(place, now, states[i], step, known)
             return now
 
         def after(us: Grads, xs: list[Tensor]) -> Grads:
@@ -173,11 +174,6 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
         rewritten = pytree.tree_unflatten(now, trees.spec)
         params, inner = self._step(params, rewritten, state.inner, **rest)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
-
-    def _part(self, i: int) -> str:
-        rewrite: Any = self.transforms[i].rewrite
-        called = getattr(rewrite, "__qualname__", rewrite)
-        return f"chain's part {i + (i >= self.before)}, {called},"
 
 
 def chain(*parts: GradientTransform | PureOptimizer) -> Chain:

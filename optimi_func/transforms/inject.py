@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import shown
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import PyTree, Scalar
-from optimi_func.pure.casts import resolve_tree
+from optimi_func.core.rule import PyTree
+from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import tensor_of
 from optimi_func.transforms._trees import Around, check_state, count_from
@@ -38,7 +38,8 @@ class Injected(Around[InjectState], state=InjectState, name="inject"):
         return isinstance(self.optimizer, FunctionalOptimizer)
 
     def _around(self, params: PyTree, inner: Any) -> InjectState:
-        return _begin(_numbers(self.optimizer), params, inner)
+        numbers = _numbers(self.optimizer)
+        return _after(numbers, numbers, count_from(params), inner)
 
     def step(
         self, params: PyTree, grads: PyTree, state: InjectState, **extras: Any
@@ -68,17 +69,14 @@ def _rewrite(
 
 
 def _init(transform: GradientTransform, params: PyTree) -> InjectState:
-    return _begin(transform.numbers, params, transform.init(params))
-
-
-def _begin(numbers: Mapping[str, Any], params: PyTree, inner: Any) -> InjectState:
-    step = count_from(params)
-    return InjectState({k: _tensors(k, x, step) for k, x in numbers.items()}, inner)
+    own = transform.numbers
+    return _after(own, own, count_from(params), transform.init(params))
 
 
 def _after(
-    numbers: Mapping[str, Any], hyper: dict[str, Any], step: Tensor, inner: Any
+    numbers: Mapping[str, Any], hyper: Mapping[str, Any], step: Tensor, inner: Any
 ) -> InjectState:
+    """Return the state before a step, given `numbers` or the state's values before."""
     now = {k: _next(k, x, hyper[k], step) for k, x in numbers.items()}
     return InjectState(now, inner)
 
@@ -166,17 +164,12 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, Any]:
     return found | {k: x for k, x in own if not isinstance(x, bool)}
 
 
-def _tensors(name: str, numbers: PyTree, step: Tensor) -> PyTree:
-    def tensor(x: Scalar) -> Tensor:
-        return tensor_of(x, scalar_dtype(step.device), step.device)
-
-    found = resolve_tree(name, numbers, step.clone(), used=False)
-    return pytree.tree_map(tensor, found)
-
-
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:
-    def after(number: Any, value: Tensor) -> Tensor:
-        return _tensors(name, number, step) if callable(number) else value.clone()
+    def after(number: Any, value: Any) -> Tensor:
+        if value is not number and not callable(number):
+            return value.clone()
+        now = resolve(name, number, step.clone(), used=False)
+        return tensor_of(now, scalar_dtype(step.device), step.device)
 
     return pytree.tree_map(after, numbers, values)
 

@@ -680,7 +680,8 @@ def live_bytes(folder: Path) -> None:
             return lambda: losses.append(model(torch.ones(1, 256)).sum()), step
 
         whole = 12 * 4 * (256 * 256 + 3 * 256)
-        shares[release] = peak_bytes(make, 3) / whole
+        # The least of some runs, because a process that is ahead holds messages for longer.
+        shares[release] = min([peak_bytes(make, 3) for _ in range(6)]) / whole
     # Two processes: the shards of all gradients are a half.
     assert shares[False] > 0.6 >= shares[True], shares
 

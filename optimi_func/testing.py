@@ -60,8 +60,8 @@ def check_rule(
         steps: Number of steps, at least 6.
         extras: Returns what the pure step is given besides, by name, for the gradients of a
             step. Only the pure step is tried then, because no other takes them.
-        allowed: Bounds by row, as {"bfloat16": 0.5}, in place of the table's. Raise those
-            of low precision and derivatives if the direction jumps (signs, votes, clips),
+        allowed: Bounds by row, as {"float32": 0.1}, in place of the table's. Raise those
+            of dtypes and derivatives if the direction jumps (signs, votes, clips),
             because a right rule may fail them. If it hardly moves, raise `lr` or `steps`.
         lr: Learning rate.
         **hyper: Other hyperparameters and options of the rule.

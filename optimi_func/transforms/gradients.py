@@ -40,7 +40,7 @@ class GradientTransform:
     """A rewrite of gradients before an optimizer, or of its updates after it, for `chain`.
 
     `rewrite` takes the flat gradients or updates, its state, and the 0-based step, a 0-d
-    tensor. It must not write to them (`g * 0`, not `g.mul_(0)`), because they may be the
+    tensor. It must not write to arguments (`g * 0`, not `g.mul_(0)`), which may be the
     caller's own tensors. Further arguments are given by name:
 
         params: the flat parameters, as wide as the gradients
@@ -72,10 +72,8 @@ class GradientTransform:
             object.__setattr__(self, "takes", takes)
             for name in self.numbers:
                 if name in ("grads", "state", "step", "params", "paths"):
-                    raise TypeError(
-                        f"numbers has {name!r}, which chain gives to rewrite: allowed are "
-                        "other names"
-                    )
+                    text = f"numbers has {name!r}, which chain gives to rewrite"
+                    raise TypeError(f"{text}: allowed are other names")
                 if name not in takes:
                     raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
@@ -141,7 +139,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
     def step(
         self, params: PyTree, grads: PyTree, state: ChainState, **extras: Any
     ) -> tuple[PyTree, ChainState]:
-        """Return the result of one update. The optimizer gets extras no transform takes."""
+        """Return the result of one update. Extras go to the parts that take them."""
         state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
 from math import inf
@@ -41,6 +41,7 @@ def check_rule(
     compile: bool = True,
     steps: int = 12,
     extras: Callable[[Tensors], dict[str, Any]] | None = None,
+    allowed: Mapping[str, float] | None = None,
     lr: float = 0.02,
     **hyper: Any,
 ) -> None:
@@ -59,11 +60,16 @@ def check_rule(
         steps: Number of steps, at least 6.
         extras: Returns what the pure step is given besides, by name, for the gradients of a
             step. Only the pure step is tried then, because no other takes them.
+        allowed: Bounds by row, as {"float32": 0.1}, in place of the table's. Raise those
+            of dtypes and derivatives if the direction jumps (signs, votes, clips),
+            because a right rule may fail them. If it hardly moves, raise `lr` or `steps`.
         lr: Learning rate.
         **hyper: Other hyperparameters and options of the rule.
 
     Raises:
         AssertionError: Some ways disagree. The message has a line for each.
+        TypeError: The rule takes extras, and there are none.
+        ValueError: allowed names no row.
 
     >>> from optimi_func import SGD
     >>> def loop(params, grads, lr):
@@ -77,22 +83,26 @@ def check_rule(
     """
     check_whole("steps", steps, 6)
     check = _Check(cls, {"lr": lr, **hyper}, steps, extras)
-    rows = chain(check.pure_rows(reference), () if extras else check.class_rows(compile))
+    rows = [*check.pure_rows(reference), *(() if extras else check.class_rows(compile))]
+    if unknown := {*(bounds := allowed or {})} - {row[0] for row in rows}:
+        names = ", ".join([row[0] for row in rows])
+        raise ValueError(f"allowed has {sorted(unknown)}: the rows are {names}")
     wrong: list[str] = []
     print(f"{'row':<26} {'error':>9} {'allowed':>8}")
-    for name, allowed, compared in rows:
-        error = inf
+    for name, usual, compared in rows:
+        error, most = inf, bounds.get(name, usual)
         try:
             got, want = (
                 torch.cat([x.detach().flatten().double() for x in y]) for y in compared()
             )
             error = ((got - want).norm() / want.norm()).item()
-            said = f"error {error:.1e} above {allowed:.0e}, largest difference "
+            said = f"error {error:.1e} above {most:.0e}, largest difference "
             said += f"{(got - want).abs().max():.2g}"
+            said += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
         except Exception as raised:
             said = f"{type(raised).__name__}: {raised}".split("\n")[0]
-        fits = error <= allowed
-        print(f"{name:<26} {error:9.1e} {allowed:8.0e}" + "  wrong" * (not fits))
+        fits = error <= most
+        print(f"{name:<26} {error:9.1e} {most:8.0e}" + "  wrong" * (not fits))
         wrong += [] if fits else [f"{name}: {said}"]
     if wrong:
         raise AssertionError("\n".join([f"{cls.__name__}, {len(wrong)} rows:", *wrong]))
@@ -104,6 +114,11 @@ class _Check:
     def __init__(self, cls: Any, hyper: Any, steps: int, extras: Any) -> None:
         self.cls, self.hyper, self.extras = cls, hyper, extras
         self.value: Any = cls.factory(**hyper)
+        if not extras and (taken := self.value.rule.extras):
+            raise TypeError(
+                f"the direction of {cls.__name__} takes {', '.join(taken)}: give "
+                "check_rule extras=, a function from a step's gradients to them by name"
+            )
         refuses = self.value.rule.refuses or (lambda p: None)
         shapes = [x for x in _SHAPES if refuses(torch.empty(x)) is None]
         source = torch.Generator().manual_seed(0)

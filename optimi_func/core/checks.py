@@ -69,7 +69,19 @@ def check_number(
     most: float | None = None,
     above: float | None = None,
 ) -> None:
-    """Raise if a number is out of its range. Schedules and unread tensors pass."""
+    """Raise if a hyperparameter is out of its range. Schedules and unread tensors pass.
+
+    The message begins with "Invalid {label}: {name}={value}".
+
+    Args:
+        label: Words for it, as "momentum factor".
+        name: The argument.
+        value: A number, a real 0-d tensor (not read on a GPU or in a trace) or a schedule.
+        below: It has to be smaller; None does not bound it.
+        least: It has to be at least this.
+        most: It has to be at most this, and finite.
+        above: It has to be larger.
+    """
     if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
         if (value := value_of(value)) is None:
             return

@@ -188,7 +188,8 @@ def _step(
             "torch.compile(optimizer.step)"
         )
     kind = type(optimizer)
-    instead = f"{kind.__module__.partition('.')[0]}.{kind.__name__}_step"
+    ours = kind.__module__.startswith("optimi_func.")
+    instead = f"optimi_func.{kind.__name__}_step" if ours else "the optimizer's own step"
     check_runs_kernels(instead, ())
     rule, tree = optimizer.rule, FlatTree.of(params, grads, state)
     ps, gs, states = tree.leaves, tree.grads, tree.states

@@ -276,7 +276,8 @@ class FunctionalOptimizer:
         """Return warnings of options that are allowed, but probably a mistake."""
         found: list[str] = []
         eps, usual = getattr(self, "eps", 0.0), getattr(type(self), "eps", 0.0)
-        if isinstance(eps, float | int) and eps >= 1e-3 and eps > usual:
+        ordered = hasattr(self, "betas") and not hasattr(self, "owner")  # own rules differ
+        if ordered and isinstance(eps, float | int) and eps >= 1e-3 and eps > usual:
             found.append(
                 f"eps={eps} is unusually large. torch.optim's positional order is "
                 "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."

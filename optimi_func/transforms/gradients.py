@@ -40,7 +40,8 @@ class GradientTransform:
     """A rewrite of gradients before an optimizer, or of its updates after it, for `chain`.
 
     `rewrite` takes the flat gradients or updates, its state, and the 0-based step, a 0-d
-    tensor. Further arguments are given by name:
+    tensor. It must not write to arguments (`g * 0`, not `g.mul_(0)`), which may be the
+    caller's own tensors. Further arguments are given by name:
 
         params: the flat parameters, as wide as the gradients
         paths: the keys of each parameter, joined by dots, as "body.0.weight"
@@ -70,6 +71,9 @@ class GradientTransform:
             takes: Any = {x.name: x.default is x.empty for x in rest}
             object.__setattr__(self, "takes", takes)
             for name in self.numbers:
+                if name in ("grads", "state", "step", "params", "paths"):
+                    text = f"numbers has {name!r}, which chain gives to rewrite"
+                    raise TypeError(f"{text}: allowed are other names")
                 if name not in takes:
                     raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
@@ -135,7 +139,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
     def step(
         self, params: PyTree, grads: PyTree, state: ChainState, **extras: Any
     ) -> tuple[PyTree, ChainState]:
-        """Return the result of one update. Extras that no part takes go further."""
+        """Return the result of one update. Extras go to the parts that take them."""
         state = self.checked(state)
         if len(state.transforms) != len(self.transforms):
             raise ValueError(
@@ -145,12 +149,16 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
         trees = Trees.check(params, grads)
         now, states = trees.wide_grads(), list(state.transforms)
         taken = {name for transform in self.transforms for name in transform.takes}
-        rest = {name: x for name, x in extras.items() if name not in taken}
         known = {**extras, "params": trees.params}
         if any(["params" in x.takes for x in self.transforms[: self.before]]):
             known["params"] = [p.to(compute_dtype(p.dtype)) for p in trees.params]
         if "paths" in taken:
             known["paths"] = dotted_paths(params)
+        inner: Any = self.optimizer
+        while isinstance(inner, Around):
+            inner = inner.optimizer
+        taken -= {*inner.rule.extras} if isinstance(inner, FunctionalOptimizer) else set()
+        rest = {name: x for name, x in extras.items() if name not in taken}
 
         def run(first: int, last: int, now: Grads, known: dict[str, Any]) -> Grads:
             step = state.step.detach()

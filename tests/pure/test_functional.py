@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func import adamw, adamw_init, adamw_step
+from optimi_func import adamw, adamw_init, adamw_step, muon
+from optimi_func.rules import Optimizer
 
 Pair = namedtuple("Pair", "w b")
 
@@ -498,6 +500,18 @@ def test_bad_params_and_states() -> None:
 def test_advice() -> None:
     with pytest.warns(UserWarning, match=r"eps=0.01 is unusually large"):
         adamw(lr=0.1, eps=1e-2).init(P)
+
+    class Own(Optimizer):
+        betas: tuple[float, float] = (0.9, 0.99)
+        eps: float = 1e-8
+
+        def direction(self, g: torch.Tensor):
+            return g / (g.abs() + self.eps * self.betas[0])
+
+    with warnings.catch_warnings():  # its order is its own, with weight_decay by keyword
+        warnings.simplefilter("error")
+        Own.pure(lr=0.1, eps=1e-2).init(P)
+        muon(lr=0.1, eps=1e-2).init({"w": torch.ones(2, 2)})  # has no betas
     with pytest.warns(UserWarning, match=r"max_lr=1.0 has no effect"):
         adamw(lr=0.1, max_lr=1.0).init(P)
     with pytest.warns(

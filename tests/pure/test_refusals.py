@@ -30,6 +30,7 @@ from optimi_func import (
     sgd_step,
 )
 from optimi_func.core.checks import value_of
+from optimi_func.rules import Optimizer
 from optimi_func.schedules import linear
 from optimi_func.transforms import chain, clip_value, ema, inject
 
@@ -317,6 +318,18 @@ def test_a_compiled_step_names_the_function_to_call_in_a_trace(through, step) ->
 
     with pytest.raises(Exception, match=r"cannot run .*call optimi_func\.adamw_step here"):
         through(f, torch.ones(3))
+
+
+class Plain(Optimizer):
+    def direction(self, g: Tensor):
+        return g
+
+
+def test_a_compiled_step_of_an_own_rule_names_its_step() -> None:
+    value, p = Plain.pure(lr=0.1), torch.ones(2, 3)
+    state = value.init(p[0])
+    with pytest.raises(RuntimeError, match="call the optimizer's own step here"):
+        vmap(lambda p: compiled.step(value, p, p, state)[0])(p)
 
 
 def test_train_step_refuses_a_trace() -> None:

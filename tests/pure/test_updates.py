@@ -14,6 +14,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func import adamw, lion, population, prepare_for_gradient_release, sgd
+from optimi_func.rules import Optimizer
 from optimi_func.transforms import (
     GradientTransform,
     add_noise,
@@ -277,6 +278,22 @@ def test_extras_that_are_missing_or_that_nobody_takes() -> None:
         every_k(optimizer, 2).step(p, g, every_k(optimizer, 2).init(p), loss=2.0)
 
 
+class Scaled(Optimizer):
+    def direction(self, g: Tensor, loss: Tensor):
+        return g * loss
+
+
+@pytest.mark.parametrize("around", [lambda o: o, inject, lambda o: ema(inject(o), 0.9)])
+def test_an_extra_is_given_to_a_transform_and_to_the_rule(around: Any) -> None:
+    def takes_loss(grads, state, step, loss, other=0.0):
+        return [g * loss for g in grads], state
+
+    optimizer = chain(GradientTransform(no_state, takes_loss), around(Scaled.pure(lr=0.1)))
+    p, loss = torch.ones(2), torch.tensor(3.0)
+    moved, _ = optimizer.step(p, torch.ones(2), optimizer.init(p), loss=loss, other=1.0)
+    assert moved.tolist() == pytest.approx([0.1, 0.1])
+
+
 Pair = namedtuple("Pair", "first second")
 
 
@@ -515,6 +532,16 @@ BAD_INJECTS: list[tuple[Any, type[Exception], str]] = [
         TypeError,
         r"numbers has 'beta', but rewrite takes \[\]",
     ),
+    *[
+        (
+            lambda name=name: GradientTransform(
+                no_state, lambda g, s, t, params=0, paths=0: (g, s), {name: 7.0}
+            ),
+            TypeError,
+            f"numbers has '{name}', which chain gives to rewrite: allowed are other names",
+        )
+        for name in ("grads", "state", "step", "params", "paths")
+    ],
 ]
 
 

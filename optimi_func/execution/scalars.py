@@ -89,7 +89,8 @@ def pack(
     the packed ones. `microbatches` are what each gradient is to its step, or None if it is
     the whole of it. write=False moves the state alone.
     """
-    check_needs_no_extras(rule)
+    if rule.extras:
+        check_needs_no_extras(rule)
     if microbatches is None:
         if not write:
             scalars = [microbatch_scalars(rule, s, WHOLE_BATCH, write) for s in scalars]

@@ -106,7 +106,7 @@ class Steps(Checkpoints):
         if write and divided:
             agree(divided)
         self._has_stepped = True
-        some = (params for _, params, *_ in works if params)
+        some = filter(None, map(_params_of, works))
         with nullcontext() if on_host else kernel_context(next(some)[0].device):
             if made:
                 insert_made(self.state, made)
@@ -190,7 +190,7 @@ class Steps(Checkpoints):
 
 # The options of a group that a plan depends on.
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
-_on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")
+_on_host, _is_cuda, _params_of = attrgetter("on_host"), attrgetter("is_cuda"), itemgetter(1)
 
 
 def executor_of(group: Group) -> Executor:

@@ -135,12 +135,15 @@ class ReplicaRunner(Runner):
         self.replicas, self.group = replicas, replicas.process_group
         self.syncs, self._ordered = True, False  # syncs is False inside no_sync()
         self._assign(reversed(self.params.values()))
+        self._sent = False  # True if a backward has sent messages and has not finished
+        self._trained = set(self._trainable())
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Make the processes' models equal, add the hooks, and return their handles."""
         self._check_equal(model)
         hooks = super().attach(model)
         _prepared[model] = ref(self)
+        self._frozen = {p: k for k, p in model.named_parameters() if p not in self.names}
         if self.replicas.broadcast_buffers and [*model.buffers()]:
             hooks.append(model.register_forward_pre_hook(_share_buffers))
         broadcast([*model.parameters(), *model.buffers()], self.group)
@@ -209,7 +212,24 @@ class ReplicaRunner(Runner):
         """Return True if the next backward moves parameters."""
         return self.syncs and super().moves_next()
 
+    def _trainable(self) -> list[Tensor]:
+        """Return the optimizer's trainable parameters, if it is a class."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
+        if self._sent:
+            raise RuntimeError(
+                "the backward before this one failed after it had sent messages, and other "
+                "processes may wait for the rest: prepare again in all of them, or restart"
+            )
+        for p in self._trainable():
+            if p not in self._trained:
+                name = self._frozen.get(p, f"a parameter of shape {tuple(p.shape)}")
+                raise RuntimeError(
+                    f"{name} is trained since the model was prepared, and process_group= "
+                    "would not average its gradients: remove() the handle and prepare again"
+                )
         backward = super()._new_backward(last, grad_scale)
         all_ = [Message(*bucket, self.group) for bucket in self._buckets]
         backward.messages = all_, deque(enumerate(all_)), deque[Any](), list[Tensor]()
@@ -241,6 +261,7 @@ class ReplicaRunner(Runner):
         """Send full messages, or the rest of them, and apply those that have arrived."""
         _, waiting, flying, _ = backward.messages
         while waiting and (rest or not waiting[0][1].missing):
+            self._sent = True
             waiting[0][1].send()
             flying.append(waiting.popleft())
             # Not what happens to have arrived, which may differ by process: updates send
@@ -272,7 +293,7 @@ class ReplicaRunner(Runner):
             self._advance(backward, rest=True)
             if not self._ordered:
                 self._order(backward.messages[-1])
-        backward.messages = None
+        backward.messages, self._sent = None, False
         super()._finish(backward)
 
     def _order(self, arrived: list[Tensor]) -> None:

@@ -143,7 +143,8 @@ class ReplicaRunner(Runner):
         self._check_equal(model)
         hooks = super().attach(model)
         _prepared[model] = ref(self)
-        self._frozen = {p: k for k, p in model.named_parameters() if p not in self.names}
+        named = [(p, name) for name, p in model.named_parameters() if p not in self.names]
+        self._frozen = dict[Tensor, str](named)
         if self.replicas.broadcast_buffers and [*model.buffers()]:
             hooks.append(model.register_forward_pre_hook(_share_buffers))
         broadcast([*model.parameters(), *model.buffers()], self.group)
@@ -164,12 +165,15 @@ class ReplicaRunner(Runner):
                 value = getattr(some, field.name)
                 mine[field.name] = float(value) if isinstance(value, Tensor) else value
         del mine["process_group"]
-        if isinstance(self.optimizer, BaseOptimizer) and self.optimizer.state:
+        if isinstance(self.optimizer, BaseOptimizer):
             # It belongs to weights that the first process's might replace.
             for name, p in self.params.items():
-                kept: list[Any] = [p.detach(), *self.optimizer.state.get(p, {}).values()]
-                found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
-                mine[f"hashes of {name} and its state"] = list(map(str, found))
+                state = self.optimizer.state.get(p, {})
+                mine[f"optimizer state of {name}"] = sorted(state)
+                if self.optimizer.state:
+                    kept: list[Any] = [p.detach(), *state.values()]
+                    found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
+                    mine[f"hashes of {name} and its state"] = list(map(str, found))
         every: list[Any] = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(every, mine, group=self.group)
         for rank, theirs in enumerate(every):
@@ -177,7 +181,8 @@ class ReplicaRunner(Runner):
                 if (one := every[0].get(key)) != (other := theirs.get(key)):
                     raise ValueError(
                         f"{key}: process {rank} of the group has {other}, process 0 has "
-                        f"{one}: allowed are equal models, options and states"
+                        f"{one}: allowed are equal models, options and states, so load a "
+                        "checkpoint in every process"
                     )
 
     def _assign(self, params: Iterable[Tensor]) -> None:

@@ -527,6 +527,12 @@ def refusals(folder: Path) -> None:
     optimizer = adamw(own, True)
     optimizer.init_state()
     refused(ValueError, "hashes of", own, optimizer)
+    alone = net()
+    optimizer = adamw(alone, True)
+    if rank == 1:
+        optimizer.init_state()
+    told = "state of first.weight: process 1 of the group has ['exp_avg', 'exp_avg_sq', 's"
+    refused(ValueError, told, alone, optimizer)
     some = AdamW(model.first.parameters(), lr=1e-2, gradient_release=True, **EAGER)
     refused(ValueError, "of another optimizer", model, some)
     refused(

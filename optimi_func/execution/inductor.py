@@ -55,7 +55,8 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
 
     def made() -> Kernel:
         kind = example[0].device.type
-        public, found = _compile(function, example, {} if kind == "cpu" else _one_pass())
+        options = _width() if kind == "cpu" else _one_pass()
+        public, found = _compile(function, example, options)
 
         def guarded(*tensors: Tensor) -> None:
             # torch.compile guards on shapes, so it gets flat aliases.
@@ -90,13 +91,23 @@ def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKern
         ahead = Thread(target=copy_context().run, args=(native,))
         if not SHARED_SETTINGS:
             ahead.start()
-        _, found = _compile(function, example, {"cpp.threads": 1})
+        _, found = _compile(function, example, {"cpp.threads": 1, **_width()})
         if ahead.is_alive():
             ahead.join()
         return None if found is None else list_kernel_of(*found, example)
 
     native_key()  # of the settings before they are changed
     return with_vectors(made)
+
+
+def _width() -> dict[str, Any]:
+    """Return the width of vectors, which is in the key of torch's cache as an option alone.
+
+    Code for other vectors (ATEN_CPU_CAPABILITY, another processor) writes elsewhere.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return {"cpp.simdlen": pick_vec_isa().bit_width()}
 
 
 def _one_pass() -> dict[str, Any]:

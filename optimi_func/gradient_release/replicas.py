@@ -135,12 +135,16 @@ class ReplicaRunner(Runner):
         self.replicas, self.group = replicas, replicas.process_group
         self.syncs, self._ordered = True, False  # syncs is False inside no_sync()
         self._assign(reversed(self.params.values()))
+        self._sent = False  # True if a backward has sent messages and has not finished
+        self._trained = set(self._trainable())
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Make the processes' models equal, add the hooks, and return their handles."""
         self._check_equal(model)
         hooks = super().attach(model)
         _prepared[model] = ref(self)
+        named = [(p, name) for name, p in model.named_parameters() if p not in self.names]
+        self._frozen = dict[Tensor, str](named)
         if self.replicas.broadcast_buffers and [*model.buffers()]:
             hooks.append(model.register_forward_pre_hook(_share_buffers))
         broadcast([*model.parameters(), *model.buffers()], self.group)
@@ -161,12 +165,15 @@ class ReplicaRunner(Runner):
                 value = getattr(some, field.name)
                 mine[field.name] = float(value) if isinstance(value, Tensor) else value
         del mine["process_group"]
-        if isinstance(self.optimizer, BaseOptimizer) and self.optimizer.state:
+        if isinstance(self.optimizer, BaseOptimizer):
             # It belongs to weights that the first process's might replace.
             for name, p in self.params.items():
-                kept: list[Any] = [p.detach(), *self.optimizer.state.get(p, {}).values()]
-                found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
-                mine[f"hashes of {name} and its state"] = list(map(str, found))
+                state = self.optimizer.state.get(p, {})
+                mine[f"optimizer state of {name}"] = sorted(state)
+                if self.optimizer.state:
+                    kept: list[Any] = [p.detach(), *state.values()]
+                    found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
+                    mine[f"hashes of {name} and its state"] = list(map(str, found))
         every: list[Any] = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(every, mine, group=self.group)
         for rank, theirs in enumerate(every):
@@ -174,7 +181,8 @@ class ReplicaRunner(Runner):
                 if (one := every[0].get(key)) != (other := theirs.get(key)):
                     raise ValueError(
                         f"{key}: process {rank} of the group has {other}, process 0 has "
-                        f"{one}: allowed are equal models, options and states"
+                        f"{one}: allowed are equal models, options and states, so load a "
+                        "checkpoint in every process"
                     )
 
     def _assign(self, params: Iterable[Tensor]) -> None:
@@ -209,7 +217,24 @@ class ReplicaRunner(Runner):
         """Return True if the next backward moves parameters."""
         return self.syncs and super().moves_next()
 
+    def _trainable(self) -> list[Tensor]:
+        """Return the optimizer's trainable parameters, if it is a class."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
+        if self._sent:
+            raise RuntimeError(
+                "the backward before this one failed after it had sent messages, and other "
+                "processes may wait for the rest: prepare again in all of them, or restart"
+            )
+        for p in self._trainable():
+            if p not in self._trained:
+                name = self._frozen.get(p, f"a parameter of shape {tuple(p.shape)}")
+                raise RuntimeError(
+                    f"{name} is trained since the model was prepared, and process_group= "
+                    "would not average its gradients: remove() the handle and prepare again"
+                )
         backward = super()._new_backward(last, grad_scale)
         all_ = [Message(*bucket, self.group) for bucket in self._buckets]
         backward.messages = all_, deque(enumerate(all_)), deque[Any](), list[Tensor]()
@@ -241,6 +266,7 @@ class ReplicaRunner(Runner):
         """Send full messages, or the rest of them, and apply those that have arrived."""
         _, waiting, flying, _ = backward.messages
         while waiting and (rest or not waiting[0][1].missing):
+            self._sent = True
             waiting[0][1].send()
             flying.append(waiting.popleft())
             # Not what happens to have arrived, which may differ by process: updates send
@@ -272,7 +298,7 @@ class ReplicaRunner(Runner):
             self._advance(backward, rest=True)
             if not self._ordered:
                 self._order(backward.messages[-1])
-        backward.messages = None
+        backward.messages, self._sent = None, False
         super()._finish(backward)
 
     def _order(self, arrived: list[Tensor]) -> None:

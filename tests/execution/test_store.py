@@ -604,3 +604,26 @@ def test_a_terminal_is_told_where_nobody_logs(patched: Any, capsys: Any) -> None
     patched.setattr(sys.stderr, "isatty", lambda: True)
     store.tell("adam_float32", True)
     assert "adam_float32" in capsys.readouterr().err
+
+
+OTHER_VECTORS = """
+import torch
+from optimi_func import AdamW
+p = torch.nn.Parameter(torch.ones(64))
+p.grad = torch.ones(64)
+AdamW([p], lr=0.1, compile=True).step()
+print((p != 1).sum().item())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="width")
+def test_torchs_cache_of_other_vectors_is_not_used(tmp_path: Path) -> None:
+    """Its key has no ATEN_CPU_CAPABILITY, so half of the elements would stay."""
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), store.VARIABLE: "0"}
+    for more in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
+        done = subprocess.run(
+            *([sys.executable, "-c", OTHER_VECTORS],),
+            **{"env": {**os.environ, **own, **more}, "capture_output": True, "text": True},
+        )
+        assert done.returncode == 0 and done.stdout == "64\n", done.stderr

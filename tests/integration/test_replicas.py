@@ -17,6 +17,7 @@ TWO = [
     replica_worlds.start,
     replica_worlds.refusals,
     replica_worlds.mistakes,
+    replica_worlds.trained_later,
     replica_worlds.timeouts,
     replica_worlds.memory,
 ]

@@ -9,11 +9,13 @@ import contextlib
 import copy
 import ctypes
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -525,6 +527,12 @@ def refusals(folder: Path) -> None:
     optimizer = adamw(own, True)
     optimizer.init_state()
     refused(ValueError, "hashes of", own, optimizer)
+    alone = net()
+    optimizer = adamw(alone, True)
+    if rank == 1:
+        optimizer.init_state()
+    told = "state of first.weight: process 1 of the group has ['exp_avg', 'exp_avg_sq', 's"
+    refused(ValueError, told, alone, optimizer)
     some = AdamW(model.first.parameters(), lr=1e-2, gradient_release=True, **EAGER)
     refused(ValueError, "of another optimizer", model, some)
     refused(
@@ -592,11 +600,39 @@ def mistakes(folder: Path) -> None:
         loss_of(model, batch(0)).backward()
     hook.remove()
     gc.collect()
-    with contextlib.suppress(UserWarning):
+    kept = copy.deepcopy(model)
+    # Others may wait for what it did not send. Buckets of the next would take its place.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the first had updated
+        with raises(RuntimeError, "had sent messages, and other processes may wait"):
+            loss_of(model, batch(1)).backward()
+    with handle.no_sync(), raises(RuntimeError, "prepare again in all of them"):
         loss_of(model, batch(1)).backward()
+    assert_equal(model, kept)
+    handle.remove()
+    handle = prepare(model, AdamW(model.parameters(), gradient_release=True, **EAGER))
     loss_of(model, batch(2)).backward()
     assert_same_everywhere(model)
     assert not torch.equal(model.first.weight, before.first.weight)
+
+
+def trained_later(folder: Path) -> None:
+    """A parameter without a bucket is not stepped with one process's gradient."""
+    for added in (False, True):
+        model, more = net("frozen"), nn.Linear(16, 16)
+        optimizer = adamw(model, True)
+        prepare(model, optimizer)
+        loss_of(model, batch(0)).backward()
+        if added:
+            optimizer.add_param_group({"params": list(more.named_parameters())})
+            name = "a parameter of shape (16, 16)"
+        else:
+            model.blocks[0][1].weight.requires_grad_(True)
+            name = "blocks.0.1.weight"
+        kept = copy.deepcopy(model)
+        with raises(RuntimeError, f"{name} is trained since the model was prepared"):
+            loss_of(model, more(batch(1))).backward()
+        assert_equal(model, kept)
 
 
 def timeouts(folder: Path) -> None:
@@ -606,10 +642,10 @@ def timeouts(folder: Path) -> None:
     handle = prepare(model, adamw(model, True), process_group=group)
     loss_of(model, batch(0)).backward()
     if dist.get_rank() == 0:
-        text = "averaging bucket 1 of"
-        with raises(RuntimeError, text):
+        text = "(?s)averaging bucket 1 of .* the same number of backwards"
+        with pytest.raises(RuntimeError, match=text):
             loss_of(model, batch(1)).backward()
-        with raises(RuntimeError, "the same number of backwards"):
+        with raises(RuntimeError, "prepare again in all of them"):
             loss_of(model, batch(1)).backward()
     handle.remove()
 

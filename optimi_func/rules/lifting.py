@@ -246,13 +246,15 @@ def check_elementwise(
 ) -> None:
     """Raise unless an element of each result depends on that of `count` tensors alone."""
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
-    given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
+    given = torch.rand(count, 15, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
     results = _tried(where, graph, *given, *scalars)
     again = _tried(where, graph, *given, *tensors)
     parts = _tried(where, graph, *given[:, some], *tensors)
+    for shape in (3, 5), (3, 1, 5):  # for what t, flatten and squeeze do
+        _tried(where, graph, *given.view(count, *shape), *scalars)
     for name, x, same, part in zip(names, results, again, parts):
         if x.dtype != wide:
             raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")

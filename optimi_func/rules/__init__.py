@@ -127,8 +127,8 @@ class Optimizer(BaseOptimizer):
     hyperparameters, which may be scheduled. Others (bools, strings, ints) are static, so
     that methods may branch on them. `SignSGD.pure(lr=1e-3)` is the same as a value, with
     `init` and `step`. Methods are traced once, at the definition, and read globals then.
-    Only `direction` is needed. Arguments go by name: t is the 1-based step, x the
-    parameter.
+    Only `direction` is needed. Arguments go by name (direction's g and s are the first two,
+    whatever their names): t is the 1-based step, x the parameter.
 
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
       names, which the pure step is given as trees. With `class Running(NamedTuple)` of

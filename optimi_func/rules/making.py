@@ -240,17 +240,18 @@ class Making:
 
     def _whole(self) -> Callable[[Tensor, Any], Tensor]:
         """Return `Rule.whole`, which has the hyperparameters as attributes of self."""
-        cls, statics, timed = self.cls, self.statics, "t" in self.names("whole")
+        cls, statics, names = self.cls, self.statics, self.names("whole")
         own = {name: x for name, x in self.scalars.items() if name not in RATES}
-        leaves, spec = pytree.tree_flatten({**own, "t": self.given["t"]} if timed else own)
+        own |= {"t": self.given["t"]} if "t" in names else {}
+        leaves, spec = pytree.tree_flatten(own)
         coeffs = self.trace.coeffs
         coeffs += [x.node for x in leaves if x.node not in coeffs]
         places = [coeffs.index(x.node) for x in leaves]
 
         def whole(d: Tensor, c: Any) -> Tensor:
             now = pytree.tree_unflatten([c[i] for i in places], spec)
-            t = (now.pop("t"),) if timed else ()
-            found = cls.bare({**statics, **now}).whole(d, *t)
+            given = {"d": d, "t": now.pop("t", None)}
+            found = cls.bare({**statics, **now}).whole(*[given[x] for x in names])
             if not isinstance(found, Tensor) or found.shape != d.shape:
                 raise TypeError(
                     f"{cls.__name__}.whole returned {found!r} for a direction of shape "
@@ -280,11 +281,23 @@ class Making:
 
 def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:
     """Return the functions that make the fields of a State, by their annotations."""
+    if not (isinstance(kind, type) and hasattr(kind, "_field_defaults")):
+        raise TypeError(f"{owner}.State is {kind!r}: allowed are NamedTuples of tensors")
     try:
         hints = get_type_hints(kind, include_extras=True)
     except NameError as error:
         raise TypeError(f"{owner}.State: {error} (an annotation)") from error
     if taken := _TAKEN & {*kind._fields}:
         raise TypeError(f"{owner}.State has a field {min(taken)!r}: choose another name")
+    for name in kind._fields:
+        if getattr(hint := hints.get(name), "__origin__", hint) is not Tensor:
+            raise TypeError(
+                f"{owner}.State.{name} is annotated {getattr(hint, '__name__', hint)}: "
+                "allowed are Tensor, SecondMoment and Wide; scalars of a step go to Running"
+            )
+    for name, x in kind._field_defaults.items():
+        raise TypeError(
+            f"{owner}.State.{name} = {x!r}: write init, which returns first values"
+        )
     annotated = [get_args(hints[name])[1:] for name in kind._fields]
     return [next(filter(callable, x), moment) for x in annotated]

@@ -772,6 +772,19 @@ def test_a_direction_may_read_lr_and_decay() -> None:
     torch.testing.assert_close(again, p - 0.1 * (0.1 + 0.1) - 0.01)
 
 
+def test_whole_takes_its_arguments_by_name() -> None:
+    class Timed(Optimizer):
+        def direction(self, gradient: Tensor):
+            return gradient
+
+        def whole(self, t: float, d: Tensor) -> Tensor:
+            return d * (t + 1)
+
+    p = torch.ones(2)
+    value = Timed.pure(lr=0.1)
+    torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.2)
+
+
 def test_an_eval_point() -> None:
     class Averaged(Optimizer):
         class State(NamedTuple):
@@ -876,6 +889,14 @@ class Taken(NamedTuple):
     step: Tensor
 
 
+class Counted(NamedTuple):
+    n: int
+
+
+class Begun(NamedTuple):
+    v: Tensor = CONSTANT
+
+
 def in_place(self: Any, g: Tensor) -> Tensor:
     g[0] = 1.0
     return g
@@ -928,6 +949,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("raises in maximum", {"direction": lambda self, g: torch.maximum(g, self.b), **B}),
     ("State has a field 'step'", {"direction": lambda self, g, s: (g, s), "State": Taken}),
+    (
+        r"State\.n is annotated int: allowed are Tensor, .*go to Running",
+        {"direction": lambda self, g, s: (g, s), "State": Counted},
+    ),
+    (
+        r"State\.v = tensor.*: write init",
+        {"direction": lambda self, g, s: (g, s), "State": Begun},
+    ),
+    (
+        "State is <class 'object'>: allowed are NamedTuples",
+        {"direction": lambda self, g, s: (g, s), "State": object},
+    ),
     (
         "whole goes with neither",
         {

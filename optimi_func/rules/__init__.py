@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
-from torch import Tensor
+from torch import Tensor, optim
 
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.math import moment, second_moment, slow_moment
@@ -18,7 +18,7 @@ from optimi_func.optimizers._forms import check_calls
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, derived
 from optimi_func.pure.tree import FlatTree, Rewrite, TreeState, broadcast, path_of
-from optimi_func.rules.making import RATES, Making
+from optimi_func.rules.making import NAMES, RATES, Making
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Moment", "Optimizer", "OwnRule", "SecondMoment", "Wide", "check_number"]
@@ -216,22 +216,33 @@ class Optimizer(BaseOptimizer):
 def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
     """Return the annotation and the default of each field of a class body."""
     found: dict[str, tuple[Any, Any]] = {}
-    for name, annotation in inspect.get_annotations(cls).items():
-        if name.startswith("_") or "ClassVar" in str(annotation):
+    annotations = inspect.get_annotations(cls)
+    taken = {*dir(Optimizer), *Optimizer._parameters, "pure", "factory", "keywords"}
+    for name in [*annotations, *vars(cls)]:
+        if name.startswith("_") or "ClassVar" in str(annotations.get(name)):
             continue
-        taken = name in Optimizer._parameters or hasattr(BaseOptimizer, name)
-        if name not in RATES and (taken or hasattr(OwnRule, name)):
+        if name in annotations:
+            refused = taken | {*dir(OwnRule)} | NAMES
+        else:
+            refused = taken - {*dir(optim.Optimizer)}  # methods may extend step
+        if name in refused - {*RATES}:
             raise TypeError(
-                f"{cls.__name__}.{name} is an option or a method of every optimizer: give "
-                "the hyperparameter another name"
+                f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
+                "argument of its methods: choose another name"
             )
-        found[name] = annotation, cls.__dict__.get(name, MISSING)
+        if name in annotations:
+            found[name] = annotations[name], (usual := cls.__dict__.get(name, MISSING))
+            if type(usual).__hash__ is None:
+                raise TypeError(
+                    f"{cls.__name__}.{name} = {usual!r} may change: write a tuple"
+                )
     return found
 
 
 def _is_number(annotation: Any, default: Any) -> bool:
     """Return True for a float and for a tuple of floats, which are not static."""
-    return isinstance(default, float) or (
+    given = default if isinstance(default, tuple) else (default,)
+    return any([isinstance(x, float) for x in given]) or (
         "float" in str(annotation) and default is not None
     )
 

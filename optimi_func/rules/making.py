@@ -31,6 +31,8 @@ _FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 RATES = ("lr", "weight_decay")
+# Names that a field cannot have, because they are those of methods and of their arguments.
+NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())}
 
 
 class Making:

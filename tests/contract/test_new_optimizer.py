@@ -975,8 +975,19 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     *[
         (f"{name} is an option or a method", {name: 1.0, "__annotations__": {name: float}})
-        for name in ("storage", "maximize", "step", "decay", "numbers", "params")
+        for name in (
+            "storage maximize step decay numbers params t x g s self pure factory means "
+            "State Running bare keywords rule_of rule_for"
+        ).split()
     ],
+    *[
+        (f"{name} is an option or a method", {name: lambda self: None})
+        for name in ("update", "bare", "rule_for", "factory", "pure")
+    ],
+    (
+        r"betas = \[0\.9, 0\.99\] may change: write a tuple",
+        {"betas": [0.9, 0.99], "__annotations__": {"betas": list[float]}},
+    ),
 ]
 
 
@@ -988,6 +999,23 @@ def test_refused_at_the_definition(text: str, body: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=text) as raised:
         type("Refused", (Optimizer,), body)
     assert "Refused" in str(raised.value)
+
+
+def test_a_field_is_a_hyperparameter_by_its_default() -> None:
+    class Loose(Optimizer):
+        betas: tuple = (0.9, 0.5)  # type: ignore
+        scale: float | None = 2.0
+
+        def direction(self, g: Tensor):
+            return g * self.betas[1] * self.scale  # type: ignore
+
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert Loose.pure.choices == ()  # type: ignore
+    p = torch.ones(2)
+    value = Loose.pure(lr=0.1, betas=(0.9, torch.tensor(0.25)))
+    torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.05)
 
 
 def test_refused_at_use() -> None:

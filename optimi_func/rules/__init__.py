@@ -172,6 +172,7 @@ class Optimizer(BaseOptimizer):
     _own: ClassVar[dict[str, tuple[Any, Any]]] = {}  # annotations and defaults
     _statics: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[Any, Rule[Any, Any]]] = {}
+    _usual: ClassVar[Decay] = "decoupled"
     _positional = ()
 
     _: KW_ONLY
@@ -182,8 +183,10 @@ class Optimizer(BaseOptimizer):
         cls._own = {**cls._own, **_own_fields(cls)}
         cls._statics = tuple([n for n, x in cls._own.items() if not _is_number(*x)])
         cls._rules, traced = {}, hasattr(cls, "direction")
+        cls._usual = decay or cls._usual
+        cls.pure = cls.__init__ = _lacks_direction(cls)
         if traced:
-            cls.factory = cls.pure = _pure(cls, decay)
+            cls.factory = cls.pure = _pure(cls)
         super().__init_subclass__()
         defaults = tuple([cls._own[name][1] for name in cls._statics])
         if traced and MISSING not in defaults:
@@ -247,11 +250,19 @@ def _is_number(annotation: Any, default: Any) -> bool:
     )
 
 
-def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
+def _lacks_direction(cls: type[Any]) -> Any:
+    """Return what raises at the use of a class that is a base only."""
+
+    def raises(*args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
+
+    return raises
+
+
+def _pure(cls: Any) -> type[OwnRule]:
     """Return the dataclass of the hyperparameters of a class."""
-    if decay not in (None, *get_args(Decay)):
-        raise ValueError(f"{cls.__name__}: decay={decay!r}: allowed are {get_args(Decay)}")
-    usual = decay or getattr(cls, "pure", OwnRule).usual
+    if (usual := cls._usual) not in get_args(Decay):
+        raise ValueError(f"{cls.__name__}: decay={usual!r}: allowed are {get_args(Decay)}")
     coupled = {"decouple_wd": False} if usual == "l2" else {}  # saved groups lack it
     made = make_dataclass(
         cls.__name__,

@@ -1018,6 +1018,27 @@ def test_a_field_is_a_hyperparameter_by_its_default() -> None:
     torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.05)
 
 
+def test_a_base_without_a_direction() -> None:
+    class Base(Optimizer, decay="l2"):
+        scale: float = 2.0
+
+        def scaled(self, g: Tensor) -> Tensor:
+            return self.scale * g
+
+    p = torch.ones(2)
+    for use in (lambda: Base.pure(lr=0.1), lambda: Base([nn.Parameter(p)], lr=0.1)):
+        with pytest.raises(TypeError, match=r"Base has no direction\(self, g, s\)"):
+            use()
+
+    class Whole(Base):
+        def direction(self, g: Tensor):
+            return self.scaled(g)
+
+    value = Whole.pure(lr=0.1, weight_decay=0.5)
+    torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.1 * 2 * 1.5)
+    assert Whole([nn.Parameter(p)], lr=0.1).param_groups[0]["scale"] == 2.0
+
+
 def test_refused_at_use() -> None:
     with pytest.raises(ValueError, match="Wrong: decay='coupled': allowed are"):
 

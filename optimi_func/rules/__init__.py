@@ -184,7 +184,7 @@ class Optimizer(BaseOptimizer):
         cls._statics = tuple([n for n, x in cls._own.items() if not _is_number(*x)])
         cls._rules, traced = {}, hasattr(cls, "direction")
         cls._usual = decay or cls._usual
-        cls.pure = cls.__init__ = _lacks_direction(cls)
+        cls.pure = _lacks_direction(cls)
         if traced:
             cls.factory = cls.pure = _pure(cls)
         super().__init_subclass__()
@@ -251,11 +251,12 @@ def _is_number(annotation: Any, default: Any) -> bool:
 
 
 def _lacks_direction(cls: type[Any]) -> Any:
-    """Return what raises at the use of a class that is a base only."""
+    """Make the constructor of a base raise, and return what raises, for its `pure`."""
 
     def raises(*args: Any, **kwargs: Any) -> None:
         raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
 
+    type.__setattr__(cls, "__init__", raises)  # type checkers keep the one of the fields
     return raises
 
 

@@ -59,6 +59,10 @@ class Making:
         self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
         self.given["t"] = trace.input("t", True)
         self.given["s"] = self.kind(*[trace.input(f"s_{f}") for f in self.kind._fields])
+        if lacking := {*self.running._fields} - {*self.running._field_defaults}:
+            raise TypeError(
+                f"{self.name}.Running.{min(lacking)} has no default: write its first value"
+            )
         r = [trace.input(f"r_{f}", True) for f in self.running._fields]
         self.given["r"] = self.running(*r)
         self.extras = [x for x in self.names("direction") if x not in _TAKES["direction"]]
@@ -76,6 +80,11 @@ class Making:
             if len(names) < len(first):
                 raise TypeError(f"{self.name}.{method} takes {names}: it has to take g, s")
             names[: len(first)] = first
+            if len({*names}) < len(names):
+                given = ", ".join([p.name for p in found])
+                raise TypeError(
+                    f"{self.name}.{method} takes {given}: g and s are its first two"
+                )
             known = [*known, *(names if method == "direction" else self.extras)]
         many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found])
         if many or not {*names} <= {*known}:
@@ -103,6 +112,7 @@ class Making:
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         kinds = [x for x in kinds if x._fields and method != "eval_point"]
         said: Any = found if isinstance(found, tuple) else (found,)
+        said = [x for x in said if not (isinstance(x, self.kind) and x == ())]  # no State
         flat, first = pytree.tree_leaves(found), _FIRST.get(method, "d")
         right = list(map(type, said)) == [Traced, *kinds] and {Traced} == {*map(type, flat)}
         host = [x is self.running for x in kinds for _ in x._fields]
@@ -225,7 +235,10 @@ class Making:
         makers, n = self.makers, len(kind._fields)
 
         def init(p: Tensor, kept: Any) -> Any:
-            found, fields = own(p), [make(p, kept) for make in makers]
+            try:
+                found, fields = own(p), [make(p, kept) for make in makers]
+            except TypeError as error:
+                raise TypeError(f"{where}: {error} (None is for zeros)") from error
             right = isinstance(found, kind)
             if not right or any([x is not None and x.shape != p.shape for x in found]):
                 raise TypeError(

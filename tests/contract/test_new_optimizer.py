@@ -772,6 +772,30 @@ def test_a_direction_may_read_lr_and_decay() -> None:
     torch.testing.assert_close(again, p - 0.1 * (0.1 + 0.1) - 0.01)
 
 
+def test_a_state_may_be_empty() -> None:
+    class Plain(Optimizer):
+        momentum: bool = False
+
+        class Empty(NamedTuple):
+            pass
+
+        @property
+        def State(self) -> Any:
+            return One if self.momentum else self.Empty
+
+        def direction(self, g: Tensor, s: Any):
+            if not self.momentum:
+                return g, self.State()
+            m = 0.5 * s.m + 2 * g
+            return m, self.State(m)
+
+    p = torch.ones(2)
+    for momentum in (False, True):
+        value = Plain.pure(lr=0.1, momentum=momentum)
+        moved = value.step(p, p, value.init(p))[0]
+        torch.testing.assert_close(moved, p - (0.2 if momentum else 0.1))
+
+
 def test_whole_takes_its_arguments_by_name() -> None:
     class Timed(Optimizer):
         def direction(self, gradient: Tensor):
@@ -922,6 +946,10 @@ class Counted(NamedTuple):
     n: int
 
 
+class Unset(NamedTuple):
+    n: float
+
+
 class Begun(NamedTuple):
     v: Tensor = CONSTANT
 
@@ -985,6 +1013,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (
         r"State\.v = tensor.*: write init",
         {"direction": lambda self, g, s: (g, s), "State": Begun},
+    ),
+    (
+        r"Running\.n has no default: write its first value",
+        {"direction": lambda self, g, r: (g, r), "Running": Unset},
+    ),
+    (
+        r"direction takes p, g, s: g and s are its first",
+        {"direction": lambda self, p, g, s: (g, s)},
     ),
     (
         "State is <class 'object'>: allowed are NamedTuples",
@@ -1087,6 +1123,13 @@ def test_refused_at_use() -> None:
 
     with pytest.raises(TypeError, match=r"Begins\.init returned"):
         Begins.pure(lr=0.1).init(torch.ones(2))
+
+    class Leaves(Begins):
+        def init(self, p: Tensor) -> Any:
+            return self.State()  # type: ignore
+
+    with pytest.raises(TypeError, match=r"Leaves\.init: .* missing .*'m' \(None is for"):
+        Leaves.pure(lr=0.1).init(torch.ones(2))
 
     class Shrinks(Optimizer):
         def direction(self, g: Tensor):

@@ -306,6 +306,8 @@ def check_accumulates(rule: Rule[Any, Any], cautious: bool) -> None:
             "accumulation='states' adds gradients into the state, and the state of "
             f"{rule.name} with these options is no sum over gradients: use "
             "accumulation='buffer'"
+            + ", or define accumulate(self, g, s)"
+            * bool(rule.digest)
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
-from torch import Tensor
+from torch import Tensor, optim
 
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.math import moment, second_moment, slow_moment
@@ -18,7 +18,7 @@ from optimi_func.optimizers._forms import check_calls
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, derived
 from optimi_func.pure.tree import FlatTree, Rewrite, TreeState, broadcast, path_of
-from optimi_func.rules.making import RATES, Making
+from optimi_func.rules.making import NAMES, RATES, Making
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Moment", "Optimizer", "OwnRule", "SecondMoment", "Wide", "check_number"]
@@ -127,8 +127,8 @@ class Optimizer(BaseOptimizer):
     hyperparameters, which may be scheduled. Others (bools, strings, ints) are static, so
     that methods may branch on them. `SignSGD.pure(lr=1e-3)` is the same as a value, with
     `init` and `step`. Methods are traced once, at the definition, and read globals then.
-    Only `direction` is needed. Arguments go by name: t is the 1-based step, x the
-    parameter.
+    Only `direction` is needed. Arguments go by name (direction's g and s are the first two,
+    whatever their names): t is the 1-based step, x the parameter.
 
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
       names, which the pure step is given as trees. With `class Running(NamedTuple)` of
@@ -172,6 +172,7 @@ class Optimizer(BaseOptimizer):
     _own: ClassVar[dict[str, tuple[Any, Any]]] = {}  # annotations and defaults
     _statics: ClassVar[tuple[str, ...]] = ()
     _rules: ClassVar[dict[Any, Rule[Any, Any]]] = {}
+    _usual: ClassVar[Decay] = "decoupled"
     _positional = ()
 
     _: KW_ONLY
@@ -182,8 +183,10 @@ class Optimizer(BaseOptimizer):
         cls._own = {**cls._own, **_own_fields(cls)}
         cls._statics = tuple([n for n, x in cls._own.items() if not _is_number(*x)])
         cls._rules, traced = {}, hasattr(cls, "direction")
+        cls._usual = decay or cls._usual
+        cls.pure = _lacks_direction(cls)
         if traced:
-            cls.factory = cls.pure = _pure(cls, decay)
+            cls.factory = cls.pure = _pure(cls)
         super().__init_subclass__()
         defaults = tuple([cls._own[name][1] for name in cls._statics])
         if traced and MISSING not in defaults:
@@ -216,31 +219,51 @@ class Optimizer(BaseOptimizer):
 def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
     """Return the annotation and the default of each field of a class body."""
     found: dict[str, tuple[Any, Any]] = {}
-    for name, annotation in inspect.get_annotations(cls).items():
-        if name.startswith("_") or "ClassVar" in str(annotation):
+    annotations = inspect.get_annotations(cls)
+    taken = {*dir(Optimizer), *Optimizer._parameters, "pure", "factory", "keywords"}
+    for name in [*annotations, *vars(cls)]:
+        if name.startswith("_") or "ClassVar" in str(annotations.get(name)):
             continue
-        taken = name in Optimizer._parameters or hasattr(BaseOptimizer, name)
-        if name not in RATES and (taken or hasattr(OwnRule, name)):
+        if name in annotations:
+            refused = taken | {*dir(OwnRule)} | NAMES
+        else:
+            refused = taken - {*dir(optim.Optimizer)}  # methods may extend step
+        if name in refused - {*RATES}:
             raise TypeError(
-                f"{cls.__name__}.{name} is an option or a method of every optimizer: give "
-                "the hyperparameter another name"
+                f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
+                "argument of its methods: choose another name"
             )
-        found[name] = annotation, cls.__dict__.get(name, MISSING)
+        if name in annotations:
+            found[name] = annotations[name], (usual := cls.__dict__.get(name, MISSING))
+            if type(usual).__hash__ is None:
+                raise TypeError(
+                    f"{cls.__name__}.{name} = {usual!r} may change: write a tuple"
+                )
     return found
 
 
 def _is_number(annotation: Any, default: Any) -> bool:
     """Return True for a float and for a tuple of floats, which are not static."""
-    return isinstance(default, float) or (
+    given = default if isinstance(default, tuple) else (default,)
+    return any([isinstance(x, float) for x in given]) or (
         "float" in str(annotation) and default is not None
     )
 
 
-def _pure(cls: type[Optimizer], decay: Decay | None) -> type[OwnRule]:
+def _lacks_direction(cls: type[Any]) -> Any:
+    """Make the constructor of a base raise, and return what raises, for its `pure`."""
+
+    def raises(*args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
+
+    type.__setattr__(cls, "__init__", raises)  # type checkers keep the one of the fields
+    return raises
+
+
+def _pure(cls: Any) -> type[OwnRule]:
     """Return the dataclass of the hyperparameters of a class."""
-    if decay not in (None, *get_args(Decay)):
-        raise ValueError(f"{cls.__name__}: decay={decay!r}: allowed are {get_args(Decay)}")
-    usual = decay or getattr(cls, "pure", OwnRule).usual
+    if (usual := cls._usual) not in get_args(Decay):
+        raise ValueError(f"{cls.__name__}: decay={usual!r}: allowed are {get_args(Decay)}")
     coupled = {"decouple_wd": False} if usual == "l2" else {}  # saved groups lack it
     made = make_dataclass(
         cls.__name__,

@@ -6,6 +6,7 @@ The others become functions of tensors, which the pipeline and its kernels call.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -169,9 +170,11 @@ class Trace:
 
 def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
     if target in _ROOTS:
-        return math.sqrt
+        return _scalar_power
     if target in _POWERS:
-        return math.power if isinstance(node.args[1], fx.Node) else _scalar_power
+        return _varying_power if isinstance(node.args[1], fx.Node) else _scalar_power
+    if target is operator.truediv:
+        return _quotient
     if target is torch.where:
         return math.choose
     if target in _USUAL:
@@ -194,8 +197,23 @@ def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
     return scalar
 
 
-def _scalar_power(x: Scalar, exponent: float) -> Scalar:
+def _quotient(x: Scalar, y: Scalar) -> Scalar:
+    """Return x / y, where a y of 0 gives inf or nan, as it does for tensors."""
+    return x / y if isinstance(y, Tensor) or y else x * inf
+
+
+def _scalar_power(x: Scalar, exponent: float = 0.5) -> Scalar:
+    if not isinstance(x, Tensor) and not x > 0:
+        return _varying_power(x, exponent)
     return math.sqrt(x) if exponent == 0.5 else x**exponent
+
+
+def _varying_power(x: Scalar, exponent: Scalar) -> Scalar:
+    """Return x**exponent, where Python would raise or give a complex number."""
+    if not isinstance(x, Tensor) and not isinstance(exponent, Tensor):
+        if x == 0 > exponent or (x < 0 and exponent % 1):
+            return nan if x else inf
+    return math.power(x, exponent)
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -246,13 +264,15 @@ def check_elementwise(
 ) -> None:
     """Raise unless an element of each result depends on that of `count` tensors alone."""
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
-    given = torch.rand(count, 13, generator=drawn, dtype=wide, device="cpu") + 0.01
+    given = torch.rand(count, 15, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
     results = _tried(where, graph, *given, *scalars)
     again = _tried(where, graph, *given, *tensors)
     parts = _tried(where, graph, *given[:, some], *tensors)
+    for shape in (3, 5), (3, 1, 5):  # for what t, flatten and squeeze do
+        _tried(where, graph, *given.view(count, *shape), *scalars)
     for name, x, same, part in zip(names, results, again, parts):
         if x.dtype != wide:
             raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")

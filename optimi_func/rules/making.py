@@ -31,6 +31,8 @@ _FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 RATES = ("lr", "weight_decay")
+# Names that a field cannot have, because they are those of methods and of their arguments.
+NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())}
 
 
 class Making:
@@ -57,6 +59,10 @@ class Making:
         self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
         self.given["t"] = trace.input("t", True)
         self.given["s"] = self.kind(*[trace.input(f"s_{f}") for f in self.kind._fields])
+        if lacking := {*self.running._fields} - {*self.running._field_defaults}:
+            raise TypeError(
+                f"{self.name}.Running.{min(lacking)} has no default: write its first value"
+            )
         r = [trace.input(f"r_{f}", True) for f in self.running._fields]
         self.given["r"] = self.running(*r)
         self.extras = [x for x in self.names("direction") if x not in _TAKES["direction"]]
@@ -74,6 +80,11 @@ class Making:
             if len(names) < len(first):
                 raise TypeError(f"{self.name}.{method} takes {names}: it has to take g, s")
             names[: len(first)] = first
+            if len({*names}) < len(names):
+                given = ", ".join([p.name for p in found])
+                raise TypeError(
+                    f"{self.name}.{method} takes {given}: g and s are its first two"
+                )
             known = [*known, *(names if method == "direction" else self.extras)]
         many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found])
         if many or not {*names} <= {*known}:
@@ -101,6 +112,7 @@ class Making:
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         kinds = [x for x in kinds if x._fields and method != "eval_point"]
         said: Any = found if isinstance(found, tuple) else (found,)
+        said = [x for x in said if not (isinstance(x, self.kind) and x == ())]  # no State
         flat, first = pytree.tree_leaves(found), _FIRST.get(method, "d")
         right = list(map(type, said)) == [Traced, *kinds] and {Traced} == {*map(type, flat)}
         host = [x is self.running for x in kinds for _ in x._fields]
@@ -223,7 +235,10 @@ class Making:
         makers, n = self.makers, len(kind._fields)
 
         def init(p: Tensor, kept: Any) -> Any:
-            found, fields = own(p), [make(p, kept) for make in makers]
+            try:
+                found, fields = own(p), [make(p, kept) for make in makers]
+            except TypeError as error:
+                raise TypeError(f"{where}: {error} (None is for zeros)") from error
             right = isinstance(found, kind)
             if not right or any([x is not None and x.shape != p.shape for x in found]):
                 raise TypeError(
@@ -240,17 +255,18 @@ class Making:
 
     def _whole(self) -> Callable[[Tensor, Any], Tensor]:
         """Return `Rule.whole`, which has the hyperparameters as attributes of self."""
-        cls, statics, timed = self.cls, self.statics, "t" in self.names("whole")
+        cls, statics, names = self.cls, self.statics, self.names("whole")
         own = {name: x for name, x in self.scalars.items() if name not in RATES}
-        leaves, spec = pytree.tree_flatten({**own, "t": self.given["t"]} if timed else own)
+        own |= {"t": self.given["t"]} if "t" in names else {}
+        leaves, spec = pytree.tree_flatten(own)
         coeffs = self.trace.coeffs
         coeffs += [x.node for x in leaves if x.node not in coeffs]
         places = [coeffs.index(x.node) for x in leaves]
 
         def whole(d: Tensor, c: Any) -> Tensor:
             now = pytree.tree_unflatten([c[i] for i in places], spec)
-            t = (now.pop("t"),) if timed else ()
-            found = cls.bare({**statics, **now}).whole(d, *t)
+            given = {"d": d, "t": now.pop("t", None)}
+            found = cls.bare({**statics, **now}).whole(*[given[x] for x in names])
             if not isinstance(found, Tensor) or found.shape != d.shape:
                 raise TypeError(
                     f"{cls.__name__}.whole returned {found!r} for a direction of shape "
@@ -280,11 +296,23 @@ class Making:
 
 def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:
     """Return the functions that make the fields of a State, by their annotations."""
+    if not (isinstance(kind, type) and hasattr(kind, "_field_defaults")):
+        raise TypeError(f"{owner}.State is {kind!r}: allowed are NamedTuples of tensors")
     try:
         hints = get_type_hints(kind, include_extras=True)
     except NameError as error:
         raise TypeError(f"{owner}.State: {error} (an annotation)") from error
     if taken := _TAKEN & {*kind._fields}:
         raise TypeError(f"{owner}.State has a field {min(taken)!r}: choose another name")
+    for name in kind._fields:
+        if getattr(hint := hints.get(name), "__origin__", hint) is not Tensor:
+            raise TypeError(
+                f"{owner}.State.{name} is annotated {getattr(hint, '__name__', hint)}: "
+                "allowed are Tensor, SecondMoment and Wide; scalars of a step go to Running"
+            )
+    for name, x in kind._field_defaults.items():
+        raise TypeError(
+            f"{owner}.State.{name} = {x!r}: write init, which returns first values"
+        )
     annotated = [get_args(hints[name])[1:] for name in kind._fields]
     return [next(filter(callable, x), moment) for x in annotated]

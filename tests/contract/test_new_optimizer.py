@@ -377,7 +377,7 @@ def test_accumulating_in_states() -> None:
         return net.weight.detach()
 
     torch.testing.assert_close(run(SignSGD, "states"), run(SignSGD, "buffer"))
-    with pytest.raises(ValueError, match="AdaBelief with these options is no sum"):
+    with pytest.raises(ValueError, match=r"AdaBelief .* is no sum.*define accumulate"):
         run(AdaBelief, "states")
 
 
@@ -772,6 +772,43 @@ def test_a_direction_may_read_lr_and_decay() -> None:
     torch.testing.assert_close(again, p - 0.1 * (0.1 + 0.1) - 0.01)
 
 
+def test_a_state_may_be_empty() -> None:
+    class Plain(Optimizer):
+        momentum: bool = False
+
+        class Empty(NamedTuple):
+            pass
+
+        @property
+        def State(self) -> Any:
+            return One if self.momentum else self.Empty
+
+        def direction(self, g: Tensor, s: Any):
+            if not self.momentum:
+                return g, self.State()
+            m = 0.5 * s.m + 2 * g
+            return m, self.State(m)
+
+    p = torch.ones(2)
+    for momentum in (False, True):
+        value = Plain.pure(lr=0.1, momentum=momentum)
+        moved = value.step(p, p, value.init(p))[0]
+        torch.testing.assert_close(moved, p - (0.2 if momentum else 0.1))
+
+
+def test_whole_takes_its_arguments_by_name() -> None:
+    class Timed(Optimizer):
+        def direction(self, gradient: Tensor):
+            return gradient
+
+        def whole(self, t: float, d: Tensor) -> Tensor:
+            return d * (t + 1)
+
+    p = torch.ones(2)
+    value = Timed.pure(lr=0.1)
+    torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.2)
+
+
 def test_an_eval_point() -> None:
     class Averaged(Optimizer):
         class State(NamedTuple):
@@ -849,6 +886,35 @@ def test_operations_are_the_same_in_all_executors(how: dict[str, Any]) -> None:
         assert_close(stepped(Operations, **options, **how), operations(**options))
 
 
+@pytest.mark.parametrize(
+    ("fn", "want"),
+    [
+        (lambda t, b: torch.where(t < 2, 1.0, 1 / (1 - b ** (t - 1))), 1.0),
+        (lambda t, b: 1 / (t - 1), math.inf),
+        (lambda t, b: (t - 1) / (1 - t), math.nan),
+        (lambda t, b: (t - 1) ** -0.5, math.inf),
+        (lambda t, b: (t - 1) ** 2, 0.0),
+        (lambda t, b: (t - 2) ** 3, -1.0),
+        (lambda t, b: (t - 2) ** b, math.nan),
+        (lambda t, b: (t - 2) ** 0.5, math.nan),
+        (lambda t, b: torch.sqrt(t - 2), math.nan),
+        (lambda t, b: (b - b) ** t, 0.0),
+    ],
+)
+def test_scalars_have_the_infinities_of_tensors(fn: Any, want: float) -> None:
+    class Scalars(Optimizer):
+        b: float = 0.5
+
+        def direction(self, g: Tensor, t: float):
+            return g * fn(t, self.b)
+
+    p = torch.ones(2)
+    for b in (0.5, torch.tensor(0.5)):
+        value = Scalars.pure(lr=1.0, b=b)
+        got = value.step(torch.zeros(2), p, value.init(p))[0]
+        torch.testing.assert_close(got, torch.full((2,), -want), equal_nan=True)
+
+
 @pytest.mark.full
 def test_a_population_in_one_graph() -> None:
     hyper = {"lr": torch.tensor([0.1, 0.2]), "momentum": torch.tensor([0.5, 0.9])}
@@ -874,6 +940,18 @@ class One(NamedTuple):
 
 class Taken(NamedTuple):
     step: Tensor
+
+
+class Counted(NamedTuple):
+    n: int
+
+
+class Unset(NamedTuple):
+    n: float
+
+
+class Begun(NamedTuple):
+    v: Tensor = CONSTANT
 
 
 def in_place(self: Any, g: Tensor) -> Tensor:
@@ -902,6 +980,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("d depends on the others", {"direction": lambda self, g: g.cumsum(-1)}),
     ("d depends on the others", {"direction": lambda self, g: g.softmax(-1)}),
     ("d depends on the others", {"direction": lambda self, g: g.roll(1)}),
+    ("not elementwise: t_1 has another shape", {"direction": lambda self, g: g.t()}),
+    ("transpose has an.* shape", {"direction": lambda self, g: g.transpose(0, -1)}),
+    ("flatten has another shape", {"direction": lambda self, g: g.flatten()}),
+    ("reshape has another shape", {"direction": lambda self, g: g.reshape(-1)}),
+    ("squeeze has another shape", {"direction": lambda self, g: g.squeeze()}),
+    (r"reads \.mT of a tensor", {"direction": lambda self, g: 1 * g.mT}),
     ("writes in place: use mul for mul_", {"direction": lambda self, g: g.mul_(2)}),
     ("writes in place", {"direction": lambda self, g: torch.add(g, g, out=g)}),
     ("does not support item assignment", {"direction": in_place}),
@@ -923,6 +1007,26 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("raises in maximum", {"direction": lambda self, g: torch.maximum(g, self.b), **B}),
     ("State has a field 'step'", {"direction": lambda self, g, s: (g, s), "State": Taken}),
     (
+        r"State\.n is annotated int: allowed are Tensor, .*go to Running",
+        {"direction": lambda self, g, s: (g, s), "State": Counted},
+    ),
+    (
+        r"State\.v = tensor.*: write init",
+        {"direction": lambda self, g, s: (g, s), "State": Begun},
+    ),
+    (
+        r"Running\.n has no default: write its first value",
+        {"direction": lambda self, g, r: (g, r), "Running": Unset},
+    ),
+    (
+        r"direction takes p, g, s: g and s are its first",
+        {"direction": lambda self, p, g, s: (g, s)},
+    ),
+    (
+        "State is <class 'object'>: allowed are NamedTuples",
+        {"direction": lambda self, g, s: (g, s), "State": object},
+    ),
+    (
         "whole goes with neither",
         {
             "direction": lambda self, g: g,
@@ -936,8 +1040,19 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     *[
         (f"{name} is an option or a method", {name: 1.0, "__annotations__": {name: float}})
-        for name in ("storage", "maximize", "step", "decay", "numbers", "params")
+        for name in (
+            "storage maximize step decay numbers params t x g s self pure factory means "
+            "State Running bare keywords rule_of rule_for"
+        ).split()
     ],
+    *[
+        (f"{name} is an option or a method", {name: lambda self: None})
+        for name in ("update", "bare", "rule_for", "factory", "pure")
+    ],
+    (
+        r"betas = \[0\.9, 0\.99\] may change: write a tuple",
+        {"betas": [0.9, 0.99], "__annotations__": {"betas": list[float]}},
+    ),
 ]
 
 
@@ -949,6 +1064,44 @@ def test_refused_at_the_definition(text: str, body: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=text) as raised:
         type("Refused", (Optimizer,), body)
     assert "Refused" in str(raised.value)
+
+
+def test_a_field_is_a_hyperparameter_by_its_default() -> None:
+    class Loose(Optimizer):
+        betas: tuple = (0.9, 0.5)  # type: ignore
+        scale: float | None = 2.0
+
+        def direction(self, g: Tensor):
+            return g * self.betas[1] * self.scale  # type: ignore
+
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step(*args, **kwargs)
+
+    assert Loose.pure.choices == ()  # type: ignore
+    p = torch.ones(2)
+    value = Loose.pure(lr=0.1, betas=(0.9, torch.tensor(0.25)))
+    torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.05)
+
+
+def test_a_base_without_a_direction() -> None:
+    class Base(Optimizer, decay="l2"):
+        scale: float = 2.0
+
+        def scaled(self, g: Tensor) -> Tensor:
+            return self.scale * g
+
+    p = torch.ones(2)
+    for use in (lambda: Base.pure(lr=0.1), lambda: Base([nn.Parameter(p)], lr=0.1)):
+        with pytest.raises(TypeError, match=r"Base has no direction\(self, g, s\)"):
+            use()
+
+    class Whole(Base):
+        def direction(self, g: Tensor):
+            return self.scaled(g)
+
+    value = Whole.pure(lr=0.1, weight_decay=0.5)
+    torch.testing.assert_close(value.step(p, p, value.init(p))[0], p - 0.1 * 2 * 1.5)
+    assert Whole([nn.Parameter(p)], lr=0.1).param_groups[0]["scale"] == 2.0
 
 
 def test_refused_at_use() -> None:
@@ -970,6 +1123,13 @@ def test_refused_at_use() -> None:
 
     with pytest.raises(TypeError, match=r"Begins\.init returned"):
         Begins.pure(lr=0.1).init(torch.ones(2))
+
+    class Leaves(Begins):
+        def init(self, p: Tensor) -> Any:
+            return self.State()  # type: ignore
+
+    with pytest.raises(TypeError, match=r"Leaves\.init: .* missing .*'m' \(None is for"):
+        Leaves.pure(lr=0.1).init(torch.ones(2))
 
     class Shrinks(Optimizer):
         def direction(self, g: Tensor):

@@ -38,7 +38,8 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
-from which_tasks import CONTENDERS, TASKS, Contender, Task
+from which_optimizers import CONTENDERS, Contender
+from which_tasks import TASKS, Task
 
 from optimi_func import population
 
@@ -125,7 +126,7 @@ def alone(
     losses: list[float] = []
     for step in range(task.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * contender.schedule(step, task.steps)
+            group["lr"] = lr * contender.factor(step, task.steps)
         x, y = task.batch(generator)
         task.loss(wide_call(model, x), y).backward()
         optimizer.step()
@@ -169,7 +170,7 @@ def together(
     found = population.init(factory, models, {"lr": lr})
     losses: list[list[float]] = [[] for _ in lrs]
     for step in range(task.steps):
-        factor = contender.schedule(step, task.steps)
+        factor = contender.factor(step, task.steps)
         found = replace(found, hyper={"lr": lr * factor})
         batches = [task.batch(generator) for generator in generators.values()]
         data = [torch.stack(part)[at] for part in zip(*batches)]
@@ -271,22 +272,30 @@ def needed(task: Task, contender: Contender, rows: Rows, config: Config) -> list
     return at(best, seeds=every)
 
 
-def read(path: Path, version: str) -> Rows:
-    """Return the runs of a file that this version has written."""
+def versions(config: Config) -> dict[str, str]:
+    """Return a hash of all that decides the runs of each optimizer, by its name."""
+    training = (alone, together, wide_call, evaluated_at)
+    text = inspect.getsource(which_tasks) + "".join(map(inspect.getsource, training))
+    _, contenders = named(config)
+    every = {n: f"{text}{config.shorter}{c!r}" for n, c in contenders.items()}
+    return {name: f"{zlib.crc32(text.encode()):08x}" for name, text in every.items()}
+
+
+def read(path: Path, version: dict[str, str]) -> Rows:
+    """Return the runs of a file that this version of each optimizer has written."""
     rows: Rows = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         *key, row = json.loads(line)
-        if row["version"] == version:
-            rows[Key(*key)] = row
+        key = Key(*key)
+        if row["version"] == version.get(key.optimizer):
+            rows[key] = row
     return rows
 
 
 def search(config: Config) -> Rows:
     """Train everything that is not in the file yet, a process for each thread."""
     tasks, contenders = named(config)
-    training = (alone, together, wide_call, evaluated_at)
-    text = inspect.getsource(which_tasks) + "".join(map(inspect.getsource, training))
-    version = f"{zlib.crc32(f'{text}{config.shorter}'.encode()):08x}"
+    version = versions(config)
     path = harness.ROOT / config.rows
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, running = read(path, version), dict[Future[Any], Job]()
@@ -310,7 +319,7 @@ def search(config: Config) -> Rows:
             for future in done:
                 del running[future]
                 for key, row in future.result():
-                    rows[key] = {**row, "version": version}
+                    rows[key] = {**row, "version": version[key.optimizer]}
                     file.write(json.dumps([*key, rows[key]]) + "\n")
                     bar.set_postfix_str(f"{key.task}, {key.optimizer}")
                     bar.update()

@@ -1,4 +1,4 @@
-"""The tasks and the optimizers of `which.py`.
+"""The tasks of `which.py`.
 
 Every task is small enough for a CPU core and of another kind. Its data come with Python and
 scikit-learn, or are generated. Held-out loss is the quality, and is compared within a task
@@ -15,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import hidden_matrices, transforms
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import train_gpt
@@ -278,7 +276,7 @@ TASKS = (
 )
 
 
-# The optimizers
+# Schedules
 
 
 def cosine(step: int, steps: int) -> float:
@@ -292,79 +290,3 @@ def cosine(step: int, steps: int) -> float:
 def warmed(step: int, steps: int) -> float:
     """Return the factor of lr of rules without a schedule: the warmup alone."""
     return min(1.0, (step + 1) / max(1, steps // 20))
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An optimizer with everything but its lr.
-
-    Attributes:
-        make: `(model, lr, steps, compile) -> optimizer`, the class.
-        value: `(model, lr, steps) -> ` the same as a value.
-        ratio: The middle of its lrs by that of AdamW's.
-        schedule: The factor of lr.
-        untuned: Its lr without tuning, if it is said to need none.
-    """
-
-    name: str
-    make: Callable[..., Any]
-    value: Callable[[nn.Module, Any, int], Any]
-    ratio: float = 1.0
-    schedule: Callable[[int, int], float] = cosine
-    untuned: float | None = None
-
-
-def _rule(
-    name: str,
-    value: Callable[..., Any],
-    ratio: float = 1.0,
-    schedule: Callable[[int, int], float] = cosine,
-    untuned: float | None = None,
-    of_length: tuple[str, ...] = (),
-    **options: Any,
-) -> Contender:
-    """Return the contender of a class and its value; some options are the run's length."""
-
-    def given(steps: int) -> dict[str, Any]:
-        return {**options, **dict.fromkeys(of_length, steps)}
-
-    return Contender(
-        name,
-        lambda model, lr, steps, compile: getattr(optimi_func, name)(
-            model.parameters(), lr=lr, compile=compile, **given(steps)
-        ),
-        lambda model, lr, steps: value(lr=lr, **given(steps)),
-        ratio,
-        schedule,
-        untuned,
-    )
-
-
-def _muon_adamw(model: nn.Module, lr: Any, steps: int) -> Any:
-    del steps
-    matrices = hidden_matrices(model), optimi_func.muon(lr=lr, weight_decay=0.0)
-    return transforms.partition(matrices, rest=optimi_func.adamw(lr=lr))
-
-
-CONTENDERS = (
-    _rule("AdamW", optimi_func.adamw, untuned=1e-3),
-    _rule("StableAdamW", optimi_func.stableadamw),
-    _rule("RAdam", optimi_func.radam),
-    _rule("Ranger", optimi_func.ranger),
-    _rule("AdEMAMix", optimi_func.ademamix, of_length=("alpha_warmup", "beta3_warmup")),
-    _rule("ADOPT", optimi_func.adopt),
-    _rule("Adan", optimi_func.adan),
-    _rule("LAMB", optimi_func.lamb, 3.0),
-    _rule("Lion", optimi_func.lion, 1 / 9),
-    _rule("SGD", optimi_func.sgd, 27.0, momentum=0.9, nesterov=True),
-    Contender(
-        "MuonAdamW",
-        lambda model, lr, steps, compile: optimi_func.MuonAdamW(
-            model, lr=lr, weight_decay=0.0, compile=compile
-        ),
-        _muon_adamw,
-    ),
-    _rule("ScheduleFreeAdamW", optimi_func.schedule_free_adamw, 1.0, warmed, 2.5e-3),
-    _rule("ScheduleFreeRAdam", optimi_func.schedule_free_radam, 1.0, warmed, 2.5e-3),
-    _rule("ScheduleFreeSGD", optimi_func.schedule_free_sgd, 81.0, warmed, 1.0),
-)

@@ -1,0 +1,91 @@
+"""The optimizers of `which.py`, and where their lrs are searched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import which_tasks
+from torch import nn
+
+import optimi_func
+from optimi_func import hidden_matrices, transforms
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer with everything but its lr. Its repr tells all that decides a run.
+
+    Attributes:
+        name: Its class.
+        pure: Its value.
+        ratio: The middle of its lrs by that of AdamW's.
+        schedule: The factor of lr, a function of `which_tasks`.
+        untuned: Its lr without tuning, if it is said to need none.
+        of_length: Arguments that are the number of the run's steps.
+        options: Further arguments.
+    """
+
+    name: str
+    pure: str
+    ratio: float = 1.0
+    schedule: str = "cosine"
+    untuned: float | None = None
+    of_length: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the factor of lr at a step."""
+        schedule: Callable[[int, int], float] = getattr(which_tasks, self.schedule)
+        return schedule(step, steps)
+
+    def given(self, steps: int) -> dict[str, Any]:
+        """Return the arguments besides lr."""
+        return {**self.options, **dict.fromkeys(self.of_length, steps)}
+
+    def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
+        """Return the optimizer of a model, by its class."""
+        kind, given = getattr(optimi_func, self.name), self.given(steps)
+        return kind(model.parameters(), lr=lr, compile=compile, **given)
+
+    def value(self, model: nn.Module, lr: Any, steps: int) -> Any:
+        """Return the same as a value."""
+        del model
+        return getattr(optimi_func, self.pure)(lr=lr, **self.given(steps))
+
+
+class ForMatrices(Contender):
+    """A matrix rule for a model's hidden matrices, AdamW for the rest."""
+
+    def value(self, model: nn.Module, lr: Any, steps: int) -> Any:
+        """Return the parts as a value."""
+        del steps
+        rule = getattr(optimi_func, self.pure)
+        matrices = hidden_matrices(model), rule(lr=lr, **self.options)
+        return transforms.partition(matrices, rest=optimi_func.adamw(lr=lr))
+
+
+class MuonAdamW(ForMatrices):
+    """Muon with AdamW, which has a class for a whole model."""
+
+    def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
+        """Return the optimizer of a model."""
+        del steps
+        return optimi_func.MuonAdamW(model, lr=lr, compile=compile, **self.options)
+
+
+CONTENDERS = (
+    Contender("AdamW", "adamw", untuned=1e-3),
+    Contender("StableAdamW", "stableadamw"),
+    Contender("RAdam", "radam"),
+    Contender("Ranger", "ranger"),
+    Contender("AdEMAMix", "ademamix", of_length=("alpha_warmup", "beta3_warmup")),
+    Contender("ADOPT", "adopt"),
+    Contender("Adan", "adan"),
+    Contender("LAMB", "lamb", 3.0),
+    Contender("Lion", "lion", 1 / 9),
+    Contender("SGD", "sgd", 27.0, options={"momentum": 0.9, "nesterov": True}),
+    MuonAdamW("MuonAdamW", "muon", options={"weight_decay": 0.0}),
+    Contender("ScheduleFreeAdamW", "schedule_free_adamw", 1.0, "warmed", 2.5e-3),
+    Contender("ScheduleFreeRAdam", "schedule_free_radam", 1.0, "warmed", 2.5e-3),
+    Contender("ScheduleFreeSGD", "schedule_free_sgd", 81.0, "warmed", 1.0),
+)

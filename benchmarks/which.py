@@ -189,7 +189,7 @@ def run(job: Job, config: Config) -> list[tuple[Key, Found]]:
     tasks, contenders = named(config)
     task, contender = tasks[job.task], contenders[job.optimizer]
     began = time.perf_counter()
-    if task.together:
+    if task.together and not contender.alone:
         losses = together(task, contender, job.members)
     else:
         losses = [alone(task, contender, *m, config.compile) for m in job.members]
@@ -236,7 +236,7 @@ def needed(task: Task, contender: Contender, rows: Rows, config: Config) -> list
     They are the grid, its growth, the places next to the best, a third and three times the
     best lr, and the other seeds.
     """
-    every = range(config.seeds)
+    every, several = range(config.seeds), task.together and not contender.alone
 
     def jobs(lrs: Iterable[float], seeds: Iterable[int]) -> list[Job]:
         asked = dict.fromkeys(product(lrs, seeds))
@@ -246,10 +246,10 @@ def needed(task: Task, contender: Contender, rows: Rows, config: Config) -> list
         if not missing:
             return []
         # More members of a population cost little.
-        parts = [missing] if task.together else [(member,) for member in missing]
+        parts = [missing] if several else [(member,) for member in missing]
         return [Job(task.name, contender.name, part) for part in parts]
 
-    def at(*places: float, seeds: Iterable[int] = every if task.together else (0,)) -> Any:
+    def at(*places: float, seeds: Iterable[int] = every if several else (0,)) -> Any:
         return jobs([lr_at(task, contender, k) for k in places], seeds)
 
     half = config.lrs // 2

@@ -23,6 +23,7 @@ class Contender:
         untuned: Its lr without tuning, if it is said to need none.
         of_length: Arguments that are the number of the run's steps.
         options: Further arguments.
+        alone: Members of a population would not train faster together.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Contender:
     untuned: float | None = None
     of_length: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    alone: bool = field(default=False, repr=False)
 
     def factor(self, step: int, steps: int) -> float:
         """Return the factor of lr at a step."""
@@ -65,13 +67,18 @@ class ForMatrices(Contender):
 
 
 class MuonAdamW(ForMatrices):
-    """Muon with AdamW, which has a class for a whole model."""
+    """Muon or NorMuon with AdamW, which have a class for a whole model."""
 
     def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
         """Return the optimizer of a model."""
         del steps
-        return optimi_func.MuonAdamW(model, lr=lr, compile=compile, **self.options)
+        given = {"row_beta": 0.95} if self.pure == "normuon" else {}
+        given |= self.options
+        return optimi_func.MuonAdamW(model, lr=lr, compile=compile, **given)
 
+
+# A warmup is part of the schedule.
+_WITH_WARMUP = {"safeguard_warmup": True}
 
 CONTENDERS = (
     Contender("AdamW", "adamw", untuned=1e-3),
@@ -85,6 +92,11 @@ CONTENDERS = (
     Contender("Lion", "lion", 1 / 9),
     Contender("SGD", "sgd", 27.0, options={"momentum": 0.9, "nesterov": True}),
     MuonAdamW("MuonAdamW", "muon", options={"weight_decay": 0.0}),
+    MuonAdamW("NorMuonAdamW", "normuon", options={"weight_decay": 0.0}),
+    # A population computes its bases in every step, not in every tenth.
+    Contender("SOAP", "soap", options={"weight_decay": 0.0}, alone=True),
+    Contender("Adafactor", "adafactor"),
+    Contender("Prodigy", "prodigy", 250.0, untuned=1.0, options=_WITH_WARMUP),
     Contender("ScheduleFreeAdamW", "schedule_free_adamw", 1.0, "warmed", 2.5e-3),
     Contender("ScheduleFreeRAdam", "schedule_free_radam", 1.0, "warmed", 2.5e-3),
     Contender("ScheduleFreeSGD", "schedule_free_sgd", 81.0, "warmed", 1.0),

@@ -21,7 +21,7 @@ from optimi_func.core.checks import (
     scalar_loss,
 )
 from optimi_func.core.rule import PyTree
-from optimi_func.pure.tree import grads_and_value, without_none
+from optimi_func.pure.tree import grads_and_value, step_of, without_none
 
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int])
             if i in cuts:
                 params, state = detach((params, state))
             grads, value = grads_and_value(loss, False, params, batch)
-            params, state = bound.step(params, grads, state)
+            params, state = step_of("unroll", bound, params, grads, state)
             losses.append(value)
         return params, state, losses
 

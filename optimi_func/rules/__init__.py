@@ -141,6 +141,8 @@ class Optimizer(BaseOptimizer):
     - `whole(self, d, t) -> d` maps the direction of a whole tensor, as Muon does.
       `refuses(self, p)` returns why it does not take a parameter, or None.
     - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
+    - `coeffs(self, t, r, lr, weight_decay)` returns a NamedTuple or a dict of scalars. It
+      is not traced but called at every step, and the others may take its result as c.
     - `init(self, p) -> State` returns the first values, and None for zeros.
     - `check(self)` raises for hyperparameters out of range; see `check_number`.
 

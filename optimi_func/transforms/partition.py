@@ -14,14 +14,13 @@ from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, c
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.core.torch_private import serializable
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree, without_none
+from optimi_func.pure.tree import flatten_params, match_tree, step_of, without_none
 from optimi_func.transforms._trees import (
     Transform,
     Trees,
     check_state,
     dotted_paths,
     inner_eval_params,
-    step_of,
 )
 
 # A pattern for a leaf's path, or a predicate of path and parameter.

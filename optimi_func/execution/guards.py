@@ -11,14 +11,8 @@ from torch import Tensor
 # What a launch depends on, besides the addresses. Strides come last, because not every
 # layout has them.
 _FACTS: list[Callable[[Tensor], Any]] = [
-    type,
-    attrgetter("layout"),
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    attrgetter("device"),
-    Tensor.is_neg,
-    Tensor._is_zerotensor,
-    Tensor.stride,
+    *(type, *map(attrgetter, ("layout", "dtype", "shape", "device"))),
+    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.stride),
 ]
 
 

@@ -87,17 +87,9 @@ class ListKernel:
             dither: Rounds second moments in 8 bits.
         """
         at, rows = lengths.buffer_info()
-        self._run_list(
-            self._kernel,
-            rows,
-            at,
-            table.buffer_info()[0],
-            scalars,
-            per_row,
-            per_piece,
-            dither,
-            torch.get_num_threads(),
-        )
+        pointers, threads = table.buffer_info()[0], torch.get_num_threads()
+        own = self._kernel, rows, at, pointers
+        self._run_list(*own, scalars, per_row, per_piece, dither, threads)
 
 
 def list_kernel_of(

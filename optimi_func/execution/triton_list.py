@@ -211,17 +211,10 @@ class TritonListKernel:
             table: All tensors but the gradients.
             gradients: Addresses of the gradients.
         """
-        arguments = table.arguments(gradients)
+        given = scalars, *table.arguments(gradients), table.count, scalars.stride(0)
         with torch.cuda.device(scalars.device):
-            self._function[(table.blocks,)](
-                scalars,
-                *arguments,
-                table.count,
-                scalars.stride(0),
-                XBLOCK=BLOCK,
-                REST=REST,
-                **self._options,
-            )
+            run = self._function[(table.blocks,)]
+            run(*given, XBLOCK=BLOCK, REST=REST, **self._options)
 
 
 def triton_list_kernel_of(

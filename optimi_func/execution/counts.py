@@ -23,14 +23,9 @@ _version = attrgetter("_version")
 class Counts:
     """The values of the counts, and a check that nothing else has written to them.
 
-    Args:
-        given: The tensors of a plan (see `ClassPlan.current`).
-        rows: Number of parameters.
-        width: Tensors of each parameter in `given`, without itself.
-        counted: How many of them are counts; these come first.
-        on_host: The host reads and computes them.
-        apart: They may differ between parameters, because a flag on the device decides
-            which ones are updated.
+    `given` are the tensors of a plan (see `ClassPlan.current`): `rows` parameters, then
+    `width` for each, of which the first `counted` are counts. If `on_host`, the host reads
+    them. If `apart`, flags on the device decide which parameters count.
     """
 
     def __init__(

@@ -94,12 +94,17 @@ def source() -> str:
     return (folder / "list.cpp").read_text().replace('#include "codecs.cpp"\n', codecs)
 
 
-def with_vectors(made: Callable[[], S]) -> S:
-    """Call a function that compiles C++, if possible without trying vectors out."""
+def with_vectors(made: Callable[[], S], cause: str = "") -> S:
+    """Call a function that compiles C++, if possible without trying vectors out.
+
+    It is called again after an error, if the error's text has the cause.
+    """
     try:
         with unprobed_vectors():
             return made()
-    except Exception:
+    except Exception as error:
+        if cause not in str(error):
+            raise
         # The compiler may know fewer instructions than the processor.
         probe_vectors()
         return made()

@@ -140,12 +140,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
     """Return the kernel of a key, compiled now on tensors of its own if it is new.
 
     So no parameter has been written if the compiler fails. Only the structure of the
-    scalars matters.
-
-    Raises:
-        RuntimeError: torch.compile is switched off, a TorchDispatchMode is active, or a
-            new kernel is asked for while a CUDA graph is captured.
-        Exception: Any error of the compiler.
+    scalars matters. Raises the three errors above, and any of the compiler.
     """
     if any_torch_dispatch_mode_on_stack():
         raise DispatchModeError(

@@ -79,13 +79,8 @@ class OwnRule(FunctionalOptimizer):
     ) -> tuple[T, TreeState]:
         """Return the parameters and the state: see `FunctionalOptimizer.step`.
 
-        Args:
-            params: Parameter tree.
-            grads: Its gradients; a parameter whose gradient is None does not change.
-            state: From `init` or the step before.
-            rewrite: As there.
-            extras: What `direction` takes besides, by name: trees with a tensor for each
-                parameter, or prefixes of them.
+        Extras are what `direction` takes besides, by name: trees with a tensor for each
+        parameter, or prefixes of them.
 
         Raises:
             TypeError: An extra that `direction` lacks, or does not take.

@@ -67,15 +67,10 @@ def plan_launches(
     """
     if rule.whole is not None and write:
         return plan_wholes(rule, updates, partial(plan_launches, executor))
-    planners: dict[str, _Planner] = {
-        "auto": _plan_auto,
-        "kernels": _plan_kernels,
-        "foreach": plan_foreach,
-        "eager": _plan_eager,
-    }
+    planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
+    plan = (planners | {"foreach": plan_foreach, "eager": _plan_eager})[executor]
 
     def planned(some: Iterator[Update]) -> list[Launch]:
-        plan = planners[executor]
         return [x for group in alike(list(some)) for x in plan(rule, group, write)]
 
     together = [

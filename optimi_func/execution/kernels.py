@@ -148,7 +148,9 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "leave it for the step, or pass compile=False"
         )
     # Rules of one digest compute the same.
-    place = key._replace(rule=key.rule.digest or key.rule), _threads(key.device)
+    alone = key.device.type == "cpu" and not has_list_kernels(key.device)
+    threads = torch.get_num_threads() if alone else 0
+    place = key._replace(rule=key.rule.digest or key.rule), threads
     found = _kernels.get(place)
     if found is None:
         if is_capturing(key.device):
@@ -160,11 +162,6 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             found = _kernels.get(place) or _compile(key, scalars)
             _kernels[place] = found
     return found
-
-
-def _threads(device: torch.device) -> int:
-    own = device.type == "cpu" and not has_list_kernels(device)
-    return torch.get_num_threads() if own else 0
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:

@@ -26,8 +26,13 @@ from optimi_func.memory.kept import (
     rounded,
 )
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
-from optimi_func.memory.replay import Handling, Param, peak_of
-from optimi_func.memory.shards import largest_unit, sharded_peak
+from optimi_func.memory.replay import (
+    Handling,
+    Param,
+    largest_unit,
+    peak_of,
+    sharded_peak,
+)
 from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]

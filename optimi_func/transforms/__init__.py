@@ -11,8 +11,6 @@ differentiates.
 """
 
 from optimi_func.core.torch_private import serializable
-from optimi_func.transforms.accumulate import EveryState as EveryState
-from optimi_func.transforms.accumulate import every_k as every_k
 from optimi_func.transforms.average import EmaState as EmaState
 from optimi_func.transforms.average import ema as ema
 from optimi_func.transforms.gradients import ChainState as ChainState
@@ -24,13 +22,15 @@ from optimi_func.transforms.gradients import chain as chain
 from optimi_func.transforms.gradients import clip_global_norm as clip_global_norm
 from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
 from optimi_func.transforms.gradients import clip_value as clip_value
-from optimi_func.transforms.guard import FiniteState as FiniteState
-from optimi_func.transforms.guard import apply_if_finite as apply_if_finite
 from optimi_func.transforms.inject import InjectState as InjectState
 from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
+from optimi_func.transforms.steps import EveryState as EveryState
+from optimi_func.transforms.steps import FiniteState as FiniteState
+from optimi_func.transforms.steps import apply_if_finite as apply_if_finite
+from optimi_func.transforms.steps import every_k as every_k
 
 for _state in (ChainState, EmaState, EveryState, FiniteState, InjectState, NoiseState):
     serializable(_state)

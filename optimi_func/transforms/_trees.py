@@ -173,12 +173,3 @@ def count_from(params: PyTree) -> Tensor:
     """Return a count of 0 with the device and dtype of the `step` of a `TreeState`."""
     tensors, _ = flatten_params(params)
     return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
-
-
-def choose_tree(ok: Tensor, yes: PyTree, no: PyTree) -> PyTree:
-    """Return `yes` if ok, a 0-d bool, else `no`; tensors in both are not copied."""
-
-    def pick(y: Tensor, n: Tensor) -> Tensor:
-        return n if y is n else torch.where(ok.to(y.device), y, n)
-
-    return pytree.tree_map(pick, yes, no)

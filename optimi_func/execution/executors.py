@@ -22,10 +22,10 @@ from optimi_func.execution.kernels import (
     CaptureError,
     DispatchModeError,
     Kernel,
+    KernelKey,
     SwitchedOffError,
     has_list_kernels,
     kernel,
-    kernel_key,
 )
 from optimi_func.execution.launches import (
     EagerLaunch,
@@ -175,11 +175,13 @@ def _kernel(
 
     A step that has means takes two, of which one measures.
     """
-    decodes = u.slot.coded and not around
-    key = kernel_key(rule, u.slot, u.g, u.scalars.statics, write, decodes)
-    widens = around and has_means and widens_gradients(u.slot, u.g)
+    slot, decodes = u.slot, u.slot.coded and not around
+    p, *rest = slot.dtypes if decodes else slot.decoded
+    dtypes, codes = (p, u.g.dtype, *rest), slot.codes if decodes else ()
+    own = rule, u.scalars.statics, write, slot.in_place, dtypes, u.g.device
+    key = KernelKey(*own, codes=codes)
+    widens = around and has_means and widens_gradients(slot, u.g)
     if widens:
-        p, _, *rest = key.dtypes
         key = key._replace(dtypes=(p, torch.float32, *rest))
     found = kernel(key._replace(measures=measures), u.scalars.scalars)
     if around and isinstance(found, ListKernel):

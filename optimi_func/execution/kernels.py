@@ -32,7 +32,7 @@ from optimi_func.execution.inductor import (
     in_rows,
 )
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
-from optimi_func.execution.slots import Slot, scale_places
+from optimi_func.execution.slots import scale_places
 from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
 T = TypeVar("T")
@@ -76,20 +76,6 @@ class KernelKey(NamedTuple):
         part = ["mean"] if self.measures else []
         codes = ["codes"] if any(self.codes) else []
         return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes])
-
-
-def kernel_key(
-    rule: Rule[Any, Any],
-    slot: Slot,
-    g: Tensor,
-    statics: tuple[bool | None, ...],
-    write: bool,
-    decodes: bool,
-) -> KernelKey:
-    """Return the key of the kernel that moves a slot; `decodes` if it is given codes."""
-    p, *rest = slot.dtypes if decodes else slot.decoded
-    dtypes, codes = (p, g.dtype, *rest), slot.codes if decodes else ()
-    return KernelKey(rule, statics, write, slot.in_place, dtypes, g.device, codes=codes)
 
 
 def has_list_kernels(device: torch.device) -> bool:

@@ -25,7 +25,6 @@ from optimi_func.state.convert import (
     same_names,
 )
 from optimi_func.state.describe import listed
-from optimi_func.state.entry import first_param, loaded_tree, named_entries
 from optimi_func.transforms.partition import (
     Elsewhere,
     Partition,
@@ -250,13 +249,12 @@ class Mixed(Evaluated):
         self.check_train_mode("functional()")
         made: list[tuple[Select, FunctionalOptimizer]] = []
         states: list[TreeState] = []
-        like = first_param(self.param_groups)
         for group in self.param_groups:
             bound = self.bound_of(group)
-            entries = named_entries(self.state, group, bound.rule)
+            entries = self._named_entries(group, bound.rule)
             if entries:
                 made.append((Named(list(entries)), bound))
-                states.append(as_tree(bound.rule, entries, like))
+                states.append(as_tree(bound.rule, entries, self._first_param()))
         names = [name for state in states for name in state.leaves]
         at = [i for i, state in enumerate(states) for _ in state.leaves]
         parts = tuple(
@@ -285,7 +283,7 @@ class Mixed(Evaluated):
             own = {n: x for n, x in part.leaves.items() if not isinstance(x, Elsewhere)}
             tree = part._replace(leaves=own)
             values = params or {} if i == 0 else {}
-            some, moves = loaded_tree(tree, values, self.param_groups, self.rule_of)
+            some, moves = self._loaded_tree(tree, values)
             made |= some
             moved += moves
         self._take_over(made, moved)

@@ -105,8 +105,10 @@ def with_vectors(made: Callable[[], S], cause: str = "") -> S:
     except Exception as error:
         if cause not in str(error):
             raise
-        # The compiler may know fewer instructions than the processor.
-        probe_vectors()
+        from torch._inductor import cpu_vec_isa
+
+        # The compiler may know fewer instructions than the processor: try them out.
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
         return made()
 
 
@@ -125,10 +127,3 @@ def unprobed_vectors() -> Generator[None]:
         return
     with config.patch({"cpp.vec_isa_ok": True}):
         yield
-
-
-def probe_vectors() -> None:
-    """Have Inductor list the vector instructions again, by trying them out."""
-    from torch._inductor import cpu_vec_isa
-
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()

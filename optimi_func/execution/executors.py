@@ -185,7 +185,8 @@ def _kernel(
         key = key._replace(dtypes=(p, torch.float32, *rest))
     found = kernel(key._replace(measures=measures), u.scalars.scalars)
     if around and isinstance(found, ListKernel):
-        return found.on_codes(arguments_of(u.slot, write, not measures, widens))
+        ours = arguments_of(slot, write, not measures, widens)
+        return ListKernel(*found.made_of, ours)
     return found
 
 

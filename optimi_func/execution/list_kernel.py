@@ -59,10 +59,6 @@ class ListKernel:
         table = array("q", map(Tensor.data_ptr, tensors))
         self.run(scalars.data_ptr(), table, array("q", [tensors[-1].numel()]))
 
-    def on_codes(self, ours: Sequence[Argument]) -> "ListKernel":
-        """Return this kernel for arguments of which some are stored in codes."""
-        return ListKernel(*self.made_of, ours)
-
     def run(
         self,
         scalars: int,

@@ -163,7 +163,12 @@ def plan(
                 options=dict(options),
             )
             recipes.append(recipe)
-    title = _title(model, params, optimizer, device, ranks, accumulation_steps)
+    count = sum(map(Tensor.numel, params.values()))
+    shown = f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
+    made = getattr(optimizer, "func", optimizer)  # of a partial
+    title = f"{type(model).__name__}, {shown} parameters, {made.__name__} on {device}"
+    title += f", each of {ranks} ranks" * (ranks > 1)
+    title += f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
     return MemoryPlan(title, limit, tuple(recipes))
 
 
@@ -204,22 +209,6 @@ def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str
     for x in to_local(list(model.buffers())):
         total += rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
     return total
-
-
-def _title(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    optimizer: Factory,
-    device: str,
-    ranks: int,
-    accumulation_steps: int,
-) -> str:
-    count = sum(p.numel() for p in params.values())
-    shown = f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
-    made = getattr(optimizer, "func", optimizer)  # of a partial
-    text = f"{type(model).__name__}, {shown} parameters, {made.__name__} on {device}"
-    text += f", each of {ranks} ranks" * (ranks > 1)
-    return text + f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
 
 
 def _checked_params(model: Any, device: Any) -> tuple[dict[str, Tensor], str]:

@@ -81,10 +81,7 @@ class Counts:
         """Return the different counts with their running scalars, numbers or tensors."""
         values: Sequence[Any] = self._expected if self._on_host else self.tensors(given)
         rows, end = self._rows, len(values)
-        found: list[tuple[Scalar, tuple[Scalar, ...]]] = []
-        for i in self._firsts:
-            found.append((values[i], tuple(values[i + rows : end : rows])))
-        return found
+        return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
 
     def advance(
         self, given: list[Any], after: list[Any], packed: list[Packed], at: list[int]

@@ -141,7 +141,4 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def _flatten(x: Any) -> list[Any]:
-    found: list[Any] = []
-    for y in x:
-        found += _flatten(y) if isinstance(y, tuple) else (y,)
-    return found
+    return [z for y in x for z in (_flatten(y) if isinstance(y, tuple) else (y,))]

@@ -15,24 +15,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
-from optimi_func.memory.kept import (
-    Factory,
-    Kept,
-    held,
-    kept,
-    made_of,
-    on_meta,
-    parse_size,
-    rounded,
-)
+from optimi_func.memory import kept, replay
+from optimi_func.memory.kept import Factory, Kept
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
-from optimi_func.memory.replay import (
-    Handling,
-    Param,
-    largest_unit,
-    peak_of,
-    sharded_peak,
-)
 from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]
@@ -106,7 +91,7 @@ def plan(
     >>> model[0].weight.dtype, release is None
     (torch.bfloat16, False)
     """
-    limit = parse_size("budget", budget)
+    limit = kept.parse_size("budget", budget)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     params, device = _checked_params(model, device)
     _check_options(options, ranks=ranks, accumulation_steps=accumulation_steps)
@@ -115,10 +100,10 @@ def plan(
     local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
     # Processes that the model is or will be divided among.
     processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
-    metas = {dtype: on_meta(params, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    metas = {kind: kept.on_meta(params, kind) for kind in (torch.float32, torch.bfloat16)}
     releases = True
     try:
-        made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
+        kept.made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
     except (TypeError, ValueError):
         releases = False
     traces: dict[torch.dtype, Trace] = {}
@@ -126,7 +111,7 @@ def plan(
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            found = kept(optimizer, meta, storage, options, device, ranks)
+            found = kept.kept(optimizer, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise
@@ -140,12 +125,13 @@ def plan(
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
-            handling = Handling.of(release, accumulation_steps, device, dtype, buffer)
+            how = release, accumulation_steps, device, dtype, buffer
+            handling = replay.Handling.of(*how)
             if sharded:
-                unit = largest_unit(model, dtype)
-                peak = sharded_peak(traced, sizes, handling, unit, processes)
+                unit = replay.largest_unit(model, dtype)
+                peak = replay.sharded_peak(traced, sizes, handling, unit, processes)
             else:
-                peak = peak_of(traced, sizes, handling)
+                peak = replay.peak_of(traced, sizes, handling)
             sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
             recipe = Recipe(
                 name=f"{name}{', release' * release}{sums}",
@@ -190,24 +176,24 @@ def _sizes(
     found: Kept,
     ranks: int,
     device: str,
-) -> list[Param]:
+) -> list[replay.Param]:
     """Return the sizes of the parameters that require a gradient, in the model's order."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    sizes: list[Param] = []
+    sizes: list[replay.Param] = []
     for (name, p), x in zip(params.items(), meta.values()):
         if p.requires_grad:
-            size = held(x, ranks)
-            numel, scratch = size // x.element_size(), found.scratch.get(name, 0)
-            sizes.append(Param(numel, rounded(size, device), scratch, uses[id(p)]))
+            size = kept.held(x, ranks)
+            more = kept.rounded(size, device), found.scratch.get(name, 0), uses[id(p)]
+            sizes.append(replay.Param(size // x.element_size(), *more))
     return sizes
 
 
 def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:
     """Return the bytes of parameters and buffers."""
-    total = sum(rounded(held(p, ranks), device) for p in meta.values())
+    total = sum(kept.rounded(kept.held(p, ranks), device) for p in meta.values())
     dtype = next(p.dtype for p in meta.values() if p.requires_grad)
     for x in to_local(list(model.buffers())):
-        total += rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
+        total += kept.rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
     return total
 
 

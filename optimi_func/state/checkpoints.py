@@ -15,20 +15,8 @@ from optimi_func.core.storage import group_storage, own_names
 from optimi_func.core.torch_private import unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
-from optimi_func.state.convert import (
-    Counterparts,
-    Entry,
-    Group,
-    LoadReport,
-    Match,
-    as_torchs,
-    as_tree,
-    check_kind,
-    checked,
-    common,
-    find_entries,
-    from_tree,
-)
+from optimi_func.state import convert
+from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
 from optimi_func.state.entry import ensure_state, insert_made, named_params
 from optimi_func.state.stored import decoded, has_codes, master, owned, set_master
@@ -85,7 +73,7 @@ class Checkpoints(Optimizer):
         """
         name = type(self).__name__
         state = self.decoded_state_dict()
-        return as_torchs(name, self.keywords, counterparts_of(self), state)
+        return convert.as_torchs(name, self.keywords, counterparts_of(self), state)
 
     def decoded_state_dict(self) -> dict[str, Any]:
         """Return the state_dict with moments in 8 bits decoded to float32.
@@ -154,7 +142,7 @@ class Checkpoints(Optimizer):
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
         given = state_dict, self.param_groups, strict, match, self.keywords
-        return find_entries(*given, counterparts_of(self))
+        return convert.find_entries(*given, counterparts_of(self))
 
     def describe(self) -> str:
         """Return a table of each group's storage of parameters and moments, and its bytes.
@@ -242,7 +230,7 @@ class Checkpoints(Optimizer):
             places = list(range(first, first + len(entries)))
             group = {**mine, **options, "params": places}
             bound = self.bound_of(group)
-            check_kind(mine, options, bound.decay)
+            convert.check_kind(mine, options, bound.decay)
             if "decouple_wd" not in mine:
                 group.pop("decouple_wd", None)
             if "train_mode" in mine:
@@ -252,7 +240,7 @@ class Checkpoints(Optimizer):
             names = group.get("param_names", places)
             for name, p, saved in zip(names, mine["params"], entries):
                 if saved is not None:
-                    entry = checked(rule, "state", name, p, saved)
+                    entry = convert.checked(rule, "state", name, p, saved)
                     made[p] = owned(rule, p, capturable, storage, entry, keep_dtypes)
         mode = all(group.get("train_mode", True) for group in loaded)
         loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
@@ -280,7 +268,7 @@ class Checkpoints(Optimizer):
         """
         groups = self.param_groups
         home = {name: (group, p) for group in groups for name, p in named_params(group)}
-        entries = from_tree(state)
+        entries = convert.from_tree(state)
         for name, x in {**entries, **params}.items():
             if name not in home:
                 raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
@@ -293,7 +281,7 @@ class Checkpoints(Optimizer):
         for name, entry in entries.items():
             group, p = home[name]
             rule, storage = self.rule_of(group), group_storage(group)
-            entry = checked(rule, "state.leaves", name, p, entry)
+            entry = convert.checked(rule, "state.leaves", name, p, entry)
             plain = storage.moments != "8bit" and not has_codes(rule, entry)
             with torch.no_grad():
                 made[p] = owned(rule, p, group["capturable"], storage, entry, plain)
@@ -330,9 +318,9 @@ class Checkpoints(Optimizer):
         for group in self.param_groups:
             bounds.append(self.bound_of(group))
             entries.append(self._named_entries(group, bounds[-1].rule))
-        optimizer = common(bounds, list(map(list, entries)))
+        optimizer = convert.common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}
-        return optimizer, as_tree(optimizer.rule, merged, self._first_param())
+        return optimizer, convert.as_tree(optimizer.rule, merged, self._first_param())
 
     def load_functional(
         self, state: TreeState, params: dict[str, Tensor] | None = None

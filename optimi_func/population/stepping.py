@@ -61,11 +61,7 @@ def vmap_step(
         )
 
     def step(
-        params: PyTree,
-        grads: PyTree,
-        state: Any,
-        hyper: Hyper = NO_HYPER,
-        **extras: PyTree,
+        params: PyTree, grads: PyTree, state: Any, hyper: Hyper = NO_HYPER, **extras: PyTree
     ) -> tuple[PyTree, Any]:
         check_optimizer(optimizer, hyper)
         args = {"params": params, "grads": grads, "state": state, "hyper": dict(hyper)}

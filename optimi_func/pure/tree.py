@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import (
-    check_grad,
-    check_param,
-    check_taken,
-    shown,
-    warn,
-)
+from optimi_func.core.checks import check_grad, check_param, check_taken, shown, warn
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import NoRunning, PyTree, Rule, Scalar, Storage

@@ -13,13 +13,7 @@ from optimi_func.core.checks import check_grad
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.tree import (
-    flatten_params,
-    match_tree,
-    path_of,
-    step_of,
-    without_none,
-)
+from optimi_func.pure.tree import flatten_params, match_tree, path_of, step_of, without_none
 
 S = TypeVar("S")
 

@@ -21,13 +21,7 @@ from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.pure.tree import check_pair, flatten_params, tensor_of
-from optimi_func.transforms._trees import (
-    Around,
-    Trees,
-    count_from,
-    dotted_paths,
-    like,
-)
+from optimi_func.transforms._trees import Around, Trees, count_from, dotted_paths, like
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]

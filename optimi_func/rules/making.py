@@ -330,8 +330,9 @@ class _Explicit(NamedTuple):
             found = me.coeffs(*[given[name] for name in self.takes])
         except Exception as error:
             raise TypeError(
-                f"{where} raises {type(error).__name__}: {error} (self has the fields, and "
-                f"further arguments are {', '.join(_TAKES['coeffs'])})"
+                f"{where} raises {type(error).__name__}: {error} (self has the fields, "
+                f"further arguments are {', '.join(_TAKES['coeffs'])}, and torch.where is "
+                "for an if over tensors)"
             ) from error
         named = found._asdict() if hasattr(found, "_asdict") else found
         right = isinstance(named, dict) and all(map(is_scalar, named.values()))

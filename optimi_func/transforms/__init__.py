@@ -11,8 +11,12 @@ differentiates.
 """
 
 from optimi_func.core.torch_private import serializable
-from optimi_func.transforms.average import EmaState as EmaState
-from optimi_func.transforms.average import ema as ema
+from optimi_func.transforms.around import EmaState as EmaState
+from optimi_func.transforms.around import EveryState as EveryState
+from optimi_func.transforms.around import FiniteState as FiniteState
+from optimi_func.transforms.around import apply_if_finite as apply_if_finite
+from optimi_func.transforms.around import ema as ema
+from optimi_func.transforms.around import every_k as every_k
 from optimi_func.transforms.gradients import ChainState as ChainState
 from optimi_func.transforms.gradients import GradientTransform as GradientTransform
 from optimi_func.transforms.gradients import NoiseState as NoiseState
@@ -27,10 +31,6 @@ from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
-from optimi_func.transforms.steps import EveryState as EveryState
-from optimi_func.transforms.steps import FiniteState as FiniteState
-from optimi_func.transforms.steps import apply_if_finite as apply_if_finite
-from optimi_func.transforms.steps import every_k as every_k
 
 for _state in (ChainState, EmaState, EveryState, FiniteState, InjectState, NoiseState):
     serializable(_state)

@@ -165,12 +165,6 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
     return x.reshape(()).double() if capturable or near else x.item()
 
 
-def tensors_among(keywords: tuple[str, ...], group: Group) -> list[tuple[str, Tensor]]:
-    """Return the hyperparameters of a group that are tensors, with their names."""
-    given = [(k, x if isinstance(x := group[k], tuple | list) else (x,)) for k in keywords]
-    return [(k, x) for k, xs in given for x in xs if isinstance(x, Tensor)]
-
-
 class path_of:
     """A parameter's name for errors, or its index in the group if it has none.
 

@@ -4,7 +4,7 @@ Everything is checked and compiled before anything is written.
 """
 
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, is_, itemgetter
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
@@ -25,7 +26,7 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.tensors import flat_leaf, is_capturing, write_back
-from optimi_func.optimizers._groups import Group, as_scalar, path_of, tensors_among
+from optimi_func.optimizers._groups import Group, as_scalar, path_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry
@@ -122,8 +123,7 @@ class Steps(Checkpoints):
             idle = [self.holders_of(group, p) for p in group["params"]]
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
-            _, keywords = self._factory_of(group)
-            _check_capture(self.state, group, params, tensors_among(keywords, group))
+            self._check_capture(group, params)
         # A step that the device may skip is counted there.
         capturable, apart = group["capturable"], False
         if microbatches is not None:
@@ -167,6 +167,36 @@ class Steps(Checkpoints):
         moved = params if write and plan.distributed else []
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
         return run, host, plan.holders
+
+    def _check_capture(self, group: Group, params: list[Tensor]) -> None:
+        """Raise if the replays of a CUDA graph would differ from steps."""
+        if not group["capturable"]:
+            raise RuntimeError(
+                "a CUDA graph is being captured with capturable=False: all its replays "
+                "would take the same step, with the numbers of now. Make the optimizer "
+                "with capturable=True"
+            )
+        for p in params:
+            if not self.state.get(p):
+                raise RuntimeError(
+                    f"a CUDA graph is being captured before the first step of params"
+                    f"{path_of(group, p)}: each of its replays would make its state anew. "
+                    "Take a step, or call init_state(), before the capture"
+                )
+        home = params[0].device
+        for name in self._factory_of(group)[1]:
+            for x in pytree.tree_leaves(group[name]):
+                if isinstance(x, Tensor) and x.device != home:
+                    raise RuntimeError(
+                        f"a CUDA graph is being captured with {name} a tensor on "
+                        f"{x.device}, which its replays could not read: move it to {home}"
+                    )
+        if not isinstance(group["lr"], Tensor):
+            warn_user(
+                f"a CUDA graph is being captured with lr={group['lr']}, which all its "
+                "replays will take: for a schedule make lr a tensor on the parameters' "
+                "device and write to it"
+            )
 
     def _step_without_memory(self, work: _Work, write: bool, count: bool) -> None:
         """Step meta and fake tensors, which programs take to estimate memory."""
@@ -220,43 +250,6 @@ def executor_of(group: Group) -> Executor:
     if group["compile"] is False:
         return "eager"
     return "kernels" if group["compile"] or group["triton"] else "auto"
-
-
-def _check_capture(
-    states: Mapping[Any, Entry],
-    group: Group,
-    params: list[Tensor],
-    tensors: list[tuple[str, Tensor]],
-) -> None:
-    """Raise if the replays of a CUDA graph would differ from steps.
-
-    `tensors` are the hyperparameters of the group that are tensors, by name.
-    """
-    if not group["capturable"]:
-        raise RuntimeError(
-            "a CUDA graph is being captured with capturable=False: all its replays would "
-            "take the same step, with the numbers of now. Make the optimizer with "
-            "capturable=True"
-        )
-    for p in params:
-        if not states.get(p):
-            raise RuntimeError(
-                f"a CUDA graph is being captured before the first step of params"
-                f"{path_of(group, p)}: each of its replays would make its state anew. Take "
-                "a step, or call init_state(), before the capture"
-            )
-    for name, x in tensors:
-        if x.device != params[0].device:
-            raise RuntimeError(
-                f"a CUDA graph is being captured with {name} a tensor on {x.device}, which "
-                f"its replays could not read: move it to {params[0].device}"
-            )
-    if not isinstance(group["lr"], Tensor):
-        warn_user(
-            f"a CUDA graph is being captured with lr={group['lr']}, which all its replays "
-            "will take: for a schedule make lr a tensor on the parameters' device and "
-            "write to it"
-        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.memory import kept, replay
-from optimi_func.memory.kept import Factory, Kept
+from optimi_func.memory.kept import Factory
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
 from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
@@ -106,6 +106,7 @@ def plan(
         kept.made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
     except (TypeError, ValueError):
         releases = False
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
@@ -120,7 +121,13 @@ def plan(
             traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
         traced = traces.get(dtype)
         attention = traced is not None and traced.attention and device == "cuda"
-        sizes = _sizes(model, params, meta, found, ranks, device)
+        sizes: list[replay.Param] = []
+        for (key, p), x in zip(params.items(), meta.values()):
+            if p.requires_grad:
+                size = kept.held(x, ranks)
+                scratch = found.scratch.get(key, 0)
+                more = kept.rounded(size, device), scratch, uses[id(p)]
+                sizes.append(replay.Param(size // x.element_size(), *more))
         fixed = _fixed(model, meta, ranks, device)
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
@@ -167,25 +174,6 @@ def _variants(
     plain, wide, low = (False, None), (True, torch.float32), (True, torch.bfloat16)
     # Without release, p.grad accumulates in the parameter's dtype.
     return [plain, wide, low] if dtype == torch.float32 else [wide, plain, low]
-
-
-def _sizes(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    meta: Mapping[str, Tensor],
-    found: Kept,
-    ranks: int,
-    device: str,
-) -> list[replay.Param]:
-    """Return the sizes of the parameters that require a gradient, in the model's order."""
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    sizes: list[replay.Param] = []
-    for (name, p), x in zip(params.items(), meta.values()):
-        if p.requires_grad:
-            size = kept.held(x, ranks)
-            more = kept.rounded(size, device), found.scratch.get(name, 0), uses[id(p)]
-            sizes.append(replay.Param(size // x.element_size(), *more))
-    return sizes
 
 
 def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:

@@ -47,9 +47,8 @@ SMALL = 1 << 13
 # Elements that are measured before they are moved, so that they are still in a cache.
 MEASURED = 1 << 20
 
-# Types of devices for which the compiler has failed in this process.
+# Types of devices.
 _uncompilable: set[str] = set()
-# Types of devices about which it was warned that torch.compile is switched off.
 _said_switched_off: set[str] = set()
 
 # "auto" takes kernels if a compiler is found, else "eager".

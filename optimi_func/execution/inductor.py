@@ -12,6 +12,7 @@ This is the only module that uses private parts of Inductor. If they are not as 
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from importlib import import_module
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
@@ -78,7 +79,7 @@ def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKern
 
     def made() -> ListKernel | None:
         # Two threads that import parts of it would wait for each other.
-
+        import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
         ahead = Thread(target=copy_context().run, args=(native,))
         if not SHARED_SETTINGS:

@@ -88,7 +88,6 @@ def has_list_kernels(device: torch.device) -> bool:
 _kernels: dict[tuple[Any, int], Kernel] = {}
 # Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
-# One thread compiles, the others find the kernel.
 lock = threading.RLock()
 
 

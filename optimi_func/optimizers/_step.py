@@ -238,7 +238,6 @@ class Steps(Checkpoints):
         self._plans[key] = plan
 
 
-# The options of a group that a plan depends on.
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda, _params_of = attrgetter("on_host"), attrgetter("is_cuda"), itemgetter(1)
 

@@ -221,7 +221,6 @@ def _over_members(
         ) from error
 
 
-# Texts of torch's errors.
 _SHARED_WRITES = (
     "Batch norm got a batched tensor",
     "vmap: inplace arithmetic",

@@ -55,7 +55,7 @@ class Schedule:
         >>> torch.optim.lr_scheduler.LambdaLR(optimizer, factor).get_last_lr()
         [0.2]
         """
-        _check_positive("base learning rate", "base_lr", base_lr)
+        _check("base_lr", base_lr, "base learning rate", above=0.0)
         return lambda step: float(self(step)) / base_lr
 
 
@@ -306,10 +306,10 @@ def one_cycle(
     [0.04, 0.52, 1.0, 0.95]
     """
     check_whole("total", total, 1)
-    _check_constant("peak", peak)
-    _check_positive("share of steps", "pct_start", pct_start)
-    _check_positive("divisor", "div_factor", div_factor)
-    _check_positive("divisor", "final_div_factor", final_div_factor)
+    _check("peak", peak)
+    _check("pct_start", pct_start, "share of steps", above=0.0)
+    _check("div_factor", div_factor, "divisor", above=0.0)
+    _check("final_div_factor", final_div_factor, "divisor", above=0.0)
     if not 1.0 < pct_start * total < total:
         raise ValueError(
             f"pct_start={pct_start} with total={total}: allowed is above 1 / total and "
@@ -323,23 +323,18 @@ def one_cycle(
 
 
 def _ramp(start: Scalar, end: Scalar, steps: float, shape: Shape) -> Ramp:
-    _check_constant("start", start)
-    _check_constant("end", end)
+    _check("start", start)
+    _check("end", end)
     if shape not in get_args(Shape):
         raise ValueError(f"shape={shape!r}: allowed are {get_args(Shape)}")
     return Ramp(start, end, steps, shape)
 
 
-def _check_constant(name: str, value: Scalar) -> None:
+def _check(name: str, value: Scalar, label: str = "", above: float | None = None) -> None:
     if callable(value):
-        raise TypeError(f"{name}={value!r}: allowed are numbers and 0-d tensors")
-    check_number(f"{name} of a schedule", name, value)
-
-
-def _check_positive(label: str, name: str, value: Scalar) -> None:
-    if callable(value):
-        raise TypeError(f"{name}={value!r}: allowed are numbers above 0")
-    check_number(label, name, value, above=0.0)
+        allowed = "numbers and 0-d tensors" if above is None else f"numbers above {above:g}"
+        raise TypeError(f"{name}={value!r}: allowed are {allowed}")
+    check_number(label or f"{name} of a schedule", name, value, above=above)
 
 
 def _part(part: Scalar | Callable[[Scalar], Scalar], step: Scalar) -> Scalar:

@@ -67,7 +67,6 @@ def read_before_written() -> None:
     layout = lowering.tag_to_layout_constraint(
         get_layout_constraint_tag(update, with_default=True)
     )
-    # Inductor's own lowering of custom operations.
     lowering.make_fallback(update, layout_constraint=layout)
     call = lowering.lowerings[update]
 

@@ -7,6 +7,7 @@ update of a parameter follows its gradient and frees it.
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import total_norm
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
-from optimi_func.execution.cpp import probe_vectors, unprobed_vectors
+from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
@@ -190,7 +191,8 @@ class StepGraph:
             options = {"dynamic": False, "options": {"fallback_random": True}}
             read_before_written()
             graph = torch_compile(body, options)
-            outputs = _first(graph, inputs, sums)
+            # Nothing has run if this error of the compiler is raised.
+            outputs = with_vectors(partial(graph, inputs, sums), "CppCompileError")
             self._graphs[key] = graph
             return outputs
         except Exception:
@@ -326,21 +328,6 @@ def _kind(program: Program, batch: PyTree) -> tuple[Any, ...]:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     modes = [module.training for module in modules]
     return program.params, program.buffers, spec, tuple(shapes), tuple(modes)
-
-
-def _first(
-    graph: Callable[..., Outputs], inputs: Inputs, sums: list[Tensor] | None
-) -> Outputs:
-    """Call a graph for the first time, which compiles it."""
-    try:
-        with unprobed_vectors():
-            return graph(inputs, sums)
-    except RuntimeError as error:
-        if "CppCompileError" not in str(error):
-            raise
-        # Nothing has run yet. The compiler may lack vector instructions of the processor.
-        probe_vectors()
-        return graph(inputs, sums)
 
 
 @contextmanager

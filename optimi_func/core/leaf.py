@@ -28,7 +28,8 @@ from optimi_func.core.storage import Storage, decode, encode
 
 def whole_means(tensors: list[Tensor]) -> list[Tensor]:
     """Return the mean of each tensor, for a leaf that is no shard."""
-    return [x.mean() for x in tensors]
+    # The mean of no elements is NaN, which derivatives would multiply by 0.
+    return [x.mean() if x.numel() else x.sum() for x in tensors]
 
 
 def count_means(rule: Rule[Any, Any], rates: Rates) -> int:

@@ -1,8 +1,8 @@
 """Small functions around private torch APIs that compiled/ and execution/ do not own.
 
-They were tried with torch 2.11, the oldest supported one, to 2.15. Each docstring says why
-no public name does. Tests named `test_private_...` fail if a new torch lacks a name. No
-function changes torch for other code.
+They were tried with torch 2.11, the oldest supported one, to 2.15. No public name does the
+same, and where one seems to, the docstring says why not. Tests named `test_private_...`
+fail if a new torch lacks a name. No function changes torch for other code.
 """
 
 import os
@@ -45,7 +45,7 @@ def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
     """Return a method of torch.optim.Optimizer that does not import the compiler.
 
     torch wraps some as `uncompiled` does. Before anything has imported the compiler, there
-    is no compiled frame to leave. Torch 2.11 to 2.15, test_private_optimizer_is_there.
+    is no compiled frame to leave.
     """
     own: Any = method
     if "torch._dynamo" in sys.modules or own.__code__ is not _UNCOMPILED.__code__:
@@ -54,10 +54,7 @@ def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_switched_off() -> bool:
-    """Return True if the environment or a setting switches torch.compile off.
-
-    No public name tells. Torch 2.11 to 2.15, test_private_compiler_settings_are_there.
-    """
+    """Return True if the environment or a setting switches torch.compile off."""
     config = sys.modules.get("torch._dynamo.config")
     variable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     disabled = variable if config is None else config.disable
@@ -65,10 +62,7 @@ def is_switched_off() -> bool:
 
 
 def has_stance() -> bool:
-    """Return True if torch.compiler.set_stance changed what torch.compile does.
-
-    No public name tells. Torch 2.11 to 2.15, test_private_compiler_settings_are_there.
-    """
+    """Return True if torch.compiler.set_stance changed what torch.compile does."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and frames._stance != frames.DynamoStance()
 
@@ -76,20 +70,17 @@ def has_stance() -> bool:
 def changed_settings() -> list[str] | None:
     """Return the compiler's settings that are not the defaults; None before its import.
 
-    torch's codegen_config also lists those that were set to a default. Torch 2.11 to 2.15,
-    test_private_compiler_settings_are_there.
+    torch's codegen_config also lists those that were set to a default.
     """
     parts = [sys.modules.get(f"torch.{x}.config") for x in ("_inductor", "_functorch")]
-    return (
-        [
-            f"{name}={value!r}"
-            for config in filter(None, parts)
-            for name, value in config.get_config_copy().items()
-            if value != config._config[name].default
-        ]
-        if any(parts)
-        else None
-    )
+    if not any(parts):
+        return None
+    return [
+        f"{name}={value!r}"
+        for config in filter(None, parts)
+        for name, value in config.get_config_copy().items()
+        if value != config._config[name].default
+    ]
 
 
 def in_compiled_region() -> bool:
@@ -101,10 +92,7 @@ def in_compiled_region() -> bool:
 
 
 def dispatch_modes() -> int:
-    """Return how many dispatch modes are active, torch's own (make_fx) included.
-
-    No public name tells. Torch 2.11 to 2.15, test_private_modes_are_seen.
-    """
+    """Return how many dispatch modes are active, torch's own (make_fx) included."""
     return torch._C._len_torch_dispatch_stack()
 
 
@@ -161,8 +149,7 @@ def fake_mode() -> Any:
 def serializable(node: type[T]) -> type[T]:
     """Name a NamedTuple of a state in the files of torch.export.
 
-    The public register_pytree_node refuses NamedTuples. Torch 2.11 to 2.15,
-    test_private_pytree_names_states.
+    The public register_pytree_node refuses NamedTuples.
     """
     name = f"optimi_func.{node.__name__}"
     pytree._register_namedtuple(node, serialized_type_name=name)
@@ -172,8 +159,7 @@ def serializable(node: type[T]) -> type[T]:
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return the Euclidean norm of each tensor, as a 0-d tensor of at least float32.
 
-    torch.nn.utils.get_total_norm computes the same, but returns only the total. Torch
-    2.11 to 2.15, test_private_norms_are_there.
+    torch.nn.utils.get_total_norm computes the same, but returns only the total.
     """
     kinds: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
@@ -204,17 +190,13 @@ def has_memory(x: Tensor) -> bool:
     """Return False for a meta or fake tensor.
 
     FakeTensor is looked up in sys.modules, because a program that has one has imported it.
-    torch has no public name for it. Torch 2.11 to 2.15, test_private_compiler_is_there.
     """
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
 
 
 def transform_level() -> int:
-    """Return how many transformations of torch.func are active.
-
-    No public name tells this or what the four functions below return.
-    """
+    """Return how many transformations of torch.func are active."""
     return _functorch.maybe_current_level() or 0
 
 
@@ -246,7 +228,7 @@ def _fsdp_groups(params: Iterable[Tensor]) -> list[tuple[Any, Any]]:
     """Return the modules that fully_shard has divided for these shards, and its groups.
 
     The public API leads from a module to its parameters alone. A program that has called
-    fully_shard has imported it. Torch 2.11 to 2.15, test_private_groups_of_fully_shard.
+    fully_shard has imported it.
     """
     known: Any = sys.modules.get("torch.distributed._composable_state")
     wanted, found = {*params}, list[tuple[Any, Any]]()
@@ -278,10 +260,7 @@ def has_unreduced_grads(params: Iterable[Tensor]) -> bool:
 
 
 def assert_later(flag: Tensor, text: str) -> None:
-    """Raise if a 0-d flag is false. The host does not wait for a GPU, which fails later.
-
-    Public assertions do. Torch 2.11 to 2.15, test_private_groups_of_fully_shard.
-    """
+    """Raise if a 0-d flag is false. The host does not wait, as in public assertions."""
     torch._assert_async(flag, text)
 
 

@@ -23,14 +23,9 @@ _version = attrgetter("_version")
 class Counts:
     """The values of the counts, and a check that nothing else has written to them.
 
-    Args:
-        given: The tensors of a plan (see `ClassPlan.current`).
-        rows: Number of parameters.
-        width: Tensors of each parameter in `given`, without itself.
-        counted: How many of them are counts; these come first.
-        on_host: The host reads and computes them.
-        apart: They may differ between parameters, because a flag on the device decides
-            which ones are updated.
+    `given` are the tensors of a plan (see `ClassPlan.current`): `rows` parameters, then
+    `width` for each, of which the first `counted` are counts. If `on_host`, the host reads
+    them. If `apart`, flags on the device decide which parameters count.
     """
 
     def __init__(
@@ -86,10 +81,7 @@ class Counts:
         """Return the different counts with their running scalars, numbers or tensors."""
         values: Sequence[Any] = self._expected if self._on_host else self.tensors(given)
         rows, end = self._rows, len(values)
-        found: list[tuple[Scalar, tuple[Scalar, ...]]] = []
-        for i in self._firsts:
-            found.append((values[i], tuple(values[i + rows : end : rows])))
-        return found
+        return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
 
     def advance(
         self, given: list[Any], after: list[Any], packed: list[Packed], at: list[int]

@@ -94,14 +94,21 @@ def source() -> str:
     return (folder / "list.cpp").read_text().replace('#include "codecs.cpp"\n', codecs)
 
 
-def with_vectors(made: Callable[[], S]) -> S:
-    """Call a function that compiles C++, if possible without trying vectors out."""
+def with_vectors(made: Callable[[], S], cause: str = "") -> S:
+    """Call a function that compiles C++, if possible without trying vectors out.
+
+    It is called again after an error, if the error's text has the cause.
+    """
     try:
         with unprobed_vectors():
             return made()
-    except Exception:
-        # The compiler may know fewer instructions than the processor.
-        probe_vectors()
+    except Exception as error:
+        if cause not in str(error):
+            raise
+        from torch._inductor import cpu_vec_isa
+
+        # The compiler may know fewer instructions than the processor: try them out.
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
         return made()
 
 
@@ -120,10 +127,3 @@ def unprobed_vectors() -> Generator[None]:
         return
     with config.patch({"cpp.vec_isa_ok": True}):
         yield
-
-
-def probe_vectors() -> None:
-    """Have Inductor list the vector instructions again, by trying them out."""
-    from torch._inductor import cpu_vec_isa
-
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()

@@ -22,10 +22,10 @@ from optimi_func.execution.kernels import (
     CaptureError,
     DispatchModeError,
     Kernel,
+    KernelKey,
     SwitchedOffError,
     has_list_kernels,
     kernel,
-    kernel_key,
 )
 from optimi_func.execution.launches import (
     EagerLaunch,
@@ -47,9 +47,8 @@ SMALL = 1 << 13
 # Elements that are measured before they are moved, so that they are still in a cache.
 MEASURED = 1 << 20
 
-# Types of devices for which the compiler has failed in this process.
+# Types of devices.
 _uncompilable: set[str] = set()
-# Types of devices about which it was warned that torch.compile is switched off.
 _said_switched_off: set[str] = set()
 
 # "auto" takes kernels if a compiler is found, else "eager".
@@ -67,15 +66,10 @@ def plan_launches(
     """
     if rule.whole is not None and write:
         return plan_wholes(rule, updates, partial(plan_launches, executor))
-    planners: dict[str, _Planner] = {
-        "auto": _plan_auto,
-        "kernels": _plan_kernels,
-        "foreach": plan_foreach,
-        "eager": _plan_eager,
-    }
+    planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
+    plan = (planners | {"foreach": plan_foreach, "eager": _plan_eager})[executor]
 
     def planned(some: Iterator[Update]) -> list[Launch]:
-        plan = planners[executor]
         return [x for group in alike(list(some)) for x in plan(rule, group, write)]
 
     together = [
@@ -180,15 +174,18 @@ def _kernel(
 
     A step that has means takes two, of which one measures.
     """
-    decodes = u.slot.coded and not around
-    key = kernel_key(rule, u.slot, u.g, u.scalars.statics, write, decodes)
-    widens = around and has_means and widens_gradients(u.slot, u.g)
+    slot, decodes = u.slot, u.slot.coded and not around
+    p, *rest = slot.dtypes if decodes else slot.decoded
+    dtypes, codes = (p, u.g.dtype, *rest), slot.codes if decodes else ()
+    own = rule, u.scalars.statics, write, slot.in_place, dtypes, u.g.device
+    key = KernelKey(*own, codes=codes)
+    widens = around and has_means and widens_gradients(slot, u.g)
     if widens:
-        p, _, *rest = key.dtypes
         key = key._replace(dtypes=(p, torch.float32, *rest))
     found = kernel(key._replace(measures=measures), u.scalars.scalars)
     if around and isinstance(found, ListKernel):
-        return found.on_codes(arguments_of(u.slot, write, not measures, widens))
+        ours = arguments_of(slot, write, not measures, widens)
+        return ListKernel(*found.made_of, ours)
     return found
 
 

@@ -11,14 +11,8 @@ from torch import Tensor
 # What a launch depends on, besides the addresses. Strides come last, because not every
 # layout has them.
 _FACTS: list[Callable[[Tensor], Any]] = [
-    type,
-    attrgetter("layout"),
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    attrgetter("device"),
-    Tensor.is_neg,
-    Tensor._is_zerotensor,
-    Tensor.stride,
+    *(type, *map(attrgetter, ("layout", "dtype", "shape", "device"))),
+    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.stride),
 ]
 
 
@@ -48,14 +42,10 @@ class Guard:
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return Dynamo's check of tensors, one call in C++; None if it is not usable."""
-    return _make_guards(tensors) if tensors and _guards_work(_within_operation()) else None
-
-
-def _within_operation() -> bool:
-    """Return True within an operation of torch, where tensors hide some of their facts."""
-    # Private, in torch 2.11 to 2.15.
+    # Within an operation of torch tensors hide facts. Private, in torch 2.11 to 2.15.
     excluded = getattr(torch._C, "_dispatch_tls_is_dispatch_key_excluded", None)
-    return excluded is not None and excluded(torch._C.DispatchKey.Negative)
+    within = excluded is not None and excluded(torch._C.DispatchKey.Negative)
+    return _make_guards(tensors) if tensors and _guards_work(within) else None
 
 
 def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:

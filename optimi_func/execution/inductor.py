@@ -12,6 +12,7 @@ This is the only module that uses private parts of Inductor. If they are not as 
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from importlib import import_module
 from threading import Thread
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,19 +39,11 @@ _LONGEST = 2**31 - 1
 def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kernel:
     """Compile `function` by calling it on an example.
 
-    Args:
-        function: Takes a 1-D tensor of fixed length, then 1-D tensors of one common
-            length, which is free. It writes to its arguments and returns nothing.
-        example: Arguments of a typical length, which are written to.
-        row: The elements of a row if the function takes rows (see `in_rows`), else 1.
-
-    Returns:
-        The compiled function, for every length from 2. It takes dense tensors of any
-        shape with one order of elements in memory, and autograd does not see its writes.
-        On CUDA it is a TritonListKernel if one can be made.
-
-    Raises:
-        Exception: Any error of the compiler.
+    It takes a 1-D tensor of fixed length, then 1-D tensors of one common length, or rows of
+    `row` elements (see `in_rows`), and writes to its arguments, the example too. The result
+    takes dense tensors of any shape and length from 2, with one order of elements in
+    memory. Autograd does not see its writes. On CUDA it is a TritonListKernel if one can be
+    made. Any error of the compiler is raised.
     """
 
     def made() -> Kernel:
@@ -86,7 +79,7 @@ def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKern
 
     def made() -> ListKernel | None:
         # Two threads that import parts of it would wait for each other.
-
+        import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
         ahead = Thread(target=copy_context().run, args=(native,))
         if not SHARED_SETTINGS:

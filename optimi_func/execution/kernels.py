@@ -32,7 +32,7 @@ from optimi_func.execution.inductor import (
     in_rows,
 )
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
-from optimi_func.execution.slots import Slot, scale_places
+from optimi_func.execution.slots import scale_places
 from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
 T = TypeVar("T")
@@ -78,20 +78,6 @@ class KernelKey(NamedTuple):
         return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes])
 
 
-def kernel_key(
-    rule: Rule[Any, Any],
-    slot: Slot,
-    g: Tensor,
-    statics: tuple[bool | None, ...],
-    write: bool,
-    decodes: bool,
-) -> KernelKey:
-    """Return the key of the kernel that moves a slot; `decodes` if it is given codes."""
-    p, *rest = slot.dtypes if decodes else slot.decoded
-    dtypes, codes = (p, g.dtype, *rest), slot.codes if decodes else ()
-    return KernelKey(rule, statics, write, slot.in_place, dtypes, g.device, codes=codes)
-
-
 def has_list_kernels(device: torch.device) -> bool:
     """Return True if the device's kernels update a list of tensors in one call."""
     return device.type == "cpu" and device.type not in _without_lists
@@ -102,7 +88,6 @@ def has_list_kernels(device: torch.device) -> bool:
 _kernels: dict[tuple[Any, int], Kernel] = {}
 # Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
-# One thread compiles, the others find the kernel.
 lock = threading.RLock()
 
 
@@ -140,12 +125,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
     """Return the kernel of a key, compiled now on tensors of its own if it is new.
 
     So no parameter has been written if the compiler fails. Only the structure of the
-    scalars matters.
-
-    Raises:
-        RuntimeError: torch.compile is switched off, a TorchDispatchMode is active, or a
-            new kernel is asked for while a CUDA graph is captured.
-        Exception: Any error of the compiler.
+    scalars matters. Raises the three errors above, and any of the compiler.
     """
     if any_torch_dispatch_mode_on_stack():
         raise DispatchModeError(
@@ -153,7 +133,9 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "leave it for the step, or pass compile=False"
         )
     # Rules of one digest compute the same.
-    place = key._replace(rule=key.rule.digest or key.rule), _threads(key.device)
+    alone = key.device.type == "cpu" and not has_list_kernels(key.device)
+    threads = torch.get_num_threads() if alone else 0
+    place = key._replace(rule=key.rule.digest or key.rule), threads
     found = _kernels.get(place)
     if found is None:
         if is_capturing(key.device):
@@ -165,11 +147,6 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             found = _kernels.get(place) or _compile(key, scalars)
             _kernels[place] = found
     return found
-
-
-def _threads(device: torch.device) -> int:
-    own = device.type == "cpu" and not has_list_kernels(device)
-    return torch.get_num_threads() if own else 0
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:

@@ -32,12 +32,10 @@ TRIAL = 1003  # elements of a trial, which no vector divides
 class ListKernel:
     """A kernel for rows of tensors. All tensors of a row have one length.
 
-    Args:
-        path: The library whose function `kernel` is the machine code.
-        roles: For each of its arguments the index of ours, -1 for the scalars, or -2 - i
-            for temporary tensor i.
-        widths: Bytes of an element, for each of its arguments.
-        ours: Where the launch's table has our arguments, if any is stored in codes.
+    Its machine code is the function `kernel` of the library at `path`. For each argument of
+    that, `roles` has the index of ours, -1 for the scalars, or -2 - i for temporary tensor
+    i, and `widths` the bytes of an element. `ours` tells where the launch's table has our
+    arguments, if any is stored in codes.
     """
 
     def __init__(
@@ -61,10 +59,6 @@ class ListKernel:
         table = array("q", map(Tensor.data_ptr, tensors))
         self.run(scalars.data_ptr(), table, array("q", [tensors[-1].numel()]))
 
-    def on_codes(self, ours: Sequence[Argument]) -> "ListKernel":
-        """Return this kernel for arguments of which some are stored in codes."""
-        return ListKernel(*self.made_of, ours)
-
     def run(
         self,
         scalars: int,
@@ -76,28 +70,16 @@ class ListKernel:
     ) -> None:
         """Run the kernel on all rows, with all of torch's threads.
 
-        Args:
-            scalars: Address of the kernel's first argument.
-            table: Pointers to its second argument for all rows, then to its third, etc.
-            lengths: Elements of each row.
-            per_row: Bytes from the scalars of one row to those of the next.
-            per_piece: Bytes from the scalars of one piece to those of the next. A piece
-                has PIECE elements or the rest of its row, and the count runs through all
-                rows.
-            dither: Rounds second moments in 8 bits.
+        `scalars` is the address of the kernel's first argument. The table has pointers to
+        its second argument for all rows, then to its third, etc. The scalars of a row are
+        `per_row` bytes behind those of the row before, and those of a piece `per_piece`. A
+        piece has PIECE elements or the rest of its row, and the count of pieces runs
+        through all rows. The dither rounds second moments in 8 bits.
         """
         at, rows = lengths.buffer_info()
-        self._run_list(
-            self._kernel,
-            rows,
-            at,
-            table.buffer_info()[0],
-            scalars,
-            per_row,
-            per_piece,
-            dither,
-            torch.get_num_threads(),
-        )
+        pointers, threads = table.buffer_info()[0], torch.get_num_threads()
+        own = self._kernel, rows, at, pointers
+        self._run_list(*own, scalars, per_row, per_piece, dither, threads)
 
 
 def list_kernel_of(
@@ -105,10 +87,8 @@ def list_kernel_of(
 ) -> ListKernel | None:
     """Make a list kernel of Inductor's code. Returns None unless both give the same bits.
 
-    Args:
-        generated: Compiled for one thread. Takes a list of arguments.
-        order: For each of them the index of ours, or -1 for the length.
-        example: Our arguments: the scalars, then tensors of one length. Not written to.
+    The code is compiled for one thread. Its arguments are ours, in this order, and the
+    length (-1). The example, which is not written to, has scalars, then equal lengths.
     """
     found = _machine_code(generated, order, [x[:64].clone() for x in example])
     if found is None or native() is None:

@@ -22,9 +22,7 @@ ALIGNMENT = 16
 class Packed:
     """Scalars of one step, packed once for each dtype and device.
 
-    Args:
-        scalars: Python numbers, 0-d tensors and, for static choices, bools.
-        finite: 0-d bool: if it is false, the step changes nothing. None means true.
+    If `finite`, a 0-d bool, is false, the step changes nothing. None means true.
     """
 
     def __init__(self, scalars: Scalars, finite: Tensor | None = None) -> None:
@@ -143,7 +141,4 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def _flatten(x: Any) -> list[Any]:
-    found: list[Any] = []
-    for y in x:
-        found += _flatten(y) if isinstance(y, tuple) else (y,)
-    return found
+    return [z for y in x for z in (_flatten(y) if isinstance(y, tuple) else (y,))]

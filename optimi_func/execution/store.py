@@ -31,12 +31,7 @@ LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
 # Variables that Inductor reads at its import, and those that are read later.
 _READ_ONCE = (
-    "TORCHINDUCTOR_",
-    "TORCHDYNAMO_",
-    "TORCH_COMPILE",
-    "TORCH_INDUCTOR_",
-    "AOT",
-    "CXX",
+    *("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_INDUCTOR_", "AOT", "CXX"),
 )
 _READ = (
     *("ATEN_", "CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_", "LIBRARY_PATH"),
@@ -44,14 +39,7 @@ _READ = (
 )
 # Lines of /proc/cpuinfo that tell what -march=native chooses.
 _PROCESSOR = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "flags",
-    "Features",
-    "CPU ",
-    "isa",
-    "cpu\t",
+    *("vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "isa", "cpu\t"),
 )
 
 _log = logging.getLogger("optimi_func")

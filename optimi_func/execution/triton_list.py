@@ -86,12 +86,7 @@ class Parts(NamedTuple):
 
 
 def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
-    """Return the source of a list kernel, or None if Inductor's is not as expected.
-
-    Args:
-        text: Source of the module with Inductor's kernel.
-        pointers: The arguments of that kernel, in its order.
-    """
+    """Return the source of a list kernel, or None if the text of Inductor's is another."""
     found = _KERNEL.search(text)
     if found is None or found["pointers"].count(",") + 1 != len(pointers):
         return None
@@ -123,12 +118,8 @@ def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
 class DeviceTable:
     """Addresses and blocks of a launch's tensors, in tensors on their device.
 
-    These are uploaded once, and the gradients' addresses each time that they change.
-
-    Args:
-        device: Device of all tensors.
-        lengths: Elements of each row of tensors.
-        addresses: Columns of all tensors but the gradients.
+    These are uploaded once, and the gradients' addresses each time that they change. The
+    other addresses are columns: one tensor of each row, then another.
     """
 
     def __init__(
@@ -188,10 +179,7 @@ def _uploaded(values: "array[int]", device: torch.device) -> Tensor:
 class TritonListKernel:
     """A kernel for rows of tensors. All tensors of a row have one length.
 
-    Args:
-        single: Inductor's kernel for one row.
-        function: The Triton function around its body.
-        options: That Triton compiles the function with.
+    It is a Triton function around the body of `single`, Inductor's kernel for one row.
     """
 
     def __init__(
@@ -204,24 +192,11 @@ class TritonListKernel:
         self.single(scalars, *tensors)
 
     def run(self, scalars: Tensor, table: DeviceTable, gradients: "array[int]") -> None:
-        """Run the kernel on all rows, in one launch on the current stream.
-
-        Args:
-            scalars: The kernel's first argument, one row for each row of tensors.
-            table: All tensors but the gradients.
-            gradients: Addresses of the gradients.
-        """
-        arguments = table.arguments(gradients)
+        """Run the kernel on all rows of a table, each with its row of scalars."""
+        given = scalars, *table.arguments(gradients), table.count, scalars.stride(0)
         with torch.cuda.device(scalars.device):
-            self._function[(table.blocks,)](
-                scalars,
-                *arguments,
-                table.count,
-                scalars.stride(0),
-                XBLOCK=BLOCK,
-                REST=REST,
-                **self._options,
-            )
+            run = self._function[(table.blocks,)]
+            run(*given, XBLOCK=BLOCK, REST=REST, **self._options)
 
 
 def triton_list_kernel_of(
@@ -232,11 +207,8 @@ def triton_list_kernel_of(
 ) -> TritonListKernel | None:
     """Make a list kernel of Inductor's code. Returns None unless both give the same bits.
 
-    Args:
-        single: Calls the generated code for one row.
-        generated: That code. Takes a list of arguments.
-        order: For each of them the index of ours, or -1 for the length.
-        example: Our arguments: the scalars, then tensors of one length. Not written to.
+    `single` calls the code for one row. Its order and the example are as in
+    `list_kernel_of`.
     """
     from torch._inductor.codecache import PyCodeCache
 

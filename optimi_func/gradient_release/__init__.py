@@ -13,11 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func.core.checks import check_flag, check_module, warn_user
-from optimi_func.gradient_release.attached import (
-    has_foreign_hooks,
-    releases_of,
-    releases_on,
-)
+from optimi_func.gradient_release import attached
 from optimi_func.gradient_release.handle import GradientRelease
 from optimi_func.gradient_release.options import (
     CLIPPING,
@@ -177,8 +173,8 @@ def prepare_for_gradient_release(
     elif how_replicas != (25, None, True):
         names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
         raise ValueError(f"{names} = {how_replicas}: they need process_group")
-    hooked = [p for p in params.values() if has_foreign_hooks(p)]
-    found = releases_on(params.values())
+    hooked = [p for p in params.values() if attached.has_foreign_hooks(p)]
+    found = attached.releases_on(params.values())
     if found:
         names = " and ".join(type(handle.optimizer).__name__ for handle in found)
         raise ValueError(
@@ -231,7 +227,7 @@ def remove_gradient_release(model: nn.Module) -> None:
     This includes hooks that it added through another module with the same parameters.
     Warns if there are none.
     """
-    handles = releases_of(model)
+    handles = attached.releases_of(model)
     if not handles:
         warn_user("the model has no gradient release hooks to remove")
     for handle in handles:

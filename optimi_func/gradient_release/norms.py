@@ -61,22 +61,17 @@ def are_finite(grads: list[Tensor], norms: list[Norm], hosts: list[bool]) -> lis
 
     hosts[i] is True if norms[i] may be read without waiting for a device.
     """
-    flags = [
-        _is_finite(g, norm.value) if host else _all_finite(g)
-        for g, norm, host in zip(to_local(grads), norms, hosts)
-    ]
+    flags = list(map(_is_finite, to_local(grads), norms, hosts))
     return all_reduce_all(flags, grads)
 
 
-def _is_finite(g: Tensor, norm: Tensor) -> Tensor:
-    # The norm of large finite elements can overflow, so an infinite norm proves nothing.
-    finite = norm.isfinite()
-    return finite if finite else g.isfinite().all()
-
-
-def _all_finite(g: Tensor) -> Tensor:
-    # g.isfinite() would allocate a tensor of g's shape.
+def _is_finite(g: Tensor, norm: Norm, host: bool) -> Tensor:
+    if host:
+        # The norm of large finite elements can overflow, so an infinite one proves nothing.
+        finite = norm.value.isfinite()
+        return finite if finite else g.isfinite().all()
     if g.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=g.device)
+    # g.isfinite() would allocate a tensor of g's shape.
     low, high = g.aminmax()
     return low.isfinite() & high.isfinite()

@@ -15,19 +15,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
-from optimi_func.memory.kept import (
-    Factory,
-    Kept,
-    held,
-    kept,
-    made_of,
-    on_meta,
-    parse_size,
-    rounded,
-)
+from optimi_func.memory import kept, replay
+from optimi_func.memory.kept import Factory
 from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
-from optimi_func.memory.replay import Handling, Param, peak_of
-from optimi_func.memory.shards import largest_unit, sharded_peak
 from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]
@@ -101,7 +91,7 @@ def plan(
     >>> model[0].weight.dtype, release is None
     (torch.bfloat16, False)
     """
-    limit = parse_size("budget", budget)
+    limit = kept.parse_size("budget", budget)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     params, device = _checked_params(model, device)
     _check_options(options, ranks=ranks, accumulation_steps=accumulation_steps)
@@ -110,18 +100,19 @@ def plan(
     local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
     # Processes that the model is or will be divided among.
     processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
-    metas = {dtype: on_meta(params, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    metas = {kind: kept.on_meta(params, kind) for kind in (torch.float32, torch.bfloat16)}
     releases = True
     try:
-        made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
+        kept.made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
     except (TypeError, ValueError):
         releases = False
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            found = kept(optimizer, meta, storage, options, device, ranks)
+            found = kept.kept(optimizer, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise
@@ -130,17 +121,24 @@ def plan(
             traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
         traced = traces.get(dtype)
         attention = traced is not None and traced.attention and device == "cuda"
-        sizes = _sizes(model, params, meta, found, ranks, device)
+        sizes: list[replay.Param] = []
+        for (key, p), x in zip(params.items(), meta.values()):
+            if p.requires_grad:
+                size = kept.held(x, ranks)
+                scratch = found.scratch.get(key, 0)
+                more = kept.rounded(size, device), scratch, uses[id(p)]
+                sizes.append(replay.Param(size // x.element_size(), *more))
         fixed = _fixed(model, meta, ranks, device)
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
-            handling = Handling.of(release, accumulation_steps, device, dtype, buffer)
+            how = release, accumulation_steps, device, dtype, buffer
+            handling = replay.Handling.of(*how)
             if sharded:
-                unit = largest_unit(model, dtype)
-                peak = sharded_peak(traced, sizes, handling, unit, processes)
+                unit = replay.largest_unit(model, dtype)
+                peak = replay.sharded_peak(traced, sizes, handling, unit, processes)
             else:
-                peak = peak_of(traced, sizes, handling)
+                peak = replay.peak_of(traced, sizes, handling)
             sums = "" if buffer is None else f", {str(buffer).removeprefix('torch.')} sums"
             recipe = Recipe(
                 name=f"{name}{', release' * release}{sums}",
@@ -158,7 +156,12 @@ def plan(
                 options=dict(options),
             )
             recipes.append(recipe)
-    title = _title(model, params, optimizer, device, ranks, accumulation_steps)
+    count = sum(map(Tensor.numel, params.values()))
+    shown = f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
+    made = getattr(optimizer, "func", optimizer)  # of a partial
+    title = f"{type(model).__name__}, {shown} parameters, {made.__name__} on {device}"
+    title += f", each of {ranks} ranks" * (ranks > 1)
+    title += f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
     return MemoryPlan(title, limit, tuple(recipes))
 
 
@@ -173,48 +176,13 @@ def _variants(
     return [plain, wide, low] if dtype == torch.float32 else [wide, plain, low]
 
 
-def _sizes(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    meta: Mapping[str, Tensor],
-    found: Kept,
-    ranks: int,
-    device: str,
-) -> list[Param]:
-    """Return the sizes of the parameters that require a gradient, in the model's order."""
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    sizes: list[Param] = []
-    for (name, p), x in zip(params.items(), meta.values()):
-        if p.requires_grad:
-            size = held(x, ranks)
-            numel, scratch = size // x.element_size(), found.scratch.get(name, 0)
-            sizes.append(Param(numel, rounded(size, device), scratch, uses[id(p)]))
-    return sizes
-
-
 def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str) -> int:
     """Return the bytes of parameters and buffers."""
-    total = sum(rounded(held(p, ranks), device) for p in meta.values())
+    total = sum(kept.rounded(kept.held(p, ranks), device) for p in meta.values())
     dtype = next(p.dtype for p in meta.values() if p.requires_grad)
     for x in to_local(list(model.buffers())):
-        total += rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
+        total += kept.rounded(x.numel() * cast_dtype(x, dtype).itemsize, device)
     return total
-
-
-def _title(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    optimizer: Factory,
-    device: str,
-    ranks: int,
-    accumulation_steps: int,
-) -> str:
-    count = sum(p.numel() for p in params.values())
-    shown = f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
-    made = getattr(optimizer, "func", optimizer)  # of a partial
-    text = f"{type(model).__name__}, {shown} parameters, {made.__name__} on {device}"
-    text += f", each of {ranks} ranks" * (ranks > 1)
-    return text + f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
 
 
 def _checked_params(model: Any, device: Any) -> tuple[dict[str, Tensor], str]:

@@ -24,7 +24,6 @@ WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
     ("bfloat16 compact", torch.bfloat16, "compact"),
     ("bfloat16 plain", torch.bfloat16, Storage("plain")),
 ]
-# Options of a constructor that a recipe decides.
 DECIDED = ("storage", "gradient_release", "kahan_sum", "state_dtype")
 PARTS = ("parameters", "gradients", "state", "activations", "scratch")
 

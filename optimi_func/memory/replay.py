@@ -4,16 +4,17 @@ All recipes of a dtype share the events. A replay adds what differs between reci
 lifetime of gradients, gradients that wait for an update, sums, and temporaries of updates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from optimi_func.execution.executors import SMALL
 from optimi_func.gradient_release import PENDING_BYTES
 from optimi_func.gradient_release.backward import aligned, staging_size
 from optimi_func.memory.kept import rounded
-from optimi_func.memory.trace import Event, Trace
+from optimi_func.memory.trace import Event, Trace, most_alive
 
 
 class Param(NamedTuple):
@@ -198,3 +199,51 @@ def _without_activations(params: Sequence[Param]) -> list[Event]:
         events += [Event("freed", block, size) for block in (i, last)]
         events += [Event("done", total, size, i), Event("freed", total, size)]
     return events
+
+
+# One process, if fully_shard divides the model. The bytes that it gathers are a guess.
+
+
+def largest_unit(model: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of the largest block, and of all parameters in no block.
+
+    Blocks are the members of lists and sequences. fully_shard is usually applied to each of
+    them, and last to the model.
+    """
+    units = [*_blocks(model), model]
+    *blocks, whole = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    rest = max(0, whole - sum(blocks))
+    return max(blocks, default=0) * dtype.itemsize, rest * dtype.itemsize
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        yield from module.children()
+        return
+    for child in module.children():
+        yield from _blocks(child)
+
+
+def sharded_peak(
+    traced: Trace | None,
+    params: Sequence[Param],
+    handling: Handling,
+    unit: tuple[int, int],
+    ranks: int,
+) -> Peak:
+    """Return the peak in one of `ranks` processes; `unit` is from `largest_unit`."""
+    block, rest = unit
+    # Two blocks with their gradients are whole, the running and the prefetched one.
+    # Parameters in no block are whole from forward to the end of backward.
+    gathered = 2 * (2 * block + rest)
+    gradients = sum(p.bytes for p in params)
+    if handling.release:
+        # Gradients are reduced and released block by block.
+        sums = sum(p.numel for p in params) * handling.sum_bytes
+        gradients = sums + max(block, rest) // ranks
+    scratch = gathered + max((p.scratch for p in params), default=0)
+    activations = None
+    if traced is not None:
+        owners = {e.block for e in traced.events if e.kind == "done"}
+        activations = most_alive(e for e in traced.events if e.block not in owners)
+    return Peak(gradients, activations, scratch, "backward")

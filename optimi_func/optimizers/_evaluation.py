@@ -42,8 +42,15 @@ class Evaluated(BaseOptimizer):
                 accumulation cycle of gradient release, or with `optimizer_accumulation`.
         """
         groups = [group for group in self._evaluated() if group["train_mode"]]
-        if groups:
-            self._check_between_steps()
+        accumulates = self.optimizer_accumulation or any(
+            x.accumulating for x in self.releases
+        )
+        if groups and accumulates:
+            raise RuntimeError(
+                "eval() inside an accumulation cycle, whose gradients are those of the "
+                "present parameters. End the cycle first, by its last backward or by "
+                "handle.step()"
+            )
         written: list[Tensor] = []
         try:
             for group in groups:
@@ -133,15 +140,6 @@ class Evaluated(BaseOptimizer):
     def _evaluated(self) -> list[Group]:
         """Return the groups whose rule has an `eval_point`."""
         return [g for g in self.param_groups if self.rule_of(g).eval_point is not None]
-
-    def _check_between_steps(self) -> None:
-        """Raise within an accumulation cycle, whose gradients belong to y."""
-        if self.optimizer_accumulation or any(x.accumulating for x in self.releases):
-            raise RuntimeError(
-                "eval() inside an accumulation cycle, whose gradients are those of the "
-                "present parameters. End the cycle first, by its last backward or by "
-                "handle.step()"
-            )
 
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (p, x) for each parameter with state, x being its `eval_point`.

@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, cast
 
 import torch
 
@@ -94,14 +94,35 @@ def _pure_step(
 def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
 ) -> TreeStep[P]:
-    made: dict[Any, FunctionalOptimizer] = {}
+    made, made_of = dict[Any, FunctionalOptimizer](), cast(Any, factory)
+
+    def known(**kwargs: Any) -> FunctionalOptimizer:
+        """Return `factory(**kwargs)`, made once for all lrs of equal other numbers.
+
+        Tensors, schedules and trees may change, so values with these are not kept.
+        """
+        rest = dict(kwargs)
+        lr, flat = rest.pop("lr", None), list[Any]()
+        for x in rest.values():
+            flat += x if type(x) is tuple else (x,)
+        # 1, 1.0 and True are equal, but not equally allowed.
+        kinds = tuple(map(type, flat))
+        if type(lr) is not float or not _PLAIN.issuperset(kinds):
+            return made_of(**kwargs)
+        key = tuple(rest.items()), kinds
+        if key not in made:
+            if len(made) == 64:
+                made.clear()
+            made[key] = made_of(**kwargs)
+        found = made[key]
+        return found if found.lr == lr else found.with_lr(lr)
 
     def step(
         params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[T, TreeState]:
         if torch.compiler.is_compiling() or args:
             return run(factory(*args, **kwargs), params, grads, state)
-        return run(_known(factory, made, kwargs), params, grads, state)
+        return run(known(**kwargs), params, grads, state)
 
     # torch.compile limits recompilations per code object, so each step has its own.
     step.__code__ = step.__code__.replace(co_name=name)
@@ -125,32 +146,6 @@ def document(cls: type[Any], factory: Any) -> None:
         factory.__doc__ += f"\n\n{own}"
         if step := vars(sys.modules[factory.__module__]).get(f"{factory.__name__}_step"):
             step.__doc__ = f"{_pure_step.__doc__}\n\n{factory.__doc__}"
-
-
-def _known(
-    factory: Callable[..., FunctionalOptimizer],
-    made: dict[Any, FunctionalOptimizer],
-    kwargs: dict[str, Any],
-) -> FunctionalOptimizer:
-    """Return `factory(**kwargs)`, which is made once for all lrs of equal other numbers.
-
-    Tensors, schedules and trees may change, so values with these are not kept.
-    """
-    rest = dict(kwargs)
-    lr, flat = rest.pop("lr", None), list[Any]()
-    for x in rest.values():
-        flat += x if type(x) is tuple else (x,)
-    # 1, 1.0 and True are equal, but not equally allowed.
-    kinds = tuple(map(type, flat))
-    if type(lr) is not float or not _PLAIN.issuperset(kinds):
-        return factory(**kwargs)
-    key = tuple(rest.items()), kinds
-    if key not in made:
-        if len(made) == 64:
-            made.clear()
-        made[key] = factory(**kwargs)
-    found = made[key]
-    return found if found.lr == lr else found.with_lr(lr)
 
 
 _PLAIN = {float, int, bool, str, type(None)}

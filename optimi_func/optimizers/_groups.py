@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import (
-    check_flag,
-    check_param,
-    decay_mistakes,
-    stuck_moments,
-    warn_user,
-)
+from optimi_func.core import checks
 from optimi_func.core.rule import Storage
 from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -63,7 +57,7 @@ def check_group(group: Group, defaults: dict[str, Any]) -> None:
     names = group.get("param_names") or range(len(group["params"]))
     for name, p in zip(names, group["params"]):
         if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
-            check_param(f"[{name!r}]", p)
+            checks.check_param(f"[{name!r}]", p)
     lr = group["lr"]
     for name, default in defaults.items():
         x = group[name]
@@ -101,7 +95,7 @@ def check_modes(group: Group) -> None:
     foreach is turned off with a warning if gradient_release is on.
     """
     for name in ("compile", "foreach", "triton", "gradient_release", "capturable"):
-        check_flag(name, group[name], none=name in ("compile", "foreach", "triton"))
+        checks.check_flag(name, group[name], none=name in ("compile", "foreach", "triton"))
     if group["compile"] is False and group["triton"]:
         raise ValueError(
             "triton=True asks for the compiled step and compile=False for the eager "
@@ -113,7 +107,7 @@ def check_modes(group: Group) -> None:
             "step: choose one"
         )
     if group["foreach"] and group["gradient_release"]:
-        warn_user(
+        checks.warn_user(
             "foreach=True updates many tensors at once, gradient_release=True one "
             "at a time: foreach is disabled"
         )
@@ -140,10 +134,10 @@ def likely_mistakes(
         rules, params = asked[storage]
         found += check_stored(rules, storage, params)
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
-        decay = decay_mistakes([(bound.decay, bound.weight_decay)])
+        decay = checks.decay_mistakes([(bound.decay, bound.weight_decay)])
         found += [text for text in bound.likely_mistakes() if text not in decay]
         kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
-        found += stuck_moments(bound.narrow_betas) if torch.bfloat16 in kept else []
+        found += checks.stuck_moments(bound.narrow_betas) if torch.bfloat16 in kept else []
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
             found.append(
@@ -151,7 +145,9 @@ def likely_mistakes(
                 "weight are lost in its 24 bits: 'exact' keeps 32"
             )
     # One warning for all groups, with the largest value.
-    decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds[first:]])
+    decays = checks.decay_mistakes(
+        [(bound.decay, bound.weight_decay) for bound in bounds[first:]]
+    )
     return list(dict.fromkeys([*found, *decays]))
 
 
@@ -167,12 +163,6 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
         return x
     near = x.is_cuda and bool(params) and all([p.device == x.device for p in params])
     return x.reshape(()).double() if capturable or near else x.item()
-
-
-def tensors_among(keywords: tuple[str, ...], group: Group) -> list[tuple[str, Tensor]]:
-    """Return the hyperparameters of a group that are tensors, with their names."""
-    given = [(k, x if isinstance(x := group[k], tuple | list) else (x,)) for k in keywords]
-    return [(k, x) for k, xs in given for x in xs if isinstance(x, Tensor)]
 
 
 class path_of:

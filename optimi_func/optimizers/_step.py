@@ -4,27 +4,29 @@ Everything is checked and compiled before anything is written.
 """
 
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
+from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.owners import Holders, agree, holders_of
-from optimi_func.core.rule import Microbatch
-from optimi_func.core.storage import group_storage
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch
+from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
-from optimi_func.execution.tensors import is_capturing
-from optimi_func.optimizers._groups import Group, as_scalar, path_of, tensors_among
-from optimi_func.optimizers._memoryless import step_without_memory
+from optimi_func.execution.tensors import flat_leaf, is_capturing, write_back
+from optimi_func.optimizers._groups import Group, as_scalar, path_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry
@@ -75,13 +77,8 @@ class Steps(Checkpoints):
                 bound = bound.with_lr(given[0])
                 self._bound[id(group)] = given, bound
                 return bound
-        chosen = {
-            name: tuple([as_scalar(y, params, capturable) for y in x])
-            if isinstance(x, tuple | list)
-            else as_scalar(x, params, capturable)
-            for name, x in zip(keywords, given)
-        }
-        bound = factory(**chosen)
+        chosen = [as_scalar(x, params, capturable) for x in given[:-1]]
+        bound = factory(**dict(zip(keywords, chosen)))
         flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
         mutable = any(isinstance(x, Tensor | list) for x in flat)
         self._bound[id(group)] = None if mutable else given, bound
@@ -126,8 +123,7 @@ class Steps(Checkpoints):
             idle = [self.holders_of(group, p) for p in group["params"]]
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
-            _, keywords = self._factory_of(group)
-            _check_capture(self.state, group, params, tensors_among(keywords, group))
+            self._check_capture(group, params)
         # A step that the device may skip is counted there.
         capturable, apart = group["capturable"], False
         if microbatches is not None:
@@ -141,9 +137,7 @@ class Steps(Checkpoints):
             tensors = plan.current(params, list(map(self.state.get, params)))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                value = self.bound_of(group)
-                run = partial(step_without_memory, value, self.state, *work, write, count)
-                return run, False, []
+                return partial(self._step_without_memory, work, write, count), False, []
             with _uncollected(), kernel_context(params[0].device):
                 how = bound.rule, group_storage(group), capturable
                 entries = [
@@ -174,6 +168,62 @@ class Steps(Checkpoints):
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
         return run, host, plan.holders
 
+    def _check_capture(self, group: Group, params: list[Tensor]) -> None:
+        """Raise if the replays of a CUDA graph would differ from steps."""
+        if not group["capturable"]:
+            raise RuntimeError(
+                "a CUDA graph is being captured with capturable=False: all its replays "
+                "would take the same step, with the numbers of now. Make the optimizer "
+                "with capturable=True"
+            )
+        for p in params:
+            if not self.state.get(p):
+                raise RuntimeError(
+                    f"a CUDA graph is being captured before the first step of params"
+                    f"{path_of(group, p)}: each of its replays would make its state anew. "
+                    "Take a step, or call init_state(), before the capture"
+                )
+        home = params[0].device
+        for name in self._factory_of(group)[1]:
+            for x in pytree.tree_leaves(group[name]):
+                if isinstance(x, Tensor) and x.device != home:
+                    raise RuntimeError(
+                        f"a CUDA graph is being captured with {name} a tensor on "
+                        f"{x.device}, which its replays could not read: move it to {home}"
+                    )
+        if not isinstance(group["lr"], Tensor):
+            warn_user(
+                f"a CUDA graph is being captured with lr={group['lr']}, which all its "
+                "replays will take: for a schedule make lr a tensor on the parameters' "
+                "device and write to it"
+            )
+
+    def _step_without_memory(self, work: _Work, write: bool, count: bool) -> None:
+        """Step meta and fake tensors, which programs take to estimate memory."""
+        group, params, grads, batches = work
+        bound, made = self.bound_of(group), dict[Tensor, Entry]()
+        rule, names = bound.rule, bound.rule.running._fields
+        how = rule, group_storage(group), group["capturable"]
+        with torch.no_grad():
+            for p, g in zip(params, grads):
+                check_grad(path := path_of(group, p), p, g)
+                ensure_state(self.state, made, path, p, *how)
+            insert_made(self.state, made)
+            for p, g, batch in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
+                entry = made[p]
+                # A count without memory is taken for 0.
+                counts = [entry[name] for name in ("step", *names)]
+                step, *own = [x.item() if has_memory(x) else 0.0 for x in counts]
+                (scalars,), (after,) = scalars_after(bound, [(step, own)], coded=True)
+                scalars = microbatch_scalars(rule, scalars, batch, write)
+                leaf = Leaf(p, *state_in(rule, entry))
+                new = leaf_step(rule, leaf, g, scalars, write, whole_means)
+                write_back(flat_leaf(leaf), new)
+                if count:
+                    entry["step"].add_(1.0)
+                    for name, x in zip(names, after):
+                        entry[name].fill_(x)
+
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
         """Return the processes that divide the map of p, or None if its rule has none."""
         if self.rule_of(group).whole is None:
@@ -188,7 +238,6 @@ class Steps(Checkpoints):
         self._plans[key] = plan
 
 
-# The options of a group that a plan depends on.
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda, _params_of = attrgetter("on_host"), attrgetter("is_cuda"), itemgetter(1)
 
@@ -200,43 +249,6 @@ def executor_of(group: Group) -> Executor:
     if group["compile"] is False:
         return "eager"
     return "kernels" if group["compile"] or group["triton"] else "auto"
-
-
-def _check_capture(
-    states: Mapping[Any, Entry],
-    group: Group,
-    params: list[Tensor],
-    tensors: list[tuple[str, Tensor]],
-) -> None:
-    """Raise if the replays of a CUDA graph would differ from steps.
-
-    `tensors` are the hyperparameters of the group that are tensors, by name.
-    """
-    if not group["capturable"]:
-        raise RuntimeError(
-            "a CUDA graph is being captured with capturable=False: all its replays would "
-            "take the same step, with the numbers of now. Make the optimizer with "
-            "capturable=True"
-        )
-    for p in params:
-        if not states.get(p):
-            raise RuntimeError(
-                f"a CUDA graph is being captured before the first step of params"
-                f"{path_of(group, p)}: each of its replays would make its state anew. Take "
-                "a step, or call init_state(), before the capture"
-            )
-    for name, x in tensors:
-        if x.device != params[0].device:
-            raise RuntimeError(
-                f"a CUDA graph is being captured with {name} a tensor on {x.device}, which "
-                f"its replays could not read: move it to {params[0].device}"
-            )
-    if not isinstance(group["lr"], Tensor):
-        warn_user(
-            f"a CUDA graph is being captured with lr={group['lr']}, which all its replays "
-            "will take: for a schedule make lr a tensor on the parameters' device and "
-            "write to it"
-        )
 
 
 @contextmanager

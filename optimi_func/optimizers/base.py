@@ -154,7 +154,6 @@ class BaseOptimizer(Fields, Steps):
             )
         self.optimizer_accumulation = False
         self.process_group = check_process_group(defaults.pop("process_group", None))
-        # The gradient releases attached to this optimizer.
         self.releases: list[Any] = []
         self._unprepared: RemovableHandle | None = None
         self._constructed = False

@@ -15,17 +15,10 @@ from optimi_func.optimizers._groups import Group
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
+from optimi_func.state import convert
 from optimi_func.state.checkpoints import counterparts_of
-from optimi_func.state.convert import (
-    LoadReport,
-    Match,
-    as_torchs,
-    as_tree,
-    find_entries,
-    same_names,
-)
+from optimi_func.state.convert import LoadReport, Match
 from optimi_func.state.describe import listed
-from optimi_func.state.entry import first_param, loaded_tree, named_entries
 from optimi_func.transforms.partition import (
     Elsewhere,
     Partition,
@@ -176,7 +169,7 @@ class Mixed(Evaluated):
             rule = rule_name(value)
             own = _of_rule(whole, rule)
             keywords = tuple(_numbers_of(value))
-            found[rule] = as_torchs(rule, keywords, counterparts_of(value), own)
+            found[rule] = convert.as_torchs(rule, keywords, counterparts_of(value), own)
         return found
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
@@ -210,13 +203,13 @@ class Mixed(Evaluated):
             theirs = [n for g in saved["param_groups"] for n in g.get("param_names", ())]
             named = all("param_names" in group for group in saved["param_groups"])
             by_name = named and match == "names"
-            if not strict and by_name and not (ours and same_names(ours, theirs)):
+            if not strict and by_name and not (ours and convert.same_names(ours, theirs)):
                 missing += ours
                 unexpected += theirs
                 continue
             value = next(x for x in self._values if rule_name(x) == rule)
             given = saved, mine, strict, match, tuple(_numbers_of(value))
-            found = find_entries(*given, counterparts_of(value))
+            found = convert.find_entries(*given, counterparts_of(value))
             for i, options, some in zip(places, found.groups, found.entries):
                 groups[i], entries[i] = options, some
             missing += found.report.missing
@@ -232,7 +225,7 @@ class Mixed(Evaluated):
             for name in group.get("param_names", ())
         }
         ours = {n: g["rule"] for g in self.param_groups for n in g["param_names"]}
-        for name, theirs in same_names([*ours], [*saved]).items():
+        for name, theirs in convert.same_names([*ours], [*saved]).items():
             if saved[theirs] != ours[name]:
                 raise ValueError(
                     f"{name!r} follows {ours[name]} here and {saved[theirs]} in the state: "
@@ -250,13 +243,12 @@ class Mixed(Evaluated):
         self.check_train_mode("functional()")
         made: list[tuple[Select, FunctionalOptimizer]] = []
         states: list[TreeState] = []
-        like = first_param(self.param_groups)
         for group in self.param_groups:
             bound = self.bound_of(group)
-            entries = named_entries(self.state, group, bound.rule)
+            entries = self._named_entries(group, bound.rule)
             if entries:
                 made.append((Named(list(entries)), bound))
-                states.append(as_tree(bound.rule, entries, like))
+                states.append(convert.as_tree(bound.rule, entries, self._first_param()))
         names = [name for state in states for name in state.leaves]
         at = [i for i, state in enumerate(states) for _ in state.leaves]
         parts = tuple(
@@ -285,7 +277,7 @@ class Mixed(Evaluated):
             own = {n: x for n, x in part.leaves.items() if not isinstance(x, Elsewhere)}
             tree = part._replace(leaves=own)
             values = params or {} if i == 0 else {}
-            some, moves = loaded_tree(tree, values, self.param_groups, self.rule_of)
+            some, moves = self._loaded_tree(tree, values)
             made |= some
             moved += moves
         self._take_over(made, moved)

@@ -1,6 +1,6 @@
 """Axes of members in the arguments of a function, and its vmapped call."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -37,14 +37,18 @@ class Placed(NamedTuple):
         return vmap(member, in_dims=in_dims, randomness=randomness)(*tensors)
 
 
-def place(args: Mapping[str, PyTree], in_axes: Sequence[Any]) -> Placed:
-    """Find the members' axis of every leaf, or raise if leaves have unequal members."""
+def place(
+    args: Mapping[str, PyTree], in_axes: Sequence[Any], scalars: Collection[str] = ()
+) -> Placed:
+    """Find the members' axis of every leaf, or raise if leaves have unequal members.
+
+    A 0-d tensor of the arguments in `scalars` is the same for all members.
+    """
     places: list[int | None] = []
     n, first = 0, ""
     for (name, tree), prefix in zip(args.items(), in_axes):
         for i, (x, axis) in enumerate(zip(*_with_axes(name, tree, prefix))):
-            # A 0-d hyperparameter is the same for all members.
-            shared = name == "hyper" and isinstance(x, Tensor) and x.dim() == 0
+            shared = name in scalars and isinstance(x, Tensor) and x.dim() == 0
             if axis is None or shared or not isinstance(x, Tensor):
                 places.append(None)
                 continue

@@ -14,7 +14,7 @@ from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_los
 from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
 from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
-from optimi_func.pure.tree import grads_and_value
+from optimi_func.pure.tree import grads_and_value, step_of
 
 T = TypeVar("T")
 
@@ -27,8 +27,9 @@ def vmap_step(
 ) -> Callable[..., tuple[PyTree, Any]]:
     """Return the step over members, `(params, grads, state, hyper) -> (params, state)`.
 
-    Arguments are positional, because vmap does not batch keyword arguments. The function
-    is pure, compiles to one graph, and can be differentiated.
+    Arguments are positional, because vmap does not batch keyword arguments. Extras of a
+    rule or a chain are given by name, with the members along their first axis; 0-d tensors
+    are shared. The function is pure, compiles to one graph, and can be differentiated.
 
     Args:
         optimizer: A factory such as `adamw`, called with `hyper`; or a value with `init`
@@ -60,13 +61,17 @@ def vmap_step(
         )
 
     def step(
-        params: PyTree, grads: PyTree, state: Any, hyper: Hyper = NO_HYPER
+        params: PyTree, grads: PyTree, state: Any, hyper: Hyper = NO_HYPER, **extras: PyTree
     ) -> tuple[PyTree, Any]:
         check_optimizer(optimizer, hyper)
         args = {"params": params, "grads": grads, "state": state, "hyper": dict(hyper)}
-        return place(args, in_axes).run(
-            lambda p, g, s, h: bind(optimizer, h).step(p, g, s), randomness
-        )
+        axes = (*in_axes, *(0 for _ in extras))
+
+        def member(p: PyTree, g: PyTree, s: Any, h: Hyper, *given: PyTree) -> Any:
+            own = dict(zip(extras, given))
+            return step_of("population", bind(optimizer, h), p, g, s, **own)
+
+        return place(args | extras, axes, {"hyper", *extras}).run(member, randomness)
 
     return step
 
@@ -77,6 +82,7 @@ def step(
     grads: PyTree,
     *,
     randomness: Randomness = "error",
+    **extras: PyTree,
 ) -> Population:
     """Update every member with its own hyperparameters: `vmap_step` on a Population.
 
@@ -85,9 +91,10 @@ def step(
         members: The population.
         grads: Gradients of its params. None does not update a parameter, in any member.
         randomness: As in torch.vmap, for transformed optimizers that draw noise.
+        **extras: See `vmap_step`.
 
     Raises:
-        ValueError: Gradients have another number of members.
+        ValueError: Gradients or extras have another number of members.
 
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
@@ -97,7 +104,7 @@ def step(
     """
     check_members(members)
     update = vmap_step(optimizer, randomness=randomness)
-    params, state = update(members.params, grads, members.state, members.hyper)
+    params, state = update(members.params, grads, members.state, members.hyper, **extras)
     return replace(members, params=params, state=state)
 
 
@@ -214,7 +221,6 @@ def _over_members(
         ) from error
 
 
-# Texts of torch's errors.
 _SHARED_WRITES = (
     "Batch norm got a batched tensor",
     "vmap: inplace arithmetic",

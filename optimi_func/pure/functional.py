@@ -103,6 +103,8 @@ class FunctionalOptimizer:
 
     # Keywords that take no number, so that `check` alone can check them.
     choices: ClassVar[tuple[str, ...]] = ()
+    # Its step returns trees of the same structure, so that no caller checks them.
+    keeps_structure: ClassVar[bool] = True
     # Names and options of its class in other libraries: a `_saved.Counterparts`.
     counterparts: ClassVar[Any] = None
 

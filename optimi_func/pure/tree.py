@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import (
-    check_grad,
-    check_param,
-    check_taken,
-    shown,
-    warn,
-)
+from optimi_func.core.checks import check_grad, check_param, check_taken, shown, warn
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import NoRunning, PyTree, Rule, Scalar, Storage
@@ -402,6 +396,37 @@ def spread(prefix: Any, places: PyTree, count: int) -> tuple[list[Any], list[int
             if place is not None:  # a frozen parameter
                 at[place] = i
     return found, at
+
+
+def step_of(
+    owner: str, optimizer: Any, params: PyTree, grads: PyTree, state: Any, **extras: Any
+) -> tuple[PyTree, Any]:
+    """Return an optimizer's step; raise if one of a user's changes a structure."""
+    found = optimizer.step(params, grads, state, **extras)
+    if getattr(optimizer, "keeps_structure", False):
+        return found
+    step = f"the step of {owner}'s optimizer, {type(optimizer).__name__},"
+    check_pair(step, "params", found, state)
+    tensors, spec = flatten_params(params)
+    new = match_tree(f"what {step} returned", found[0], spec, params)
+    for i, (p, q) in enumerate(zip(tensors, new)):
+        if not isinstance(q, Tensor) or (q.shape, q.dtype) != (p.shape, p.dtype):
+            where = f"params{path_of(params, i)}, {shown(p)}"
+            raise ValueError(f"{step} returned {shown(q)} for {where}")
+    return found
+
+
+def check_pair(owner: str, first: str, found: Any, state: PyTree) -> None:
+    """Raise unless `found` is a tuple of `first` and of a state like `state`."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"{owner} returned {shown(found)}: allowed is ({first}, state)")
+    before, spec = pytree.tree_flatten(state)
+    try:
+        after = spec.flatten_up_to(found[1])
+    except ValueError:
+        after = []
+    if [isinstance(x, Tensor) for x in after] != [isinstance(x, Tensor) for x in before]:
+        raise ValueError(f"{owner} returned a state of another structure than that of init")
 
 
 def _difference(tree: PyTree, params: PyTree) -> str:

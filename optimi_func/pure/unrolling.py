@@ -12,16 +12,9 @@ from torch.func import grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from optimi_func.core import torch_private
-from optimi_func.core.checks import (
-    Optimizer,
-    bind,
-    check_optimizer,
-    check_whole,
-    scalar_loss,
-)
+from optimi_func.core import checks, torch_private
 from optimi_func.core.rule import PyTree
-from optimi_func.pure.tree import grads_and_value, without_none
+from optimi_func.pure.tree import grads_and_value, step_of, without_none
 
 T = TypeVar("T")
 
@@ -36,7 +29,7 @@ class Unrolled(NamedTuple):
 
 
 def unroll(
-    optimizer: Optimizer,
+    optimizer: checks.Optimizer,
     loss_fn: Callable[[PyTree, Any], Tensor],
     params: PyTree,
     state: Any,
@@ -108,9 +101,9 @@ def unroll(
     """
     if hyper is not None and not isinstance(hyper, Mapping):
         raise TypeError(f"hyper={hyper!r}: allowed are numbers by name, and None")
-    check_optimizer(optimizer, hyper)
+    checks.check_optimizer(optimizer, hyper)
     batches = _one_a_step(batches, steps)
-    check_whole("checkpoint_every", checkpoint_every, 1, none=True)
+    checks.check_whole("checkpoint_every", checkpoint_every, 1, none=True)
     if checkpoint_every is not None and torch.compiler.is_compiling():
         raise RuntimeError(
             f"checkpoint_every={checkpoint_every} in a compiled function, which cannot "
@@ -126,7 +119,7 @@ def unroll(
     recompute = rehearse and torch_private.forward_modes() < 2
     numbers = dict(hyper or {})
     if state is None:
-        state = bind(optimizer, numbers).init(params)
+        state = checks.bind(optimizer, numbers).init(params)
     rest, losses, done = iter(batches), [], 0
     while part := list(islice(rest, checkpoint_every or 1)):
         cuts = [i for i in range(len(part)) if done + i in cut_at]
@@ -157,7 +150,7 @@ def _one_a_step(batches: Any, steps: int | None) -> Iterable[Any]:
                 "steps=... takes one batch so many times"
             )
         return batches
-    check_whole("steps", steps, 1, none=True)
+    checks.check_whole("steps", steps, 1, none=True)
     if isinstance(batches, Iterator):
         raise TypeError(
             f"batches={batches!r} with steps={steps}: steps takes one batch so many times; "
@@ -195,21 +188,23 @@ def detach(tree: T) -> T:
 Segment: TypeAlias = Callable[[PyTree], PyTree]
 
 
-def _segment(optimizer: Optimizer, loss_fn: Callable[..., Any], cuts: list[int]) -> Segment:
+def _segment(
+    optimizer: checks.Optimizer, loss_fn: Callable[..., Any], cuts: list[int]
+) -> Segment:
     """Make some steps one function: (params, state, hyper, batches) -> (.., .., losses)."""
 
     def loss(params: PyTree, batch: Any) -> Tensor:
-        return scalar_loss(loss_fn(params, batch), False)
+        return checks.scalar_loss(loss_fn(params, batch), False)
 
     def run(given: PyTree) -> PyTree:
         params, state, numbers, batches = given
-        bound = bind(optimizer, numbers)
+        bound = checks.bind(optimizer, numbers)
         losses: list[Tensor] = []
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
             grads, value = grads_and_value(loss, False, params, batch)
-            params, state = bound.step(params, grads, state)
+            params, state = step_of("unroll", bound, params, grads, state)
             losses.append(value)
         return params, state, losses
 

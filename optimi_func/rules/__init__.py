@@ -79,13 +79,8 @@ class OwnRule(FunctionalOptimizer):
     ) -> tuple[T, TreeState]:
         """Return the parameters and the state: see `FunctionalOptimizer.step`.
 
-        Args:
-            params: Parameter tree.
-            grads: Its gradients; a parameter whose gradient is None does not change.
-            state: From `init` or the step before.
-            rewrite: As there.
-            extras: What `direction` takes besides, by name: trees with a tensor for each
-                parameter, or prefixes of them.
+        Extras are what `direction` takes besides, by name: trees with a tensor for each
+        parameter, or prefixes of them.
 
         Raises:
             TypeError: An extra that `direction` lacks, or does not take.
@@ -141,6 +136,8 @@ class Optimizer(BaseOptimizer):
     - `whole(self, d, t) -> d` maps the direction of a whole tensor, as Muon does.
       `refuses(self, p)` returns why it does not take a parameter, or None.
     - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
+    - `coeffs(self, t, r, lr, weight_decay)` returns a NamedTuple or a dict of scalars. It
+      is not traced but called at every step, and the others may take its result as c.
     - `init(self, p) -> State` returns the first values, and None for zeros.
     - `check(self)` raises for hyperparameters out of range; see `check_number`.
 

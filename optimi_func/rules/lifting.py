@@ -6,7 +6,7 @@ The others become functions of tensors, which the pipeline and its kernels call.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from math import inf, nan
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ _ROOTS = (torch.sqrt, Tensor.sqrt)
 _CONDITIONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
 _LOGICAL = (*_CONDITIONS, operator.and_, operator.or_, operator.xor)
 # Operators that compute with Python numbers as with tensors.
-_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg)
-_USUAL = (*_ARITHMETIC, operator.floordiv, operator.mod, operator.pos, *_LOGICAL)
+_USUAL = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 
 
 class Traced(fx.Proxy):
@@ -168,16 +167,24 @@ class Trace:
         return _select if target is torch.where and node.args[0] in self.host else None
 
 
+def is_scalar(x: Any) -> bool:
+    """Return True for a number and for a 0-d tensor."""
+    return x.dim() == 0 if isinstance(x, Tensor) else isinstance(x, Real)
+
+
+def as_scalar(x: Any) -> Scalar:
+    """Return a number or a 0-d tensor in double precision; a bool would choose a graph."""
+    return x.to(math.scalar_dtype(x.device)) if isinstance(x, Tensor) else float(x)
+
+
 def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
     if target in _ROOTS:
         return _scalar_power
     if target in _POWERS:
         return _varying_power if isinstance(node.args[1], fx.Node) else _scalar_power
-    if target is operator.truediv:
-        return _quotient
-    if target is torch.where:
-        return math.choose
-    if target in _USUAL:
+    if target in _HOST:
+        return _HOST[target]
+    if target in _USUAL or target in _LOGICAL:
         return None
     target = torch.logical_not if target is operator.invert else target
 
@@ -197,23 +204,40 @@ def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
     return scalar
 
 
-def _quotient(x: Scalar, y: Scalar) -> Scalar:
-    """Return x / y, where a y of 0 gives inf or nan, as it does for tensors."""
-    return x / y if isinstance(y, Tensor) or y else x * inf
+def _as_tensors(name: str, fn: Callable[[Any, Any], Any]) -> Callable[..., Scalar]:
+    """Return fn for scalars, with the result of tensors where Python raises."""
+
+    def scalar(x: Scalar, y: Scalar) -> Scalar:
+        try:
+            found = fn(x, y)
+        except (OverflowError, ZeroDivisionError):
+            found = None
+        if found is None or isinstance(found, complex):
+            return fn(torch.tensor(x, dtype=torch.float64, device="cpu"), y).item()
+        return found
+
+    scalar.__name__ = scalar.__qualname__ = name
+    return scalar
+
+
+_float_power = _as_tensors("float_power", operator.pow)
+_HOST = {
+    operator.truediv: _as_tensors("quotient", operator.truediv),
+    operator.floordiv: _as_tensors("floor_quotient", operator.floordiv),
+    operator.mod: _as_tensors("remainder", operator.mod),
+    torch.where: math.choose,
+}
 
 
 def _scalar_power(x: Scalar, exponent: float = 0.5) -> Scalar:
-    if not isinstance(x, Tensor) and not x > 0:
-        return _varying_power(x, exponent)
-    return math.sqrt(x) if exponent == 0.5 else x**exponent
+    if exponent == 0.5 and (isinstance(x, Tensor) or x > 0):
+        return math.sqrt(x)
+    return _float_power(x, exponent)
 
 
 def _varying_power(x: Scalar, exponent: Scalar) -> Scalar:
-    """Return x**exponent, where Python would raise or give a complex number."""
-    if not isinstance(x, Tensor) and not isinstance(exponent, Tensor):
-        if x == 0 > exponent or (x < 0 and exponent % 1):
-            return nan if x else inf
-    return math.power(x, exponent)
+    tensors = isinstance(x, Tensor) or isinstance(exponent, Tensor)
+    return math.power(x, exponent) if tensors else _float_power(x, exponent)
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:

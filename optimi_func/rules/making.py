@@ -5,7 +5,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from hashlib import sha256
 from itertools import chain
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,16 +15,17 @@ from optimi_func.core.codes import NEAREST
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, Means, NoRunning, NoState, Rule
 from optimi_func.core.storage import encode
-from optimi_func.rules.lifting import Trace, Traced, check_elementwise
+from optimi_func.rules.lifting import Trace, Traced, as_scalar, check_elementwise, is_scalar
 
 # The arguments that methods take, by name; direction may have others, its extras.
 _TAKES = {
-    "direction": ["g", "s", "t", "x", "r"],
-    "accumulate": ["g", "s", "t", "x", "r"],
-    "after": ["x", "u", "s", "t"],
-    "eval_point": ["x", "s", "t"],
-    "means": ["mean", "g", "s", "x", "d", "t"],
+    "direction": ["g", "s", "t", "x", "r", "c"],
+    "accumulate": ["g", "s", "t", "x", "r", "c"],
+    "after": ["x", "u", "s", "t", "c"],
+    "eval_point": ["x", "s", "t", "c"],
+    "means": ["mean", "g", "s", "x", "d", "t", "c"],
     "whole": ["d", "t"],
+    "coeffs": ["t", "r", "lr", "weight_decay"],
 }
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
@@ -32,7 +33,7 @@ _FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 RATES = ("lr", "weight_decay")
 # Names that a field cannot have, because they are those of methods and of their arguments.
-NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())}
+NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())} - {"c"}
 
 
 class Making:
@@ -65,15 +66,28 @@ class Making:
             )
         r = [trace.input(f"r_{f}", True) for f in self.running._fields]
         self.given["r"] = self.running(*r)
-        self.extras = [x for x in self.names("direction") if x not in _TAKES["direction"]]
+        self.explicit: _Explicit | None = None
+        self.named: dict[str, Traced] = {}  # the stand-ins of its results
+        if hasattr(cls, "coeffs"):
+            self.explicit = _Explicit(cls, statics, self.names("coeffs"))
+            found, first = self.explicit(3.0, self.running(), self.defaults)
+            self.named = {name: trace.input(f"c_{name}", True) for name in first}
+            self.given["c"] = type(found)(**self.named)
+        self.extras = [
+            x for x in self.names("direction") if x not in self._known("direction")
+        ]
         self.given |= {name: trace.input(name) for name in self.extras}
+
+    def _known(self, method: str) -> list[str]:
+        """Return the names of the arguments that a method may have."""
+        return [x for x in _TAKES[method] if x != "c" or hasattr(self.cls, "coeffs")]
 
     def names(self, method: str) -> list[str]:
         """Return the names of a method's arguments; none if the class lacks it."""
         if not hasattr(self.cls, method):
             return []
         _, *found = inspect.signature(getattr(self.cls, method)).parameters.values()
-        names, known = [p.name for p in found], _TAKES[method]
+        names, known = [p.name for p in found], self._known(method)
         if method in ("direction", "accumulate"):
             # The gradient and the state may have names of their own.
             first = ["g", "s"][: 1 + bool(self.kind._fields)]
@@ -90,7 +104,7 @@ class Making:
         if many or not {*names} <= {*known}:
             raise TypeError(
                 f"{self.name}.{method} takes {', '.join(names)}: allowed are "
-                f"{', '.join(_TAKES[method])}"
+                f"{', '.join(self._known(method))}"
             )
         return names
 
@@ -207,11 +221,14 @@ class Making:
     def _coeffs(self, more: list[Traced]) -> tuple[Callable[..., Any], tuple[str, ...]]:
         """Return `Rule.coeffs`, and the names of the hyperparameters that it takes."""
         n, running = len(self.trace.coeffs), self.running
+        explicit, named = self.explicit, self.named
         used = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
-        rates = [x for x in RATES if self.scalars[x].node in used]
+        rates = [
+            x for x in RATES if self.scalars[x].node in used or x in self.names("coeffs")
+        ]
         names = [x for x in self.scalars if x not in RATES or x in rates]
         scalars = pytree.tree_leaves([self.scalars[x] for x in names])
-        given = [self.given["t"], *scalars, *self.given["r"]]
+        given = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
         host, _ = self.trace.function(given, more, on_host=True)
         fields = [*[f"c{i}" for i in range(n)], *self.extras, "further"]
         kind: Any = namedtuple("Coeffs", fields)  # pyright: ignore[reportUntypedNamedTuple]
@@ -222,7 +239,9 @@ class Making:
             for name in names:
                 x = given[name]
                 values += x if isinstance(x, tuple | list) else [x]
-            found = host(*values, *(before[1] if before else ()))
+            r = before[1] if before else ()
+            _, c = explicit(t, r, given, named) if explicit else ((), {})
+            found = host(*values, *r, *[c[name] for name in named])
             now = kind(*found[:n], *empty, ())
             return (now, running(*found[n:])) if before else now
 
@@ -292,6 +311,37 @@ class Making:
             return why
 
         return refuses
+
+
+class _Explicit(NamedTuple):
+    """The `coeffs` of a class that has one."""
+
+    cls: Any
+    statics: dict[str, Any]
+    takes: list[str]
+
+    def __call__(self, t: Any, r: Any, hyper: dict[str, Any], known: Any = None) -> Any:
+        """Return the result and its scalars by name. Raise if it is another."""
+        where = f"{self.cls.__name__}.coeffs"
+        own = {name: x for name, x in hyper.items() if name not in RATES}
+        given = {**hyper, "t": t, "r": r}
+        try:
+            me = self.cls.bare({**self.statics, **own})
+            found = me.coeffs(*[given[name] for name in self.takes])
+        except Exception as error:
+            raise TypeError(
+                f"{where} raises {type(error).__name__}: {error} (self has the fields, "
+                f"further arguments are {', '.join(_TAKES['coeffs'])}, and torch.where is "
+                "for an if over tensors)"
+            ) from error
+        named = found._asdict() if hasattr(found, "_asdict") else found
+        right = isinstance(named, dict) and all(map(is_scalar, named.values()))
+        if not right or named.keys() != (known or named).keys():
+            raise TypeError(
+                f"{where} returned {found!r}: allowed are a NamedTuple and a dict of "
+                "numbers and 0-d tensors, with the same names at each step"
+            )
+        return found, {name: as_scalar(x) for name, x in named.items()}
 
 
 def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:

@@ -11,29 +11,15 @@ from torch.optim.optimizer import Optimizer
 from optimi_func.core.checks import check_module, shown
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.rule import Rule
-from optimi_func.core.storage import own_names
+from optimi_func.core.storage import group_storage, own_names
 from optimi_func.core.torch_private import unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
-from optimi_func.state.convert import (
-    Counterparts,
-    Group,
-    LoadReport,
-    Match,
-    as_torchs,
-    as_tree,
-    common,
-    find_entries,
-)
+from optimi_func.state import convert
+from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
-from optimi_func.state.entry import (
-    first_param,
-    insert_made,
-    loaded_groups,
-    loaded_tree,
-    named_entries,
-)
-from optimi_func.state.stored import decoded, master, set_master
+from optimi_func.state.entry import ensure_state, insert_made, named_params
+from optimi_func.state.stored import decoded, has_codes, master, owned, set_master
 
 # Taken while our hooks are registered, because torch iterates over the dict of all hooks.
 _hooking = threading.RLock()
@@ -87,7 +73,7 @@ class Checkpoints(Optimizer):
         """
         name = type(self).__name__
         state = self.decoded_state_dict()
-        return as_torchs(name, self.keywords, counterparts_of(self), state)
+        return convert.as_torchs(name, self.keywords, counterparts_of(self), state)
 
     def decoded_state_dict(self) -> dict[str, Any]:
         """Return the state_dict with moments in 8 bits decoded to float32.
@@ -156,7 +142,7 @@ class Checkpoints(Optimizer):
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
         given = state_dict, self.param_groups, strict, match, self.keywords
-        return find_entries(*given, counterparts_of(self))
+        return convert.find_entries(*given, counterparts_of(self))
 
     def describe(self) -> str:
         """Return a table of each group's storage of parameters and moments, and its bytes.
@@ -216,9 +202,7 @@ class Checkpoints(Optimizer):
         def prepare(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             with torch.inference_mode(False):
                 found = self._find(given, strict, match)
-                groups, entries = loaded_groups(
-                    found, self.param_groups, self.bound_of, keep_dtypes
-                )
+                groups, entries = self._loaded(found, keep_dtypes)
             reports.append(found.report)
             made.update(entries)
             return {**given, "state": found.others, "param_groups": groups}
@@ -234,6 +218,74 @@ class Checkpoints(Optimizer):
         ):
             unwrapped(super().load_state_dict)(state_dict)
         return reports[-1]
+
+    def _loaded(
+        self, found: Match, keep_dtypes: bool
+    ) -> tuple[list[Group], dict[Tensor, Entry]]:
+        """Return the groups and entries that a saved state becomes, checked and copied."""
+        loaded: list[Group] = []
+        made: dict[Tensor, Entry] = {}
+        for mine, options, entries in zip(self.param_groups, found.groups, found.entries):
+            first = sum(len(group["params"]) for group in loaded)
+            places = list(range(first, first + len(entries)))
+            group = {**mine, **options, "params": places}
+            bound = self.bound_of(group)
+            convert.check_kind(mine, options, bound.decay)
+            if "decouple_wd" not in mine:
+                group.pop("decouple_wd", None)
+            if "train_mode" in mine:
+                group["train_mode"] = options.get("train_mode", True)
+            loaded.append(group)
+            rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
+            names = group.get("param_names", places)
+            for name, p, saved in zip(names, mine["params"], entries):
+                if saved is not None:
+                    entry = convert.checked(rule, "state", name, p, saved)
+                    made[p] = owned(rule, p, capturable, storage, entry, keep_dtypes)
+        mode = all(group.get("train_mode", True) for group in loaded)
+        loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
+        return loaded, made
+
+    def _named_entries(self, group: Group, rule: Rule[Any, Any]) -> dict[str, Entry]:
+        """Return the complete entries, by name, of parameters that have or get state."""
+        how = rule, group_storage(group), group["capturable"]
+        return {
+            name: ensure_state(self.state, {}, f"[{name!r}]", p, *how)
+            for name, p in named_params(group)
+            if "step" in self.state.get(p, {}) or p.requires_grad
+        }
+
+    def _first_param(self) -> Tensor:
+        groups = self.param_groups
+        return next((p for group in groups for p in group["params"]), torch.empty(0))
+
+    def _loaded_tree(
+        self, state: TreeState, params: Mapping[str, Tensor]
+    ) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
+        """Check and copy a pure optimizer's state, whose `leaves` are a dict by name.
+
+        Returns the entries, and for each of `params` the parameter and its new value.
+        """
+        groups = self.param_groups
+        home = {name: (group, p) for group in groups for name, p in named_params(group)}
+        entries = convert.from_tree(state)
+        for name, x in {**entries, **params}.items():
+            if name not in home:
+                raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
+            if isinstance(x, Tensor) and x.shape != home[name][1].shape:
+                raise ValueError(
+                    f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "
+                    f"{tuple(home[name][1].shape)}"
+                )
+        made: dict[Tensor, Entry] = {}
+        for name, entry in entries.items():
+            group, p = home[name]
+            rule, storage = self.rule_of(group), group_storage(group)
+            entry = convert.checked(rule, "state.leaves", name, p, entry)
+            plain = storage.moments != "8bit" and not has_codes(rule, entry)
+            with torch.no_grad():
+                made[p] = owned(rule, p, group["capturable"], storage, entry, plain)
+        return made, [(home[name][1], x) for name, x in params.items()]
 
     def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
         """Return a pure optimizer and its state for the tree {name: parameter}.
@@ -265,10 +317,10 @@ class Checkpoints(Optimizer):
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
             bounds.append(self.bound_of(group))
-            entries.append(named_entries(self.state, group, bounds[-1].rule))
-        optimizer = common(bounds, list(map(list, entries)))
+            entries.append(self._named_entries(group, bounds[-1].rule))
+        optimizer = convert.common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}
-        return optimizer, as_tree(optimizer.rule, merged, first_param(self.param_groups))
+        return optimizer, convert.as_tree(optimizer.rule, merged, self._first_param())
 
     def load_functional(
         self, state: TreeState, params: dict[str, Tensor] | None = None
@@ -284,8 +336,7 @@ class Checkpoints(Optimizer):
                 nothing is loaded then.
         """
         self.check_train_mode("load_functional()")
-        made, moved = loaded_tree(state, params or {}, self.param_groups, self.rule_of)
-        self._take_over(made, moved)
+        self._take_over(*self._loaded_tree(state, params or {}))
 
     def _take_over(
         self, made: dict[Tensor, dict[str, Any]], moved: list[tuple[Tensor, Tensor]]

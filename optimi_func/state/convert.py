@@ -31,13 +31,11 @@ POLICY = (
     *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
     *("capturable", "gradient_release"),
 )
-# Options that torch's classes do not have.
 _OURS_ALONE = (
     *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
     *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
     *("cautious_decay", "corrected_decay", "cautious"),
 )
-# Kinds of decay among them.
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.

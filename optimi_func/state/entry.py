@@ -1,10 +1,10 @@
-"""Entries of `optimizer.state`: made, checked, completed and loaded.
+"""Entries of `optimizer.state`: made, checked and completed.
 
 `state[p]` is a flat dict with `step`, the tensors of the rule's state and, if there is one,
 `kahan_comp`. Other code may add values under other names, which are kept but never read.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -24,15 +24,13 @@ from optimi_func.core.storage import (
     check_entry,
     entry_of,
     field_of,
-    group_storage,
     missing_fields,
     own_names,
 )
 from optimi_func.core.torch_private import has_memory
-from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState, running_tensors
-from optimi_func.state.convert import Entry, Group, Match, check_kind, checked, from_tree
-from optimi_func.state.stored import has_codes, owned, restored
+from optimi_func.pure.tree import running_tensors
+from optimi_func.state.convert import Entry, Group
+from optimi_func.state.stored import restored
 
 
 def ensure_state(
@@ -177,85 +175,3 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
             "model.named_parameters()"
         )
     return list(zip(group.get("param_names", ()), group["params"]))
-
-
-def first_param(groups: list[Group]) -> Tensor:
-    """Return the first parameter, or an empty tensor if there is none."""
-    return next((p for group in groups for p in group["params"]), torch.empty(0))
-
-
-def loaded_groups(
-    found: Match,
-    groups: list[Group],
-    bound_of: Callable[[Group], FunctionalOptimizer],
-    keep_dtypes: bool,
-) -> tuple[list[Group], dict[Tensor, Entry]]:
-    """Return the groups and entries that a saved state becomes, checked and copied.
-
-    `bound_of` returns a group's pure optimizer and raises for hyperparameters out of range.
-    """
-    loaded: list[Group] = []
-    made: dict[Tensor, Entry] = {}
-    for mine, options, entries in zip(groups, found.groups, found.entries):
-        first = sum(len(group["params"]) for group in loaded)
-        places = list(range(first, first + len(entries)))
-        group = {**mine, **options, "params": places}
-        bound = bound_of(group)
-        check_kind(mine, options, bound.decay)
-        if "decouple_wd" not in mine:
-            group.pop("decouple_wd", None)
-        if "train_mode" in mine:
-            group["train_mode"] = options.get("train_mode", True)
-        loaded.append(group)
-        rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
-        names = group.get("param_names", places)
-        for name, p, saved in zip(names, mine["params"], entries):
-            if saved is not None:
-                entry = checked(rule, "state", name, p, saved)
-                made[p] = owned(rule, p, capturable, storage, entry, keep_dtypes)
-    mode = all(group.get("train_mode", True) for group in loaded)
-    loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
-    return loaded, made
-
-
-def named_entries(
-    states: Mapping[Any, Entry], group: Group, rule: Rule[Any, Any]
-) -> dict[str, Entry]:
-    """Return the complete entries, by name, of parameters that have or will have state."""
-    how = rule, group_storage(group), group["capturable"]
-    return {
-        name: ensure_state(states, {}, f"[{name!r}]", p, *how)
-        for name, p in named_params(group)
-        if "step" in states.get(p, {}) or p.requires_grad
-    }
-
-
-def loaded_tree(
-    state: TreeState,
-    params: Mapping[str, Tensor],
-    groups: list[Group],
-    rule_of: Callable[[Group], Rule[Any, Any]],
-) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
-    """Check and copy a pure optimizer's state, whose `leaves` are a dict by name.
-
-    Returns the entries, and for each of `params` the group's parameter and the new value.
-    """
-    home = {name: (group, p) for group in groups for name, p in named_params(group)}
-    entries = from_tree(state)
-    for name, x in {**entries, **params}.items():
-        if name not in home:
-            raise ValueError(f"{name!r} is no parameter: allowed are {list(home)}")
-        if isinstance(x, Tensor) and x.shape != home[name][1].shape:
-            raise ValueError(
-                f"params[{name!r}] has shape {tuple(x.shape)}, its parameter "
-                f"{tuple(home[name][1].shape)}"
-            )
-    made: dict[Tensor, Entry] = {}
-    for name, entry in entries.items():
-        group, p = home[name]
-        rule, storage = rule_of(group), group_storage(group)
-        entry = checked(rule, "state.leaves", name, p, entry)
-        plain = storage.moments != "8bit" and not has_codes(rule, entry)
-        with torch.no_grad():
-            made[p] = owned(rule, p, group["capturable"], storage, entry, plain)
-    return made, [(home[name][1], x) for name, x in params.items()]

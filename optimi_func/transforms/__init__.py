@@ -11,10 +11,12 @@ differentiates.
 """
 
 from optimi_func.core.torch_private import serializable
-from optimi_func.transforms.accumulate import EveryState as EveryState
-from optimi_func.transforms.accumulate import every_k as every_k
-from optimi_func.transforms.average import EmaState as EmaState
-from optimi_func.transforms.average import ema as ema
+from optimi_func.transforms.around import EmaState as EmaState
+from optimi_func.transforms.around import EveryState as EveryState
+from optimi_func.transforms.around import FiniteState as FiniteState
+from optimi_func.transforms.around import apply_if_finite as apply_if_finite
+from optimi_func.transforms.around import ema as ema
+from optimi_func.transforms.around import every_k as every_k
 from optimi_func.transforms.gradients import ChainState as ChainState
 from optimi_func.transforms.gradients import GradientTransform as GradientTransform
 from optimi_func.transforms.gradients import NoiseState as NoiseState
@@ -24,8 +26,6 @@ from optimi_func.transforms.gradients import chain as chain
 from optimi_func.transforms.gradients import clip_global_norm as clip_global_norm
 from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
 from optimi_func.transforms.gradients import clip_value as clip_value
-from optimi_func.transforms.guard import FiniteState as FiniteState
-from optimi_func.transforms.guard import apply_if_finite as apply_if_finite
 from optimi_func.transforms.inject import InjectState as InjectState
 from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.partition import PartitionState as PartitionState

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_grad, shown
+from optimi_func.core.checks import check_grad
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree, path_of, without_none
+from optimi_func.pure.tree import flatten_params, match_tree, path_of, step_of, without_none
 
 S = TypeVar("S")
 
@@ -25,6 +24,8 @@ class Transform:
     torch.compile stops after 8 recompilations of one code object. So the `step` of every
     instance has a code object of its own, and a process can compile any number of them.
     """
+
+    keeps_structure: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Give this instance its own `step`, unless it is made within a graph."""
@@ -80,35 +81,6 @@ class Around(Transform, Generic[S]):
     def checked(self, state: Any) -> Any:
         """Raise if a state is another optimizer's, else return it."""
         return check_state(state, self.state, self.name)
-
-
-def step_of(
-    owner: str, optimizer: Any, params: PyTree, grads: PyTree, state: Any, **extras: Any
-) -> tuple[PyTree, Any]:
-    """Return an optimizer's step; raise if one of a user's changes a structure."""
-    found = optimizer.step(params, grads, state, **extras)
-    if isinstance(optimizer, Transform | FunctionalOptimizer):
-        return found
-    step = f"the step of {owner}'s optimizer, {type(optimizer).__name__},"
-    check_pair(step, "params", found, state)
-    tensors, spec = flatten_params(params)
-    new = match_tree(f"what {step} returned", found[0], spec, params)
-    for i, (p, q) in enumerate(zip(tensors, new)):
-        if not isinstance(q, Tensor) or (q.shape, q.dtype) != (p.shape, p.dtype):
-            where = f"params{path_of(params, i)}, {shown(p)}"
-            raise ValueError(f"{step} returned {shown(q)} for {where}")
-    return found
-
-
-def check_pair(owner: str, first: str, found: Any, state: PyTree) -> None:
-    """Raise unless `found` is a tuple of `first` and of a state like `state`."""
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"{owner} returned {shown(found)}: allowed is ({first}, state)")
-    try:
-        pytree.tree_structure(state).flatten_up_to(found[1])
-    except ValueError as error:
-        text = f"{owner} returned a state of another structure than that of init"
-        raise ValueError(text) from error
 
 
 class Trees(NamedTuple):
@@ -195,12 +167,3 @@ def count_from(params: PyTree) -> Tensor:
     """Return a count of 0 with the device and dtype of the `step` of a `TreeState`."""
     tensors, _ = flatten_params(params)
     return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
-
-
-def choose_tree(ok: Tensor, yes: PyTree, no: PyTree) -> PyTree:
-    """Return `yes` if ok, a 0-d bool, else `no`; tensors in both are not copied."""
-
-    def pick(y: Tensor, n: Tensor) -> Tensor:
-        return n if y is n else torch.where(ok.to(y.device), y, n)
-
-    return pytree.tree_map(pick, yes, no)

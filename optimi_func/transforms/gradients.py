@@ -20,15 +20,8 @@ from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import FunctionalOptimizer, Number
-from optimi_func.pure.tree import flatten_params, tensor_of
-from optimi_func.transforms._trees import (
-    Around,
-    Trees,
-    check_pair,
-    count_from,
-    dotted_paths,
-    like,
-)
+from optimi_func.pure.tree import check_pair, flatten_params, tensor_of
+from optimi_func.transforms._trees import Around, Trees, count_from, dotted_paths, like
 from optimi_func.transforms.philox import normals
 
 Grads: TypeAlias = list[Tensor | None]
@@ -156,6 +149,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
             known["paths"] = dotted_paths(params)
         inner: Any = self.optimizer
         while isinstance(inner, Around):
+            taken -= {x for part in getattr(inner, "transforms", ()) for x in part.takes}
             inner = inner.optimizer
         taken -= {*inner.rule.extras} if isinstance(inner, FunctionalOptimizer) else set()
         rest = {name: x for name, x in extras.items() if name not in taken}

@@ -15,7 +15,7 @@ from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import tensor_of
 from optimi_func.transforms._trees import Around, check_state, count_from
-from optimi_func.transforms.average import Averaged
+from optimi_func.transforms.around import Averaged
 from optimi_func.transforms.gradients import GradientTransform, Grads, Rewritten, number_at
 
 

@@ -14,14 +14,13 @@ from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, c
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.core.torch_private import serializable
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import flatten_params, match_tree, without_none
+from optimi_func.pure.tree import flatten_params, match_tree, step_of, without_none
 from optimi_func.transforms._trees import (
     Transform,
     Trees,
     check_state,
     dotted_paths,
     inner_eval_params,
-    step_of,
 )
 
 # A pattern for a leaf's path, or a predicate of path and parameter.
@@ -46,22 +45,18 @@ class Places:
         return hash(frozenset(pytree.tree_leaves(self.tree)))
 
 
-def _dump_places(places: Places) -> tuple[str, list[int | None]]:
-    leaves, spec = pytree.tree_flatten(places.tree)
-    return pytree.treespec_dumps(spec), leaves
-
-
-def _load_places(dumped: Any) -> Places:
-    return Places(pytree.tree_unflatten(dumped[1], pytree.treespec_loads(dumped[0])))
-
-
 pytree.register_pytree_node(
     Places,
     lambda places: ([], places),
     lambda _, places: places,  # pyright: ignore[reportArgumentType]
     serialized_type_name="optimi_func.transforms.Places",
-    to_dumpable_context=_dump_places,
-    from_dumpable_context=_load_places,
+    to_dumpable_context=lambda x: (
+        pytree.treespec_dumps(pytree.tree_structure(x.tree)),
+        pytree.tree_leaves(x.tree),
+    ),
+    from_dumpable_context=lambda x: Places(
+        pytree.tree_unflatten(x[1], pytree.treespec_loads(x[0]))
+    ),
     flatten_with_keys_fn=lambda places: ([], places),
 )
 

@@ -43,12 +43,8 @@ def normals(
     """Return standard normal tensors like the given ones (Box & Muller 1958).
 
     They depend on the place in the list, not on the other tensors, which may be None. There
-    is one draw for each dtype and device, so that a graph does not grow with the list.
-
-    Args:
-        seed: 0-d int64, not negative: the stream.
-        step: 0-d int64, not negative: the part of the stream.
-        tensors: Tensors, or None.
+    is one draw for each dtype and device, so that a graph does not grow with the list. The
+    seed, the stream, and the step, its part, are 0-d int64 from 0.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(tensors):

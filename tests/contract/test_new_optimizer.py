@@ -530,6 +530,26 @@ def test_extras_are_given_to_the_pure_step() -> None:
         torch.testing.assert_close(x, want)
     same, _ = value.step(p, g, value.init(p), hessian=torch.tensor(0.5))
     assert not torch.equal(same[0], got[0])
+    # Members with a Hessian of their own, and one for all.
+    hyper = {"lr": torch.tensor([0.1, 0.2])}
+    members = population.init(Sophia.pure, p, hyper, n=2)
+    twice = [torch.stack([x, x]) for x in g]
+    own = [torch.stack([x, 2 * x]) for x in h]
+    found = population.step(Sophia.pure, members, twice, hessian=own).params
+    shared = population.step(Sophia.pure, members, twice, hessian=torch.tensor(0.5)).params
+    for i, (lr, factor) in enumerate([(0.1, 1), (0.2, 2)]):
+        one = Sophia.pure(lr=lr)
+        for many, given in (
+            (found, [factor * x for x in h]),
+            (shared, torch.tensor(0.5)),
+        ):
+            alone, _ = one.step(p, g, one.init(p), hessian=given)
+            for x, y in zip(many, alone, strict=True):
+                torch.testing.assert_close(x[i], y)
+    with pytest.raises(TypeError, match=r"Sophia.*extras \[\]: .* takes \['hessian'\]"):
+        population.step(Sophia.pure, members, twice)
+    with pytest.raises(ValueError, match=r"hessian\[0\] has 3 members"):
+        population.step(Sophia.pure, members, twice, hessian=[x[[0, 0, 0]] for x in own])
     with pytest.raises(TypeError, match=r"Sophia.*extras \[\]: .* takes \['hessian'\]"):
         value.step(p, g, value.init(p))
     with pytest.raises(TypeError, match=r"extras \['loss'\]"):
@@ -772,6 +792,141 @@ def test_a_direction_may_read_lr_and_decay() -> None:
     torch.testing.assert_close(again, p - 0.1 * (0.1 + 0.1) - 0.01)
 
 
+class Lifted(Optimizer):
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    class State(NamedTuple):
+        m: Tensor
+        v: SecondMoment
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        m, v = b1 * s.m + (1 - b1) * g, b2 * s.v + (1 - b2) * g * g
+        d = m * (1 / (1 - b1**t)) / ((v * (1 / (1 - b2**t))).sqrt() + 1e-8)
+        return d, self.State(m, v)
+
+
+class Explicit(Lifted):
+    """The same, with the scalar work in `coeffs`."""
+
+    class Coeffs(NamedTuple):
+        b1: Any
+        a1: Any
+        b2: Any
+        a2: Any
+        m: Any
+        v: Any
+
+    def coeffs(self, t: float) -> Coeffs:
+        b1, b2 = self.betas
+        return self.Coeffs(b1, 1 - b1, b2, 1 - b2, 1 / (1 - b1**t), 1 / (1 - b2**t))
+
+    def direction(self, g: Tensor, s: Any, c: Coeffs) -> Any:  # type: ignore
+        m, v = c.b1 * s.m + c.a1 * g, c.b2 * s.v + c.a2 * g * g
+        return m * c.m / ((v * c.v).sqrt() + 1e-8), self.State(m, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_explicit_coeffs_are_the_lifted_ones(dtype: torch.dtype) -> None:
+    first, grads = start(dtype), gradients(dtype)
+
+    def moved(cls: type[Optimizer], hyper: Any) -> list[Tensor]:
+        ps, value = first, cls.pure(**hyper)
+        state = value.init(ps)
+        for gs in grads:
+            ps, state = value.step(ps, gs, state)
+        return ps
+
+    def slopes(cls: type[Optimizer]) -> Tensor:
+        def after(b: Tensor) -> Tensor:
+            return moved(cls, {"lr": 0.1, "betas": (0.9, b)})[0].sum()
+
+        return vmap(grad(after))(torch.tensor([0.9, 0.99], dtype=torch.float64))
+
+    rate = torch.tensor(0.9, dtype=torch.float64)
+    hypers: list[Any] = [
+        {"lr": 0.1},
+        {"lr": 0.1, "betas": (0.8, rate)},
+        {"lr": lambda step: 0.1 / (step + 1)},
+    ]
+    for hyper in hypers:
+        for x, y in zip(moved(Lifted, hyper), moved(Explicit, hyper), strict=True):
+            assert torch.equal(x, y)
+    for how in ({"compile": False}, {"foreach": True}):
+        for x, y in zip(stepped(Lifted, **how), stepped(Explicit, **how), strict=True):
+            assert torch.equal(x, y)
+    torch.testing.assert_close(slopes(Lifted), slopes(Explicit))
+
+
+def test_explicit_coeffs_are_called_at_every_step() -> None:
+    class Tabled(Optimizer):
+        scales: tuple[float, float] = (1.0, 2.0)
+        reverse: bool = False
+
+        class Running(NamedTuple):
+            steps: float = 0.0
+
+        def coeffs(self, t: float, r: Any, lr: float) -> dict[str, float]:
+            scale = self.scales[int(t) % 2] if t < 3 else math.sqrt(t)
+            return {"scale": -scale if self.reverse else scale, "more": lr + r.steps}
+
+        def direction(self, g: Tensor, r: Running, c: dict[str, float]):
+            return g * c["scale"] + c["more"], self.Running(r.steps + 1)
+
+    for reverse in (False, True):
+        value = Tabled.pure(lr=0.5, reverse=reverse)
+        assert value.rule.numbers == ("scales", "lr")
+        p, want = torch.zeros(1), 0.0
+        state = value.init(p)
+        for i, scale in enumerate([2.0, 1.0, math.sqrt(3), 2.0]):
+            p, state = value.step(p, torch.ones(1), state)
+            want -= 0.5 * ((-scale if reverse else scale) + 0.5 + i)
+            assert p.item() == pytest.approx(want)
+
+
+def test_other_coeffs_share_kernels_but_not_scalars() -> None:
+    def scaled(scale: float) -> Any:
+        def coeffs(self: Any, t: float) -> dict[str, float]:
+            return {"scale": scale}
+
+        def direction(self: Any, g: Tensor, c: Any) -> Tensor:
+            return g * c["scale"]
+
+        return type("Scaled", (Optimizer,), {"coeffs": coeffs, "direction": direction})
+
+    one, two, p = scaled(1.0).pure(lr=0.1), scaled(2.0).pure(lr=0.1), torch.ones(1)
+    assert one.rule.digest == two.rule.digest
+    assert two.step(p, p, two.init(p))[0].item() == pytest.approx(0.8)
+    assert one.step(p, p, one.init(p))[0].item() == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("coeffs", "text"),
+    [
+        (lambda self, t: 1.0, r"coeffs returned 1\.0: allowed are a NamedTuple and a dict"),
+        (lambda self, t: (1.0, t), r"coeffs returned \(1\.0, 3\.0\): allowed are"),
+        (lambda self, t: {"a": "x"}, "coeffs returned {'a': 'x'}: allowed are"),
+        (lambda self, t: {"a": CONSTANT}, "coeffs returned .* and 0-d tensors"),
+        (
+            lambda self, t: {"a": self.lr},
+            "coeffs raises AttributeError.*arguments are t, r, lr",
+        ),
+        (lambda self, x: {"a": x}, "coeffs takes x: allowed are t, r, lr, weight_decay"),
+        (
+            lambda self, t: {"a" if t == 3 else "b": 1.0},
+            "coeffs returned .* the same names at each step",
+        ),
+        (lambda self, t: {"a": 1 / (t - 3 and t - 7)}, "coeffs raises ZeroDivisionError"),
+    ],
+)
+def test_coeffs_that_are_refused(coeffs: Any, text: str) -> None:
+    body = {"coeffs": coeffs, "direction": lambda self, g, c: g * c["a"]}
+    with pytest.raises(TypeError, match=rf"Wrong\.{text}"):
+        value: Any = type("Wrong", (Optimizer,), body)
+        value = value.pure(lr=0.1)
+        value.step(CONSTANT, CONSTANT.clone(), value.init(CONSTANT))
+
+
 def test_a_state_may_be_empty() -> None:
     class Plain(Optimizer):
         momentum: bool = False
@@ -899,6 +1054,12 @@ def test_operations_are_the_same_in_all_executors(how: dict[str, Any]) -> None:
         (lambda t, b: (t - 2) ** 0.5, math.nan),
         (lambda t, b: torch.sqrt(t - 2), math.nan),
         (lambda t, b: (b - b) ** t, 0.0),
+        (lambda t, b: 2.0 ** (t * 1024), math.inf),
+        (lambda t, b: (-2.0) ** (t * 1025), -math.inf),
+        (lambda t, b: (t * 1e300) ** 2, math.inf),
+        (lambda t, b: 1 / 2.0 ** (t * 1024), 0.0),
+        (lambda t, b: t % (t - 1), math.nan),
+        (lambda t, b: t // (t - 1), math.inf),
     ],
 )
 def test_scalars_have_the_infinities_of_tensors(fn: Any, want: float) -> None:

@@ -492,6 +492,33 @@ def test_compiled_kernels_travel_as_cache_artifacts(tmp_path) -> None:
     assert hits == ["0", "1"]
 
 
+def test_the_compiler_is_imported_before_a_second_thread_needs_it(monkeypatch) -> None:
+    said: list[str] = []
+
+    class Ahead:
+        def __init__(self, **given: object) -> None:
+            pass
+
+        def start(self) -> None:
+            said.append("thread")
+
+        def is_alive(self) -> bool:
+            return False
+
+    patches = {
+        "Thread": Ahead,
+        "SHARED_SETTINGS": False,
+        "import_module": said.append,
+        "native_key": lambda: "",
+        "_width": dict,
+        "_compile": lambda *_: (said.append("compile"), None),
+    }
+    for name, patch in patches.items():
+        monkeypatch.setattr(inductor, name, patch)
+    assert inductor.compile_list_kernel(lambda *_: None, []) is None
+    assert said == ["torch._inductor.compile_fx", "thread", "compile"]
+
+
 def test_a_transformed_optimizer_is_refused() -> None:
     from optimi_func.transforms import every_k
 

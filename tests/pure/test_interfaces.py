@@ -68,6 +68,48 @@ class Halves:
         return pytree.tree_map(half, params, grads), state + 1.0
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda p, s: p, r"returned a dict: allowed is \(params, state\)"),
+        (lambda p, s: (p, s, s), r"returned a tuple: allowed is \(params, state\)"),
+        (lambda p, s: None, r"returned None: allowed is \(params, state\)"),
+        (lambda p, s: ({}, s), r"params\['w'\] has no counterpart"),
+        (lambda p, s: ([p["w"]], s), r"params\['w'\] has no counterpart"),
+        (lambda p, s: ({"w": "a"}, s), r"returned 'a' for params\['w'\]"),
+        (lambda p, s: ({"w": p["w"][0]}, s), r"shape \(\).* for params\['w'\]"),
+        (lambda p, s: (p, (s, s)), "a state of another structure than that of init"),
+        (lambda p, s: (p, 1.0), "a state of another structure than that of init"),
+    ],
+)
+def test_a_step_that_returns_another_structure_is_named(wrong: Any, text: str) -> None:
+    class Mine(Halves):
+        def step(self, params: Any, grads: Any, state: Tensor) -> Any:
+            return wrong(params, state)
+
+    params = {"w": X}
+    members = population.init(Mine(), params, n=2)
+    for owner, run in (
+        ("unroll", lambda: unroll(Mine(), lambda p, x: p["w"].sum(), params, None, [X])),
+        ("population", lambda: population.step(Mine(), members, members.params)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text) as raised:
+            run()
+        assert f"the step of {owner}'s optimizer, Mine, returned" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_parameter_has_a_hypergradient(name: str) -> None:
+    params = [torch.ones(2, 2), torch.ones(0, 2)]
+
+    def end(lr: Tensor) -> Tensor:
+        optimizer = getattr(optimi_func, name)(lr=lr)
+        found, _ = optimizer.step(params, params, optimizer.init(params))
+        return found[0].sum() + found[1].sum()
+
+    assert grad(end)(torch.tensor(0.1)).isfinite()
+
+
 AROUND: dict[str, Callable[[Any], Any]] = {
     "itself": lambda inner: inner,
     "chain": lambda inner: chain(clip_global_norm(1.0), add_noise(0.1, seed=1), inner),

@@ -26,6 +26,7 @@ from optimi_func import adamw, lion, sgd
 from optimi_func.core.math import norm
 from optimi_func.schedules import join, linear, one_cycle, warmup_cosine, wsd
 from optimi_func.transforms import (
+    GradientTransform,
     add_noise,
     apply_if_finite,
     centralize,
@@ -972,6 +973,20 @@ def test_an_optimizer_of_two_functions(around: Callable[[Any], Any]) -> None:
     assert 1.0 in [x.item() for x in pytree.tree_leaves(state) if x.dim() == 0]
     with pytest.raises(TypeError, match="kahan_sum"):
         optimizer.init(params, kahan_sum=False)
+
+
+def test_a_chain_in_a_chain_is_given_the_extras_of_both() -> None:
+    def scaled(grads: Any, state: Any, step: Tensor, loss: Tensor) -> Any:
+        return [loss * g for g in grads], state
+
+    scale = GradientTransform(lambda params: (), scaled)
+    p, loss = torch.ones(2), torch.tensor(3.0)
+    for around in (lambda x: x, lambda x: ema(x, 0.5)):
+        optimizer = chain(scale, around(chain(scale, sgd(lr=0.1))))
+        new, _ = optimizer.step(p, p, optimizer.init(p), loss=loss)
+        torch.testing.assert_close(new, p - 0.9)
+    one = chain(scale, chain(clip_value(10.0), sgd(lr=0.1)))  # the inner one takes none
+    torch.testing.assert_close(one.step(p, p, one.init(p), loss=loss)[0], p - 0.3)
 
 
 def test_dict_order_does_not_matter() -> None:

@@ -24,6 +24,7 @@ from optimi_func.optimizers.radam import *
 from optimi_func.optimizers.ranger import *
 from optimi_func.optimizers.schedule_free import *
 from optimi_func.optimizers.sgd import *
+from optimi_func.optimizers.soap import *
 from optimi_func.optimizers.stableadamw import *
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.pure.functional import Number as Number

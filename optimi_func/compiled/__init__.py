@@ -25,6 +25,7 @@ from optimi_func.optimizers.schedule_free import (
     schedule_free_sgd,
 )
 from optimi_func.optimizers.sgd import sgd
+from optimi_func.optimizers.soap import soap
 from optimi_func.optimizers.stableadamw import stableadamw
 
 adam_step, adam_step_ = compiled_functions(adam)
@@ -45,4 +46,5 @@ schedule_free_radam_step, schedule_free_radam_step_ = compiled_functions(
 )
 schedule_free_sgd_step, schedule_free_sgd_step_ = compiled_functions(schedule_free_sgd)
 sgd_step, sgd_step_ = compiled_functions(sgd)
+soap_step, soap_step_ = compiled_functions(soap)
 stableadamw_step, stableadamw_step_ = compiled_functions(stableadamw)

@@ -18,4 +18,5 @@ from optimi_func.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFr
 from optimi_func.optimizers.schedule_free import ScheduleFreeRAdam as ScheduleFreeRAdam
 from optimi_func.optimizers.schedule_free import ScheduleFreeSGD as ScheduleFreeSGD
 from optimi_func.optimizers.sgd import SGD as SGD
+from optimi_func.optimizers.soap import SOAP as SOAP
 from optimi_func.optimizers.stableadamw import StableAdamW as StableAdamW

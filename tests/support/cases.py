@@ -75,6 +75,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adopt": optimi_func.ADOPT,
     "lamb": optimi_func.LAMB,
     "muon": optimi_func.Muon,
+    "soap": optimi_func.SOAP,
     "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
     "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
     "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
@@ -84,21 +85,21 @@ NAMES = list(CLASSES)
 # second a rule and depends on the form alone, `make test` asks of these.
 SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
 # Those that take tensors of any shape.
-ELEMENTWISE = [name for name in NAMES if name != "muon"]
+ELEMENTWISE = [name for name in NAMES if name not in ("muon", "soap")]
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "lamb", "muon", *SCHEDULE_FREE)
+NEWER = ("ademamix", "adopt", "lamb", "muon", "soap", *SCHEDULE_FREE)
 # The rules that take means over a tensor.
 MEASURED = ("stableadamw", "lamb")
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = ("sgd", "adan", "adopt", *SCHEDULE_FREE)
+REFUSE_STATES = ("sgd", "adan", "adopt", "soap", *SCHEDULE_FREE)
 
 
 # How many first gradients move nothing.
-STILL = {"adopt": 1, "schedule_free_radam": 4}
+STILL = {"adopt": 1, "soap": 1, "schedule_free_radam": 4}
 # Those that by default keep nothing in codes.
-NO_CODES = ("sgd", "schedule_free_sgd")
+NO_CODES = ("sgd", "soap", "schedule_free_sgd")
 # Those that divide by nothing.
 NO_EPS = ("sgd", "lion", "schedule_free_sgd")
 
@@ -216,6 +217,11 @@ OPTIONS = [
     _same("sgd", momentum=0.9, dampening=True),
     _same("sgd", momentum=0.9, dampening=0.4),
     _same("sgd", momentum=0.9, dampening=True, torch_init=True),
+    _same("soap", shampoo_beta=0.8),
+    _same("soap", precondition_frequency=3),
+    _same("soap", max_precond_dim=5),
+    _same("soap", normalize_grads=True),
+    _same("soap", correct_bias=False),
     _same("muon", momentum=0.8),
     _same("muon", nesterov=False),
     _same("muon", eps=5.0),

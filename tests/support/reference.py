@@ -451,6 +451,81 @@ def muon_move(
 muon = _path_of(muon_move, "b", weight_decay=0.1)
 
 
+def _in_bases(x: Tensor, s: State, back: bool = False) -> Tensor:
+    """x with each side k times Q_k, or times its transpose."""
+    for k in range(x.dim()):
+        if (q := s.get(f"Q{k}")) is not None:
+            x = torch.tensordot(x, q, ([0], [int(back)]))
+        else:
+            x = x.permute(*range(1, x.dim()), 0)
+    return x
+
+
+def soap_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    shampoo_beta: float | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    merged: tuple[int, ...] | None = None,
+    precondition_1d: bool = False,
+    normalize_grads: bool = False,
+    correct_bias: bool = True,
+) -> Moved:
+    """SOAP (Vyas et al., arXiv 2409.11321), as in the authors' code.
+
+    The first gradient makes L_k and Q_k = eigenvectors(L_k), and moves nothing. After it,
+    with t counted from the second and k the dimensions of the shape `merged`,
+
+    G_t = g_t in the bases Q;   m_t, v_t = Adam's averages of G_t
+    N_t = m_t / (sqrt(v_t) + eps) * sqrt(1 - beta2^t) / (1 - beta1^t), back from the bases
+    p_t = p_{t-1} - lr * N_t - lambda_t * p_{t-1}
+    L_k = beta3 * L_k + (1 - beta3) * (the products of g_t's rows along k)
+
+    Where t is a multiple of the frequency, the columns of Q_k and the entries of v_t along
+    k are sorted by the diagonal of Q_k^T L_k Q_k; then Q_k = the Q of QR(L_k Q_k), and m_t
+    is turned from the old bases into the new.
+    """
+    shape, b1, b2 = g.shape, *at.betas
+    lone = g.dim() < 2 and not precondition_1d
+    g = g.reshape(merged or shape)
+    s = {name: x.reshape(g.shape) if name in "mv" else x for name, x in s.items()}
+    sides = [k for k, n in enumerate(g.shape) if n <= max_precond_dim and not lone]
+    move, t = torch.zeros_like(p), at.t - 1
+    if t > 0:
+        m, v = _averages(s, _in_bases(g, s), b1, b2)
+        d = _in_bases(m / (v.sqrt() + eps), s, back=True)
+        if normalize_grads:
+            d = d / d.square().mean().sqrt()
+        if correct_bias:
+            d = d * math.sqrt(1 - b2**t) / (1 - b1**t)
+        s, move = {**s, "m": m, "v": v}, d.reshape(shape)
+    s = dict(s)
+    b3 = b2 if shampoo_beta is None else shampoo_beta
+    for k in sides:
+        others = [i for i in range(g.dim()) if i != k]
+        product = torch.tensordot(g, g, (others, others))
+        s[f"L{k}"] = b3 * s.get(f"L{k}", torch.zeros(())) + (1 - b3) * product
+        if t == 0:
+            s[f"Q{k}"] = torch.linalg.eigh(s[f"L{k}"])[1].flip(1)
+    if t > 0 and t % precondition_frequency == 0:
+        m = _in_bases(s["m"], s, back=True)
+        for k in sides:
+            q = s[f"Q{k}"]
+            order = (q.T @ s[f"L{k}"] @ q).diagonal().argsort(descending=True)
+            s["v"] = s["v"].index_select(k, order)
+            s[f"Q{k}"] = torch.linalg.qr(s[f"L{k}"] @ q[:, order])[0]
+        s["m"] = _in_bases(m, s)
+    s = {name: x.reshape(shape) if name in "mv" else x for name, x in s.items()}
+    return -at.lr * move - at.lam * p, s
+
+
+soap = _path_of(soap_move, "m", "v", betas=(0.95, 0.95), weight_decay=0.01)
+
+
 def adam_accumulation(
     p: Tensor,
     parts: Tensor,

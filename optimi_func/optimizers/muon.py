@@ -113,9 +113,11 @@ def iterated_in(x: Tensor) -> torch.dtype:
     return x.dtype if x.device.type == "cpu" or x.dtype == torch.float64 else torch.bfloat16
 
 
-def whole(d: Tensor, c: Coeffs, how: Iteration) -> Tensor:
-    found = [orthogonalized(x, c.eps, how) for x in matrices(d, how.split)]
-    return (torch.cat(found, -2) if len(found) > 1 else found[0]).reshape(d.shape)
+def whole(
+    d: Tensor, x: Any, fields: tuple[()], c: Coeffs, how: Iteration
+) -> tuple[Tensor, tuple[()]]:
+    found = [orthogonalized(y, c.eps, how) for y in matrices(d, how.split)]
+    return (torch.cat(found, -2) if len(found) > 1 else found[0]).reshape(d.shape), fields
 
 
 def refuses(p: Tensor, split: Split) -> str | None:

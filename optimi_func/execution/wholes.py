@@ -18,7 +18,14 @@ from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.owners import Holders, Owned, map_owned
-from optimi_func.core.rule import Direction, NoState, Rule, Scalars, gradient_rule
+from optimi_func.core.rule import (
+    Direction,
+    NoState,
+    Rule,
+    Scalars,
+    along_gradient,
+    gradient_rule,
+)
 from optimi_func.execution.launches import Columns, Launch, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot
@@ -37,6 +44,7 @@ def elementwise(rule: Rule[Any, Any], directs: bool) -> Rule[Any, Any]:
 
     If `directs`, its State ends with the direction, for a map that reads it there.
     """
+    rule = gradient_rule if _maps_gradient(rule) else rule
     own = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
     return _elementwise(*own, rule.fields, rule.reads_param, rule.digest, directs)
 
@@ -66,6 +74,11 @@ def _elementwise(
     own = f"{name}_direction" if directs else name, kind, init, coeffs, direction
     digest = digest and f"{digest}_{'direction' if directs else 'moments'}"
     return Rule(*own, reads_param=reads, digest=digest)
+
+
+def _maps_gradient(rule: Rule[Any, Any]) -> bool:
+    """Return True if the map is given the gradient, so that its scalars are its own."""
+    return rule.direction is along_gradient and not rule.fields
 
 
 class WholeLaunch(Launch):
@@ -108,7 +121,8 @@ class WholeLaunch(Launch):
         move: list[Update] = []
         rows = zip(self._facts, params, grads, directions)
         for i, ((slot, at, _), p, g, d) in enumerate(rows):
-            direct.append(Update(i, _with_direction(slot, p, d), p, g, at, packed[at]))
+            first = self._of_directions(packed[at])
+            direct.append(Update(i, _with_direction(slot, p, d), p, g, at, first))
             move.append(Update(i, _without_state(slot), p, d, at, moves[at]))
         self._before = self._plan(elementwise(self._rule, True), direct, False)
         self._after = self._plan(gradient_rule, move, True)
@@ -136,12 +150,18 @@ class WholeLaunch(Launch):
         for i in (len(own) // 2 + 2, 2) if not self._in_place else (2,):
             own.insert(i, directions)
         for launch in self._before:
-            launch.run(own, packed, None)
+            launch.run(own, list(map(self._of_directions, packed)), None)
         rows = map(list, zip(directions, *fields))
         self._map(list(rows), p, comps, [x.scalars.coeffs for x in packed])
         moves = list(map(_of_moves, packed))
         for launch in self._after:
             launch.run([p, directions, *own[2:]], moves, None)
+
+    def _of_directions(self, packed: Packed) -> Packed:
+        """Return the scalars of the first pass, whose kernels know no scalars of a map."""
+        if not _maps_gradient(self._rule):
+            return packed
+        return Packed(packed.scalars._replace(coeffs=NoState()))
 
     def _map(
         self, rows: list[list[Tensor]], params: list[Tensor], comps: list[Any], coeffs: Any

@@ -137,18 +137,18 @@ def whole(
     shape, sides = how.sides(d.shape)
     # Owners of shards do not know the order of memory, on which results would depend.
     g, m, v = (y.reshape(shape).contiguous() for y in (d, *fields[:2]))
+    factors, flat = fields[2:]
     # Held fixed in derivatives: eigenvectors of equal eigenvalues have none.
-    factors, flat = (y.detach() for y in fields[2:])
-    bases = squares(flat, sides)
+    bases = squares(flat.detach(), sides)
     z = rotated(g, bases)
     m = c.beta1 * m + c.one_minus_beta1 * z
     v = c.beta2 * v + c.one_minus_beta2 * (z * z)
     u = rotated(m / (root(v) + c.eps), bases, back=True)
     u = c.scale * (u / root((u * u).mean()) if how.normalize_grads else u)
     if sides:
-        rows = [g.detach().movedim(i, 0).reshape(n, -1) for i, n in sides.items()]
+        rows = [g.movedim(i, 0).reshape(n, -1) for i, n in sides.items()]
         products = joined([y @ y.mT for y in rows])
-        factors = factors + c.share * (products - factors)
+        factors = (factors + c.share * (products - factors)).detach()
         now = squares(factors, sides)
         for when, make in ((c.first, begun), (c.refreshes, refreshed)):
             if when is not False:

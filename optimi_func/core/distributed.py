@@ -104,8 +104,10 @@ def _divided_like(like: Any, x: Tensor) -> Any:
     return everywhere.redistribute(placements=like.placements)
 
 
-def shard_of(part: Tensor, spec: ShardSpec) -> Any:
+def shard_of(part: Tensor | None, spec: ShardSpec) -> Any:
     """Return the DTensor of a local shard, which may be offloaded to another device."""
+    if part is None:
+        return None
     shape = {"shape": torch.Size(spec.shape), "stride": spec.stride}
     own, where = part.to(spec.mesh.device_type), (spec.mesh, spec.placements)
     return _dtensor().from_local(own, *where, run_check=False, **shape)

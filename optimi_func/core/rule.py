@@ -17,6 +17,7 @@ from typing import (
     TypedDict,
     TypeGuard,
     TypeVar,
+    cast,
     runtime_checkable,
 )
 
@@ -138,17 +139,20 @@ class Rule(Generic[S, C]):
         object.__setattr__(self, "numbers", self.numbers or names)
         if self.whole is not None and (self.after is not None or self.means is not None):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
-        last = self.state._fields[len(self.fields) :]
-        if last != self.whole_fields or (last and self.whole is None):
+        names: tuple[str, ...] = cast(Any, self.state)._fields
+        if (*self.fields, *self.whole_fields) != names or (
+            self.whole_fields and self.whole is None
+        ):
             raise ValueError(
                 f"{self.name}: whole_fields={self.whole_fields} are not the last of "
-                f"{self.state._fields}, or there is no whole"
+                f"{names}, or there is no whole"
             )
 
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of the State's fields that `direction` has."""
-        return self.state._fields[: len(self.state._fields) - len(self.whole_fields)]
+        names: tuple[str, ...] = cast(Any, self.state)._fields
+        return names[: len(names) - len(self.whole_fields)]
 
     def advance(
         self, t: Scalar, lr: Scalar, running: Any, numbers: Mapping[str, Any]

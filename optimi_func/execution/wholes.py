@@ -62,8 +62,8 @@ def _elementwise(
     digest: str,
     directs: bool,
 ) -> Rule[Any, Any]:
-    names = [*fields, *["direction"] * directs]
-    kind: Any = NamedTuple("State", [(name, Tensor) for name in names])
+    own = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
+    kind: Any = NamedTuple("State", own)
     count = len(fields)
     mapped = (None,) * (len(state._fields) - count)
 
@@ -71,9 +71,10 @@ def _elementwise(
         d, new, _ = direct(g, state(*s[:count], *mapped), c, *x)
         return Direction(d, kind(*new[:count], *[d] * directs))
 
-    own = f"{name}_direction" if directs else name, kind, init, coeffs, direction
-    digest = digest and f"{digest}_{'direction' if directs else 'moments'}"
-    return Rule(*own, reads_param=reads, digest=digest)
+    suffix = "_direction" if directs else "_moments"
+    digest = digest and digest + suffix
+    made = name + suffix, kind, init, coeffs, direction
+    return Rule(*made, reads_param=reads, digest=digest)
 
 
 def _maps_gradient(rule: Rule[Any, Any]) -> bool:
@@ -172,10 +173,10 @@ class WholeLaunch(Launch):
         here: list[Owned] = []
         owned: dict[Any, list[Owned]] = {}
 
-        def read(i: int) -> Tensor | None:
-            if not self._rule.reads_param:
-                return None
-            return widen(params[i], comps[i], rows[i][0].dtype)[1]
+        def read(i: int, x: Any = None) -> Any:
+            if x is None and self._rule.reads_param:
+                _, x = widen(params[i], comps[i], rows[i][0].dtype)
+            return x
 
         for i, (row, (slot, at, _)) in enumerate(zip(rows, self._facts)):
             d, *fields = row
@@ -184,11 +185,10 @@ class WholeLaunch(Launch):
                 x = None if slot.holders.dim is None else read(i)
                 owned.setdefault(key, []).append(Owned(i, row, _holders(slot, fields), x))
             elif slot.shard is not None:
-                first, *rest = map(shard_of, row, (slot.shard, *slot.fields))
-                x = read(i)
-                x = None if x is None else shard_of(x, slot.shard)
-                found, new = on_whole(whole, first, x, tuple(rest), coeffs[at])
-                _write(row, to_local([found, *new]))
+                parts: Any = (*row, read(i)), (slot.shard, *slot.fields, slot.shard)
+                *row, x = map(shard_of, *parts)
+                found, new = on_whole(whole, row[0], x, tuple(row[1:]), coeffs[at])
+                _write(rows[i], to_local([found, *new]))
             elif d.numel():
                 here.append(Owned(i, row, []))
 
@@ -199,19 +199,17 @@ class WholeLaunch(Launch):
                 kind = (d.shape, d.dtype, d.device) if _batches(d) else i
                 batches.setdefault((self._facts[i][1], kind), []).append(item)
             for (at, _), some in batches.items():
-                xs = [read(i) if x is None else x for i, *_, x in some]
-                (d, *fields), *others = [item.tensors for item in some]
-                if not others:
+                if len(some) == 1:
+                    ((i, (d, *fields), _, x),) = some
                     given = tuple([to(f, d.dtype) for f in fields])
-                    found, new = whole(d, xs[0], given, coeffs[at])
+                    found, new = whole(d, read(i, x), given, coeffs[at])
                     _write(some[0].tensors, [found, *new])
                     continue
-                d, *fields = [
-                    torch.stack(every) for every in zip(*[x.tensors for x in some])
-                ]
-                given = d, None if xs[0] is None else torch.stack(xs), tuple(fields)
-                ways = 0, None if xs[0] is None else 0, 0, None
-                found, new = vmap(whole, ways)(*given, coeffs[at])
+                xs = [read(i, x) for i, _, _, x in some]
+                d, *fields = map(torch.stack, zip(*[item.tensors for item in some]))
+                axis, x = (None, None) if xs[0] is None else (0, torch.stack(xs))
+                ways = vmap(whole, (0, axis, 0, None))
+                found, new = ways(d, x, tuple(fields), coeffs[at])
                 for item, *every in zip(some, found, *new):
                     _write(item.tensors, every)
 

@@ -21,6 +21,7 @@ OWNED = [
     owned_worlds.unused,
     owned_worlds.differ,
     owned_worlds.options,
+    owned_worlds.fields,
 ]
 # One of each kind, for `make test`.
 QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]

@@ -1,6 +1,6 @@
 """A rule whose map of whole tensors reads parameters and keeps two fields; its class."""
 
-from dataclasses import InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ def direction(g: Tensor, s: State, c: Coeffs, x: Tensor) -> Direction:
 def whole(d: Tensor, x: Tensor, fields: Any, c: Coeffs) -> Any:
     rows, sides = fields
     rows = c.beta * rows + d.square().mean(-1, keepdim=True)
-    sides = sides + 0.1 * x.square().mean()
+    sides = sides + 0.1 * x.square().sum() / max(1, x.numel())
     return (d - d.mean()) / (rows.sqrt() + sides.sum()), (rows, sides)
 
 
@@ -62,6 +62,8 @@ class Mapped(BaseOptimizer):
     _positional = ()
     lr: InitVar[float] = 0.1
     weight_decay: InitVar[float] = 0.01
+    _: KW_ONLY
+    process_group: InitVar[Any] = None
 
 
 def loop(x: Tensor, grads: list[Tensor], lr: float, decay: float) -> tuple[Tensor, ...]:
@@ -71,6 +73,6 @@ def loop(x: Tensor, grads: list[Tensor], lr: float, decay: float) -> tuple[Tenso
         m = 0.9 * m + g
         d = m + 0.1 * x
         rows = 0.9 * rows + d.square().mean(-1, keepdim=True)
-        sides = sides + 0.1 * x.square().mean()
+        sides = sides + 0.1 * x.square().sum() / max(1, x.numel())
         x = x - lr * (d - d.mean()) / (rows.sqrt() + 6 * sides) - lr * decay * x
     return x, m, torch.as_tensor(rows), torch.as_tensor(sides).expand(3, 2)

@@ -75,7 +75,7 @@ def coeffs(
     *,
     betas: tuple[Scalar, Scalar],
     eps: Scalar,
-    shampoo_beta: Scalar | None,
+    shampoo_beta: Scalar,
 ) -> Coeffs:
     known = value_of(t) if isinstance(t, Tensor) else t
     at = t if known is None else known
@@ -86,7 +86,7 @@ def coeffs(
         scale = sqrt(1.0 - power(b2, since)) / (1.0 - power(b1, since))
     shares = [choose(later, x, y) for b in betas for x, y in ((b, 1.0), (1.0 - b, 0.0))]
     refreshes = later & (since % how.precondition_frequency == 0)
-    share = 1.0 - (b2 if shampoo_beta is None else shampoo_beta)
+    share = 1.0 - choose(shampoo_beta < 0, b2, shampoo_beta)
     return Coeffs(*shares, share, scale, eps, at == 1, refreshes)
 
 
@@ -140,6 +140,9 @@ def whole(
     factors, flat = fields[2:]
     # Held fixed in derivatives: eigenvectors of equal eigenvalues have none.
     bases = squares(flat.detach(), sides)
+    # Of a leaf whose first gradient comes late in its tree: they are not known yet.
+    for i, q in bases.items():
+        bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
     z = rotated(g, bases)
     m = c.beta1 * m + c.one_minus_beta1 * z
     v = c.beta2 * v + c.one_minus_beta2 * (z * z)
@@ -156,6 +159,8 @@ def whole(
                 if isinstance(when, Tensor):
                     new = [torch.where(when != 0, *both) for both in zip(new, old)]
                 m, v, flat = new
+    if flat is fields[3]:
+        flat = flat.clone()  # results share no memory with arguments
     u, m, v = (y.reshape(d.shape) for y in (u, m, v))
     return u, (m, v, factors, flat)
 
@@ -183,7 +188,7 @@ class soap(FunctionalOptimizer):
     betas: tuple[Number, Number] = (0.95, 0.95)
     weight_decay: Number = 1e-2
     eps: Number = 1e-8
-    shampoo_beta: Number | None = None
+    shampoo_beta: Number = -1.0
     precondition_frequency: int = 10
     max_precond_dim: int = 10000
     merge_dims: bool = False
@@ -197,9 +202,8 @@ class soap(FunctionalOptimizer):
 
     def check(self) -> None:
         super().check()
-        if self.shampoo_beta is not None:
-            name = "shampoo_beta"
-            check_number("beta of the factors", name, self.shampoo_beta, below=1.0)
+        beta = self.shampoo_beta
+        check_number("beta of the factors", "shampoo_beta", beta, below=1.0, least=-1.0)
         for name in ("precondition_frequency", "max_precond_dim"):
             check_whole(name, getattr(self, name), 1)
 
@@ -234,7 +238,8 @@ class SOAP(adam.AdamLike):
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         eps: Added to the root, before the bias correction.
-        shampoo_beta: b3, in [0, 1): how much of L and R a step keeps. None: b2.
+        shampoo_beta: b3, in [0, 1): how much of L and R a step keeps.
+            Below 0: b2.
         precondition_frequency: Steps from one change of the bases to the next.
         max_precond_dim: The largest side that is rotated. By default an embedding is
             rotated along its width only, and a convolution along each dimension.
@@ -266,7 +271,7 @@ class SOAP(adam.AdamLike):
     weight_decay: InitVar[float] = 1e-2
     eps: InitVar[float] = 1e-8
     _: KW_ONLY
-    shampoo_beta: InitVar[float | None] = None
+    shampoo_beta: InitVar[float] = -1.0
     precondition_frequency: InitVar[int] = 10
     max_precond_dim: InitVar[int] = 10000
     merge_dims: InitVar[bool] = False

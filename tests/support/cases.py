@@ -84,8 +84,10 @@ NAMES = list(CLASSES)
 # Four that differ in form: two moments, means, two kernels, running scalars. What takes a
 # second a rule and depends on the form alone, `make test` asks of these.
 SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
-# Those that take tensors of any shape.
-ELEMENTWISE = [name for name in NAMES if name not in ("muon", "soap")]
+# Those that take nothing less than matrices.
+MATRICES = ("muon",)
+# Those that map no whole tensors.
+ELEMENTWISE = [name for name in NAMES if name not in (*MATRICES, "soap")]
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
@@ -96,7 +98,12 @@ MEASURED = ("stableadamw", "lamb")
 REFUSE_STATES = ("sgd", "adan", "adopt", "soap", *SCHEDULE_FREE)
 
 
-# How many first gradients move nothing.
+# Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
+# equal; their rows in tests of such gradients are in tests of their own.
+SENSITIVE = ("soap",)
+
+
+# How many first gradients move nothing, or (SOAP) nothing but decay.
 STILL = {"adopt": 1, "soap": 1, "schedule_free_radam": 4}
 # Those that by default keep nothing in codes.
 NO_CODES = ("sgd", "soap", "schedule_free_sgd")
@@ -257,7 +264,7 @@ def problem(
 
 def fitting(name: str, ps: list[Any]) -> list[Any]:
     """Parameters, as matrices where the optimizer takes nothing less."""
-    if name in ELEMENTWISE:
+    if name not in MATRICES:
         return ps
     return [p.detach().reshape(1, -1).requires_grad_() if p.dim() < 2 else p for p in ps]
 

@@ -467,7 +467,7 @@ def soap_move(
     g: Tensor,
     at: At,
     eps: float = 1e-8,
-    shampoo_beta: float | None = None,
+    shampoo_beta: float = -1.0,
     precondition_frequency: int = 10,
     max_precond_dim: int = 10000,
     merged: tuple[int, ...] | None = None,
@@ -504,7 +504,7 @@ def soap_move(
             d = d * math.sqrt(1 - b2**t) / (1 - b1**t)
         s, move = {**s, "m": m, "v": v}, d.reshape(shape)
     s = dict(s)
-    b3 = b2 if shampoo_beta is None else shampoo_beta
+    b3 = b2 if shampoo_beta < 0 else shampoo_beta
     for k in sides:
         others = [i for i in range(g.dim()) if i != k]
         product = torch.tensordot(g, g, (others, others))

@@ -59,7 +59,7 @@ class Choices(NamedTuple):
             for n in shape:
                 merged += [] if merged[-1] * n <= most else [1]
                 merged[-1] *= n
-        rotates = len(shape) > 1 or self.precondition_1d
+        rotates = (len(shape) > 1 or self.precondition_1d) and 0 not in shape
         return merged, {i: n for i, n in enumerate(merged) if rotates and 1 < n <= most}
 
 

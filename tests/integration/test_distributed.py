@@ -13,6 +13,8 @@ WHOLE = [
     whole_worlds.whole_trees,
     whole_worlds.whole_models,
     whole_worlds.whole_ranges,
+    whole_worlds.rotated,
+    whole_worlds.rotated_resume,
 ]
 OWNED = [
     owned_worlds.owned,

@@ -219,27 +219,24 @@ class SOAP(adam.AdamLike):
         z  = Q_L^T g Q_R,   m <- b1 * m + (1 - b1) * z,   v <- b2 * v + (1 - b2) * z^2
         p <- p - lr * c * Q_L [m / (sqrt(v) + eps)] Q_R^T - lr * weight_decay * p
 
-    for a matrix g, with c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam measures each element
-    of a gradient; SOAP measures combinations of rows and columns that hardly correlate.
+    for a matrix g, with c = sqrt(1 - b2^(t-1)) / (1 - b1^(t-1)). Adam measures single
+    elements, SOAP combinations of rows and columns that hardly correlate.
 
-    The first gradient makes L and R, and Q_L and Q_R as their eigenvectors. It moves
-    nothing, but decay does. After that, every precondition_frequency-th step ends with
-    Q <- QR(L Q): the only steps that cost much more than their products of matrices. v is
-    sorted with the columns of Q, and m is turned into the new bases. A traced or vmapped
-    pure step, and one of parameters on an accelerator, computes new bases in all steps,
-    because it cannot read its count.
+    The first gradient makes L and R, and as Q_L and Q_R their eigenvectors. It moves
+    nothing, but decay does. Every precondition_frequency-th step after it ends with
+    Q <- QR(L Q), which is dear. v is sorted with the columns of Q, and m turned into the
+    new bases. A pure step that cannot read its count computes bases every time: if it is
+    traced or vmapped, or on an accelerator. A derivative holds the bases fixed.
 
-    State is float32 (float64 for float64 parameters): m and v in the shape of p, and
-    `factors` and `bases`, which are vectors of n^2 elements for each rotated side of length
-    n, one after the other. A derivative holds the bases fixed.
+    State is at least float32: m and v in the shape of p, and the vectors `factors` and
+    `bases`, each of n^2 elements for each rotated side of length n.
 
     Args:
         betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
         weight_decay: Decay coefficient, multiplied by lr, or (decouple_lr) by
             lr / max_lr.
         eps: Added to the root, before the bias correction.
-        shampoo_beta: b3, in [0, 1): how much of L and R a step keeps.
-            Below 0: b2.
+        shampoo_beta: b3, in [0, 1): how much of L and R a step keeps; below 0: b2.
         precondition_frequency: Steps from one change of the bases to the next.
         max_precond_dim: The largest side that is rotated. By default an embedding is
             rotated along its width only, and a convolution along each dimension.
@@ -253,15 +250,17 @@ class SOAP(adam.AdamLike):
 
     References:
         Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam",
-        arXiv:2409.11321, as in the authors' code, which takes decay after the move and
-        none at the first gradient.
+        arXiv:2409.11321, as in the authors' code, where no decay is taken at the first
+        gradient, and later after the move.
 
     >>> w = torch.eye(2, requires_grad=True)
     >>> optimizer = SOAP([w], lr=0.1, weight_decay=0.0, compile=False)
-    >>> for _ in range(2):
-    ...     w.grad = torch.tensor([[3.0, 4.0], [4.0, -3.0]])
+    >>> for _ in range(2):  # the first gradient moves nothing
+    ...     w.grad = torch.diag(torch.tensor([1.0, -2.0]))
     ...     optimizer.step()
     >>> w.detach()
+    tensor([[0.9000, 0.0000],
+            [0.0000, 1.1000]])
     """
 
     factory = soap

@@ -13,6 +13,7 @@ may also be prefixes of the parameter tree, with a number for each subtree.
 """
 
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.optimizers.adafactor import *
 from optimi_func.optimizers.adam import *
 from optimi_func.optimizers.adan import *
 from optimi_func.optimizers.ademamix import *

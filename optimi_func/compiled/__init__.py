@@ -10,6 +10,7 @@ from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.execution.trees import step as step
 from optimi_func.execution.trees import step_ as step_
 from optimi_func.optimizers._forms import compiled_functions
+from optimi_func.optimizers.adafactor import adafactor
 from optimi_func.optimizers.adam import adam, adamw
 from optimi_func.optimizers.adan import adan
 from optimi_func.optimizers.ademamix import ademamix
@@ -27,6 +28,7 @@ from optimi_func.optimizers.schedule_free import (
 from optimi_func.optimizers.sgd import sgd
 from optimi_func.optimizers.stableadamw import stableadamw
 
+adafactor_step, adafactor_step_ = compiled_functions(adafactor)
 adam_step, adam_step_ = compiled_functions(adam)
 adamw_step, adamw_step_ = compiled_functions(adamw)
 adan_step, adan_step_ = compiled_functions(adan)

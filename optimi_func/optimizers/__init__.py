@@ -1,5 +1,6 @@
 """The optimizers, a file each: the rule, the pure optimizer as a value, the class."""
 
+from optimi_func.optimizers.adafactor import Adafactor as Adafactor
 from optimi_func.optimizers.adam import Adam as Adam
 from optimi_func.optimizers.adam import AdamW as AdamW
 from optimi_func.optimizers.adan import Adan as Adan

@@ -574,6 +574,64 @@ def lamb_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Move
 lamb = _path_of(lamb_move, "m", "v", betas=(0.9, 0.999), weight_decay=1e-2)
 
 
+def adafactor_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: tuple[float, float] = (1e-30, 1e-3),
+    clip_threshold: float = 1.0,
+    decay_rate: float = -0.8,
+    beta1: float | None = None,
+    scale_parameter: bool = False,
+    relative_step: bool = False,
+    torch_form: bool = False,
+) -> Moved:
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235, Algorithms 4 and 5).
+
+    b_t = 1 - t^rate,   G = g_t^2 + eps1
+    R_t = b_t * R_{t-1} + (1 - b_t) * mean_j G_ij,   C_t of mean_i G_ij
+    V_ij = R_i * C_j / mean(R);   of a vector V_t = b_t * V_{t-1} + (1 - b_t) * G
+    U = g_t / sqrt(V),   Uhat = U / max(1, RMS(U) / d)
+    p_t = p_{t-1} - alpha_t * Uhat - lambda_t * p_{t-1}
+    alpha_t = rho_t * max(eps2, RMS(p_{t-1})),   rho_t = min(lr, 1 / sqrt(t))
+
+    Without scale_parameter alpha_t = rho_t, and without relative_step rho_t = lr. With
+    beta1 the mean of alpha_t * Uhat moves p. torch's form has G = g_t^2, a mean(R) of at
+    least eps1, and a sqrt(V) of at least eps1.
+    """
+    eps1, eps2 = eps
+    b = 1 - at.t**decay_rate
+    big = g**2 + (0.0 if torch_form else eps1)
+    new = dict(s)
+    if g.dim() < 2:
+        v = new["V"] = b * s["V"] + (1 - b) * big
+    else:
+        r = new["R"] = b * s["R"] + (1 - b) * big.mean(-1)
+        c = new["C"] = b * s["C"] + (1 - b) * big.mean(-2)
+        share = r.mean(-1).clamp(min=eps1 if torch_form else 0.0)
+        v = r[..., :, None] * c[..., None, :] / share[..., None, None]
+    u = g / (v.sqrt().clamp(min=eps1) if torch_form else v.sqrt())
+    u = u / max(1.0, u.square().mean().sqrt().item() / clip_threshold)
+    alpha = min(at.lr, at.t**-0.5) if relative_step or torch_form else at.lr
+    if scale_parameter or torch_form:
+        alpha *= max(eps2, p.square().mean().sqrt().item())
+    u = alpha * u
+    if beta1 is not None:
+        u = new["m"] = beta1 * s["m"] + (1 - beta1) * u
+    return -u - at.lam * p, new
+
+
+def _factors(p: Tensor) -> State:
+    made = torch.zeros_like(p, dtype=torch.float64)
+    if p.dim() < 2:
+        return {"V": made, "m": made}
+    return {"R": made[..., 0], "C": made[..., 0, :], "m": made}
+
+
+adafactor = _path_of(adafactor_move, start=_factors)
+
+
 def averaged(
     y: Tensor,
     s: State,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import whole_field
-from optimi_func.core.math import choose, norm, sqrt
+from optimi_func.core.math import choose, norm, root, sqrt
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, along_gradient
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.base import BaseOptimizer
@@ -75,7 +75,8 @@ def coeffs(
     eps1 = 0.0 if eps[0] is None else eps[0]
     longer = lr * sqrt(t)
     relative = 1.0 / choose(longer > 1.0, longer, 1.0)
-    return Coeffs(t**decay_rate, eps1, eps[1], clip_threshold, relative, beta1)
+    # torch computes x**-0.5 in another way than Python.
+    return Coeffs(1.0 / t**-decay_rate, eps1, eps[1], clip_threshold, relative, beta1)
 
 
 def mean(x: Tensor, dim: int) -> Tensor:
@@ -106,7 +107,7 @@ def whole(
         var = kept * var + c.share * squares
         roots = [var]
     for v in roots:
-        u = u * v.clamp_min(least * least).clamp_min(found.tiny).rsqrt()
+        u = u / root(v.clamp_min(least * least))
     length = c.relative / (rms(u) / c.clip_threshold).clamp_min(1.0)
     if form.scales:
         length = length * rms(x).clamp_min(c.eps2)

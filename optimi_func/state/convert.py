@@ -48,7 +48,7 @@ TRAIN_PARAM = "train_param"
 _FIELDS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
     "mu_product prev_grad slow_param square_avg acc_delta weight_sum grad_avg sum prev "
-    "step_size eta ax row_var col_var variance".split()
+    "step_size eta ax row_var col_var variance second_momentum_buffer".split()
 )
 # Fields that stay in an entry of others when the option that needs them is turned off.
 _TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
@@ -346,14 +346,18 @@ def _from_bitsandbytes(saved: Entry, group: Group, names: tuple[str, ...]) -> En
     return entry
 
 
-def check_kind(mine: Group, options: Group, decay: str) -> None:
-    """Raise for options of another rule. Warn if the kind of weight decay changes."""
-    theirs = {"betas", "momentum"} & {*options}
+def check_options(mine: Group, options: Group) -> None:
+    """Raise for options of another rule."""
+    theirs = {"betas", "momentum", "clip_threshold", "beta2_decay"} & {*options}
     if theirs and not theirs & {*mine}:
         raise ValueError(
             f"the state's param_groups have {theirs}, which this optimizer does not take: "
             "it is another rule's"
         )
+
+
+def check_kind(options: Group, decay: str) -> None:
+    """Warn if the kind of weight decay changes."""
     given = bool(options.get("decouple_lr")), any(map(options.get, _OUR_DECAYS))
     now = "fully" in decay, decay != "l2"
     if "decouple_wd" in options and options.get("weight_decay") and given != now:

@@ -76,6 +76,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "lamb": optimi_func.LAMB,
     "adafactor": optimi_func.Adafactor,
     "muon": optimi_func.Muon,
+    "normuon": optimi_func.NorMuon,
     "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
     "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
     "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
@@ -85,9 +86,9 @@ NAMES = list(CLASSES)
 # second a rule and depends on the form alone, `make test` asks of these.
 SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
 # Those that map whole tensors, and the others; those that take matrices alone.
-MAPPED = ("adafactor", "muon")
+MAPPED = ("adafactor", "muon", "normuon")
 ELEMENTWISE = [name for name in NAMES if name not in MAPPED]
-MATRICES = ("muon",)
+MATRICES = ("muon", "normuon")
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
@@ -146,7 +147,7 @@ def _decays(name: str) -> list[Case]:
             Case(name, {**_FULLY_OPTIONS, "adam_wd": True}, _FULLY),
             Case(name, _CORRECTED_OPTIONS, {**_CORRECTED, "decay": "corrected_proximal"}),
         ]
-    elif name == "muon":  # 0.1 is its default
+    elif name in MATRICES:  # 0.1 is their default
         cases.append(Case(name, {"weight_decay": 0.2}, {**_DECOUPLED, "weight_decay": 0.2}))
     else:
         cases.append(Case(name, {"weight_decay": 0.1}, _DECOUPLED))
@@ -173,6 +174,7 @@ _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]
 
 _CUBIC = (1.5, -0.5, 0.0)
+_LAST = (2.0, -1.5, 0.5)
 _QUINTIC = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -240,6 +242,11 @@ OPTIONS = [
     _muon({"adjust_lr_fn": "rms_to_rms"}, scale=reference.spectral_scale),
     _muon({"split": (3, 4)}, split=(3, 4)),
     _muon({"split": 7}, split=(1,) * 7),
+    _muon({"ns_coefficients": "deepseek"}, table=(reference.STANDARD,) * 8 + (_LAST,) * 2),
+    _same("normuon", row_beta=0.5),
+    _same("normuon", row_beta=0.0),
+    Case("normuon", {"split": (3, 4)}, {"split": (3, 4)}),
+    _same("normuon", nesterov=False),
 ]
 CASES = [*DEFAULTS, *DECAYS, *OPTIONS]
 

@@ -430,6 +430,7 @@ def muon_move(
     eps: float = 1e-7,
     scale: Callable[[int, int], float] = rms_scale,
     split: tuple[int, ...] | None = None,
+    row_beta: float | None = None,
 ) -> Moved:
     """Muon (Jordan et al. 2024; Liu et al., arXiv 2502.16982), as torch.optim has it.
 
@@ -437,18 +438,34 @@ def muon_move(
     N_t = (1 - mu) * g_t + mu * b_t, or without Nesterov b_t
     O_t = U f(S) V^T of N_t = U S V^T, with f the iterated polynomial of S / ||S||
     p_t = p_{t-1} - lr * s(m, n) * O_t - lambda_t * p_{t-1}
+
+    NorMuon (Li et al., arXiv 2510.05491, Algorithm 1) has in place of O_t
+    N_t * ||O_t|| / ||N_t||,   N_t = O_t / (sqrt(r_t) + 1e-10) by rows,
+    r_t = row_beta * r_{t-1} + (1 - row_beta) * mean_j O_ij^2
     """
     b = momentum * s["b"] + (1 - momentum) * g
     d = (1 - momentum) * g + momentum * b if nesterov else b
-    parts = [
-        scale(*x.shape) * orthogonalized(x, table, eps)
-        for x in d.flatten(1).split(split or (d.shape[0],))
-    ]
-    move = torch.cat(parts).reshape(p.shape)
-    return -at.lr * move - at.lam * p, {"b": b}
+    split = split or (d.shape[0],)
+    moves, kept = [], []
+    for x, r in zip(d.flatten(1).split(split), s["r"].split(split)):
+        o = orthogonalized(x, table, eps)
+        if row_beta is not None:
+            r = row_beta * r + (1 - row_beta) * o.square().mean(1, keepdim=True)
+            n = o / (r.sqrt() + 1e-10)
+            o = n * o.norm() / n.norm() if n.any() else n
+        moves.append(scale(*x.shape) * o)
+        kept.append(r)
+    move = torch.cat(moves).reshape(p.shape)
+    return -at.lr * move - at.lam * p, {"b": b, "r": torch.cat(kept)}
 
 
-muon = _path_of(muon_move, "b", weight_decay=0.1)
+def _rows(p: Tensor) -> State:
+    made = torch.zeros_like(p, dtype=torch.float64)
+    return {"b": made, "r": made.flatten(1)[:, :1]}
+
+
+muon = _path_of(muon_move, start=_rows, weight_decay=0.1)
+normuon = _path_of(partial(muon_move, row_beta=0.95), start=_rows, weight_decay=0.1)
 
 
 def adam_accumulation(

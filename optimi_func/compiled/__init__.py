@@ -10,6 +10,7 @@ from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.execution.trees import step as step
 from optimi_func.execution.trees import step_ as step_
 from optimi_func.optimizers._forms import compiled_functions
+from optimi_func.optimizers.adafactor import adafactor
 from optimi_func.optimizers.adam import adam, adamw
 from optimi_func.optimizers.adan import adan
 from optimi_func.optimizers.ademamix import ademamix
@@ -17,6 +18,7 @@ from optimi_func.optimizers.adopt import adopt
 from optimi_func.optimizers.lamb import lamb
 from optimi_func.optimizers.lion import lion
 from optimi_func.optimizers.muon import muon
+from optimi_func.optimizers.normuon import normuon
 from optimi_func.optimizers.radam import radam
 from optimi_func.optimizers.ranger import ranger
 from optimi_func.optimizers.schedule_free import (
@@ -28,6 +30,7 @@ from optimi_func.optimizers.sgd import sgd
 from optimi_func.optimizers.soap import soap
 from optimi_func.optimizers.stableadamw import stableadamw
 
+adafactor_step, adafactor_step_ = compiled_functions(adafactor)
 adam_step, adam_step_ = compiled_functions(adam)
 adamw_step, adamw_step_ = compiled_functions(adamw)
 adan_step, adan_step_ = compiled_functions(adan)
@@ -36,6 +39,7 @@ adopt_step, adopt_step_ = compiled_functions(adopt)
 lamb_step, lamb_step_ = compiled_functions(lamb)
 lion_step, lion_step_ = compiled_functions(lion)
 muon_step, muon_step_ = compiled_functions(muon)
+normuon_step, normuon_step_ = compiled_functions(normuon)
 radam_step, radam_step_ = compiled_functions(radam)
 ranger_step, ranger_step_ = compiled_functions(ranger)
 schedule_free_adamw_step, schedule_free_adamw_step_ = compiled_functions(

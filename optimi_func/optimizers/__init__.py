@@ -1,5 +1,6 @@
 """The optimizers, a file each: the rule, the pure optimizer as a value, the class."""
 
+from optimi_func.optimizers.adafactor import Adafactor as Adafactor
 from optimi_func.optimizers.adam import Adam as Adam
 from optimi_func.optimizers.adam import AdamW as AdamW
 from optimi_func.optimizers.adan import Adan as Adan
@@ -12,6 +13,7 @@ from optimi_func.optimizers.lion import Lion as Lion
 from optimi_func.optimizers.mixed import Mixed as Mixed
 from optimi_func.optimizers.muon import Muon as Muon
 from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
+from optimi_func.optimizers.normuon import NorMuon as NorMuon
 from optimi_func.optimizers.radam import RAdam as RAdam
 from optimi_func.optimizers.ranger import Ranger as Ranger
 from optimi_func.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW

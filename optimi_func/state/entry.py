@@ -31,7 +31,15 @@ from optimi_func.core.storage import (
 from optimi_func.core.torch_private import has_memory
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState, running_tensors
-from optimi_func.state.convert import Entry, Group, Match, check_kind, checked, from_tree
+from optimi_func.state.convert import (
+    Entry,
+    Group,
+    Match,
+    check_kind,
+    check_options,
+    checked,
+    from_tree,
+)
 from optimi_func.state.stored import has_codes, owned, restored
 
 
@@ -201,8 +209,9 @@ def loaded_groups(
         first = sum(len(group["params"]) for group in loaded)
         places = list(range(first, first + len(entries)))
         group = {**mine, **options, "params": places}
+        check_options(mine, options)
         bound = bound_of(group)
-        check_kind(mine, options, bound.decay)
+        check_kind(options, bound.decay)
         if "decouple_wd" not in mine:
             group.pop("decouple_wd", None)
         if "train_mode" in mine:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import (
+    MATRICES,
     NAMES,
     SCHEDULE_FREE,
     SENSITIVE,
@@ -37,9 +38,14 @@ def numbers_of(name: str) -> dict:
     hyper = {"lr": LRS, "weight_decay": DECAYS}
     if name == "sgd":
         return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
-    if name == "muon":  # an eps above every norm
+    if name in MATRICES:  # an eps above every norm
         momentum, eps = torch.tensor([[0.0, 0.5, 0.9], [50, 70, 90]], dtype=DOUBLE)
+        hyper |= {"row_beta": momentum + 0.05} if name == "normuon" else {}
         return {**hyper, "momentum": momentum, "eps": eps}
+    if name == "adafactor":
+        numbers = torch.tensor([[1e-3, 1e-2, 0.1], [0.1, 0.2, 0.3]], dtype=DOUBLE)
+        own = {"eps": (numbers[0], 1e-3), "clip_threshold": numbers[1]}
+        return {**hyper, **own, "decay_rate": -numbers[1], "beta1": DECAYS}
     if name in SCHEDULE_FREE:
         powers = torch.tensor([[0.0, 0.5, 1.0], [0.0, 1.0, 2.0]], dtype=DOUBLE)
         hyper |= {"r": powers[0], "weight_lr_power": powers[1]}
@@ -101,7 +107,7 @@ def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> Non
     numbers = [at(i, members.hyper) for i in range(3)]
     start = members
     # A batch of matrices is multiplied in another order than one matrix, on some CPUs.
-    products = name in ("muon", "soap") and dtype == torch.bfloat16
+    products = name in (*MATRICES, "soap") and dtype == torch.bfloat16
     tolerance = TOLERANCE[dtype] if products else 1e-12
     for _ in range(6):
         x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)

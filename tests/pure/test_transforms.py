@@ -1030,8 +1030,11 @@ def test_a_graph_takes_the_places_from_the_state(graphs) -> None:
 # Inject.
 
 INJECTED = [
-    *(Case(name) for name in NAMES if name not in ("sgd", "ranger", "muon")),
+    *(Case(n) for n in NAMES if n not in ("sgd", "ranger", "adafactor", *MATRICES)),
     Case("muon", {"eps": 5.0}),
+    Case("normuon", {"eps": 5.0}),
+    # Both eps and the lr in the rule have an effect.
+    Case("adafactor", {"eps": (0.3, 0.3), "beta1": 0.9, "torch_form": True}),
     Case("sgd"),
     Case("sgd", {"momentum": 0.9, "dampening": 0.4}),
     Case("ranger", {"k": 1}),
@@ -1050,6 +1053,10 @@ SET |= {
     "weight_lr_power": 1.0,
     "warmup_steps": 40.0,
     "max_lr": 0.7,
+    "row_beta": 0.3,
+    "beta1": 0.3,
+    "clip_threshold": 0.3,
+    "decay_rate": -0.3,
 }
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import NAMES, NO_EPS, SCHEDULE_FREE, SOME, Case, count_betas
+from cases import MATRICES, NAMES, NO_EPS, SCHEDULE_FREE, SOME, Case, count_betas
 from tiers import few, row
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.profiler import profile
@@ -64,8 +64,12 @@ def hyper_of(case: Case) -> dict:
     hyper = {"lr": number(0.03), "weight_decay": number(0.02)}
     if case.name == "sgd":
         return hyper | {"momentum": number(0.8)} if case.options else hyper
-    if case.name == "muon":
-        return hyper | {"momentum": number(0.8), "eps": number(1e-3)}
+    if case.name in MATRICES:
+        rows = {"row_beta": number(0.7)} if case.name == "normuon" else {}
+        return hyper | rows | {"momentum": number(0.8), "eps": number(1e-3)}
+    if case.name == "adafactor":
+        own = {"decay_rate": number(-0.7), "clip_threshold": number(0.6)}
+        return hyper | own | {"eps": (number(1e-3), 1e-3), "beta1": number(0.8)}
     if case.name in SCHEDULE_FREE:
         hyper |= {"r": number(0.5), "weight_lr_power": number(1.5)}
         if case.name != "schedule_free_radam":
@@ -167,6 +171,8 @@ def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype)
     hyper = {"lr": number(0.1), "weight_decay": number(0.1)}
     if count_betas(name):
         hyper["betas"] = (number(betas),) * count_betas(name)
+    elif name == "adafactor":
+        hyper |= {"beta1": number(betas), "eps": (number(1e-6), 1e-3)}
     else:
         hyper["momentum"] = number(betas)
     if name not in NO_EPS:

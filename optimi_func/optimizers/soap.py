@@ -81,13 +81,12 @@ def coeffs(
     at = t if known is None else known
     later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
     b1, b2 = betas
-    scale: Scalar = 1.0
+    share, scale = 1.0 - choose(shampoo_beta < 0, b2, shampoo_beta), 1.0
     if how.correct_bias:
         scale = sqrt(1.0 - power(b2, since)) / (1.0 - power(b1, since))
-    shares = [choose(later, x, y) for b in betas for x, y in ((b, 1.0), (1.0 - b, 0.0))]
     refreshes = later & (since % how.precondition_frequency == 0)
-    share = 1.0 - choose(shampoo_beta < 0, b2, shampoo_beta)
-    return Coeffs(*shares, share, scale, eps, at == 1, refreshes)
+    b1, b2 = choose(later, b1, 1.0), choose(later, b2, 1.0)
+    return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, share, scale, eps, at == 1, refreshes)
 
 
 def squares(flat: Tensor, sides: dict[int, int]) -> Squares:

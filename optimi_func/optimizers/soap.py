@@ -1,5 +1,6 @@
 """SOAP (Vyas et al. 2024): the rule, the pure optimizer and the class."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
@@ -201,8 +202,8 @@ class soap(FunctionalOptimizer):
 
     def check(self) -> None:
         super().check()
-        beta = self.shampoo_beta
-        check_number("beta of the factors", "shampoo_beta", beta, below=1.0, least=-1.0)
+        label, name = "beta of the factors", "shampoo_beta"
+        check_number(label, name, self.shampoo_beta, below=1.0, least=-math.inf)
         for name in ("precondition_frequency", "max_precond_dim"):
             check_whole(name, getattr(self, name), 1)
 

@@ -49,7 +49,8 @@ def loss(params, batch):
 
 
 RULES = [
-    *map(Case, NAMES),
+    # Derivatives hold the bases of SOAP fixed, differences do not.
+    *[Case(n, {"max_precond_dim": 1} if n == "soap" else {}) for n in NAMES],
     Case("sgd", {"momentum": 0.9}),
     Case("sgd", {"momentum": 0.9, "nesterov": True}),
     Case("adam", {"amsgrad": True}),
@@ -135,7 +136,8 @@ def test_hypergradients(case: Case) -> None:
     # Lion's sign has no derivative: betas and weights move nothing, the rest does.
     assert seen >= (4 if case.name == "lion" else len(leaves) - 1)
     # The weights of every step have moved the end.
-    assert case.name == "lion" or (reverse[2].abs().amax(1) > 1e-7).all()
+    told = reverse[2][case.name == "soap" :]  # whose first gradient moves nothing
+    assert case.name == "lion" or (told.abs().amax(1) > 1e-7).all()
 
 
 @pytest.mark.parametrize("name", few(NAMES, SOME))

@@ -26,7 +26,7 @@ class Holders(NamedTuple):
     @property
     def cost(self) -> int:
         """Return the multiplications of powers of a matrix's smaller Gram matrix."""
-        rows, *rest = self.shape
+        rows, *rest = self.shape or (1,)
         stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
         short, long = sorted((rows, math.prod(rest)))
         return stack * short * short * (2 * long + short)

@@ -11,10 +11,17 @@ from torch import Tensor
 from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import choose, norm, root, sqrt
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, along_gradient
-from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.core.rule import (
+    Direction,
+    MomentStorage,
+    PyTree,
+    Rule,
+    Scalar,
+)
+from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
@@ -30,12 +37,15 @@ class State(NamedTuple):
 
 
 class Coeffs(NamedTuple):
-    share: Scalar  # of this step in R, C and V
+    kept: Scalar  # share of R, C and V
+    one_minus_kept: Scalar
     eps1: Scalar
+    eps1_squared: Scalar
     eps2: Scalar
     clip_threshold: Scalar
     relative: Scalar  # the step's length, as a share of lr
     beta1: Scalar
+    one_minus_beta1: Scalar
 
 
 class Form(NamedTuple):
@@ -73,10 +83,11 @@ def coeffs(
     beta1: Scalar = 0.0,
 ) -> Coeffs:
     eps1 = 0.0 if eps[0] is None else eps[0]
-    longer = lr * sqrt(t)
+    # torch computes t**-0.5 in another way than Python.
+    share, longer = 1.0 / t**-decay_rate, lr * sqrt(t)
     relative = 1.0 / choose(longer > 1.0, longer, 1.0)
-    # torch computes x**-0.5 in another way than Python.
-    return Coeffs(1.0 / t**-decay_rate, eps1, eps[1], clip_threshold, relative, beta1)
+    numbers = eps1, eps1 * eps1, eps[1], clip_threshold, relative, beta1, 1.0 - beta1
+    return Coeffs(1.0 - share, share, *numbers)
 
 
 def mean(x: Tensor, dim: int) -> Tensor:
@@ -91,33 +102,34 @@ def whole(
     d: Tensor, x: Tensor, fields: tuple[Tensor, ...], c: Coeffs, form: Form
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     row, col, var, avg = fields
-    found = torch.finfo(d.dtype)
-    eps1 = found.eps if form.machine_eps else c.eps1
-    # Added to squares, or the least that a root is divided by.
-    added, least = (0.0, eps1) if form.outside else (eps1, 0.0)
+    found, (eps1, eps1_squared) = torch.finfo(d.dtype), c[2:4]
+    if form.machine_eps:
+        eps1, eps1_squared = found.eps, found.eps**2
     u = d.reshape(form.shape(d.shape))
-    squares, kept = u * u + added, 1.0 - c.share
+    squares = u * u if form.outside else u * u + eps1
     if d.dim() > 1:
-        row = kept * row + c.share * mean(squares, -1)
-        col = kept * col + c.share * mean(squares, -2)
-        part = row / mean(row, -2).clamp_min(least).clamp_min(found.tiny)
+        row = c.kept * row + c.one_minus_kept * mean(squares, -1)
+        col = c.kept * col + c.one_minus_kept * mean(squares, -2)
+        total = mean(row, -2)
+        total = total.clamp_min(eps1) if form.outside else total
+        parts = [row / total.clamp_min(found.tiny), col]
         # Without a least value their product may underflow.
-        roots = [part * col] if form.outside else [part, col]
+        parts = [parts[0] * col] if form.outside else parts
     else:
-        var = kept * var + c.share * squares
-        roots = [var]
-    for v in roots:
-        u = u / root(v.clamp_min(least * least))
+        var = c.kept * var + c.one_minus_kept * squares
+        parts = [var]
+    for v in parts:
+        u = u / root(v.clamp_min(eps1_squared) if form.outside else v)
     length = c.relative / (rms(u) / c.clip_threshold).clamp_min(1.0)
     if form.scales:
         length = length * rms(x).clamp_min(c.eps2)
     u = u.reshape(d.shape) * length.to(d.dtype)
     if form.averages:
-        u = avg = c.beta1 * avg + (1.0 - c.beta1) * u
+        u = avg = c.beta1 * avg + c.one_minus_beta1 * u
     return u, (row, col, var, avg)
 
 
-def reading(g: Tensor, s: Any, c: Coeffs, x: Tensor) -> Direction:
+def direction(g: Tensor, s: State, c: Coeffs, *x: Tensor) -> Direction:
     return Direction(g, s)
 
 
@@ -125,8 +137,7 @@ def adafactor_rule(form: Form) -> Rule[State, Coeffs]:
     if form not in _rules:  # Dynamo does not trace into functools.cache
         used = ["lr"] * form.relative + ["beta1"] * form.averages
         _rules[form] = Rule(
-            *("adafactor", State, partial(init, form=form), coeffs),
-            reading if form.scales else along_gradient,
+            *("adafactor", State, partial(init, form=form), coeffs, direction),
             whole=partial(whole, form=form),
             whole_fields=State._fields,
             reads_param=form.scales,
@@ -199,7 +210,18 @@ class adafactor(FunctionalOptimizer):
             check_number("beta1 parameter", "beta1", self.beta1, below=1.0)
 
 
-adafactor_init = init_function(adafactor(lr=0.0).rule)
+@with_options
+def adafactor_init(
+    params: PyTree, *, beta1: Any = None, flatten: bool = False, **options: Any
+) -> TreeState:
+    """Fresh state for params. Raise ValueError for a beta1 out of its range.
+
+    beta1 and flatten are those of the steps, which have to be known here. The other options
+    are those of `FunctionalOptimizer.init`.
+    """
+    return adafactor(lr=0.0, beta1=beta1, flatten=flatten).init(params, **options)
+
+
 adafactor_step = step_function(adafactor)
 
 

@@ -30,6 +30,7 @@ class Coeffs(NamedTuple):
     nesterov_momentum: Scalar
     eps: Scalar
     row_beta: Scalar
+    one_minus_row_beta: Scalar
 
 
 def init(p: Tensor, kept: MomentStorage) -> State:
@@ -38,7 +39,8 @@ def init(p: Tensor, kept: MomentStorage) -> State:
 
 
 def coeffs(t: Scalar, *, momentum: Scalar, eps: Scalar, row_beta: Scalar) -> Coeffs:
-    return Coeffs(*muons.coeffs(t, momentum=momentum, eps=eps), row_beta)
+    own = muons.coeffs(t, momentum=momentum, eps=eps)
+    return Coeffs(*own, row_beta, 1.0 - row_beta)
 
 
 def whole(
@@ -50,7 +52,7 @@ def whole(
     for y, rows in zip(*parts):
         o = muons.orthogonalized(y, c.eps, how)
         means = o.square().sum(-1, keepdim=True) / max(1, o.shape[-1])
-        kept.append(c.row_beta * rows + (1.0 - c.row_beta) * means)
+        kept.append(c.row_beta * rows + c.one_minus_row_beta * means)
         even = o / (root(kept[-1]) + 1e-10)
         before, after = (norm(z, dim=(-2, -1), keepdim=True) for z in (o, even))
         moved.append(muons.scaled(even * (before / (after + 1e-10)), how))
@@ -112,7 +114,8 @@ class NorMuon(muons.Muon):
     Args:
         row_beta: Share of r kept, in [0, 1).
 
-    The other arguments are those of `Muon` and of every optimizer.
+    Arguments not named here are those of `Muon` and of every optimizer: see
+    `BaseOptimizer`.
 
     References:
         Li et al., "NorMuon: Making Muon more efficient and scalable", arXiv:2510.05491.

@@ -1034,7 +1034,7 @@ INJECTED = [
     Case("muon", {"eps": 5.0}),
     Case("normuon", {"eps": 5.0}),
     # Both eps and the lr in the rule have an effect.
-    Case("adafactor", {"eps": (0.3, 0.3), "beta1": 0.9, "torch_form": True}),
+    Case("adafactor", {"eps": (3.0, 3.0), "beta1": 0.9, "scale_parameter": True}),
     Case("sgd"),
     Case("sgd", {"momentum": 0.9, "dampening": 0.4}),
     Case("ranger", {"k": 1}),
@@ -1055,7 +1055,7 @@ SET |= {
     "max_lr": 0.7,
     "row_beta": 0.3,
     "beta1": 0.3,
-    "clip_threshold": 0.3,
+    "clip_threshold": 0.01,
     "decay_rate": -0.3,
 }
 

@@ -230,7 +230,7 @@ OPTIONS = [
     _same("adafactor", eps=(0.1, 1e-3)),
     _same("adafactor", eps=(1e-30, 3.0), scale_parameter=True),
     _same("adafactor", clip_threshold=0.5),
-    _same("adafactor", decay_rate=-0.5),
+    _same("adafactor", decay_rate=-0.6),
     _same("adafactor", scale_parameter=True),
     _same("adafactor", eps=(0.3, 1e-3), torch_form=True),
     _same("soap", shampoo_beta=0.8),

@@ -452,7 +452,7 @@ def muon_move(
         if row_beta is not None:
             r = row_beta * r + (1 - row_beta) * o.square().mean(1, keepdim=True)
             n = o / (r.sqrt() + 1e-10)
-            o = n * o.norm() / n.norm() if n.any() else n
+            o = n * o.norm() / (n.norm() + 1e-10)
         moves.append(scale(*x.shape) * o)
         kept.append(r)
     move = torch.cat(moves).reshape(p.shape)

@@ -13,6 +13,7 @@ may also be prefixes of the parameter tree, with a number for each subtree.
 """
 
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.optimizers.adafactor import *
 from optimi_func.optimizers.adam import *
 from optimi_func.optimizers.adan import *
 from optimi_func.optimizers.ademamix import *
@@ -20,10 +21,12 @@ from optimi_func.optimizers.adopt import *
 from optimi_func.optimizers.lamb import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
+from optimi_func.optimizers.normuon import *
 from optimi_func.optimizers.radam import *
 from optimi_func.optimizers.ranger import *
 from optimi_func.optimizers.schedule_free import *
 from optimi_func.optimizers.sgd import *
+from optimi_func.optimizers.soap import *
 from optimi_func.optimizers.stableadamw import *
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.pure.functional import Number as Number

@@ -12,6 +12,7 @@ from optimi_func.execution.trees import step as step
 from optimi_func.execution.trees import step_ as step_
 from optimi_func.optimizers._forms import compiled_functions as compiled
 
+adafactor_step, adafactor_step_ = compiled(pure.adafactor)
 adam_step, adam_step_ = compiled(pure.adam)
 adamw_step, adamw_step_ = compiled(pure.adamw)
 adan_step, adan_step_ = compiled(pure.adan)
@@ -20,10 +21,12 @@ adopt_step, adopt_step_ = compiled(pure.adopt)
 lamb_step, lamb_step_ = compiled(pure.lamb)
 lion_step, lion_step_ = compiled(pure.lion)
 muon_step, muon_step_ = compiled(pure.muon)
+normuon_step, normuon_step_ = compiled(pure.normuon)
 radam_step, radam_step_ = compiled(pure.radam)
 ranger_step, ranger_step_ = compiled(pure.ranger)
 schedule_free_adamw_step, schedule_free_adamw_step_ = compiled(pure.schedule_free_adamw)
 schedule_free_radam_step, schedule_free_radam_step_ = compiled(pure.schedule_free_radam)
 schedule_free_sgd_step, schedule_free_sgd_step_ = compiled(pure.schedule_free_sgd)
 sgd_step, sgd_step_ = compiled(pure.sgd)
+soap_step, soap_step_ = compiled(pure.soap)
 stableadamw_step, stableadamw_step_ = compiled(pure.stableadamw)

@@ -85,28 +85,32 @@ def from_local(part: Tensor, like: Any) -> Tensor:
     return _dtensor().from_local(part, mesh, places, run_check=False, **shape)
 
 
-def on_whole(fn: Callable[..., Tensor], x: Any, *more: Any) -> Tensor:
-    """Return fn(x, *more), which every process computes on the gathered x.
+def on_whole(
+    fn: Callable[..., Any], d: Any, x: Any, fields: tuple[Any, ...], *more: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return fn(d, x, fields, *more), which every process computes on gathered tensors.
 
-    The result has the shape and the placements of x.
+    The results have the placements of d and the fields.
     """
-    if not is_distributed(x):
-        return fn(x, *more)
-    result = fn(x.full_tensor(), *more)
-    everywhere = _dtensor().from_local(result, x.device_mesh, run_check=False)
-    return everywhere.redistribute(placements=x.placements)
+    if not is_distributed(d):
+        return fn(d, x, fields, *more)
+    found, new = fn(whole(d), whole(x), tuple(map(whole, fields)), *more)
+    first, *rest = map(_divided_like, (d, *fields), (found, *new))
+    return first, tuple(rest)
 
 
-def part_on_whole(
-    fn: Callable[..., Tensor], part: Tensor, shard: ShardSpec, *more: Any
-) -> Tensor:
-    """Return `on_whole` for local shards. Every process has to call it."""
-    mesh, places = shard.mesh, shard.placements
-    shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
-    # The shard may be offloaded to another device.
-    own = part.to(mesh.device_type)
-    x = _dtensor().from_local(own, mesh, places, run_check=False, **shape)
-    return _part(on_whole(fn, x, *more)).to(part.device)
+def _divided_like(like: Any, x: Tensor) -> Any:
+    everywhere = _dtensor().from_local(x, like.device_mesh, run_check=False)
+    return everywhere.redistribute(placements=like.placements)
+
+
+def shard_of(part: Tensor | None, spec: ShardSpec) -> Any:
+    """Return the DTensor of a local shard, which may be offloaded to another device."""
+    if part is None:
+        return None
+    shape = {"shape": torch.Size(spec.shape), "stride": spec.stride}
+    own, where = part.to(spec.mesh.device_type), (spec.mesh, spec.placements)
+    return _dtensor().from_local(own, *where, run_check=False, **shape)
 
 
 def leaf_to_local(leaf: Leaf) -> Leaf:
@@ -133,11 +137,15 @@ def _spec(x: Any, dims: Iterable[int]) -> ShardSpec | None:
     return ShardSpec(*where, tuple(x.shape), x.stride()) if several else None
 
 
-def same_placements(p: Any, x: Any) -> bool:
-    """Return True if the local shards of p and x are the same elements."""
+def same_placements(p: Any, x: Any, is_whole_field: bool = False) -> bool:
+    """Return True if the local shards of p and x are the same elements.
+
+    For one of `Rule.whole_fields`, return True if it is divided as `whole_field` does.
+    """
     if not (is_distributed(p) and is_distributed(x)):
         return is_distributed(p) == is_distributed(x)
-    return p.device_mesh == x.device_mesh and p.placements == x.placements
+    places = _of_whole_field(p) if is_whole_field else p.placements
+    return p.device_mesh == x.device_mesh and x.placements == places
 
 
 def check_placed(path: object, p: Any) -> None:
@@ -188,9 +196,29 @@ def zeros_divided_like(p: Any, shape: list[int]) -> Tensor:
     """Return float32 zeros of another shape, with the placements of p."""
     if not is_distributed(p):
         return p.new_zeros(shape, dtype=torch.float32)
+    return _zeros(p, shape, torch.float32, p.placements)
+
+
+def whole_field(p: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros for one of `Rule.whole_fields`, of any shape and at least float32.
+
+    Where shards cut p, they cut the field along its first dimension.
+    """
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    if not is_distributed(p):
+        return p.new_zeros(shape, dtype=dtype)
+    return _zeros(p, shape, dtype, _of_whole_field(p)).to(p.device)
+
+
+def _of_whole_field(p: Any) -> tuple[Any, ...]:
     tensor: Any = sys.modules["torch.distributed.tensor"]
-    places = {"device_mesh": p.device_mesh, "placements": p.placements}
-    return tensor.zeros(shape, dtype=torch.float32, **places)
+    return tuple([x if x.is_replicate() else tensor.Shard(0) for x in p.placements])
+
+
+def _zeros(p: Any, shape: Any, dtype: torch.dtype, placements: Any) -> Any:
+    tensor: Any = sys.modules["torch.distributed.tensor"]
+    places = {"device_mesh": p.device_mesh, "placements": placements}
+    return tensor.zeros(shape, dtype=dtype, **places)
 
 
 def distribute_like(p: Any, x: Tensor) -> Tensor:

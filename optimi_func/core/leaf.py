@@ -65,7 +65,7 @@ def leaf_step(
 
         g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
-        d <- whole(d)
+        d, fields <- whole(d, x, fields)
         u <- -(lr * d + decay * x) / settle(mean(measure(g, x, d)))
         u, state <- after(x, u, state)
         p <- round(p + (comp + u)),   comp <- what that rounding lost
@@ -101,10 +101,13 @@ def leaf_move(
     old = [decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
-    d, new, shared = rule.direction(g, type(state)(*old), c, *more)
+    count = len(rule.fields)
+    mapped = tuple(old[count:])
+    given = type(state)(*old[:count], *[None] * len(mapped))
+    d, new, shared = rule.direction(g, given, c, *more)
     if write:
         if rule.whole is not None:
-            d = on_whole(rule.whole, d, c)
+            d, mapped = on_whole(rule.whole, d, more[0] if more else None, mapped, c)
         d = _delta(rule, g, x, d, shared, c, r, take_means)
 
     def add(u: Tensor) -> Leaf:
@@ -115,7 +118,8 @@ def leaf_move(
             moved, rest = _add(p, p32, x, comp, u)
         # Fields that the rule returned unchanged are not encoded again.
         fields = [
-            s if n is o else encode(n, s, dither) for n, o, s in zip(after, old, state)
+            s if n is o else encode(n, s, dither)
+            for n, o, s in zip((*after[:count], *mapped), old, state)
         ]
         return Leaf(moved, type(state)(*fields), rest)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -26,7 +26,7 @@ class Holders(NamedTuple):
     @property
     def cost(self) -> int:
         """Return the multiplications of powers of a matrix's smaller Gram matrix."""
-        rows, *rest = self.shape
+        rows, *rest = self.shape or (1,)
         stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
         short, long = sorted((rows, math.prod(rest)))
         return stack * short * short * (2 * long + short)
@@ -38,8 +38,24 @@ class Holders(NamedTuple):
         return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
 
 
-# A number of the caller's, the local shard or copy, and its holders.
-Owned: TypeAlias = tuple[int, Tensor, Holders]
+class Owned(NamedTuple):
+    """A tensor to map: its local shards or copies, or in its owner's process the whole."""
+
+    place: int  # a number of the caller's
+    tensors: list[Tensor]  # the direction, and the fields of the map
+    holders: list[Holders]  # of each
+    x: Tensor | None = None  # the parameter, if it is in shards and the map reads it
+
+    @property
+    def mapped(self) -> list[tuple[Tensor, Holders]]:
+        """Return the tensors with their holders."""
+        return list(zip(self.tensors, self.holders))
+
+    @property
+    def given(self) -> list[tuple[Tensor, Holders]]:
+        """Return these and the parameter."""
+        x = [] if self.x is None else [(self.x, self.holders[0])]
+        return [*self.mapped, *x]
 
 
 def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
@@ -92,54 +108,75 @@ def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
     """Map tensors in place by fn(those of one owner, whole), each in one process.
 
     One message brings shards to their owners, and one brings the results back. For copies
-    one message gathers the results. All items have one group, dim and dtype, and one order
-    in all processes.
+    one message gathers the results. The directions have one group, dim and dtype, and one
+    order in all processes.
     """
-    _, like, holders = items[0]
-    group, dim = holders.group, holders.dim or 0
+    like, holders = items[0].tensors[0], items[0].holders[0]
+    group = holders.group
     owned, rank = _divided(items, group.size()), distributed.get_rank(group)
     own = owned[rank]
-    # With the dimension that is cut in front, shards follow each other in memory.
-    fronts = [[x.movedim(dim, 0) for _, x, _ in some] for some in owned]
-    sizes = [sum(map(Tensor.numel, some)) for some in fronts]
+    results = [[_front(*x) for item in some for x in item.mapped] for some in owned]
+    sizes = _sizes(results)
 
     def exchange(given: Iterable[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
-        flat = torch.cat([like.new_empty(0), *[x.flatten() for x in given]])
         found = like.new_empty(sum(into))
-        distributed.all_to_all_single(found, flat, into, out, group=group)
+        distributed.all_to_all_single(found, _flat(like, given), into, out, group=group)
         return list(found.split(into))
 
     if holders.dim is None:
         fn(own)
-        flat = torch.cat([*map(torch.flatten, fronts[rank]), like.new_empty(0)])
+        flat = _flat(like, results[rank])
         flat = torch.cat([flat, like.new_zeros(max(sizes) - len(flat))])
         found = [torch.empty_like(flat) for _ in owned]
         distributed.all_gather(found, flat, group=group)
     else:
-        lengths = [x.lengths() for _, _, x in own]
-        counts = list(map(sum, zip(*lengths))) or [0] * len(owned)
-        found = exchange(chain.from_iterable(fronts), sizes, counts)
-        pieces = map(Tensor.split, found, map(list, zip(*lengths)))
+        given = [[_front(*x) for item in some for x in item.given] for some in owned]
+        lengths = [x.lengths() for item in own for _, x in item.given]
+        parts = exchange(chain.from_iterable(given), _sizes(given), _counts(lengths, owned))
+        pieces = zip(*map(Tensor.split, parts, map(list, zip(*lengths))))
         wholes: list[Owned] = []
-        for (place, _, holders), *some in zip(own, *pieces):
-            x = like.new_empty(holders.shape)
-            x.copy_(torch.cat(some).view_as(x.movedim(dim, 0)).movedim(0, dim))
-            wholes.append((place, x, holders))
+        for item in own:
+            every: list[Tensor] = []
+            for _, x in item.given:
+                every.append(like.new_empty(x.shape))
+                front = _front(every[-1], x)
+                front.copy_(torch.cat(next(pieces)).view_as(front))
+            last = None if item.x is None else every.pop()
+            wholes.append(item._replace(tensors=every, x=last))
         fn(wholes)
-        flats = [x.movedim(dim, 0).flatten() for _, x, _ in wholes]
-        pieces = map(Tensor.split, flats, lengths)
+        mapped = [x for item in wholes for x in item.mapped]
+        lengths = [x.lengths() for _, x in mapped]
+        pieces = [_front(*x).flatten().split(n) for x, n in zip(mapped, lengths)]
+        counts = _counts(lengths, owned)
         found = exchange(chain.from_iterable(zip(*pieces)), counts, sizes)
-    for some, flat in zip(fronts, found):
+    for some, flat in zip(results, found):
         for x in some:
             part, flat = flat.tensor_split([x.numel()])
             x.copy_(part.view(x.shape))
 
 
+def _front(x: Tensor, holders: Holders) -> Tensor:
+    """Return x with the dimension that is cut in front, so that its shards are in a row."""
+    return x.movedim(holders.dim, 0) if holders.dim else x
+
+
+def _flat(like: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([like.new_empty(0), *[x.flatten().to(like.dtype) for x in tensors]])
+
+
+def _sizes(lists: list[list[Tensor]]) -> list[int]:
+    return [sum(map(Tensor.numel, some)) for some in lists]
+
+
+def _counts(lengths: list[list[int]], owned: list[Any]) -> list[int]:
+    return list(map(sum, zip(*lengths))) or [0] * len(owned)
+
+
 def _divided(items: list[Owned], count: int) -> list[list[Owned]]:
     """Return each owner's items: the most costly first, to the owner with the least."""
     loads, owned = [0] * count, [list[Owned]() for _ in range(count)]
-    for item in sorted(items, key=lambda item: -item[2].cost):
+    for item in sorted(items, key=lambda item: -item.holders[0].cost):
         owner = loads.index(min(loads))
-        loads[owner] += item[2].cost
+        loads[owner] += item.holders[0].cost
         owned[owner].append(item)
     return owned

@@ -17,6 +17,7 @@ from typing import (
     TypedDict,
     TypeGuard,
     TypeVar,
+    cast,
     runtime_checkable,
 )
 
@@ -73,7 +74,8 @@ class Rule(Generic[S, C]):
 
     Attributes:
         name: Its name in errors, kernels and graphs.
-        state: The State, a NamedTuple of tensors shaped like the parameter.
+        state: The State, a NamedTuple of tensors shaped like the parameter, except for
+            `whole_fields`.
         init: `(p, kept) -> State`: fresh tensors, none aliasing another. Moments are made
             by `moment` and `second_moment`, in a dtype or in codes as `kept` says. Fields
             that must not lose bits have a dtype of their own.
@@ -89,9 +91,14 @@ class Rule(Generic[S, C]):
             joins the parts already in the state. None if the state is no sum over
             gradients.
         means: The means over a whole tensor that its move is divided by, or None.
-        whole: `(d, coeffs) -> d`: maps the direction of a whole tensor, in its shape and
-            dtype, before it becomes a delta. Executors gather the shards of a tensor for
-            it. It is the place for all operations that are not elementwise.
+        whole: `(d, x, fields, coeffs) -> (d, fields)`: maps the direction of a whole
+            tensor, in its shape and dtype, before it becomes a delta, and writes to no
+            argument. Executors gather the shards of a tensor for it. It is the place for
+            all operations that are not elementwise. x is the parameter if the rule
+            `reads_param`, else None.
+        whole_fields: The names of the State's last fields, if they are the map's `fields`.
+            `direction` is given None for them, and may leave them out of its result.
+            `init` makes them by `whole_field`, in shapes of their own.
         refuses: `p -> why`: the reason to refuse a parameter, by its shape, or None.
         running: A NamedTuple of scalars of each parameter that depend on the lrs of all its
             steps; they begin as its defaults. `coeffs` advances them, and they are stored
@@ -115,7 +122,8 @@ class Rule(Generic[S, C]):
     after: Callable[[Tensor, Tensor, S, C], tuple[Tensor, S]] | None = None
     accumulate: Callable[[C], C] | None = None
     means: Means | None = None
-    whole: Callable[[Tensor, C], Tensor] | None = None
+    whole: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None = None
+    whole_fields: tuple[str, ...] = ()
     refuses: Callable[[Tensor], str | None] | None = None
     running: type[Any] = NoRunning
     eval_point: Callable[[Tensor, S, C], Tensor] | None = None
@@ -131,6 +139,20 @@ class Rule(Generic[S, C]):
         object.__setattr__(self, "numbers", self.numbers or names)
         if self.whole is not None and (self.after is not None or self.means is not None):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
+        names: tuple[str, ...] = cast(Any, self.state)._fields
+        if (*self.fields, *self.whole_fields) != names or (
+            self.whole_fields and self.whole is None
+        ):
+            raise ValueError(
+                f"{self.name}: whole_fields={self.whole_fields} are not the last of "
+                f"{names}, or there is no whole"
+            )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the State's fields that `direction` has."""
+        names: tuple[str, ...] = cast(Any, self.state)._fields
+        return names[: len(names) - len(self.whole_fields)]
 
     def advance(
         self, t: Scalar, lr: Scalar, running: Any, numbers: Mapping[str, Any]

@@ -195,6 +195,14 @@ def field_of(name: str) -> str:
     return name.removesuffix(_Q).removesuffix(_SCALE)
 
 
+def _own_shapes(rule: Rule[Any, Any], p: Tensor) -> dict[str, torch.Size]:
+    """Return the shapes of the rule's `whole_fields` for a parameter."""
+    if not rule.whole_fields:
+        return {}
+    state = rule.init(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.dtype)
+    return {name: getattr(state, name).shape for name in rule.whole_fields}
+
+
 def check_entry(
     rule: Rule[Any, Any],
     root: str,
@@ -210,6 +218,7 @@ def check_entry(
     is for entries that will be copied.
     """
     counts = ("step", *rule.running._fields)
+    shapes = dict.fromkeys(counts, torch.Size()) | _own_shapes(rule, p)
     for name, x in entry.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")
@@ -227,7 +236,7 @@ def check_entry(
                     "as they were saved"
                 )
             continue
-        shape = () if name in counts else p.shape
+        shape = shapes.get(name, p.shape)
         if x.shape != shape:
             raise ValueError(
                 f"{root}{path}[{name!r}] has shape {tuple(x.shape)}: allowed is a tensor "

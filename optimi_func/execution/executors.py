@@ -39,7 +39,7 @@ from optimi_func.execution.launches import (
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
-from optimi_func.execution.wholes import plan_wholes
+from optimi_func.execution.wholes import elementwise, plan_wholes
 
 # Parameters with fewer elements share an update where others have their own, because a
 # call costs as much as some thousand elements.
@@ -66,6 +66,8 @@ def plan_launches(
     """
     if rule.whole is not None and write:
         return plan_wholes(rule, updates, partial(plan_launches, executor))
+    if rule.whole_fields:
+        rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
     plan = (planners | {"foreach": plan_foreach, "eager": _plan_eager})[executor]
 

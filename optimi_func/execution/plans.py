@@ -123,9 +123,10 @@ class ClassPlan(Plan):
         shape = len(params), len(self._names), self._counted
         self.counts = Counts(tensors, *shape, not capturable, apart)
         names = [name for name in every if name != "kahan_comp"]
-        shards = list(map(shards_of, params))
+        mapped = [[entry[name] for name in rule.whole_fields] for entry in entries]
+        shards = [tuple(map(shards_of, (p, *own))) for p, own in zip(params, mapped)]
         columns = self.columns(tensors, [None] * len(params))
-        slots = make_slots(names, fields, columns, [], shards)
+        slots = make_slots(names, rule, columns, [], shards)
         slots = [slot._replace(holders=x) for slot, x in zip(slots, holders)]
         self.holders = [x for x in holders if x is not None]
         super().__init__(rule, slots)

@@ -8,13 +8,15 @@ from torch import Tensor
 from optimi_func.core.codes import is_dense, same_order
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.owners import Holders
+from optimi_func.core.rule import Rule
 from optimi_func.execution.tensors import is_plainly_strided
 
 
 class Slot(NamedTuple):
     """Facts about the local tensors of one parameter and its state.
 
-    It holds no tensor, so a tensor that is taken out of `optimizer.state` is freed.
+    Of `Rule.whole_fields`, which only maps of whole tensors read, it has shards alone. It
+    holds no tensor, so a tensor that is taken out of `optimizer.state` is freed.
     """
 
     dtypes: tuple[torch.dtype, ...]  # of parameter, state and compensation
@@ -25,6 +27,7 @@ class Slot(NamedTuple):
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
     shard: ShardSpec | None  # None if the whole parameter is local
+    fields: tuple[ShardSpec | None, ...] = ()  # the same of `Rule.whole_fields`
     holders: Holders | None = None  # the processes that divide a map of the whole
 
     @property
@@ -70,32 +73,37 @@ def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
 
 def make_slots(
     names: list[str],
-    fields: tuple[str, ...],
+    rule: Rule[Any, Any],
     columns: list[list[Any]],
     targets: list[list[Any]],
-    shards: list[ShardSpec | None],
+    shards: list[tuple[ShardSpec | None, ...]],
 ) -> list[Slot]:
     """Make the slots of parameters, of which `columns` are the local tensors.
 
     `names` are those of the state's columns, two for a field in codes. `targets` are
-    columns for the results, and empty if the step is in place.
+    columns for the results, and empty if the step is in place. `shards` are those of a
+    parameter and of its `Rule.whole_fields`.
     """
-    into = targets or [[None] * len(shards)]
+    end = 2 + len(names)
+    kept = [i for i in range(len(columns)) if i != 1]
+    kept = [i for i in kept if not end - len(rule.whole_fields) <= i < end]
+    into = targets or [[None] * len(shards)] * len(columns)
     rows = zip(zip(*columns), zip(*into), shards)
-    return [_make_slot(names, fields, *row) for row in rows]
+    return [_make_slot(names, rule.fields, kept, *row) for row in rows]
 
 
 def _make_slot(
     names: list[str],
     fields: tuple[str, ...],
+    kept: list[int],
     row: tuple[Any, ...],
     into: tuple[Any, ...],
-    shard: ShardSpec | None,
+    shards: tuple[ShardSpec | None, ...],
 ) -> Slot:
-    present = tuple([i for i, x in enumerate(row) if i != 1 and x is not None])
+    present = tuple([i for i in kept if row[i] is not None])
     tensors: list[Tensor] = [row[i] for i in present]
     own = {names[i - 2] for i in present[1:] if i - 2 < len(names)}
-    targets = [x for i, x in enumerate(into) if i != 1 and x is not None]
+    targets = [into[i] for i in kept if into[i] is not None]
     p, every = tensors[0], [*tensors, *targets]
     # Scales have another shape than the parameter, and one order.
     ordered = [
@@ -109,5 +117,6 @@ def _make_slot(
         tuple([field not in own for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
-        shard,
+        shards[0],
+        shards[1:],
     )

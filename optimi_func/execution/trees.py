@@ -110,14 +110,15 @@ class TreeStep:
                     f"{p.device}. Move it there before the capture"
                 )
             grads.append(redistribute_like(path, p, g))
-        shards = list(map(shards_of, columns[0]))
+        end = len(columns) - 1
+        mapped = columns[end - len(self._rule.whole_fields) : end]
+        shards = [tuple(map(shards_of, row)) for row in zip(columns[0], *mapped)]
         columns = list(map(to_local, [columns[0], grads, *columns[2:]]))
         if write and not results:
             named = zip(paths, columns[0])
             check_apart(named, "params{}".format, "call the pure step")
         targets = list(map(to_local, results))
-        rows = columns, targets, shards
-        slots = make_slots(names, self._rule.state._fields, *rows)
+        slots = make_slots(names, self._rule, columns, targets, shards)
         return Plan(self._rule, slots), columns, targets
 
     def run(

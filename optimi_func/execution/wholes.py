@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from optimi_func.core.codes import same_order
-from optimi_func.core.distributed import part_on_whole
+from optimi_func.core.codes import same_order, to, widen
+from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.owners import Owned, map_owned
-from optimi_func.core.rule import Direction, NoState, Rule, Scalars, gradient_rule
+from optimi_func.core.owners import Holders, Owned, map_owned
+from optimi_func.core.rule import (
+    Direction,
+    NoState,
+    Rule,
+    Scalars,
+    along_gradient,
+    gradient_rule,
+)
 from optimi_func.execution.launches import Columns, Launch, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot
@@ -32,27 +39,47 @@ ELEMENTS = 1 << 22
 BATCHED = 1 << 26
 
 
-def directing(rule: Rule[Any, Any]) -> Rule[Any, Any]:
-    """Return the rule that stores its direction, one for all that differ in the map."""
+def elementwise(rule: Rule[Any, Any], directs: bool) -> Rule[Any, Any]:
+    """Return a rule without its map, one for all that differ in it alone.
+
+    If `directs`, its State ends with the direction, for a map that reads it there.
+    """
+    rule = gradient_rule if _maps_gradient(rule) else rule
     own = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
-    return _directing(*own, rule.reads_param, rule.digest)
+    return _elementwise(*own, rule.fields, rule.reads_param, rule.digest, directs)
 
 
 # Bounded, because a notebook may define a rule again and again.
 @lru_cache(64)
-def _directing(
-    name: str, state: Any, init: Any, coeffs: Any, direct: Any, reads: bool, digest: str
+def _elementwise(
+    name: str,
+    state: Any,
+    init: Any,
+    coeffs: Any,
+    direct: Any,
+    fields: tuple[str, ...],
+    reads: bool,
+    digest: str,
+    directs: bool,
 ) -> Rule[Any, Any]:
-    fields = [(field, Tensor) for field in (*state._fields, "direction")]
-    kind: Any = NamedTuple("State", fields)
+    own = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
+    kind: Any = NamedTuple("State", own)
+    count = len(fields)
+    mapped = (None,) * (len(state._fields) - count)
 
     def direction(g: Tensor, s: Any, c: Any, *x: Tensor) -> Direction:
-        *own, _ = s
-        d, new, _ = direct(g, state(*own), c, *x)
-        return Direction(d, kind(*new, d))
+        d, new, _ = direct(g, state(*s[:count], *mapped), c, *x)
+        return Direction(d, kind(*new[:count], *[d] * directs))
 
-    own = f"{name}_direction", kind, init, coeffs, direction
-    return Rule(*own, reads_param=reads, digest=digest and f"{digest}_direction")
+    suffix = "_direction" if directs else "_moments"
+    digest = digest and digest + suffix
+    made = name + suffix, kind, init, coeffs, direction
+    return Rule(*made, reads_param=reads, digest=digest)
+
+
+def _maps_gradient(rule: Rule[Any, Any]) -> bool:
+    """Return True if the map is given the gradient, so that its scalars are its own."""
+    return rule.direction is along_gradient and not rule.fields
 
 
 class WholeLaunch(Launch):
@@ -95,9 +122,10 @@ class WholeLaunch(Launch):
         move: list[Update] = []
         rows = zip(self._facts, params, grads, directions)
         for i, ((slot, at, _), p, g, d) in enumerate(rows):
-            direct.append(Update(i, _with_direction(slot, p, d), p, g, at, packed[at]))
+            first = self._of_directions(packed[at])
+            direct.append(Update(i, _with_direction(slot, p, d), p, g, at, first))
             move.append(Update(i, _without_state(slot), p, d, at, moves[at]))
-        self._before = self._plan(directing(self._rule), direct, False)
+        self._before = self._plan(elementwise(self._rule, True), direct, False)
         self._after = self._plan(gradient_rule, move, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
 
@@ -110,47 +138,98 @@ class WholeLaunch(Launch):
         moved = list(map(Tensor.data_ptr, directions)) != self._addresses
         if moved and self._in_place:
             self._prepare(p, grads, directions, dict(enumerate(packed)))
+        # Those of the map, whose columns are the last before the compensations.
+        end, count = (
+            len(own) // (1 if self._in_place else 2) - 1,
+            -len(self._rule.whole_fields),
+        )
+        fields = own[len(own) - 1 + count : -1]
+        for new, old in zip(fields, own[end + count : end]) if not self._in_place else ():
+            torch._foreach_copy_(new, old)
+        comps = own[end]
         # Directions come before the state, among the results too.
         for i in (len(own) // 2 + 2, 2) if not self._in_place else (2,):
             own.insert(i, directions)
         for launch in self._before:
-            launch.run(own, packed, None)
-        self._map(directions, [x.scalars.coeffs for x in packed])
+            launch.run(own, list(map(self._of_directions, packed)), None)
+        rows = map(list, zip(directions, *fields))
+        self._map(list(rows), p, comps, [x.scalars.coeffs for x in packed])
         moves = list(map(_of_moves, packed))
         for launch in self._after:
             launch.run([p, directions, *own[2:]], moves, None)
 
-    def _map(self, directions: list[Tensor], coeffs: list[Any]) -> None:
-        """Map each direction, in place."""
+    def _of_directions(self, packed: Packed) -> Packed:
+        """Return the scalars of the first pass, whose kernels know no scalars of a map."""
+        if not _maps_gradient(self._rule):
+            return packed
+        return Packed(packed.scalars._replace(coeffs=NoState()))
+
+    def _map(
+        self, rows: list[list[Tensor]], params: list[Tensor], comps: list[Any], coeffs: Any
+    ) -> None:
+        """Map each direction and its fields, in place."""
         whole = self._rule.whole
         assert whole is not None
-        here: list[Any] = []
+        here: list[Owned] = []
         owned: dict[Any, list[Owned]] = {}
-        for i, (d, (slot, at, _)) in enumerate(zip(directions, self._facts)):
+
+        def read(i: int, x: Any = None) -> Any:
+            if x is None and self._rule.reads_param:
+                _, x = widen(params[i], comps[i], rows[i][0].dtype)
+            return x
+
+        for i, (row, (slot, at, _)) in enumerate(zip(rows, self._facts)):
+            d, *fields = row
             if slot.holders is not None:
                 key = slot.holders.group, slot.holders.dim, d.dtype
-                owned.setdefault(key, []).append((i, d, slot.holders))
+                x = None if slot.holders.dim is None else read(i)
+                owned.setdefault(key, []).append(Owned(i, row, _holders(slot, fields), x))
             elif slot.shard is not None:
-                d.copy_(part_on_whole(whole, d, slot.shard, coeffs[at]))
+                parts: Any = (*row, read(i)), (slot.shard, *slot.fields, slot.shard)
+                *row, x = map(shard_of, *parts)
+                found, new = on_whole(whole, row[0], x, tuple(row[1:]), coeffs[at])
+                _write(rows[i], to_local([found, *new]))
             elif d.numel():
-                here.append((i, d, None))
+                here.append(Owned(i, row, []))
 
-        def in_place(items: list[Any]) -> None:
-            batches: dict[Any, list[Tensor]] = {}
-            for i, x, _ in items:
-                kind = (x.shape, x.dtype, x.device) if _batches(x) else i
-                batches.setdefault((self._facts[i][1], kind), []).append(x)
+        def in_place(items: list[Owned]) -> None:
+            batches: dict[Any, list[Owned]] = {}
+            for item in items:
+                i, (d, *_), *_ = item
+                kind = (d.shape, d.dtype, d.device) if _batches(d) else i
+                batches.setdefault((self._facts[i][1], kind), []).append(item)
             for (at, _), some in batches.items():
                 if len(some) == 1:
-                    some[0].copy_(whole(some[0], coeffs[at]))
+                    ((i, (d, *fields), _, x),) = some
+                    given = tuple([to(f, d.dtype) for f in fields])
+                    found, new = whole(d, read(i, x), given, coeffs[at])
+                    _write(some[0].tensors, [found, *new])
                     continue
-                found = vmap(whole, (0, None))(torch.stack(some), coeffs[at])
-                for d, x in zip(some, found):
-                    d.copy_(x)
+                xs = [read(i, x) for i, _, _, x in some]
+                d, *fields = map(torch.stack, zip(*[item.tensors for item in some]))
+                axis, x = (None, None) if xs[0] is None else (0, torch.stack(xs))
+                ways = vmap(whole, (0, axis, 0, None))
+                found, new = ways(d, x, tuple(fields), coeffs[at])
+                for item, *every in zip(some, found, *new):
+                    _write(item.tensors, every)
 
         in_place(here)
         for items in owned.values():
             map_owned(in_place, items)
+
+
+def _write(old: list[Tensor], new: list[Tensor]) -> None:
+    for x, y in zip(old, new):
+        x.copy_(y)
+
+
+def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
+    """Return the holders of a direction, and of the fields of its map."""
+    own = slot.holders
+    assert own is not None
+    dim = None if own.dim is None else 0
+    shapes = [f.shape if s is None else s.shape for f, s in zip(fields, slot.fields)]
+    return [own, *[own._replace(shape=tuple(shape), dim=dim) for shape in shapes]]
 
 
 def plan_wholes(

@@ -32,6 +32,7 @@ TABLES: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
+    "deepseek": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
     # It was made for a matrix divided by 1.02, which the first triple does here.
     "polar_express": (
         (
@@ -105,17 +106,28 @@ def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
     for a, b, c in how.table:
         gram = x @ x.mT
         x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = (x.mT if m > n else x).to(wide) * SCALES[how.scale](m, max(n, 1))
-    return x.reshape(shape)
+    return (x.mT if m > n else x).to(wide).reshape(shape)
 
 
 def iterated_in(x: Tensor) -> torch.dtype:
     return x.dtype if x.device.type == "cpu" or x.dtype == torch.float64 else torch.bfloat16
 
 
-def whole(d: Tensor, c: Coeffs, how: Iteration) -> Tensor:
-    found = [orthogonalized(x, c.eps, how) for x in matrices(d, how.split)]
-    return (torch.cat(found, -2) if len(found) > 1 else found[0]).reshape(d.shape)
+def whole(
+    d: Tensor, x: Any, fields: tuple[()], c: Coeffs, how: Iteration
+) -> tuple[Tensor, tuple[()]]:
+    found = [orthogonalized(y, c.eps, how) for y in matrices(d, how.split)]
+    return joined([scaled(y, how) for y in found], d), fields
+
+
+def scaled(x: Tensor, how: Iteration) -> Tensor:
+    m, n = x.shape[-2:]
+    return x * SCALES[how.scale](m, max(n, 1))
+
+
+def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Return the tensor of these `matrices`."""
+    return (torch.cat(parts, -2) if len(parts) > 1 else parts[0]).reshape(like.shape)
 
 
 def refuses(p: Tensor, split: Split) -> str | None:
@@ -253,9 +265,14 @@ class muon(FunctionalOptimizer):
 
     @derived
     def rule(self) -> Rule[Any, Any]:
+        return muon_rule(self.nesterov, self.iteration)
+
+    @property
+    def iteration(self) -> Iteration:
+        """The constants of the map of directions."""
         table = as_table(self.ns_coefficients, self.ns_steps)
         dtype, split = as_dtype(self.ns_dtype), as_split(self.split)
-        return muon_rule(self.nesterov, Iteration(table, self.adjust_lr_fn, dtype, split))
+        return Iteration(table, self.adjust_lr_fn, dtype, split)
 
     def check(self) -> None:
         super().check()
@@ -293,8 +310,8 @@ class Muon(BaseOptimizer):
         momentum: Share of b kept, in [0, 1).
         nesterov: Look ahead.
         ns_coefficients: a, b, c; or a list with a, b, c for each step; or "standard",
-            "quintic" or "polar_express", which are lists of five. Singular values from 0.01
-            on become 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14.
+            "quintic" or "polar_express", which are lists of five, or "deepseek", of ten.
+            Singular values from 0.01 on become 0.68 to 1.13, 0.98 to 1.03, 0.86 to 1.14, 1.
         eps: The smallest norm to divide by.
         ns_steps: Number of steps with the same a, b, c; None: 5.
         adjust_lr_fn: s of an m x n matrix: "match_rms_adamw", 0.2 sqrt(max(m, n)), with

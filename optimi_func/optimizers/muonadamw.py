@@ -13,6 +13,7 @@ from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
 from optimi_func.optimizers.mixed import Mixed, Named
 from optimi_func.optimizers.muon import TABLES, muon
+from optimi_func.optimizers.normuon import normuon
 
 
 def MuonAdamW(  # noqa: D417
@@ -29,6 +30,7 @@ def MuonAdamW(  # noqa: D417
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-6,
     head: str | Iterable[str] | None = None,
+    row_beta: float | None = None,
     kahan_sum: bool | None = None,
     foreach: bool | None = None,
     gradient_release: bool = False,
@@ -57,6 +59,7 @@ def MuonAdamW(  # noqa: D417
         betas: AdamW's.
         eps: AdamW's.
         head: The output layer, for AdamW: see `hidden_matrices`.
+        row_beta: `NorMuon`'s, which it takes in the place of Muon. None: Muon.
         process_group: Muon's.
 
     The other arguments are those of every optimizer: see `BaseOptimizer`.
@@ -87,7 +90,8 @@ def MuonAdamW(  # noqa: D417
     own: dict[str, Any] = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
     hidden, rest = hidden_matrices(model, head), partial(adamw, lr=lr, betas=betas, eps=eps)
-    parts: list[Any] = [(hidden, muon(lr=lr, weight_decay=weight_decay, **own))]
+    matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
+    parts: list[Any] = [(hidden, matrices(lr=lr, weight_decay=weight_decay, **own))]
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     left = {name: p for name, p in named if not hidden(name, p)}
     if adamw_weight_decay is None:

@@ -250,7 +250,7 @@ class FunctionalOptimizer:
         own: Any = self
         if hasattr(self, "betas"):
             check_betas(own.betas, len(type(own).betas))
-        if hasattr(self, "eps"):
+        if hasattr(self, "eps") and not isinstance(type(own).eps, tuple):
             check_number("epsilon", "eps", own.eps)
 
     def _check_max_lr(self) -> None:
@@ -456,7 +456,7 @@ class FunctionalOptimizer:
         at: list[int] = []
         running: list[Any] = []
         for k, (i, j, s) in enumerate(zip(lr_at, decay_at, tree.states)):
-            before, alike = s.running, ()
+            before, alike = s.running, ((i,) if "lr" in own else ())
             if before and isinstance(t, Tensor) and not at_once:
                 alike = (k,)  # comparing them with another leaf's would synchronize
             elif before:
@@ -464,7 +464,8 @@ class FunctionalOptimizer:
                 if not isinstance(t, Tensor):
                     before = type(before)(*alike[1:])
             if alike not in known:
-                known[alike] = self.rule.advance(t, lr_now[i], before, own)
+                now = own | ({"lr": lr_now[i]} if "lr" in own else {})
+                known[alike] = self.rule.advance(t, lr_now[i], before, now)
             coeffs, after = known[alike]
             if (alike, i, j) not in places:
                 lr, decay = lr_now[i], resolve("weight_decay", decays[j], step)

@@ -215,7 +215,12 @@ def unflatten(spec: Any, leaves: Iterable[Any]) -> PyTree:
 
 def _fits(rule: Rule[Any, Any], p: Any, g: Any, s: Any) -> bool:
     """Return True if all fit at first sight: p's dtype, no codes, no compensation."""
-    if g is p or not isinstance(s, LeafState) or s.kahan_comp is not None:
+    if (
+        rule.whole_fields
+        or g is p
+        or not isinstance(s, LeafState)
+        or s.kahan_comp is not None
+    ):
         return False
     if not (isinstance(s.rule_state, rule.state) and isinstance(s.running, rule.running)):
         return False

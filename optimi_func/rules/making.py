@@ -272,7 +272,7 @@ class Making:
 
         return init
 
-    def _whole(self) -> Callable[[Tensor, Any], Tensor]:
+    def _whole(self) -> Callable[..., tuple[Tensor, tuple[()]]]:
         """Return `Rule.whole`, which has the hyperparameters as attributes of self."""
         cls, statics, names = self.cls, self.statics, self.names("whole")
         own = {name: x for name, x in self.scalars.items() if name not in RATES}
@@ -282,7 +282,7 @@ class Making:
         coeffs += [x.node for x in leaves if x.node not in coeffs]
         places = [coeffs.index(x.node) for x in leaves]
 
-        def whole(d: Tensor, c: Any) -> Tensor:
+        def whole(d: Tensor, x: Any, fields: tuple[()], c: Any) -> tuple[Tensor, tuple[()]]:
             now = pytree.tree_unflatten([c[i] for i in places], spec)
             given = {"d": d, "t": now.pop("t", None)}
             found = cls.bare({**statics, **now}).whole(*[given[x] for x in names])
@@ -291,7 +291,7 @@ class Making:
                     f"{cls.__name__}.whole returned {found!r} for a direction of shape "
                     f"{tuple(d.shape)}: allowed are tensors of its shape"
                 )
-            return found.to(d.dtype)
+            return found.to(d.dtype), fields
 
         return whole
 
@@ -303,7 +303,8 @@ class Making:
             why = own(p)
             if why is None and whole is not None:
                 try:
-                    whole(torch.empty(p.shape, dtype=torch.float32, device="meta"), now)
+                    d = torch.empty(p.shape, dtype=torch.float32, device="meta")
+                    whole(d, None, (), now)
                 except NotImplementedError:
                     return None  # an operation that the meta device lacks
                 except Exception as error:

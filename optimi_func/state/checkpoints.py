@@ -229,8 +229,9 @@ class Checkpoints(Optimizer):
             first = sum(len(group["params"]) for group in loaded)
             places = list(range(first, first + len(entries)))
             group = {**mine, **options, "params": places}
+            convert.check_options(mine, options)
             bound = self.bound_of(group)
-            convert.check_kind(mine, options, bound.decay)
+            convert.check_kind(options, bound.decay)
             if "decouple_wd" not in mine:
                 group.pop("decouple_wd", None)
             if "train_mode" in mine:

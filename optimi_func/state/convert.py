@@ -34,7 +34,8 @@ POLICY = (
 _OURS_ALONE = (
     *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
     *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
-    *("cautious_decay", "corrected_decay", "cautious"),
+    *("cautious_decay", "corrected_decay", "cautious", "torch_form", "flatten"),
+    *("clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step"),
 )
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
 
@@ -45,7 +46,7 @@ TRAIN_PARAM = "train_param"
 _FIELDS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
     "mu_product prev_grad slow_param square_avg acc_delta weight_sum grad_avg sum prev "
-    "step_size eta ax row_var col_var variance".split()
+    "step_size eta ax row_var col_var variance second_momentum_buffer factors bases".split()
 )
 # Fields that stay in an entry of others when the option that needs them is turned off.
 _TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
@@ -76,6 +77,7 @@ class Counterparts:
         optimi_names: Our names of optimi's fields, by optimi's names.
         optimi_negated: Our names of fields that optimi keeps with the opposite sign.
         bitsandbytes: Our names of the fields state1 and state2 of bitsandbytes' class.
+        unused: Fields that torch's entries lack where ours have no elements.
     """
 
     in_torch: type[torch.optim.Optimizer] | None = None
@@ -85,6 +87,7 @@ class Counterparts:
     optimi_names: Mapping[str, str] = field(default_factory=dict[str, str])
     optimi_negated: tuple[str, ...] = ()
     bitsandbytes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 class Match(NamedTuple):
@@ -274,6 +277,9 @@ def _under_our_names(
                 # A step was taken if the entry holds anything.
                 begun = any(x is not None for x in state[i].values())
                 state[i] = {"step": torch.ones(()), **state[i]} if begun else state[i]
+            elif state[i]:
+                empty = {name: torch.empty(0) for name in counterparts.unused}
+                state[i] = {**empty, **state[i]}
         if "setup" in group:
             betas = [group.pop(b) for b in ("beta1", "beta2", "beta3") if b in group]
             if betas:
@@ -338,14 +344,18 @@ def _from_bitsandbytes(saved: Entry, group: Group, names: tuple[str, ...]) -> En
     return entry
 
 
-def check_kind(mine: Group, options: Group, decay: str) -> None:
-    """Raise for options of another rule. Warn if the kind of weight decay changes."""
-    theirs = {"betas", "momentum"} & {*options}
+def check_options(mine: Group, options: Group) -> None:
+    """Raise for options of another rule."""
+    theirs = {"betas", "momentum", "clip_threshold", "beta2_decay"} & {*options}
     if theirs and not theirs & {*mine}:
         raise ValueError(
             f"the state's param_groups have {theirs}, which this optimizer does not take: "
             "it is another rule's"
         )
+
+
+def check_kind(options: Group, decay: str) -> None:
+    """Warn if the kind of weight decay changes."""
     given = bool(options.get("decouple_lr")), any(map(options.get, _OUR_DECAYS))
     now = "fully" in decay, decay != "l2"
     if "decouple_wd" in options and options.get("weight_decay") and given != now:
@@ -391,10 +401,12 @@ def as_torchs(
             made["fused"] = None
         groups.append(made | counterparts.torch_options(group))
     dropped = ("kahan_comp",) if counterparts.torch_counts_steps else ("kahan_comp", "step")
+    unused = counterparts.unused
     indices = {i for group in groups for i in group["params"]}
     state = dict(state_dict["state"])
     for i in indices & {*state}:
         entry = {k: x for k, x in state[i].items() if k not in dropped}
+        entry = {k: x for k, x in entry.items() if k not in unused or x.numel()}
         # torch loads without copying, and both optimizers would write to the tensors.
         state[i] = pytree.tree_map_only(Tensor, torch.clone, entry)
     return {**state_dict, "state": state, "param_groups": groups}

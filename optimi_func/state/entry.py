@@ -123,7 +123,8 @@ def _check_in_place(rule: Rule[Any, Any], path: object, p: Tensor, entry: Entry)
                 f"state{path}[{name!r}] is expanded (strides {x.stride()}): it cannot be "
                 "written to; clone it"
             )
-        if name not in counted and not same_placements(p, x):
+        whole = name in rule.whole_fields
+        if name not in counted and not same_placements(p, x, whole):
             raise ValueError(
                 f"state{path}[{name!r}] is not divided among processes as its parameter "
                 "is: load it again, after fully_shard or distribute_tensor"

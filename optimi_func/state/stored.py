@@ -102,7 +102,8 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> Any:
         x = type(field)(*map(whole, field)).decode(torch.float32)
     if isinstance(like, Tensor):
         keeps = keep_dtypes and isinstance(field, Tensor)
-        return _laid_out(p, x, x.dtype if keeps else like.dtype)
+        # Of its own shape, if the rule's map of whole tensors keeps it.
+        return _laid_out(p, x, x.dtype if keeps else like.dtype, like)
     (part,) = to_local([_laid_out(p, x, torch.float32)])
     fresh = second_moment_codes(p) if like.q.dtype == torch.uint8 else moment_codes(p)
     locals_ = to_local(list(fresh))
@@ -125,10 +126,13 @@ def _compensated(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Tensor:
     return p if before is None else _laid_out(p, before, p.dtype)
 
 
-def _laid_out(p: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy x to a dtype and to p's device, memory order and placements."""
-    made = torch.empty_like(p, dtype=dtype, requires_grad=False)
-    made.copy_(distribute_like(p, x))
+def _laid_out(
+    p: Tensor, x: Tensor, dtype: torch.dtype, like: Tensor | None = None
+) -> Tensor:
+    """Copy x to a dtype and p's device, and the memory order and placements of `like`."""
+    like = p if like is None else like
+    made = torch.empty_like(like, dtype=dtype, device=p.device, requires_grad=False)
+    made.copy_(distribute_like(made, x))
     return made
 
 

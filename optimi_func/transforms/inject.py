@@ -160,8 +160,10 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, Any]:
     found: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
-    own = optimizer.numbers.items()
-    return found | {k: x for k, x in own if not isinstance(x, bool)}
+    for name, x in optimizer.numbers.items():
+        if not isinstance(x, bool) and not (isinstance(x, tuple) and None in x):
+            found[name] = x
+    return found
 
 
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:

@@ -36,6 +36,7 @@ SLOW = {
     "ademamix": {"exp_avg_slow", "exp_avg_sq"},
     "adopt": {"exp_avg_sq"},
     "lamb": {"exp_avg_sq"},
+    "normuon": {"second_momentum_buffer"},
 }
 SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
 

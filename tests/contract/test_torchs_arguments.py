@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import CLASSES, ELEMENTWISE, NAMES
+from cases import CLASSES, MATRICES, NAMES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimi_func import SGD, Adam, AdamW, RAdam
@@ -122,7 +122,7 @@ HOW = {"auto": {}, "eager": EAGER, "foreach": {"foreach": True}}
 def test_steps_where_there_is_no_memory(name: str, where: str, how: str, recwarn) -> None:
     """As programs do that estimate how much there will be."""
     options = {"momentum": 0.9} if name == "sgd" else {}
-    form: dict[str, Any] = {"dtype": torch.bfloat16, "bias": name in ELEMENTWISE}
+    form: dict[str, Any] = {"dtype": torch.bfloat16, "bias": name not in MATRICES}
     real = torch.nn.Linear(3, 2, **form)
     other = CLASSES[name](real.parameters(), lr=0.1, **options, **EAGER)
     real(torch.ones(1, 3).bfloat16()).sum().backward()

@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, ELEMENTWISE, MEASURED, TOLERANCE, Case, assert_moved_alike
+from cases import (
+    CASES,
+    ELEMENTWISE,
+    MATRICES,
+    MEASURED,
+    TOLERANCE,
+    Case,
+    assert_moved_alike,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import built, row
@@ -202,7 +210,7 @@ ALL = EAGER | IN_PLACE | PURE
 
 
 def check(case: Case, problem: Problem, dtype: torch.dtype, runs: dict[str, Run]) -> None:
-    if case.name not in ELEMENTWISE:
+    if case.name in MATRICES:
         problem = replace(problem, layouts=list(map(as_matrix, problem.layouts)))
     pure = type(case.functional()).step
     want = run_tree(case, problem, dtype, pure)
@@ -241,9 +249,11 @@ def eager_rows() -> list[Any]:
         [
             row(case, dtype, id=f"{case.id}-{str(dtype)[6:]}", tier=tier)
             for case in FITTING
+            # Decompositions of the larger shapes take seconds.
+            for slow in (case.name == "soap",)
             for dtype, tier in (
-                (torch.float64, ""),
-                (torch.bfloat16, "full" if case.options else ""),
+                (torch.float64, "" if not slow else "soak" if case.options else "full"),
+                (torch.bfloat16, "soak" if slow else "full" if case.options else ""),
             )
         ]
     )

@@ -18,7 +18,7 @@ import optimi_func
 from optimi_func.core import rule as rules
 from optimi_func.execution import cpp, kernels, store
 from optimi_func.execution.kernels import _compile as compile_kernel
-from optimi_func.execution.wholes import directing
+from optimi_func.execution.wholes import elementwise
 from optimi_func.optimizers import AdamW
 from optimi_func.optimizers.muon import muon
 
@@ -391,7 +391,9 @@ def test_rules_are_told_by_their_functions() -> None:
     named = replace(adam, direction=own, digest="abc")
     assert kernels.identity(named) == ["adam", "abc"]
     assert kernels.identity(replace(named, digest="abd")) != ["adam", "abc"]
-    plain, nesterov = (directing(muon(lr=0.1, nesterov=x).rule) for x in (False, True))
+    plain, nesterov = (
+        elementwise(muon(lr=0.1, nesterov=x).rule, True) for x in (False, True)
+    )
     assert None is not kernels.identity(plain) != kernels.identity(nesterov)
 
 

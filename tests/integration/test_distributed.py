@@ -13,6 +13,8 @@ WHOLE = [
     whole_worlds.whole_trees,
     whole_worlds.whole_models,
     whole_worlds.whole_ranges,
+    whole_worlds.rotated,
+    whole_worlds.rotated_resume,
 ]
 OWNED = [
     owned_worlds.owned,
@@ -21,6 +23,7 @@ OWNED = [
     owned_worlds.unused,
     owned_worlds.differ,
     owned_worlds.options,
+    owned_worlds.fields,
 ]
 # One of each kind, for `make test`.
 QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]

@@ -260,6 +260,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
         "rules_per_byte": [],
         "storage": [],
         "muon": [],
+        "soap": [],
         "gpu": ["--device", "cpu", "--sets", "tiny"],
     }
     found: dict[str, dict[str, Any]] = {}
@@ -276,6 +277,7 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     assert list(found["scaling"]["scaling"]) == ["10000"]
     assert 5.12 < found["storage"]["bytes"]["compact"]["kept"] < 5.15
     assert found["host_cost"]["config"]["cpu_time"] is True
+    assert found["soap"]["soap"]["64 x 64"]["SOAP, mean of ten"]["ratio"] > 0
     cells = found["muon"]["muon"]
     assert cells["torch.optim.Muon"]["ratio"] == 1 and cells["optimi_func"]["peak"] > 0
     cell = found["gpu"]["gpu"]["tiny"]["float32"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, NAMES, Case
+from cases import CASES, MATRICES, NAMES, Case
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from optimi_func.pure import casts, functional, tree
 OPERATIONS = {
     **{"adam": 18, "adamw": 19, "adan": 29, "ademamix": 23, "adopt": 20, "lamb": 43},
     **{"lion": 12, "muon": 41, "radam": 20, "ranger": 28, "sgd": 8, "stableadamw": 26},
+    **{"adafactor": 41, "normuon": 60, "soap": 77},
     **{"schedule_free_adamw": 23, "schedule_free_radam": 25, "schedule_free_sgd": 14},
 }
 
@@ -212,7 +213,7 @@ def test_short_cuts_change_no_bit(case: Case) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         p = {"odd": p_odd.to(dtype), "usual": torch.randn(7, 3).to(dtype)}
         g = {"odd": g_odd.to(dtype), "usual": torch.randn(7, 3).to(dtype)}
-        if case.name != "muon":
+        if case.name not in MATRICES:
             p["0-d"], g["0-d"] = torch.randn(2).to(dtype).unbind()
         q, state = p, optimizer.init(p)
         twin = state

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import NAMES, SCHEDULE_FREE, SOME, TOLERANCE, assert_moved_alike, count_betas
+from cases import (
+    MATRICES,
+    NAMES,
+    SCHEDULE_FREE,
+    SENSITIVE,
+    SOME,
+    TOLERANCE,
+    assert_moved_alike,
+    count_betas,
+)
 from tiers import few
 from torch import nn
 from torch.func import functional_call, vmap
@@ -29,9 +38,14 @@ def numbers_of(name: str) -> dict:
     hyper = {"lr": LRS, "weight_decay": DECAYS}
     if name == "sgd":
         return {**hyper, "momentum": torch.tensor([0.0, 0.5, 0.9], dtype=DOUBLE)}
-    if name == "muon":  # an eps above every norm
+    if name in MATRICES:  # an eps above every norm
         momentum, eps = torch.tensor([[0.0, 0.5, 0.9], [50, 70, 90]], dtype=DOUBLE)
+        hyper |= {"row_beta": momentum + 0.05} if name == "normuon" else {}
         return {**hyper, "momentum": momentum, "eps": eps}
+    if name == "adafactor":
+        numbers = torch.tensor([[1e-3, 1e-2, 0.1], [0.1, 0.2, 0.3]], dtype=DOUBLE)
+        own = {"eps": (numbers[0], 20 * numbers[1]), "clip_threshold": numbers[1]}
+        return {**hyper, **own, "decay_rate": -numbers[1], "beta1": DECAYS}
     if name in SCHEDULE_FREE:
         powers = torch.tensor([[0.0, 0.5, 1.0], [0.0, 1.0, 2.0]], dtype=DOUBLE)
         hyper |= {"r": powers[0], "weight_lr_power": powers[1]}
@@ -57,6 +71,13 @@ def numbers_of(name: str) -> dict:
     return hyper
 
 
+def factory_of(name: str):
+    factory = getattr(optimi_func, name)
+    if name == "adafactor":  # so that both its eps count
+        return functools.partial(factory, scale_parameter=True)
+    return factory
+
+
 def at(i: int, tree):
     return pytree.tree_map(lambda x: x[i], tree)
 
@@ -72,9 +93,10 @@ def members_of(name: str, dtype: torch.dtype) -> Population:
         "b": torch.randn(3, 1, 2, dtype=DOUBLE),
     }
     params = pytree.tree_map(lambda x: x.to(dtype), params)
-    made = population.init(getattr(optimi_func, name), params, numbers_of(name))
+    made = population.init(factory_of(name), params, numbers_of(name))
     # Of different ages.
-    return replace(made, state=made.state._replace(step=torch.tensor([0.0, 3.0, 7.0])))
+    first = 0.0 if name not in SENSITIVE else 1.0
+    return replace(made, state=made.state._replace(step=torch.tensor([first, 3.0, 7.0])))
 
 
 def train(factory, members, x, y):
@@ -86,13 +108,13 @@ def train(factory, members, x, y):
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
 def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> None:
     """Members have their own hyperparameters and step counts; bfloat16 has compensation."""
-    factory = getattr(optimi_func, name)
+    factory = factory_of(name)
     members = members_of(name, dtype)
     alone = [at(i, (members.params, members.state)) for i in range(3)]
     numbers = [at(i, members.hyper) for i in range(3)]
     start = members
     # A batch of matrices is multiplied in another order than one matrix, on some CPUs.
-    products = name == "muon" and dtype == torch.bfloat16
+    products = name in (*MATRICES, "soap") and dtype == torch.bfloat16
     tolerance = TOLERANCE[dtype] if products else 1e-12
     for _ in range(6):
         x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)
@@ -121,7 +143,7 @@ def test_members_equal_those_trained_alone(name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_changes_the_answer(name: str) -> None:
-    factory = getattr(optimi_func, name)
+    factory = factory_of(name)
     members = members_of(name, DOUBLE)
     data = torch.randn(9, 8, 5, dtype=DOUBLE)
 
@@ -149,7 +171,7 @@ def test_every_number_changes_the_answer(name: str) -> None:
 def test_one_graph_whatever_the_numbers_do(name: str, graphs) -> None:
     """bfloat16 includes Kahan compensation."""
     dtype = torch.bfloat16
-    factory = getattr(optimi_func, name)
+    factory = factory_of(name)
     members = members_of(name, dtype)
     x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, dtype=dtype)
     # What AOTAutograd does with a graph does not depend on the rule: it has a mean, or not.

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Case, problem
+from cases import CASES, SENSITIVE, Case, problem
 from stored import BF16, same_bits
 from torch import Tensor
 from torch.func import grad, jvp, vmap
@@ -36,14 +36,16 @@ def directions(steps: int, dtype: torch.dtype = BF16) -> list[Tensor]:
 
 
 # Of whose rows these are not those of CASES.
-FITTING = [case for case in CASES if "split" not in case.options]
+FITTING = [
+    case for case in CASES if "split" not in case.options and case.name not in SENSITIVE
+]
 
 
 @pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
 def test_every_option_follows_its_reference(case: Case) -> None:
     """Every decay, maximize, AMSGrad and the rest, beside the reference in float64."""
     plain_sgd = case.name == "sgd" and "momentum" not in case.options
-    if plain_sgd or case.name == "schedule_free_sgd":
+    if plain_sgd or case.name in ("adafactor", "schedule_free_sgd"):
         storage: Any = "exact"  # it has nothing to put in codes
     else:
         storage = "compact"

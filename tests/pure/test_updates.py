@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NAMES, Case, assert_moved_alike
+from cases import MATRICES, NAMES, Case, assert_moved_alike
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
@@ -152,7 +152,7 @@ def test_both_sides_of_one_optimizer() -> None:
 def test_a_part_that_changes_nothing_leaves_every_bit(name: str) -> None:
     """Lookahead and averages, which come after it, included."""
     params, grads = problem()
-    if name == "muon":
+    if name in MATRICES:
         params, *grads = ({"w": x["w"]} for x in (params, *grads))
     bare = Case(name).functional()
     around, halved = chain(bare, scale(1.0)), chain(bare, scale(0.5))

@@ -7,7 +7,7 @@ import random
 import pytest
 import reference
 import torch
-from cases import CLASSES, NAMES, REFUSE_STATES
+from cases import CLASSES, MATRICES, NAMES, REFUSE_STATES
 from released import EAGER, Net, assert_same, batch, make, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -231,8 +231,8 @@ def given(steps):
 
 FIRST_MOMENT = {
     "sgd": "momentum_buffer",
-    "muon": "momentum_buffer",
-    **{n: "exp_avg" for n in NAMES if n not in (*REFUSE_STATES, "muon")},
+    **dict.fromkeys(MATRICES, "momentum_buffer"),
+    **{n: "exp_avg" for n in NAMES if n not in (*REFUSE_STATES, *MATRICES)},
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, taken
+from cases import CLASSES, NO_CODES, taken
 from released import EAGER, Net, batch
 from stored import BF16, assert_same_bits, kept_in_codes, meant, same_bits
 from torch import nn
@@ -90,8 +90,8 @@ def test_released_steps_are_the_ordinary_ones(mode: str, storage: Any) -> None:
         assert (a - b).norm() < 0.05 * (b - x.float()).norm()
 
 
-# The one that has nothing to keep in codes refuses them.
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "schedule_free_sgd"])
+# Those that have nothing to keep in codes refuse them.
+@pytest.mark.parametrize("name", [n for n in CLASSES if n == "sgd" or n not in NO_CODES])
 def test_every_rule_is_released(name: str) -> None:
     model, optimizer = make(name, "compact", True)
     prepare_for_gradient_release(model, optimizer)

@@ -25,6 +25,8 @@ import optimi_func
 # The files of optimizers, and how many lines the mathematics of each may take.
 FILES = {Path(inspect.getfile(case.factory)): 75 for case in DEFAULTS}
 FILES[Path(inspect.getfile(optimi_func.schedule_free_adamw))] = 150  # three rules
+FILES[Path(inspect.getfile(optimi_func.adafactor))] = 105  # three forms
+FILES[Path(inspect.getfile(optimi_func.soap))] = 120  # bases of every side
 
 
 def run(case: Case, p, grads, lrs=None):
@@ -47,6 +49,7 @@ def test_equals_the_paper(case: Case, scheduled: bool) -> None:
     ours = run(case, p, grads, lrs)
     theirs = case.reference(p, grads, LR if lrs is None else lrs)
     still = STILL.get(case.name, 0) if case.options.get("silent_sgd_phase", True) else 0
+    still = 0 if case.name == "soap" else still  # it decays
     for _ in range(still):
         assert ours.pop(0).equal(p) and theirs.pop(0).equal(p)
     for got, want in zip(ours, theirs):
@@ -144,7 +147,7 @@ def test_rule_files_are_mathematics(path: Path) -> None:
         path.read_text(),
         re.M | re.S,
     )
-    assert "direction" in source
+    assert "direction" in source or "def whole" in source
     tree = ast.parse(source)
     documentation = sum(
         node.value.end_lineno - node.value.lineno + 1
@@ -170,5 +173,5 @@ def test_init_makes_tensors_of_its_own(case: Case) -> None:
         p = torch.ones(3, 2, dtype=dtype)
         leaf = case.functional().init(p).leaves
         tensors = [p, *leaf.rule_state, leaf.kahan_comp]
-        pointers = [x.data_ptr() for x in tensors if x is not None]
+        pointers = [x.data_ptr() for x in tensors if x is not None and x.numel()]
         assert len(set(pointers)) == len(pointers)

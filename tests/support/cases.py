@@ -74,7 +74,10 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "ademamix": optimi_func.AdEMAMix,
     "adopt": optimi_func.ADOPT,
     "lamb": optimi_func.LAMB,
+    "adafactor": optimi_func.Adafactor,
     "muon": optimi_func.Muon,
+    "normuon": optimi_func.NorMuon,
+    "soap": optimi_func.SOAP,
     "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
     "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
     "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
@@ -83,29 +86,36 @@ NAMES = list(CLASSES)
 # Four that differ in form: two moments, means, two kernels, running scalars. What takes a
 # second a rule and depends on the form alone, `make test` asks of these.
 SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
-# Those that take tensors of any shape.
-ELEMENTWISE = [name for name in NAMES if name != "muon"]
+# Those that map whole tensors, and the others; those that take matrices alone.
+MAPPED = ("adafactor", "muon", "normuon", "soap")
+ELEMENTWISE = [name for name in NAMES if name not in MAPPED]
+MATRICES = ("muon", "normuon")
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "lamb", "muon", *SCHEDULE_FREE)
+NEWER = ("ademamix", "adopt", "lamb", *MAPPED, *SCHEDULE_FREE)
 # The rules that take means over a tensor.
 MEASURED = ("stableadamw", "lamb")
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = ("sgd", "adan", "adopt", *SCHEDULE_FREE)
+REFUSE_STATES = ("sgd", "adan", "adopt", "adafactor", "soap", *SCHEDULE_FREE)
 
 
-# How many first gradients move nothing.
-STILL = {"adopt": 1, "schedule_free_radam": 4}
+# Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
+# equal; their rows in tests of such gradients are in tests of their own.
+SENSITIVE = ("soap",)
+
+
+# How many first gradients move nothing, or (SOAP) nothing but decay.
+STILL = {"adopt": 1, "soap": 1, "schedule_free_radam": 4}
 # Those that by default keep nothing in codes.
-NO_CODES = ("sgd", "schedule_free_sgd")
+NO_CODES = ("sgd", "schedule_free_sgd", "adafactor", "soap")
 # Those that divide by nothing.
 NO_EPS = ("sgd", "lion", "schedule_free_sgd")
 
 
 def count_betas(name: str) -> int:
     """How many betas a rule has."""
-    none = {"sgd": 0, "muon": 0, "schedule_free_sgd": 0}
+    none = dict.fromkeys(("sgd", "schedule_free_sgd", "adafactor", *MATRICES), 0)
     return {**none, "adan": 3, "ademamix": 3}.get(name, 2)
 
 
@@ -143,7 +153,7 @@ def _decays(name: str) -> list[Case]:
             Case(name, {**_FULLY_OPTIONS, "adam_wd": True}, _FULLY),
             Case(name, _CORRECTED_OPTIONS, {**_CORRECTED, "decay": "corrected_proximal"}),
         ]
-    elif name == "muon":  # 0.1 is its default
+    elif name in MATRICES:  # 0.1 is their default
         cases.append(Case(name, {"weight_decay": 0.2}, {**_DECOUPLED, "weight_decay": 0.2}))
     else:
         cases.append(Case(name, {"weight_decay": 0.1}, _DECOUPLED))
@@ -164,12 +174,13 @@ def _same(name: str, **options: Any) -> Case:
     return Case(name, options, options)
 
 
-_EPS = [n for n in NAMES if n not in (*NO_EPS, "muon", "adopt")]
+_EPS = [n for n in NAMES if n not in (*NO_EPS, "adafactor", *MATRICES, "adopt")]
 _BETAS = {n: (0.8, 0.95) for n in NAMES if count_betas(n)}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]
 
 _CUBIC = (1.5, -0.5, 0.0)
+_LAST = (2.0, -1.5, 0.5)
 _QUINTIC = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -216,6 +227,17 @@ OPTIONS = [
     _same("sgd", momentum=0.9, dampening=True),
     _same("sgd", momentum=0.9, dampening=0.4),
     _same("sgd", momentum=0.9, dampening=True, torch_init=True),
+    _same("adafactor", eps=(0.1, 1e-3)),
+    _same("adafactor", eps=(1e-30, 3.0), scale_parameter=True),
+    _same("adafactor", clip_threshold=0.5),
+    _same("adafactor", decay_rate=-0.6),
+    _same("adafactor", scale_parameter=True),
+    _same("adafactor", eps=(0.3, 1e-3), torch_form=True),
+    _same("soap", shampoo_beta=0.8),
+    _same("soap", precondition_frequency=3),
+    _same("soap", max_precond_dim=5),
+    _same("soap", normalize_grads=True),
+    _same("soap", correct_bias=False),
     _same("muon", momentum=0.8),
     _same("muon", nesterov=False),
     _same("muon", eps=5.0),
@@ -231,6 +253,11 @@ OPTIONS = [
     _muon({"adjust_lr_fn": "rms_to_rms"}, scale=reference.spectral_scale),
     _muon({"split": (3, 4)}, split=(3, 4)),
     _muon({"split": 7}, split=(1,) * 7),
+    _muon({"ns_coefficients": "deepseek"}, table=(reference.STANDARD,) * 8 + (_LAST,) * 2),
+    _same("normuon", row_beta=0.5),
+    _same("normuon", row_beta=0.0),
+    Case("normuon", {"split": (3, 4)}, {"split": (3, 4)}),
+    _same("normuon", nesterov=False),
 ]
 CASES = [*DEFAULTS, *DECAYS, *OPTIONS]
 
@@ -251,7 +278,7 @@ def problem(
 
 def fitting(name: str, ps: list[Any]) -> list[Any]:
     """Parameters, as matrices where the optimizer takes nothing less."""
-    if name in ELEMENTWISE:
+    if name not in MATRICES:
         return ps
     return [p.detach().reshape(1, -1).requires_grad_() if p.dim() < 2 else p for p in ps]
 
@@ -259,7 +286,7 @@ def fitting(name: str, ps: list[Any]) -> list[Any]:
 def taken(cls: Any, model: torch.nn.Module) -> list[Any]:
     """A model's parameters that an optimizer takes; the others are frozen."""
     for p in model.parameters():
-        p.requires_grad_(p.dim() > 1 or cls is not CLASSES["muon"])
+        p.requires_grad_(p.dim() > 1 or cls not in map(CLASSES.get, MATRICES))
     return [p for p in model.parameters() if p.requires_grad]
 
 

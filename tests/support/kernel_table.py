@@ -32,6 +32,8 @@ TABLE = frozenset(
         "lion_bfloat16_write_in_place_compensated",
         "schedule_free_adamw_float32_write_in_place",
         "muon_direction_float32_in_place",
+        # Of all maps that are given the gradient.
+        "sgd_direction_float32_in_place",
         "move_float32_write_in_place",
     }
 )

@@ -4,17 +4,18 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import worlds
+from mapped import Mapped, mapped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import EAGER, raises
 
@@ -74,6 +75,73 @@ def placed(mesh: Any, *places: Any) -> Callable[[Tensor], Any]:
     return lambda x: distribute_tensor(x, mesh, places, src_data_rank=None)
 
 
+@cache
+def plane() -> Any:
+    """Return one mesh, because DTensor's caches mix up equal ones and their groups."""
+    return init_device_mesh("cpu", (2, 2))
+
+
+def fields(folder: Path) -> None:
+    """A map's own state and the parameters that it reads travel too, in as many messages.
+
+    Bit for bit as in one process, also for low dtypes, saved and loaded again, in a tree
+    and where every process maps all.
+    """
+    n = dist.get_world_size()
+    flat = init_device_mesh("cpu", (n,))
+    ways: list[Any] = [
+        (placed(flat, Shard(0)), {}, ["all_to_all_single"] * 2),
+        (placed(flat, Shard(1)), {}, ["all_to_all_single"] * 2),
+        (placed(flat, Replicate()), {}, ["all_gather"]),
+        (lambda x: x, {"process_group": dist.group.WORLD}, ["all_gather"]),
+    ]
+    if n == 4:
+        ways.append((placed(plane(), Replicate(), Shard(0)), {}, ["all_to_all_single"] * 2))
+        ways.append((placed(plane(), Shard(0), Shard(1)), {}, []))
+    shapes = [*ODD, (0, 3), (9, 1)]
+    names = "exp_avg", "row_avg", "sides"
+
+    def train(place: Any, dtype: torch.dtype, **how: Any) -> Any:
+        torch.manual_seed(3)
+        params = [nn.Parameter(place(torch.randn(s).to(dtype))) for s in shapes]
+        tree, value = (
+            [p.detach().clone() for p in params],
+            mapped(lr=0.1, weight_decay=0.01),
+        )
+        state = value.init(tree)
+        optimizer, sent = Mapped(params, **how, **EAGER), Sent()
+        for i in range(4):
+            if i == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = Mapped(params, **how, **EAGER)
+                optimizer.load_state_dict(saved)
+            grads = [place(torch.randn(s).to(dtype)) for s in shapes]
+            for p, g in zip(params, grads):
+                p.grad = g
+            with sent.counted():
+                optimizer.step()
+            tree, state = value.step(tree, grads, state)
+        leaves = [getattr(s, name) for s in state.leaves for name in names]
+        kept = [optimizer.state[p][name] for p in params for name in names]
+        found = [list(map(worlds.full, xs)) for xs in (params, kept, tree, leaves)]
+        return kept, found, sent.names
+
+    for dtype in (torch.float32, torch.bfloat16):
+        _, alone, _ = train(lambda x: x, dtype)
+        for place, options, messages in ways:
+            kept, found, names_sent = train(place, dtype, **options)
+            for some, want in zip(found, alone):
+                assert all(map(torch.equal, some, want)), (messages, dtype)
+            # The first tells that all have the same to do.
+            assert names_sent == (["all_gather"] * bool(messages) + messages) * 4, (
+                names_sent
+            )
+            cut = [
+                x for x in kept if isinstance(x, DTensor) and x.placements[-1].is_shard()
+            ]
+            assert all(x.placements[-1].dim == 0 for x in cut if x.shape == (3, 2))
+
+
 def gathered(x: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, x)
@@ -94,12 +162,11 @@ def owned(folder: Path) -> None:
         ("plain", lambda x: x, {"process_group": dist.group.WORLD}, *copies),
     ]
     if n == 4:
-        plane = init_device_mesh("cpu", (2, 2))
         half = shards[0], 1 / 2, 1 / 2
-        ways.append(("copies of shards", placed(plane, Replicate(), Shard(0)), {}, *half))
+        ways.append(("copies of shards", placed(plane(), Replicate(), Shard(0)), {}, *half))
         # Two dimensions cut: every process gathers and maps all, as before.
         alone = [], 1.0, 0.0
-        ways.append(("shards of shards", placed(plane, Shard(0), Shard(1)), {}, *alone))
+        ways.append(("shards of shards", placed(plane(), Shard(0), Shard(1)), {}, *alone))
     for shapes in (TRANSFORMER + ODD, ODD):
         alone, whole, sent = stepped(shapes, lambda x: x)
         assert not sent.names

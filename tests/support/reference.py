@@ -430,6 +430,7 @@ def muon_move(
     eps: float = 1e-7,
     scale: Callable[[int, int], float] = rms_scale,
     split: tuple[int, ...] | None = None,
+    row_beta: float | None = None,
 ) -> Moved:
     """Muon (Jordan et al. 2024; Liu et al., arXiv 2502.16982), as torch.optim has it.
 
@@ -437,18 +438,109 @@ def muon_move(
     N_t = (1 - mu) * g_t + mu * b_t, or without Nesterov b_t
     O_t = U f(S) V^T of N_t = U S V^T, with f the iterated polynomial of S / ||S||
     p_t = p_{t-1} - lr * s(m, n) * O_t - lambda_t * p_{t-1}
+
+    NorMuon (Li et al., arXiv 2510.05491, Algorithm 1) has in place of O_t
+    N_t * ||O_t|| / ||N_t||,   N_t = O_t / (sqrt(r_t) + 1e-10) by rows,
+    r_t = row_beta * r_{t-1} + (1 - row_beta) * mean_j O_ij^2
     """
     b = momentum * s["b"] + (1 - momentum) * g
     d = (1 - momentum) * g + momentum * b if nesterov else b
-    parts = [
-        scale(*x.shape) * orthogonalized(x, table, eps)
-        for x in d.flatten(1).split(split or (d.shape[0],))
-    ]
-    move = torch.cat(parts).reshape(p.shape)
-    return -at.lr * move - at.lam * p, {"b": b}
+    split = split or (d.shape[0],)
+    moves, kept = [], []
+    for x, r in zip(d.flatten(1).split(split), s["r"].split(split)):
+        o = orthogonalized(x, table, eps)
+        if row_beta is not None:
+            r = row_beta * r + (1 - row_beta) * o.square().mean(1, keepdim=True)
+            n = o / (r.sqrt() + 1e-10)
+            o = n * o.norm() / (n.norm() + 1e-10)
+        moves.append(scale(*x.shape) * o)
+        kept.append(r)
+    move = torch.cat(moves).reshape(p.shape)
+    return -at.lr * move - at.lam * p, {"b": b, "r": torch.cat(kept)}
 
 
-muon = _path_of(muon_move, "b", weight_decay=0.1)
+def _rows(p: Tensor) -> State:
+    made = torch.zeros_like(p, dtype=torch.float64)
+    return {"b": made, "r": made.flatten(1)[:, :1]}
+
+
+muon = _path_of(muon_move, start=_rows, weight_decay=0.1)
+normuon = _path_of(partial(muon_move, row_beta=0.95), start=_rows, weight_decay=0.1)
+
+
+def _in_bases(x: Tensor, s: State, back: bool = False) -> Tensor:
+    """x with each side k times Q_k, or times its transpose."""
+    for k in range(x.dim()):
+        if (q := s.get(f"Q{k}")) is not None:
+            x = torch.tensordot(x, q, ([0], [int(back)]))
+        else:
+            x = x.permute(*range(1, x.dim()), 0)
+    return x
+
+
+def soap_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    shampoo_beta: float = -1.0,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    merged: tuple[int, ...] | None = None,
+    precondition_1d: bool = False,
+    normalize_grads: bool = False,
+    correct_bias: bool = True,
+) -> Moved:
+    """SOAP (Vyas et al., arXiv 2409.11321), as in the authors' code.
+
+    The first gradient makes L_k and Q_k = eigenvectors(L_k), and moves nothing. After it,
+    with t counted from the second and k the dimensions of the shape `merged`,
+
+    G_t = g_t in the bases Q;   m_t, v_t = Adam's averages of G_t
+    N_t = m_t / (sqrt(v_t) + eps) * sqrt(1 - beta2^t) / (1 - beta1^t), back from the bases
+    p_t = p_{t-1} - lr * N_t - lambda_t * p_{t-1}
+    L_k = beta3 * L_k + (1 - beta3) * (the products of g_t's rows along k)
+
+    Where t is a multiple of the frequency, the columns of Q_k and the entries of v_t along
+    k are sorted by the diagonal of Q_k^T L_k Q_k; then Q_k = the Q of QR(L_k Q_k), and m_t
+    is turned from the old bases into the new.
+    """
+    shape, b1, b2 = g.shape, *at.betas
+    lone = g.dim() < 2 and not precondition_1d
+    g = g.reshape(merged or shape)
+    s = {name: x.reshape(g.shape) if name in "mv" else x for name, x in s.items()}
+    sides = [k for k, n in enumerate(g.shape) if n <= max_precond_dim and not lone]
+    move, t = torch.zeros_like(p), at.t - 1
+    if t > 0:
+        m, v = _averages(s, _in_bases(g, s), b1, b2)
+        d = _in_bases(m / (v.sqrt() + eps), s, back=True)
+        if normalize_grads:
+            d = d / d.square().mean().sqrt()
+        if correct_bias:
+            d = d * math.sqrt(1 - b2**t) / (1 - b1**t)
+        s, move = {**s, "m": m, "v": v}, d.reshape(shape)
+    s = dict(s)
+    b3 = b2 if shampoo_beta < 0 else shampoo_beta
+    for k in sides:
+        others = [i for i in range(g.dim()) if i != k]
+        product = torch.tensordot(g, g, (others, others))
+        s[f"L{k}"] = b3 * s.get(f"L{k}", torch.zeros(())) + (1 - b3) * product
+        if t == 0:
+            s[f"Q{k}"] = torch.linalg.eigh(s[f"L{k}"])[1].flip(1)
+    if t > 0 and t % precondition_frequency == 0:
+        m = _in_bases(s["m"], s, back=True)
+        for k in sides:
+            q = s[f"Q{k}"]
+            order = (q.T @ s[f"L{k}"] @ q).diagonal().argsort(descending=True)
+            s["v"] = s["v"].index_select(k, order)
+            s[f"Q{k}"] = torch.linalg.qr(s[f"L{k}"] @ q[:, order])[0]
+        s["m"] = _in_bases(m, s)
+    s = {name: x.reshape(shape) if name in "mv" else x for name, x in s.items()}
+    return -at.lr * move - at.lam * p, s
+
+
+soap = _path_of(soap_move, "m", "v", betas=(0.95, 0.95), weight_decay=0.01)
 
 
 def adam_accumulation(
@@ -572,6 +664,64 @@ def lamb_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Move
 
 
 lamb = _path_of(lamb_move, "m", "v", betas=(0.9, 0.999), weight_decay=1e-2)
+
+
+def adafactor_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: tuple[float, float] = (1e-30, 1e-3),
+    clip_threshold: float = 1.0,
+    decay_rate: float = -0.8,
+    beta1: float | None = None,
+    scale_parameter: bool = False,
+    relative_step: bool = False,
+    torch_form: bool = False,
+) -> Moved:
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235, Algorithms 4 and 5).
+
+    b_t = 1 - t^rate,   G = g_t^2 + eps1
+    R_t = b_t * R_{t-1} + (1 - b_t) * mean_j G_ij,   C_t of mean_i G_ij
+    V_ij = R_i * C_j / mean(R);   of a vector V_t = b_t * V_{t-1} + (1 - b_t) * G
+    U = g_t / sqrt(V),   Uhat = U / max(1, RMS(U) / d)
+    p_t = p_{t-1} - alpha_t * Uhat - lambda_t * p_{t-1}
+    alpha_t = rho_t * max(eps2, RMS(p_{t-1})),   rho_t = min(lr, 1 / sqrt(t))
+
+    Without scale_parameter alpha_t = rho_t, and without relative_step rho_t = lr. With
+    beta1 the mean of alpha_t * Uhat moves p. torch's form has G = g_t^2, a mean(R) of at
+    least eps1, and a sqrt(V) of at least eps1.
+    """
+    eps1, eps2 = eps
+    b = 1 - at.t**decay_rate
+    big = g**2 + (0.0 if torch_form else eps1)
+    new = dict(s)
+    if g.dim() < 2:
+        v = new["V"] = b * s["V"] + (1 - b) * big
+    else:
+        r = new["R"] = b * s["R"] + (1 - b) * big.mean(-1)
+        c = new["C"] = b * s["C"] + (1 - b) * big.mean(-2)
+        share = r.mean(-1).clamp(min=eps1 if torch_form else 0.0)
+        v = r[..., :, None] * c[..., None, :] / share[..., None, None]
+    u = g / (v.sqrt().clamp(min=eps1) if torch_form else v.sqrt())
+    u = u / max(1.0, u.square().mean().sqrt().item() / clip_threshold)
+    alpha = min(at.lr, at.t**-0.5) if relative_step or torch_form else at.lr
+    if scale_parameter or torch_form:
+        alpha *= max(eps2, p.square().mean().sqrt().item())
+    u = alpha * u
+    if beta1 is not None:
+        u = new["m"] = beta1 * s["m"] + (1 - beta1) * u
+    return -u - at.lam * p, new
+
+
+def _factors(p: Tensor) -> State:
+    made = torch.zeros_like(p, dtype=torch.float64)
+    if p.dim() < 2:
+        return {"V": made, "m": made}
+    return {"R": made[..., 0], "C": made[..., 0, :], "m": made}
+
+
+adafactor = _path_of(adafactor_move, start=_factors)
 
 
 def averaged(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import ELEMENTWISE, Case
+from cases import MATRICES, Case
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -105,7 +105,7 @@ class Run:
 
     def __init__(self, case: Case, dtype: torch.dtype, mode: Mode) -> None:
         self.mode = mode
-        dims = 0 if case.name in ELEMENTWISE else 2
+        dims = 0 if case.name not in MATRICES else 2
         self.model: nn.Module = Sizes(dtype, mode.small, dims)
         names = self.model.named_parameters()
         self.optimizer = case.cls(names, lr=0.02, **case.options, **mode.options)

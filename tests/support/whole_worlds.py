@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import worlds
 from cases import taken
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from worlds import EAGER, assert_close, batch, loss_of, mine, plain, sharded, snapshot
 
-from optimi_func import Muon, compiled, muon, muon_init, muon_step
+from optimi_func import SOAP, Muon, compiled, muon, muon_init, muon_step, soap
 from optimi_func.optimizers.muon import TABLES
 
 # Convolutions, stacks, and matrices that processes divide unevenly or not at all.
@@ -41,12 +43,13 @@ def placers() -> list[Callable[[Tensor], Any]]:
     if world == 4:
         plane = init_device_mesh("cpu", (2, 2))
         found += [(plane, [Shard(0), Shard(1)]), (plane, [Replicate(), Shard(0)])]
-    return [
-        lambda x, mesh=mesh, places=places: distribute_tensor(
-            x, mesh, places, src_data_rank=None
-        )
-        for mesh, places in found
-    ]
+
+    def place(x: Tensor, mesh: Any, places: list[Any]) -> Any:
+        has = [s.is_replicate() or s.dim < x.dim() for s in places]
+        own = [s if fits else Replicate() for s, fits in zip(places, has)]
+        return distribute_tensor(x, mesh, own, src_data_rank=None)
+
+    return [partial(place, mesh=mesh, places=places) for mesh, places in found]
 
 
 def moved(place: Callable[[Tensor], Any], dtype: torch.dtype, **way: Any) -> list[Any]:
@@ -107,6 +110,72 @@ def whole_trees(folder: Path) -> None:
         (new * put(weights)).sum().backward()
         found.append(worlds.full(p.grad))
     assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+
+
+def rotated(folder: Path) -> None:
+    """SOAP's bases, factors and moments, bit for bit those of one process."""
+    ways: list[tuple[Any, dict[str, Any]]] = [(place, {}) for place in placers()]
+    ways.append((lambda x: x, {"process_group": dist.group.WORLD}))
+    shapes = [*SHAPES, (9,), (0, 3)]
+    options: dict[str, Any] = {"lr": 0.05, "precondition_frequency": 2}
+    options["max_precond_dim"] = 8  # of (5, 9) one side
+
+    def run(place: Any, dtype: torch.dtype, **way: Any) -> list[list[Tensor]]:
+        torch.manual_seed(3)
+        params: list[Any] = [nn.Parameter(place(torch.randn(s).to(dtype))) for s in shapes]
+        tree: Any = [p.detach().clone() for p in params]
+        value, optimizer = soap(**options), SOAP(params, **options, **way, **EAGER)
+        state = value.init(tree)
+        for _ in range(6):
+            grads = [place(torch.randn(s).to(dtype)) for s in shapes]
+            for p, g in zip(params, grads):
+                p.grad = g
+            optimizer.step()
+            tree, state = value.step(tree, grads, state)
+        assert {x.dtype for s in state.leaves for x in s.rule_state} == {torch.float32}
+        kept = [x for p in params for x in optimizer.state[p].values()]
+        leaves = [x for s in state.leaves for x in s.rule_state]
+        return [list(map(worlds.full, some)) for some in (params, tree, kept, leaves)]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        alone = run(lambda x: x, dtype)
+        for place, way in ways:
+            for found, want in zip(run(place, dtype, **way), alone):
+                assert all(map(torch.equal, found, want)), dtype
+
+
+def rotated_resume(folder: Path) -> None:
+    """Saved by DCP or as a full state dict and loaded, a run is the one without a stop."""
+    options: dict[str, Any] = {"lr": 0.05, "precondition_frequency": 2, **EAGER}
+    ends: list[list[Tensor]] = []
+    for way in ("none", "dcp", "full"):
+        model = sharded(worlds.flat_mesh())
+        optimizer: Any = SOAP(model.parameters(), **options)
+        for i in range(8):
+            if i == 3 and way != "none":
+                before = model, optimizer
+                model = sharded(worlds.flat_mesh())
+                optimizer = SOAP(model.parameters(), **options)
+                if way == "dcp":
+                    worlds.save(*before, folder / "rotated")
+                    worlds.load(model, optimizer, folder / "rotated")
+                else:
+                    how = sd.StateDictOptions(full_state_dict=True)
+                    weights, state = sd.get_state_dict(*before, options=how)
+                    for x in state["state"].values():
+                        assert not isinstance(x["bases"], DTensor)
+                    sd.set_state_dict(
+                        model,
+                        optimizer,
+                        model_state_dict=weights,
+                        optim_state_dict=state,
+                        options=how,
+                    )
+            loss_of(model, mine(i)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(snapshot(model))
+    assert all(map(torch.equal, *ends[:2])) and all(map(torch.equal, *ends[1:]))
 
 
 def train(model: nn.Module, data: Callable[[int], Tensor], release: bool) -> None:

@@ -1,0 +1,78 @@
+"""A rule whose map of whole tensors reads parameters and keeps two fields; its class."""
+
+from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.core.distributed import whole_field
+from optimi_func.core.math import moment
+from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
+from optimi_func.optimizers.base import BaseOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer
+
+
+class State(NamedTuple):
+    exp_avg: Tensor
+    row_avg: Tensor  # of the squares in each row
+    sides: Tensor  # of a shape that has nothing of the parameter's
+
+
+class Coeffs(NamedTuple):
+    beta: Scalar
+
+
+def init(p: Tensor, kept: MomentStorage) -> State:
+    sides = whole_field(p, (3, 2))
+    return State(moment(p, kept), whole_field(p, (*p.shape[:-1], 1)), sides)
+
+
+def direction(g: Tensor, s: State, c: Coeffs, x: Tensor) -> Direction:
+    assert s[1:] == (None, None)
+    m = c.beta * s.exp_avg + g
+    return Direction(m + 0.1 * x, s._replace(exp_avg=m))
+
+
+def whole(d: Tensor, x: Tensor, fields: Any, c: Coeffs) -> Any:
+    rows, sides = fields
+    rows = c.beta * rows + d.square().mean(-1, keepdim=True)
+    sides = sides + 0.1 * x.square().sum() / max(1, x.numel())
+    return (d - d.mean()) / (rows.sqrt() + sides.sum()), (rows, sides)
+
+
+mapped_rule: Rule[Any, Any] = Rule(
+    *("mapped", State, init, lambda t: Coeffs(0.9), direction),
+    whole=whole,
+    whole_fields=("row_avg", "sides"),
+    accumulate=lambda c: c._replace(beta=1.0),
+    reads_param=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class mapped(FunctionalOptimizer, rule=mapped_rule):
+    """The rule with its hyperparameters."""
+
+
+class Mapped(BaseOptimizer):
+    """Its class."""
+
+    factory = mapped
+    _positional = ()
+    lr: InitVar[float] = 0.1
+    weight_decay: InitVar[float] = 0.01
+    _: KW_ONLY
+    process_group: InitVar[Any] = None
+
+
+def loop(x: Tensor, grads: list[Tensor], lr: float, decay: float) -> tuple[Tensor, ...]:
+    """Return the parameter and its state after steps by these gradients."""
+    m, rows, sides = torch.zeros_like(x), 0.0, 0.0
+    for g in grads:
+        m = 0.9 * m + g
+        d = m + 0.1 * x
+        rows = 0.9 * rows + d.square().mean(-1, keepdim=True)
+        sides = sides + 0.1 * x.square().sum() / max(1, x.numel())
+        x = x - lr * (d - d.mean()) / (rows.sqrt() + 6 * sides) - lr * decay * x
+    return x, m, torch.as_tensor(rows), torch.as_tensor(sides).expand(3, 2)

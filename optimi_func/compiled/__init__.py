@@ -17,6 +17,7 @@ from optimi_func.optimizers.adopt import adopt
 from optimi_func.optimizers.lamb import lamb
 from optimi_func.optimizers.lion import lion
 from optimi_func.optimizers.muon import muon
+from optimi_func.optimizers.prodigy import prodigy
 from optimi_func.optimizers.radam import radam
 from optimi_func.optimizers.ranger import ranger
 from optimi_func.optimizers.schedule_free import (
@@ -35,6 +36,7 @@ adopt_step, adopt_step_ = compiled_functions(adopt)
 lamb_step, lamb_step_ = compiled_functions(lamb)
 lion_step, lion_step_ = compiled_functions(lion)
 muon_step, muon_step_ = compiled_functions(muon)
+prodigy_step, prodigy_step_ = compiled_functions(prodigy)
 radam_step, radam_step_ = compiled_functions(radam)
 ranger_step, ranger_step_ = compiled_functions(ranger)
 schedule_free_adamw_step, schedule_free_adamw_step_ = compiled_functions(

@@ -341,8 +341,7 @@ class Runner:
             self.since_step = self.since_step or SinceStep()
             if backward.ids:  # none if step() ends a cycle
                 self.since_step.add(backward.fired, backward.last and not accumulates)
-            if isinstance(self.optimizer, TreeOptimizer):
-                self.optimizer.end(backward.last)
+            self.optimizer.end(backward.parts, backward.last)
         if backward.staging.numel():
             self._staging = backward.staging
         self.forget()
@@ -416,7 +415,8 @@ class Runner:
             microbatches = list(map(Microbatch, grad_scales, accumulate, finites))
             write = backward.last and not self.optimizer.optimizer_accumulation
             if params:
-                self.update(params, grads, microbatches, write, backward.last)
+                given = params, grads, microbatches, write, backward.last
+                backward.parts.update(self.update(*given))
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names}: {error}") from error

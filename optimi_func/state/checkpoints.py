@@ -71,6 +71,9 @@ class Checkpoints(Optimizer):
     def check_train_mode(self, what: str) -> None:
         """Raise if the parameters are not those to train: see `Evaluated`."""
 
+    def _loaded(self) -> None:
+        """Complete what was loaded: see `Steps`."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter number, and the groups, as torch.optim does."""
         with _hooking, self.register_state_dict_post_hook(_as_strings, prepend=True):
@@ -225,6 +228,7 @@ class Checkpoints(Optimizer):
 
         def restore(_: Optimizer) -> None:
             self.state.update(made)
+            self._loaded()
 
         with (
             _hooking,
@@ -299,3 +303,4 @@ class Checkpoints(Optimizer):
         with torch.no_grad():
             for p, x in moved:
                 p.copy_(distribute_like(p, x))
+            self._loaded()

@@ -74,6 +74,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "ademamix": optimi_func.AdEMAMix,
     "adopt": optimi_func.ADOPT,
     "lamb": optimi_func.LAMB,
+    "prodigy": optimi_func.Prodigy,
     "muon": optimi_func.Muon,
     "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
     "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
@@ -88,11 +89,11 @@ ELEMENTWISE = [name for name in NAMES if name != "muon"]
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "lamb", "muon", *SCHEDULE_FREE)
+NEWER = ("ademamix", "adopt", "lamb", "prodigy", "muon", *SCHEDULE_FREE)
 # The rules that take means over a tensor.
 MEASURED = ("stableadamw", "lamb")
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = ("sgd", "adan", "adopt", *SCHEDULE_FREE)
+REFUSE_STATES = ("sgd", "adan", "adopt", "prodigy", *SCHEDULE_FREE)
 
 
 # How many first gradients move nothing.
@@ -152,7 +153,7 @@ def _decays(name: str) -> list[Case]:
     # Of one kind: it is the same for all, but for the two that divide.
     some = apart if name == "adan" else apart[-1:]
     more = [Case(name, c.options | cautious, c.ref | cautious) for c in some]
-    if name in ELEMENTWISE and name not in SCHEDULE_FREE:
+    if name in ELEMENTWISE and name not in (*SCHEDULE_FREE, "prodigy"):
         # Together with what changes the signs, or is measured, once.
         once = {"adam": cases[-2:], "adamw": [cases[-1], more[-1]], "lamb": [*cases, *more]}
         some, updates = once.get(name, cases[-1:]), {"cautious": True}
@@ -209,6 +210,12 @@ OPTIONS = [
     _same("schedule_free_radam", weight_lr_power=1.0),
     _same("schedule_free_radam", silent_sgd_phase=False),
     _same("schedule_free_sgd", momentum=0.7),
+    _same("prodigy", beta3=0.9),
+    _same("prodigy", d0=1e-3),
+    _same("prodigy", d_coef=2.0),
+    _same("prodigy", d0=1e-3, growth_rate=1.02),
+    _same("prodigy", use_bias_correction=True),
+    _same("prodigy", safeguard_warmup=True),
     _same("ranger", k=4),
     _same("ranger", alpha=0.8),
     _same("sgd", momentum=0.9),

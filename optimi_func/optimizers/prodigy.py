@@ -72,14 +72,16 @@ def coeffs(
     safeguard_warmup: bool,
 ) -> tuple[Coeffs, Running]:
     b1, b2 = betas
-    b3 = sqrt(b2) if beta3 is None else beta3
+    # The derivative of a root of 0 is not finite.
+    root2 = choose(b2 > 0, sqrt(choose(b2 > 0, b2, 1.0)), 0.0)
+    b3 = root2 if beta3 is None else beta3
     d = choose(running.d == 0, d0, running.d)
     d_max = choose(running.d == 0, d0, running.d_max)
     move = d
     if use_bias_correction:
         move = d * sqrt(1.0 - power(b2, t)) / (1.0 - power(b1, t))
     weight = d / d0 * (move * lr)
-    # A group whose lr is 0 has no part in the estimate.
+    # Where lr is 0, gradients have no part in the estimate.
     of_s = choose(lr == 0, 0.0, d / d0 * d) if safeguard_warmup else weight
     found = Coeffs(
         *(b1, (1.0 - b1) * d, b2, (1.0 - b2) * (d * d), b3, of_s, weight, d * eps, move),
@@ -189,8 +191,8 @@ class Prodigy(adam.AdamLike):
     one there.
 
     s and, unless it is in 8 bits, v are float32 whatever the storage, because bfloat16
-    could not follow them. p0 has the parameter's dtype. Clipping by a norm changes the size of
-    gradients from step to step, which misleads d.
+    could not follow them. p0 has the parameter's dtype. Clipping by a norm changes the size
+    of gradients from step to step, which misleads d.
 
     Args:
         lr: Factor on d, usually a schedule from 1. Set safeguard_warmup if it warms up.

@@ -7,6 +7,7 @@ are in `optimizers`, a file each.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from operator import is_
 from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
@@ -78,6 +79,12 @@ class derived(Generic[T]):
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         """Compute the value."""
         return cast(T, self) if instance is None else self._make(instance)
+
+
+def _unshared(new: Any, old: Any) -> Any:
+    """Return a state with copies of the fields that it shares with the one before."""
+    clone = partial(pytree.tree_map, Tensor.clone)
+    return type(new)(*[clone(x) if x is y else x for x, y in zip(new, old)])
 
 
 def _kept_means(
@@ -401,7 +408,10 @@ class FunctionalOptimizer:
             found = {i: adds[i](new[i]) for i in found}
         leaves, states = tree.leaves.copy(), tree.states.copy()
         for i, new in found.items():
-            leaves[i], states[i] = new.p, LeafState(new.state, new.comp, running[i])
+            own = new.state
+            if any(map(is_, own, states[i].rule_state)):
+                own = _unshared(own, states[i].rule_state)
+            leaves[i], states[i] = new.p, LeafState(own, new.comp, running[i])
         if kept:
             coeffs = [scalars[i] for i in at]
             joined = self._join(tree, kept, coeffs, running[0], cast)

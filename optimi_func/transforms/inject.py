@@ -161,7 +161,7 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, Any]:
     if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
     own = optimizer.numbers.items()
-    return found | {k: x for k, x in own if not isinstance(x, bool)}
+    return found | {k: x for k, x in own if not isinstance(x, bool | None)}
 
 
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:

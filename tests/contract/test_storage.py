@@ -36,6 +36,7 @@ SLOW = {
     "ademamix": {"exp_avg_slow", "exp_avg_sq"},
     "adopt": {"exp_avg_sq"},
     "lamb": {"exp_avg_sq"},
+    "prodigy": {"s", "p0"},
 }
 SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
 

@@ -16,6 +16,7 @@ from cases import (
     NO_EPS,
     SOME,
     STILL,
+    USUAL,
     Case,
     assert_moved_alike,
     count_betas,
@@ -185,6 +186,8 @@ def unrolled(name: str, zeros: bool):
                 more = {"momentum": betas[0]}
             if name not in NO_EPS:
                 more["eps"] = eps
+            if name == "prodigy":
+                more |= USUAL
             p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
         return (p * p).sum()
 

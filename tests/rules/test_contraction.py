@@ -130,7 +130,8 @@ def assert_same_movement(optimizer: Any, dtype: torch.dtype, vmap: bool = False)
 def test_steps_add_up_whatever_is_contracted(name: str, dtype: torch.dtype) -> None:
     # Moments in float32: bfloat16 ones of betas this large are a matter of their own.
     # By 0.999 its rectification would hold most of 120 steps back.
-    more = {"betas": (0.9, 0.99)} if name == "schedule_free_radam" else {}
+    more: dict[str, Any] = {"schedule_free_radam": {"betas": (0.9, 0.99)}}.get(name, {})
+    more = {"d0": 1.0} if name == "prodigy" else more  # so that lr is what it is for others
     optimizer = getattr(optimi_func, name)(lr=1e-4, weight_decay=0.0, **more)
     assert_same_movement(_WideState(optimizer), dtype)
 

@@ -5,7 +5,7 @@ A new optimizer is rows here; what they are run through stands in the tests.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import reference
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def factory(self) -> Callable[..., optimi_func.FunctionalOptimizer]:
-        return getattr(optimi_func, self.name)
+        return FACTORIES.get(self.name) or getattr(optimi_func, self.name)
 
     @property
     def cls(self) -> type[torch.optim.Optimizer]:
@@ -59,9 +59,32 @@ class Case:
         return self.factory(lr=lr, **self.options)
 
     def reference(self, p: Tensor, grads: list[Tensor], lr: Any = LR) -> list[Tensor]:
-        return getattr(reference, self.name)(p, grads, lr=lr, **self.ref)
+        usual = USUAL if self.name == "prodigy" else {}
+        return getattr(reference, self.name)(p, grads, lr=lr, **{**usual, **self.ref})
 
 
+# Prodigy's own defaults begin with steps that float32 rounds away.
+USUAL = {"d0": 0.05, "d_coef": 4.0}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class prodigy(optimi_func.prodigy):
+    """Prodigy's value with other defaults."""
+
+    d0: Any = 0.05
+    d_coef: Any = 4.0
+
+
+class Prodigy(optimi_func.Prodigy):
+    """Prodigy with other defaults."""
+
+    factory = prodigy
+
+    d0: InitVar[float] = 0.05
+    d_coef: InitVar[float] = 4.0
+
+
+FACTORIES: dict[str, Any] = {"prodigy": prodigy}
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": optimi_func.SGD,
     "adam": optimi_func.Adam,
@@ -74,7 +97,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "ademamix": optimi_func.AdEMAMix,
     "adopt": optimi_func.ADOPT,
     "lamb": optimi_func.LAMB,
-    "prodigy": optimi_func.Prodigy,
+    "prodigy": Prodigy,
     "muon": optimi_func.Muon,
     "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
     "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
@@ -91,7 +114,7 @@ SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free")
 # Those that optimi does not have.
 NEWER = ("ademamix", "adopt", "lamb", "prodigy", "muon", *SCHEDULE_FREE)
 # The rules that take means over a tensor.
-MEASURED = ("stableadamw", "lamb")
+MEASURED = ("stableadamw", "lamb", "prodigy")
 # The rules whose state is no sum over a step's gradients.
 REFUSE_STATES = ("sgd", "adan", "adopt", "prodigy", *SCHEDULE_FREE)
 
@@ -211,9 +234,9 @@ OPTIONS = [
     _same("schedule_free_radam", silent_sgd_phase=False),
     _same("schedule_free_sgd", momentum=0.7),
     _same("prodigy", beta3=0.9),
-    _same("prodigy", d0=1e-3),
+    _same("prodigy", d0=0.1),
     _same("prodigy", d_coef=2.0),
-    _same("prodigy", d0=1e-3, growth_rate=1.02),
+    _same("prodigy", growth_rate=1.02),
     _same("prodigy", use_bias_correction=True),
     _same("prodigy", safeguard_warmup=True),
     _same("ranger", k=4),

@@ -1,12 +1,12 @@
 """A pure optimizer under gradient release."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import to_local
-from optimi_func.core.rule import Microbatch
+from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeStep
@@ -69,6 +69,10 @@ class TreeOptimizer:
         if count:
             with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)
+
+    def rules(self) -> list[Rule[Any, Any]]:
+        """Return the rule, as of the only group."""
+        return [self.optimizer.rule]
 
     def check_accumulates(self) -> None:
         """Raise if accumulation="states" cannot work with this optimizer."""

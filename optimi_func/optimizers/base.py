@@ -28,7 +28,7 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
@@ -355,6 +355,10 @@ class BaseOptimizer(Fields, Steps):
             gs.append(g)
             its.append(microbatch)
         return self._update(list(works.values()), write, count)
+
+    def rules(self) -> list[Rule[Any, Any]]:
+        """Return the rule of each group."""
+        return list(map(self.rule_of, self.param_groups))
 
     def check_numbers(self) -> None:
         """Raise if the next step would refuse a hyperparameter of a group."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import check_number, warn_user
 from optimi_func.core.math import (
     choose,
     moment,
@@ -20,7 +20,8 @@ from optimi_func.core.rule import Direction, Means, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam
 from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers._groups import Group
-from optimi_func.pure.functional import Number
+from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.pure.tree import TreeState
 
 __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
@@ -243,3 +244,26 @@ class Prodigy(adam.AdamLike):
         """Return the groups that have one d with a group."""
         alike = [x for x in self.param_groups if x["share_d"]]
         return alike if group["share_d"] else [group]
+
+    def _warn_of_mistakes(self, first: int) -> None:
+        super()._warn_of_mistakes(first)
+        shared = [x["lr"] for x in self.param_groups if x["share_d"]]
+        if len(lrs := {float(lr) for lr in shared} - {0.0}) > 1:
+            warn_user(
+                f"share_d=True with lrs {sorted(lrs)}: one d is estimated for all groups, "
+                "as if all moved by one lr. Allowed are equal lrs, or share_d=False"
+            )
+
+    def functional(self) -> tuple[FunctionalOptimizer, TreeState]:
+        """Return `Checkpoints.functional`, if there is one d.
+
+        Raises:
+            ValueError: Also for several groups, each with a d of its own.
+        """
+        if len(self._unit_of(self.param_groups[0])) < len(self.param_groups):
+            raise ValueError(
+                f"functional() of {len(self.param_groups)} groups with share_d=False: a "
+                "pure Prodigy has one d for its tree. Allowed are share_d=True, and Mixed "
+                "with a part for each group, whose functional() is a partition"
+            )
+        return super().functional()

@@ -154,7 +154,14 @@ class Checkpoints(Optimizer):
         self.init_state()
         with torch.no_grad():
             for name, p in params.items():
-                set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
+                entry = self.state.get(p, {})
+                set_master(p, entry.get("kahan_comp"), state_dict[name])
+                if "step" in entry and entry["step"] == 0:
+                    # Fields that begin as the parameter would be those of another one.
+                    fresh = self.rule_of(self.group_of(p)).init(p.detach(), p.dtype)
+                    for field, x in fresh._asdict().items():
+                        if field in entry:
+                            entry[field].copy_(x)
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""

@@ -23,7 +23,7 @@ OWNED = [
     owned_worlds.options,
 ]
 # One of each kind, for `make test`.
-QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]
+QUICK = [worlds.some_rules, worlds.gradients, worlds.skips, worlds.joined]
 TWO = [
     worlds.rules,
     worlds.kernels,
@@ -55,6 +55,7 @@ TWO = [
 FOUR = [
     worlds.planes,
     worlds.hybrid,
+    worlds.joined,
     *OWNED,
     worlds.resume,
     worlds.from_two,

@@ -7,6 +7,7 @@ ended. What fails in one process ends it, and with it its world.
 import copy
 import functools
 import gc
+import itertools
 import os
 import resource
 import time
@@ -142,6 +143,10 @@ def sharded(mesh: Any) -> Net:
 
 def flat_mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def hybrid_mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
 
 
 def batch(i: int) -> Tensor:
@@ -691,9 +696,8 @@ def live_bytes(folder: Path) -> None:
 
 def hybrid(folder: Path) -> None:
     """Replicated and sharded (HSDP)."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    compare_models(sharded(mesh), mine)
-    compare_releases(sharded(mesh), mine, FEW)
+    compare_models(sharded(hybrid_mesh()), mine)
+    compare_releases(sharded(hybrid_mesh()), mine, FEW)
 
 
 def tensor_parallel(folder: Path) -> None:
@@ -983,21 +987,23 @@ def joined(folder: Path) -> None:
         sent.append(x.numel())
         return reduce(x, *given, **how)
 
-    def stepping(release: bool, share: bool) -> tuple[Any, Any, Any]:
-        model = sharded()
+    def stepping(mesh: Any, release: bool, share: bool) -> tuple[Any, Any, Any]:
+        model = sharded(mesh)
         named = list(model.named_parameters())
         groups = [{"params": named[:2]}, {"params": named[2:]}]
         options = {"share_d": share, "gradient_release": release, **EAGER}
         optimizer = optimi_func.Prodigy(groups, **options)
         return model, optimizer, release and prepare_for_gradient_release(model, optimizer)
 
-    for share in (False, True):
+    four = dist.get_world_size() == 4
+    meshes = [flat_mesh(), *[hybrid_mesh() for _ in range(four)]]
+    for mesh, share in itertools.product(meshes, (False, True)):
         model = plain()
         named = list(model.named_parameters())
         groups = [{"params": named[:2]}, {"params": named[2:]}]
         other = optimi_func.Prodigy(groups, share_d=share, **EAGER)
         train(model, other, range(8), batch)
-        runs = [stepping(release, share) for release in (False, True)]
+        runs = [stepping(mesh, release, share) for release in (False, True)]
         for ours, optimizer, _ in runs:
             for i in range(8):
                 sent.clear()

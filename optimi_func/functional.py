@@ -22,6 +22,7 @@ from optimi_func.optimizers.lamb import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
 from optimi_func.optimizers.normuon import *
+from optimi_func.optimizers.prodigy import *
 from optimi_func.optimizers.radam import *
 from optimi_func.optimizers.ranger import *
 from optimi_func.optimizers.schedule_free import *

@@ -320,8 +320,14 @@ class PureStep:
         optimizer.warn(leaves)
         steps = TreeStep(optimizer, leaves, "kernels")
 
-        with running(steps.update, params):
+        parts: dict[int, Any] = {}
+
+        def update(*given: Any) -> None:
+            parts.update(steps.update(*given))
+
+        with running(update, params):
             outcome = graph.step(program, params, buffers, [], batch)
+        steps.end(parts)
         tree_state.step.add_(1.0)
         return outcome
 
@@ -373,15 +379,19 @@ class ClassStep:
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
 
+        parts: dict[Tensor, Any] = {}
+
         def update(
             places: Sequence[int], grads: list[Tensor], microbatches: list[Microbatch]
         ) -> None:
             moved = [params[i] for i in places]
-            optimizer.update(moved, grads, microbatches, write=True, count=True)
+            given = moved, grads, microbatches
+            parts.update(optimizer.update(*given, write=True, count=True))
 
         with no_grad_context(), running(update, params):
             detached = [p.detach() for p in params]
             outcome = self._step_graph.step(program, detached, buffers, [], batch)
+            optimizer.end(parts)
         # No parameter has a gradient, so this updates none. It runs the step hooks, and
         # schedulers count the step.
         optimizer.step()

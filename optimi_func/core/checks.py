@@ -312,11 +312,12 @@ def check_accumulates(rule: Rule[Any, Any], cautious: bool) -> None:
 
 
 def check_moves_state(rule: Rule[Any, Any]) -> None:
-    """Raise for Schedule-Free, whose average needs every move of the parameter."""
-    if rule.eval_point is not None:
+    """Raise for a rule whose state cannot move without the parameter."""
+    if rule.eval_point is not None or rule.join is not None:
+        does = "averages the parameters" if rule.join is None else "sums over parameters"
         raise ValueError(
-            f"optimizer_accumulation=True: {rule.name} averages the parameters after each "
-            "move, so the state cannot accumulate alone: use accumulation='buffer'"
+            f"optimizer_accumulation=True: {rule.name} {does} after each move, so the "
+            "state cannot accumulate alone: use accumulation='buffer'"
         )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
-from optimi_func.core.distributed import on_whole
-from optimi_func.core.math import plus, times
+from optimi_func.core.distributed import on_whole, whole
+from optimi_func.core.math import plus, scalar_dtype, times
 from optimi_func.core.rule import (
     WHOLE_BATCH,
     DecayKind,
@@ -35,6 +35,27 @@ def whole_means(tensors: list[Tensor]) -> list[Tensor]:
 def count_means(rule: Rule[Any, Any], rates: Rates) -> int:
     """Return the number of means over the whole tensor that a step takes."""
     return len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
+
+
+def divides_by_means(rule: Rule[Any, Any], rates: Rates) -> bool:
+    """Return True if a move depends on means over the whole tensor."""
+    divided = rule.means is not None and rule.means.settle is not None
+    return divided or bool(rates.cautious)
+
+
+def count_sums(rule: Rule[Any, Any]) -> int:
+    """Return the number of sums over parameters that a rule joins, its last means."""
+    return rule.means.number if rule.join is not None and rule.means is not None else 0
+
+
+def resting_sums(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:
+    """Return the sums of a leaf that does not step, whose gradient counts as 0."""
+    wide = leaf_dtype(leaf, leaf.p)
+    none = torch.zeros((), dtype=wide, device=leaf.p.device)
+    state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
+    assert rule.means is not None
+    found = rule.means.measure(none, to(leaf.p, wide), none, none, state, coeffs)
+    return torch.stack([whole(x.sum()) for x in found]).to(scalar_dtype(leaf.p.device))
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -169,7 +190,7 @@ def _delta(
         scale = 1.0 / means.pop(0).clamp_min(1e-3)
         d = d * scale
     u = -plus(lr * d, r.decay, decaying)
-    if rule.means is None:
+    if rule.means is None or rule.means.settle is None:
         return u
     return u / rule.means.settle(means, scale, r.lr, r.decay, coeffs)
 

@@ -49,7 +49,7 @@ class Direction(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Means over a whole tensor by which a rule divides its move.
+    """Means over a whole tensor, by which a rule divides its move or which it joins.
 
     The pipeline takes them, because only it knows whether a tensor is whole, a shard, or
     one of many in a list.
@@ -60,12 +60,13 @@ class Means(NamedTuple):
             parameter x, whose means are taken. `decaying` is x, and 0 for elements that do
             not decay; `shared` is that of `Direction`.
         settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
-            -(lr * scale * d + decay * decaying).
+            -(lr * scale * d + decay * decaying). None if the rule has a `join` instead,
+            which needs the means at the end of the step. `shared` is the new state then.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
-    settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor]
+    settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +104,9 @@ class Rule(Generic[S, C]):
         running: A NamedTuple of scalars of each parameter that depend on the lrs of all its
             steps; they begin as its defaults. `coeffs` advances them, and they are stored
             next to the step count.
+        join: `(running, sums, coeffs) -> running`, the running scalars after the step, from
+            the sums of what `means` measures over all parameters of a param group, or of a
+            tree. They are the same for all of these, and a group shows the first.
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
         reads_param: True if `direction` takes the parameter x as its fourth argument.
@@ -126,6 +130,7 @@ class Rule(Generic[S, C]):
     whole_fields: tuple[str, ...] = ()
     refuses: Callable[[Tensor], str | None] | None = None
     running: type[Any] = NoRunning
+    join: Callable[[Any, list[Scalar], C], Any] | None = None
     eval_point: Callable[[Tensor, S, C], Tensor] | None = None
     reads_param: bool = False
     extras: tuple[str, ...] = ()

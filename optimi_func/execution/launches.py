@@ -1,7 +1,7 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -13,10 +13,12 @@ from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
+    count_sums,
     leaf_means,
     leaf_step,
     whole_means,
 )
+from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.cpp import PIECE
@@ -121,8 +123,20 @@ class Launch:
         """Return the means that the rule takes over the local shards, a row for each."""
         raise NotImplementedError
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
-        """Update the parameters; `means` are those over all shards, if they are known."""
+    def sums(self, means: Tensor | None, number: int) -> dict[int, Tensor]:
+        """Return the sums of the last `number` means, by the parameters' places."""
+        if means is None or not number:
+            return {}
+        rows = means[:, -number:].to(scalar_dtype(means.device)).unbind()
+        return dict(zip(self.places, torch._foreach_mul(rows, list(self._lengths))))
+
+    def run(
+        self, columns: Columns, packed: list[Packed], means: Tensor | None
+    ) -> Tensor | None:
+        """Update the parameters, and return the means over local tensors, a row for each.
+
+        `means` are those over all shards, if they are known.
+        """
         raise NotImplementedError
 
 
@@ -132,17 +146,20 @@ def run_launches(
     packed: list[Packed],
     at: list[int],
     written: Columns,
-) -> None:
+    number: int = 0,
+) -> dict[int, Tensor]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
-    `at` are the indices of the parameters' scalars.
+    `at` are the indices of the parameters' scalars. Returns, for each parameter by its
+    place, the sums over its local tensor that the last `number` means are made of.
     """
+    sums: dict[int, Tensor] = {}
     flagged = False
     for x in packed:
         flagged |= x.finite is not None
     for launch in launches:
         if not flagged:
-            launch.run(columns, packed, None)
+            sums.update(launch.sums(launch.run(columns, packed, None), number))
             continue
         flags = [packed[at[i]].finite for i in launch.places]
         tensors = chain.from_iterable(zip(launch.pick(x), flags) for x in written)
@@ -151,9 +168,10 @@ def run_launches(
             for x, flag in tensors
             if x is not None and flag is not None
         ]
-        launch.run(columns, packed, None)
+        sums.update(launch.sums(launch.run(columns, packed, None), number))
         for x, flag, old in kept:
             x.copy_(torch.where(flag, x, old))
+    return sums
 
 
 def _align(p: Tensor, g: Tensor) -> Tensor:
@@ -183,16 +201,21 @@ class EagerLaunch(Launch):
         given = self._given(columns, packed)
         return torch.stack(leaf_means(self._rule, *given))[None]
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(
+        self, columns: Columns, packed: list[Packed], means: Tensor | None
+    ) -> Tensor | None:
         """Update the parameter."""
+        taken: list[Tensor] = []
+
+        def take(measured: list[Tensor]) -> list[Tensor]:
+            known = None if means is None else means[0].to(measured[0].dtype).unbind()
+            taken[:] = known or whole_means(measured)
+            return list(taken)
+
         given = self._given(columns, packed)
-        take = whole_means if means is None else _given_means(means[0])
         new = leaf_step(self._rule, *given, self._write, take)
         write_back([x for (x,) in self.written(columns)], new)
-
-
-def _given_means(row: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda measured: list(row.to(measured[0].dtype).unbind())
+        return torch.stack(taken)[None] if count_sums(self._rule) and taken else None
 
 
 class KernelLaunch(Launch):
@@ -244,20 +267,24 @@ class KernelLaunch(Launch):
         self._call(columns, grads, values, self._mean)
         return values[:, -self._count :]
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(
+        self, columns: Columns, packed: list[Packed], means: Tensor | None
+    ) -> Tensor | None:
         """Update the parameters."""
         grads = self.aligned(columns)
         values = self._values(grads, packed, means)
+        taken = None if self._mean is None else values[:, -self._count :]
         measures = [self._mean] if self._mean is not None and means is None else []
         if not isinstance(self._kernel, TritonListKernel):
             self._call(columns, grads, values, *measures, self._kernel)
-            return
+            return taken
         if measures:
             self._call(columns, grads, values, *measures)
         if self._table is None or not self._in_place:
             before, after = self.addresses(columns)
             self._table = DeviceTable(grads[0].device, self._lengths, before + after)
         self._kernel.run(values, self._table, addresses(grads))
+        return taken
 
 
 class ListLaunch(Launch):
@@ -305,7 +332,9 @@ class ListLaunch(Launch):
         sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
         return sums.index_add_(0, self._rows, found * self._shares[:, None])
 
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+    def run(
+        self, columns: Columns, packed: list[Packed], means: Tensor | None
+    ) -> Tensor | None:
         """Update the parameters."""
         own, per_row = packed[self._at], 0
         grads = self.aligned(columns)
@@ -324,6 +353,7 @@ class ListLaunch(Launch):
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
         self._kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
+        return means
 
 
 class ShardedLaunch(Launch):

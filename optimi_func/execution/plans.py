@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.distributed import any_distributed, shards_of, to_local
+from optimi_func.core.leaf import count_sums
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import names_in
@@ -109,7 +110,8 @@ class ClassPlan(Plan):
         found = [names_in(fields, entry) for entry in entries]
         self._all = all([some == found[0] for some in found])
         every = names_in(fields, dict.fromkeys(chain.from_iterable(found)))
-        counted = ["step", *rule.running._fields]
+        # Joined ones are the same for all parameters, and written at the end of a step.
+        counted = ["step", *(rule.running._fields if rule.join is None else ())]
         self._names, self._counted = [*counted, *every], len(counted)
         # With one name itemgetter would return no tuple.
         alike = self._all and len(self._names) > 1
@@ -177,14 +179,14 @@ class ClassPlan(Plan):
         moved: list[Tensor],
         write: bool,
         count: bool,
-    ) -> None:
+    ) -> dict[int, Tensor]:
         """Write every result, and if `count` is true, count the step.
 
         `after` are the running scalars after the step, and `moved` more tensors that share
-        memory with what is written.
+        memory with what is written. Returns sums that are to be joined, by place.
         """
         own = [*columns[:1], *columns[2:]] if write else columns[2:-1]
-        run_launches(launches, columns, packed, at, own)
+        sums = run_launches(launches, columns, packed, at, own, count_sums(self.rule))
         if not any(map(_raw, launches)):
             written = moved
         elif write and count:
@@ -194,4 +196,7 @@ class ClassPlan(Plan):
             written = [x for x in chain(*own, counts, moved) if x is not None]
         raise_versions(written)
         if count:
-            self.counts.advance(tensors, after, packed, at)
+            self.counts.advance(
+                tensors, after if self.rule.join is None else [], packed, at
+            )
+        return sums

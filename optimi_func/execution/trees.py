@@ -23,7 +23,8 @@ from optimi_func.core.distributed import (
     shards_of,
     to_local,
 )
-from optimi_func.core.rule import Microbatch, PyTree, Rule
+from optimi_func.core.leaf import count_sums
+from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
 from optimi_func.core.storage import entry_of, names_in, state_of
 from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.executors import Executor
@@ -33,6 +34,7 @@ from optimi_func.execution.launches import Columns, run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
+from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
@@ -64,6 +66,7 @@ class TreeStep:
         step = tree.state.step.detach()
         scalars = optimizer.scalars(tree, step, step_to_come(step))
         self._scalars, self._at, self.after = scalars
+        self._joins = self._rule.join is not None
 
     def update(
         self,
@@ -71,17 +74,18 @@ class TreeStep:
         grads: Sequence[Tensor],
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> None:
+    ) -> dict[int, Part]:
         """Update leaves, of which `places` are the indices, in place by these gradients.
 
         Raises ValueError or TypeError before any write if one does not fit. `microbatches`
-        are what each is to its step, and write=False moves the state alone.
+        are what each is to its step, and write=False moves the state alone. Returns what
+        `end` takes, together with that of other leaves.
         """
         states = [self._tree.states[i] for i in places]
         params = [self._tree.leaves[i] for i in places]
         names, columns = _columns(self._rule, params, list(grads), states)
         plan, columns, _ = self.plan(places, names, columns, [], write)
-        self.run(plan, places, columns, [], microbatches, write)
+        return self.run(plan, places, columns, [], microbatches, write)
 
     def plan(
         self,
@@ -129,7 +133,7 @@ class TreeStep:
         targets: Columns,
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> None:
+    ) -> dict[int, Part]:
         """Update leaves by their plan, into targets or, if there are none, in place."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
@@ -142,17 +146,36 @@ class TreeStep:
         launches, _ = plan.launches(self._executor, *inputs, write, check)
         x, _, *rest = targets or columns
         written = [x, *rest] if write else rest[:-1]
-        run_launches(launches, *inputs, written)
+        sums = run_launches(launches, *inputs, written, count_sums(self._rule))
+        flags = [packed[i].finite for i in at] if self._joins else []
+        parts = {i: (sums.get(k), f) for k, (i, f) in enumerate(zip(places, flags))}
         if targets:
-            return
+            return parts
         if write:
-            for i, k in zip(places if self._rule.running._fields else (), at):
+            own = places if self._rule.running._fields and not self._joins else ()
+            for i, k in zip(own, at):
                 for x, new in zip(self._tree.states[i].running, self.after[i]):
                     write_scalar(x, new, packed[k].finite)
             # Autograd has not seen that shards of these were written.
             if any_distributed(self._tree.leaves):
                 written.append([self._tree.leaves[i] for i in places])
         raise_versions(_present(written))
+        return parts
+
+    def end(self, parts: dict[int, Part], in_place: bool = True) -> Any:
+        """Return the joined running scalars after a step of these leaves, or None."""
+        if not parts:
+            return None
+        tree, coeffs = self._tree, self._scalars[self._at[0]].coeffs
+        on_host, before = tree.state.step.device.type == "cpu", tree.states[0].running
+        unit = Unit(self._rule, on_host, before, coeffs, self.after[0], [], [], [])
+        for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
+            leaf = partial(Leaf, p, s.rule_state, s.kahan_comp)
+            unit.add(p, leaf, parts.get(i))
+        (new,) = join([unit])
+        if in_place:
+            write_running([*map(list, zip(*map(_running, tree.states)))], new)
+        return new
 
 
 @lru_cache(32)
@@ -230,7 +253,7 @@ def _step(
         else:
             _, plan = found
         optimizer.warn(tree)
-        step.run(plan, places, columns, targets)
+        new = step.end(step.run(plan, places, columns, targets), in_place)
         if in_place:
             state.step.add_(1.0)
             return params, state
@@ -243,12 +266,15 @@ def _step(
             made = [
                 state_of(rule.state, filter(_is_given, x), c) for x, c in zip(rows, codes)
             ]
-        after = step.after
+        after = step.after if new is None else [new] * len(ps)
         if rule.running._fields:
             devices = [s.running[0].device for s in states]
             after = list(map(running_tensors, after, devices))
-        for i, new, own, comp in zip(places, x, made, comps):
-            ps[i], states[i] = new, LeafState(own, comp, after[i])
+        for i, moved, own, comp in zip(places, x, made, comps):
+            ps[i], states[i] = moved, LeafState(own, comp, after[i])
+        if new is not None:
+            rows = zip(states, after)
+            states = [LeafState(s.rule_state, s.kahan_comp, r) for s, r in rows]
         return tree.rebuild(ps, states)
 
 

@@ -85,6 +85,13 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
+        joins = [x.name for x in self.optimizer.rules() if x.join is not None]
+        if joins and options.clip_global_norm is not None:
+            warn_user(
+                f"clip_global_norm={options.clip_global_norm} with {joins[0]}: clipping "
+                "changes the size of gradients from step to step, which misleads its "
+                "estimate of the learning rate"
+            )
         shards = to_local([p for p in self.params.values() if is_distributed(p)])
         if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):
             # The hooks run before a gradient's copy to the host has ended.
@@ -341,8 +348,7 @@ class Runner:
             self.since_step = self.since_step or SinceStep()
             if backward.ids:  # none if step() ends a cycle
                 self.since_step.add(backward.fired, backward.last and not accumulates)
-            if isinstance(self.optimizer, TreeOptimizer):
-                self.optimizer.end(backward.last)
+            self.optimizer.end(backward.parts, backward.last)
         if backward.staging.numel():
             self._staging = backward.staging
         self.forget()
@@ -416,7 +422,8 @@ class Runner:
             microbatches = list(map(Microbatch, grad_scales, accumulate, finites))
             write = backward.last and not self.optimizer.optimizer_accumulation
             if params:
-                self.update(params, grads, microbatches, write, backward.last)
+                given = params, grads, microbatches, write, backward.last
+                backward.parts.update(self.update(*given))
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names}: {error}") from error

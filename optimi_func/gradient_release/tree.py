@@ -1,13 +1,14 @@
 """A pure optimizer under gradient release."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import to_local
-from optimi_func.core.rule import Microbatch
+from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState
@@ -47,7 +48,7 @@ class TreeOptimizer:
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> None:
+    ) -> dict[Tensor, Part]:
         """Update leaves in place; `end` counts the step of the whole tree."""
         del count
         with kernel_context(params[0].device):
@@ -56,14 +57,22 @@ class TreeOptimizer:
                 tree.check(self.optimizer.rule)
                 self._step = TreeStep(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
-            self._step.update(places, grads, microbatches, write)
+            parts = self._step.update(places, grads, microbatches, write)
+        return {p: parts[i] for p, i in zip(params, places) if i in parts}
 
-    def end(self, count: bool) -> None:
+    def end(self, parts: dict[Tensor, Part], count: bool) -> None:
         """End the backward's step, and count it if `count`."""
-        self._step = None
+        step, self._step = self._step, None
+        if step is not None and parts:
+            with kernel_context(self._state.step.device):
+                step.end({self._places[p]: part for p, part in parts.items()})
         if count:
             with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)
+
+    def rules(self) -> list[Rule[Any, Any]]:
+        """Return the rule, as of the only group."""
+        return [self.optimizer.rule]
 
     def check_accumulates(self) -> None:
         """Raise if accumulation="states" cannot work with this optimizer."""

@@ -108,10 +108,10 @@ class Evaluated(BaseOptimizer):
         self.check_train_mode("step()")
         return super().step(closure, param)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         """Update parameters by the given gradients: see `BaseOptimizer.update`."""
         self.check_train_mode("an update")
-        super().update(*args, **kwargs)
+        return super().update(*args, **kwargs)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group in the mode of the others: see `BaseOptimizer.add_param_group`."""

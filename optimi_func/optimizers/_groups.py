@@ -65,7 +65,7 @@ def check_group(group: Group, defaults: dict[str, Any]) -> None:
         many = isinstance(default, tuple) and isinstance(x, tuple | list)
         numbers = x if many else (x,)
         fit = all([isinstance(n, Real | Tensor | None) for n in numbers])
-        fit = fit and (x is not None or name == "max_lr")
+        fit = fit and (x is not None or default is None)
         many = any([isinstance(n, Tensor) and n.numel() != 1 for n in numbers])
         if many or not fit or (name == "lr" and isinstance(x, bool)):
             what = f"Tensor {name} must be 1-element" if many else f"Invalid {name}"

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain, product
 from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,13 +19,14 @@ from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
 from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.owners import Holders, agree, holders_of
-from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch, Rule, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
+from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import flat_leaf, is_capturing, write_back
 from optimi_func.optimizers._groups import Group, as_scalar, path_of
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -84,16 +86,18 @@ class Steps(Checkpoints):
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 
-    def _update(self, works: list[_Work], write: bool, count: bool) -> None:
+    def _update(self, works: list[_Work], write: bool, count: bool) -> dict[Tensor, Part]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
-        and count=False leaves the step counts, because the step goes on.
+        and count=False leaves the step counts, because the step goes on. Returns the parts
+        of sums that `end` joins.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
-        runs: list[Callable[[], None]] = []
+        runs: list[Callable[[], Any]] = []
+        parts: dict[Tensor, Part] = {}
         on_host, divided = True, list[Holders]()
         for work in works:
             run, host, holders = self._prepare(work, write, count, made)
@@ -108,11 +112,12 @@ class Steps(Checkpoints):
             if made:
                 insert_made(self.state, made)
             for run in runs:
-                run()
+                parts.update(run() or {})
+        return parts
 
     def _prepare(
         self, work: _Work, write: bool, count: bool, made: dict[Tensor, Entry]
-    ) -> tuple[Callable[[], None], bool, list[Holders]]:
+    ) -> tuple[Callable[[], Any], bool, list[Holders]]:
         """Check and compile a group's update, and return the function that runs it.
 
         The second result is True if that calls no operation of torch, so that modes such as
@@ -151,6 +156,10 @@ class Steps(Checkpoints):
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
         counts = plan.counts.now(tensors)
+        joins = bound.rule.join is not None
+        if joins:
+            running = self._running(bound, group, params, capturable, made)
+            counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
         inputs = plan.columns(tensors, grads), packed, at
@@ -166,6 +175,8 @@ class Steps(Checkpoints):
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
+        if joins and write:
+            run = partial(_parts, run, params, microbatches)
         return run, host, plan.holders
 
     def _check_capture(self, group: Group, params: list[Tensor]) -> None:
@@ -224,6 +235,102 @@ class Steps(Checkpoints):
                     for name, x in zip(names, after):
                         entry[name].fill_(x)
 
+    def _unit_of(self, group: Group) -> list[Group]:
+        """Return the groups that have the same running scalars, if their rule joins."""
+        return [group]
+
+    def _lead(self, group: Group) -> Entry | None:
+        """Return the entry whose running scalars are those of a group, if one has any."""
+        own = chain.from_iterable([x["params"] for x in self._unit_of(group)])
+        return next((x for x in map(self.state.get, own) if x and "step" in x), None)
+
+    def _running(
+        self,
+        bound: FunctionalOptimizer,
+        group: Group,
+        params: list[Tensor],
+        capturable: bool,
+        made: dict[Tensor, Entry],
+    ) -> tuple[Scalar, ...]:
+        """Return the running scalars of a group, which its new entries take over."""
+        names = bound.rule.running._fields
+        fresh = [
+            made[p] for p in params if p in made and "step" not in self.state.get(p, {})
+        ]
+        lead = self._lead(group) or fresh[0]
+        for name, entry in product(names, fresh):
+            entry[name].copy_(lead[name])
+        if capturable:
+            return tuple([lead[name].to(params[0].device) for name in names])
+        found = tuple([lead[name].item() for name in names])
+        if found[0] and (given := group.get(names[0], found[0])) != found[0]:
+            raise ValueError(
+                f"a group's {names[0]}={given!r} is computed by each step, which would "
+                f"go on from {found[0]}: allowed is to read it"
+            )
+        return found
+
+    def end(self, parts: dict[Tensor, Part], count: bool = True) -> None:
+        """End a step: compute the running scalars that follow from sums over parameters.
+
+        `parts` are what `update` has returned for all parameters that stepped.
+        """
+        if not (parts and count):
+            return
+        homes = {id(self.group_of(p)) for p in parts}
+        # In the order of the groups, because all processes send the same message.
+        found = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
+        groups = {id(unit[0]): unit for unit in found}.values()
+        with kernel_context(next(iter(parts)).device):
+            every = [self._unit(unit, parts) for unit in groups]
+            news = join([unit for unit, _, _ in every])
+            for some, (_, bound, entries), new in zip(groups, every, news):
+                write_running([[x[name] for x in entries] for name in new._fields], new)
+                for group in some:
+                    self._show(group, bound)
+
+    def _unit(
+        self, groups: list[Group], parts: dict[Tensor, Part]
+    ) -> tuple[Unit, FunctionalOptimizer, list[Entry]]:
+        """Return the sums of groups, and the entries that keep what is made of them."""
+        capturable, first = groups[0]["capturable"], groups[0]["params"]
+        bound, lead = self.bound_of(groups[0], first, capturable), self._lead(groups[0])
+        rule, entries = bound.rule, list[Entry]()
+        assert lead is not None
+        values = [lead[name] for name in rule.running._fields]
+        on_host = not capturable and not any(map(_is_cuda, values))
+        before = rule.running(*[x.item() if on_host else x for x in values])
+        unit = Unit(rule, on_host, before, *bound.advance(1.0, before), [], [], [])
+        for p in chain.from_iterable([group["params"] for group in groups]):
+            entry = self.state.get(p)
+            if entry and "step" in entry:
+                entries.append(entry)
+                unit.add(p, partial(_leaf, rule, p, entry), parts.get(p))
+        return unit, bound, entries
+
+    def _show(self, group: Group, bound: FunctionalOptimizer) -> None:
+        """Show the first of a group's joined running scalars under its name."""
+        if bound.rule.join is not None:
+            name, lead = bound.rule.running._fields[0], self._lead(group)
+            if lead is not None and (group["capturable"] or lead[name].is_cuda):
+                group[name] = lead[name]
+                return
+            _, first = bound.advance(1.0, bound.rule.running())
+            group[name] = (lead and lead[name].item()) or float(first[0])
+
+    def _join_loaded(self) -> None:
+        """Make joined running scalars equal in a group: those of the entry with most."""
+        for group in self.param_groups:
+            bound = self.bound_of(group)
+            names = bound.rule.running._fields if bound.rule.join is not None else ()
+            own = chain.from_iterable([x["params"] for x in self._unit_of(group)])
+            entries = [x for x in map(self.state.get, own) if x and "step" in x]
+            if names and entries:
+                top = max([tuple([x[name].item() for name in names]) for x in entries])
+                columns = [[x[name] for x in entries] for name in names]
+                write_running(columns, bound.rule.running(*top))
+            self._show(group, bound)
+
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
         """Return the processes that divide the map of p, or None if its rule has none."""
         if self.rule_of(group).whole is None:
@@ -236,6 +343,21 @@ class Steps(Checkpoints):
         while len(self._plans) >= most:
             self._plans.pop(next(iter(self._plans)), None)
         self._plans[key] = plan
+
+
+def _parts(
+    run: Callable[[], dict[int, Tensor]],
+    params: list[Tensor],
+    microbatches: list[Microbatch] | None,
+) -> dict[Tensor, Part]:
+    """Return the parts of sums of an update that runs now."""
+    sums = run()
+    flags = [x.finite for x in microbatches] if microbatches else [None] * len(params)
+    return {p: (sums.get(i), flags[i]) for i, p in enumerate(params)}
+
+
+def _leaf(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Leaf:
+    return Leaf(p.detach(), *state_in(rule, entry))
 
 
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")

@@ -28,10 +28,11 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.sums import Part
 from optimi_func.optimizers._fields import Fields, Params
 from optimi_func.optimizers._forms import document
 from optimi_func.optimizers._groups import (
@@ -201,6 +202,12 @@ class BaseOptimizer(Fields, Steps):
             for p in group["params"]:
                 check_taken(rule, path_of(group, p), p)
             check_modes(group)
+            if rule.join is not None and (name := rule.running._fields[0]) in group:
+                raise ValueError(
+                    f"a group with {name}={group[name]!r}: it is computed by each step, "
+                    "and allowed is to read it"
+                )
+            self._show(group, self.bound_of(group))
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -266,7 +273,7 @@ class BaseOptimizer(Fields, Steps):
                 params = [p for p in params if p.grad is not None]
                 grads = [p.grad for p in params]
             works.append((group, params, grads, None))
-        self._update(works, write=True, count=True)
+        self.end(self._update(works, write=True, count=True))
         return loss
 
     @uncompiled
@@ -309,6 +316,12 @@ class BaseOptimizer(Fields, Steps):
             if p.grad is None:
                 name = path_of(self.group_of(p), p)
                 raise ValueError(f"step(param=...): {name} has no gradient")
+            if self.rule_of(group := self.group_of(p)).join is not None:
+                raise ValueError(
+                    f"step(param=...): {path_of(group, p)} follows "
+                    f"{self.rule_of(group).name}, whose steps end with sums over all "
+                    "parameters: use prepare_for_gradient_release(model, optimizer)"
+                )
         grads = [cast(Tensor, p.grad) for p in params]
         microbatches = [WHOLE_BATCH] * len(params)
         write = not self.optimizer_accumulation
@@ -321,12 +334,13 @@ class BaseOptimizer(Fields, Steps):
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> None:
+    ) -> dict[Tensor, Part]:
         """Update parameters by the given gradients, each a part or all of a step's.
 
         Gradient release calls this; `p.grad` is neither read nor written. With write=False
         only the state moves; with count=True the step ends here, so step counts advance. If
-        a gradient does not fit, nothing is written.
+        a gradient does not fit, nothing is written. What it returns belongs to `end`, at
+        the end of the backward.
         """
         works: dict[int, Any] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
@@ -339,7 +353,11 @@ class BaseOptimizer(Fields, Steps):
             ps.append(p)
             gs.append(g)
             its.append(microbatch)
-        self._update(list(works.values()), write, count)
+        return self._update(list(works.values()), write, count)
+
+    def rules(self) -> list[Rule[Any, Any]]:
+        """Return the rule of each group."""
+        return list(map(self.rule_of, self.param_groups))
 
     def check_numbers(self) -> None:
         """Raise if the next step would refuse a hyperparameter of a group."""

@@ -57,6 +57,9 @@ class Checkpoints(Optimizer):
     def check_train_mode(self, what: str) -> None:
         """Raise if the parameters are not those to train: see `Evaluated`."""
 
+    def _join_loaded(self) -> None:
+        """Complete what was loaded: see `Steps`."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter number, and the groups, as torch.optim does."""
         with _hooking, self.register_state_dict_post_hook(_as_strings, prepend=True):
@@ -137,7 +140,14 @@ class Checkpoints(Optimizer):
         self.init_state()
         with torch.no_grad():
             for name, p in params.items():
-                set_master(p, self.state.get(p, {}).get("kahan_comp"), state_dict[name])
+                entry = self.state.get(p, {})
+                set_master(p, entry.get("kahan_comp"), state_dict[name])
+                if "step" in entry and entry["step"] == 0:
+                    # Fields that begin as the parameter would be those of another one.
+                    fresh = self.rule_of(self.group_of(p)).init(p.detach(), p.dtype)
+                    for field, x in fresh._asdict().items():
+                        if field in entry:
+                            entry[field].copy_(x)
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
@@ -209,6 +219,7 @@ class Checkpoints(Optimizer):
 
         def restore(_: Optimizer) -> None:
             self.state.update(made)
+            self._join_loaded()
 
         with (
             _hooking,
@@ -351,3 +362,4 @@ class Checkpoints(Optimizer):
         with torch.no_grad():
             for p, x in moved:
                 p.copy_(distribute_like(p, x))
+            self._join_loaded()

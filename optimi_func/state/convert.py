@@ -46,7 +46,8 @@ TRAIN_PARAM = "train_param"
 _FIELDS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_diff exp_avg_slow exp_inf momentum_buffer "
     "mu_product prev_grad slow_param square_avg acc_delta weight_sum grad_avg sum prev "
-    "step_size eta ax row_var col_var variance second_momentum_buffer factors bases".split()
+    "step_size eta ax row_var col_var variance second_momentum_buffer factors bases s "
+    "p0".split()
 )
 # Fields that stay in an entry of others when the option that needs them is turned off.
 _TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}

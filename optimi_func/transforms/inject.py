@@ -161,7 +161,7 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, Any]:
     if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
     for name, x in optimizer.numbers.items():
-        if not isinstance(x, bool) and not (isinstance(x, tuple) and None in x):
+        if not isinstance(x, bool | None) and not (isinstance(x, tuple) and None in x):
             found[name] = x
     return found
 

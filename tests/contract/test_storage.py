@@ -37,6 +37,7 @@ SLOW = {
     "adopt": {"exp_avg_sq"},
     "lamb": {"exp_avg_sq"},
     "normuon": {"second_momentum_buffer"},
+    "prodigy": {"s", "p0"},
 }
 SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
 

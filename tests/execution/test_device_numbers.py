@@ -70,7 +70,8 @@ def meta_params(count: int, numel: int = LARGE) -> list[Tensor]:
     return ps
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+# Prodigy reads its sums, which have no values here.
+@pytest.mark.parametrize("name", [x for x in ELEMENTWISE if x != "prodigy"])
 def test_the_scalars_of_a_group_are_one_upload(
     name: str, called: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ OWNED = [
     owned_worlds.fields,
 ]
 # One of each kind, for `make test`.
-QUICK = [worlds.some_rules, worlds.gradients, worlds.skips]
+QUICK = [worlds.some_rules, worlds.gradients, worlds.skips, worlds.joined]
 TWO = [
     worlds.rules,
     worlds.kernels,
@@ -58,6 +58,7 @@ TWO = [
 FOUR = [
     worlds.planes,
     worlds.hybrid,
+    worlds.joined,
     *OWNED,
     worlds.resume,
     worlds.from_two,

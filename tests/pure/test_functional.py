@@ -17,6 +17,7 @@ from cases import (
     NO_EPS,
     SOME,
     STILL,
+    USUAL,
     Case,
     assert_moved_alike,
     count_betas,
@@ -194,6 +195,8 @@ def unrolled(name: str, zeros: bool):
                 more["row_beta"] = betas[1]
             if name == "adafactor":
                 more = {"eps": (eps, 10 * eps), "beta1": betas[0], "scale_parameter": True}
+            if name == "prodigy":
+                more |= USUAL
             p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
         return (p * p).sum()
 

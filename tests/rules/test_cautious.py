@@ -83,13 +83,16 @@ def test_groups_of_one_optimizer_differ(way: dict[str, Any]) -> None:
     assert not torch.equal(ps[0] - qs[1], torch.zeros_like(ps[0]))
 
 
-@pytest.mark.parametrize("name", SCHEDULE_FREE)
+@pytest.mark.parametrize("name", [*SCHEDULE_FREE, "prodigy"])
 def test_a_rule_along_the_gradient_refuses(name: str) -> None:
-    with pytest.raises(ValueError, match="always has the gradient's sign"):
+    why = "estimates d for moves" if name == "prodigy" else "always has the gradient's sign"
+    with pytest.raises(ValueError, match=why):
         getattr(optimi_func, name)(lr=0.1, cautious=True)
 
 
-@pytest.mark.parametrize("name", [x for x in ELEMENTWISE if x not in SCHEDULE_FREE])
+@pytest.mark.parametrize(
+    "name", [x for x in ELEMENTWISE if x not in (*SCHEDULE_FREE, "prodigy")]
+)
 def test_members_of_a_population_have_masks_of_their_own(name: str) -> None:
     torch.manual_seed(0)
     more = {"momentum": 0.9} if name == "sgd" else {}

@@ -131,6 +131,8 @@ def test_steps_add_up_whatever_is_contracted(name: str, dtype: torch.dtype) -> N
     # Moments in float32: bfloat16 ones of betas this large are a matter of their own.
     # By 0.999 its rectification would hold most of 120 steps back.
     more: Any = {"betas": (0.9, 0.99)} if name == "schedule_free_radam" else {}
+    if name == "prodigy":
+        more = {"d0": 1.0}  # so that lr is what it is for others
     if name == "soap":  # in other bases some elements hardly move
         more = {"max_precond_dim": 1}
     optimizer = getattr(optimi_func, name)(lr=1e-4, weight_decay=0.0, **more)

@@ -12,6 +12,7 @@ from cases import (
     DECAYS,
     DEFAULTS,
     LR,
+    NAMES,
     OPTIONS,
     STILL,
     Case,
@@ -23,10 +24,11 @@ from cases import (
 import optimi_func
 
 # The files of optimizers, and how many lines the mathematics of each may take.
-FILES = {Path(inspect.getfile(case.factory)): 75 for case in DEFAULTS}
+FILES = {Path(inspect.getfile(getattr(optimi_func, name))): 75 for name in NAMES}
 FILES[Path(inspect.getfile(optimi_func.schedule_free_adamw))] = 150  # three rules
 FILES[Path(inspect.getfile(optimi_func.adafactor))] = 105  # three forms
 FILES[Path(inspect.getfile(optimi_func.soap))] = 120  # bases of every side
+FILES[Path(inspect.getfile(optimi_func.prodigy))] = 90  # and how d follows from the sums
 
 
 def run(case: Case, p, grads, lrs=None):

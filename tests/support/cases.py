@@ -5,7 +5,7 @@ A new optimizer is rows here; what they are run through stands in the tests.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import reference
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def factory(self) -> Callable[..., optimi_func.FunctionalOptimizer]:
-        return getattr(optimi_func, self.name)
+        return FACTORIES.get(self.name) or getattr(optimi_func, self.name)
 
     @property
     def cls(self) -> type[torch.optim.Optimizer]:
@@ -59,9 +59,32 @@ class Case:
         return self.factory(lr=lr, **self.options)
 
     def reference(self, p: Tensor, grads: list[Tensor], lr: Any = LR) -> list[Tensor]:
-        return getattr(reference, self.name)(p, grads, lr=lr, **self.ref)
+        usual = USUAL if self.name == "prodigy" else {}
+        return getattr(reference, self.name)(p, grads, lr=lr, **{**usual, **self.ref})
 
 
+# Prodigy's own defaults begin with steps that float32 rounds away.
+USUAL = {"d0": 0.05, "d_coef": 4.0}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class prodigy(optimi_func.prodigy):
+    """Prodigy's value with other defaults."""
+
+    d0: Any = 0.05
+    d_coef: Any = 4.0
+
+
+class Prodigy(optimi_func.Prodigy):
+    """Prodigy with other defaults."""
+
+    factory = prodigy
+
+    d0: InitVar[float] = 0.05
+    d_coef: InitVar[float] = 4.0
+
+
+FACTORIES: dict[str, Any] = {"prodigy": prodigy}
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": optimi_func.SGD,
     "adam": optimi_func.Adam,
@@ -75,6 +98,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adopt": optimi_func.ADOPT,
     "lamb": optimi_func.LAMB,
     "adafactor": optimi_func.Adafactor,
+    "prodigy": Prodigy,
     "muon": optimi_func.Muon,
     "normuon": optimi_func.NorMuon,
     "soap": optimi_func.SOAP,
@@ -93,11 +117,11 @@ MATRICES = ("muon", "normuon")
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "lamb", *MAPPED, *SCHEDULE_FREE)
+NEWER = ("ademamix", "adopt", "lamb", "prodigy", *MAPPED, *SCHEDULE_FREE)
 # The rules that take means over a tensor.
-MEASURED = ("stableadamw", "lamb")
+MEASURED = ("stableadamw", "lamb", "prodigy")
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = ("sgd", "adan", "adopt", "adafactor", "soap", *SCHEDULE_FREE)
+REFUSE_STATES = ("sgd", "adan", "adopt", "adafactor", "prodigy", "soap", *SCHEDULE_FREE)
 
 
 # Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
@@ -162,7 +186,7 @@ def _decays(name: str) -> list[Case]:
     # Of one kind: it is the same for all, but for the two that divide.
     some = apart if name == "adan" else apart[-1:]
     more = [Case(name, c.options | cautious, c.ref | cautious) for c in some]
-    if name in ELEMENTWISE and name not in SCHEDULE_FREE:
+    if name in ELEMENTWISE and name not in (*SCHEDULE_FREE, "prodigy"):
         # Together with what changes the signs, or is measured, once.
         once = {"adam": cases[-2:], "adamw": [cases[-1], more[-1]], "lamb": [*cases, *more]}
         some, updates = once.get(name, cases[-1:]), {"cautious": True}
@@ -220,6 +244,12 @@ OPTIONS = [
     _same("schedule_free_radam", weight_lr_power=1.0),
     _same("schedule_free_radam", silent_sgd_phase=False),
     _same("schedule_free_sgd", momentum=0.7),
+    _same("prodigy", beta3=0.9),
+    _same("prodigy", d0=0.1),
+    _same("prodigy", d_coef=2.0),
+    _same("prodigy", growth_rate=1.02),
+    _same("prodigy", use_bias_correction=True),
+    _same("prodigy", safeguard_warmup=True),
     _same("ranger", k=4),
     _same("ranger", alpha=0.8),
     _same("sgd", momentum=0.9),

@@ -724,6 +724,64 @@ def _factors(p: Tensor) -> State:
 adafactor = _path_of(adafactor_move, start=_factors)
 
 
+def prodigy_start(p: Tensor) -> State:
+    zero = torch.zeros((), dtype=torch.float64)
+    scalars = {"d": zero, "d_max": zero, "r": zero}
+    return {**_zeros(p, "m", "v", "s"), **scalars, "x0": p.clone()}
+
+
+def prodigy_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    beta3: float | None = None,
+    d0: float = 1e-6,
+    d_coef: float = 1.0,
+    growth_rate: float = math.inf,
+    use_bias_correction: bool = False,
+    safeguard_warmup: bool = False,
+    new_d_at_eps: bool = False,
+) -> Moved:
+    """Prodigy (Mishchenko & Defazio, arXiv 2306.06101, Algorithm 4; options of its code).
+
+    r_t = b3 * r_{t-1} + gamma_t * d_{t-1}^2 * <g_t, x_0 - x_{t-1}>
+    s_t = b3 * s_{t-1} + gamma_t * d_{t-1}^2 * g_t
+    m_t = b1 * m_{t-1} + (1 - b1) * d_{t-1} * g_t
+    v_t = b2 * v_{t-1} + (1 - b2) * d_{t-1}^2 * g_t^2
+    x_t = x_{t-1} - gamma_t * d_{t-1} * m_t / (sqrt(v_t) + d_{t-1} * eps)
+    d_t = max(d_{t-1}, r_t / |s_t|_1)
+
+    The code divides r and s by d0, and has d_t at eps (`new_d_at_eps`).
+    """
+    b1, b2 = at.betas
+    b3 = math.sqrt(b2) if beta3 is None else beta3
+    d, d_max = (s["d"].item(), s["d_max"].item()) if at.t > 1 else (d0, d0)
+    bias = math.sqrt(1 - b2**at.t) / (1 - b1**at.t) if use_bias_correction else 1.0
+    gamma = at.lr * bias
+    m = b1 * s["m"] + (1 - b1) * d * g
+    v = b2 * s["v"] + (1 - b2) * d**2 * g**2
+    r = b3 * s["r"].item() + gamma * d**2 / d0 * (g * (s["x0"] - p)).sum().item()
+    own = d**2 / d0 if safeguard_warmup and at.lr > 0 else gamma * d**2 / d0
+    sums = b3 * s["s"] + own * g
+    new = d
+    if (norm := sums.abs().sum().item()) > 0:
+        found = d_coef * r / norm
+        d_max = max(d_max, found)
+        new = min(d_max, growth_rate * (max(d, found) if d == d0 else d))
+    u = -gamma * d * m / (v.sqrt() + (new if new_d_at_eps else d) * eps)
+    scalars = {
+        name: torch.tensor(x, dtype=torch.float64)
+        for name, x in {"d": new, "d_max": d_max, "r": r}.items()
+    }
+    u = u - bias * d * at.lam * p
+    return u, {"m": m, "v": v, "s": sums, "x0": s["x0"], **scalars}
+
+
+prodigy = _path_of(prodigy_move, start=prodigy_start, betas=(0.9, 0.999))
+
+
 def averaged(
     y: Tensor,
     s: State,

@@ -513,8 +513,8 @@ def test_the_compiler_is_imported_before_a_second_thread_needs_it(monkeypatch) -
         "_width": dict,
         "_compile": lambda *_: (said.append("compile"), None),
     }
-    for name, fake in patches.items():
-        monkeypatch.setattr(inductor, name, fake)
+    for name, stand_in in patches.items():
+        monkeypatch.setattr(inductor, name, stand_in)
     assert inductor.compile_list_kernel(lambda *_: None, []) is None
     assert said == ["torch._inductor.compile_fx", "thread", "compile"]
 

@@ -1,4 +1,4 @@
-"""Adafactor beside the code of torch and transformers; what it keeps and what it refuses."""
+"""Adafactor beside torch's and transformers'; what it keeps and what it refuses."""
 
 import gc
 import warnings

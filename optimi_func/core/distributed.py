@@ -6,7 +6,7 @@ global tensor need collectives, and all processes issue these in the same order.
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -199,7 +199,7 @@ def zeros_divided_like(p: Any, shape: list[int]) -> Tensor:
     return _zeros(p, shape, torch.float32, p.placements)
 
 
-def whole_field(p: Any, shape: tuple[int, ...]) -> Tensor:
+def whole_field(p: Any, shape: Sequence[int]) -> Tensor:
     """Return zeros for one of `Rule.whole_fields`, of any shape and at least float32.
 
     Where shards cut p, they cut the field along its first dimension.

@@ -44,7 +44,8 @@ def elementwise(rule: Rule[Any, Any], directs: bool) -> Rule[Any, Any]:
 
     If `directs`, its State ends with the direction, for a map that reads it there.
     """
-    rule = gradient_rule if _maps_gradient(rule) else rule
+    if rule.direction is along_gradient and not rule.fields:
+        rule = gradient_rule  # whatever the scalars of the map
     own = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
     return _elementwise(*own, rule.fields, rule.reads_param, rule.digest, directs)
 
@@ -77,11 +78,6 @@ def _elementwise(
     return Rule(*made, reads_param=reads, digest=digest)
 
 
-def _maps_gradient(rule: Rule[Any, Any]) -> bool:
-    """Return True if the map is given the gradient, so that its scalars are its own."""
-    return rule.direction is along_gradient and not rule.fields
-
-
 class WholeLaunch(Launch):
     """Parameters whose rule maps whole tensors: first pass, map, second pass.
 
@@ -90,7 +86,7 @@ class WholeLaunch(Launch):
 
     def __init__(self, rule: Rule[Any, Any], updates: list[Update], plan: _Planner) -> None:
         super().__init__(updates)
-        self._rule, self._plan = rule, plan
+        self._rule, self._plan, self._first = rule, plan, elementwise(rule, True)
         # Without their tensors, which a launch must not keep alive.
         self._facts = [
             (u.slot, u.at, compute_dtype(u.g.dtype, *u.slot.dtypes)) for u in updates
@@ -125,7 +121,7 @@ class WholeLaunch(Launch):
             first = self._of_directions(packed[at])
             direct.append(Update(i, _with_direction(slot, p, d), p, g, at, first))
             move.append(Update(i, _without_state(slot), p, d, at, moves[at]))
-        self._before = self._plan(elementwise(self._rule, True), direct, False)
+        self._before = self._plan(self._first, direct, False)
         self._after = self._plan(gradient_rule, move, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
 
@@ -159,8 +155,8 @@ class WholeLaunch(Launch):
             launch.run([p, directions, *own[2:]], moves, None)
 
     def _of_directions(self, packed: Packed) -> Packed:
-        """Return the scalars of the first pass, whose kernels know no scalars of a map."""
-        if not _maps_gradient(self._rule):
+        """Return the scalars of the first pass."""
+        if self._first.coeffs is self._rule.coeffs:
             return packed
         return Packed(packed.scalars._replace(coeffs=NoState()))
 

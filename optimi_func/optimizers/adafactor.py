@@ -58,17 +58,19 @@ class Form(NamedTuple):
     machine_eps: bool
     flatten: bool
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, p: Tensor) -> list[int]:
         """Return the shape of the matrices that a tensor is."""
-        flat = self.flatten and len(shape) > 2
-        return (shape[0], math.prod(shape[1:])) if flat else tuple(shape)
+        first, *rest = p.shape
+        return [first, math.prod(rest)] if self.flatten else [first, *rest]
 
 
 def init(p: Tensor, kept: MomentStorage, form: Form) -> State:
     del kept  # all are float32 at least
-    *stack, m, n = form.shape(p.shape) if p.dim() > 1 else (0, 0)
-    row, col, every, none = (*stack, m, 1), (*stack, 1, n), tuple(p.shape), (0,)
-    shapes = [row, col, none] if p.dim() > 1 else [none, none, every]
+    every, none = list(p.shape), [0]
+    shapes = [none, none, every]
+    if p.dim() > 1:
+        *stack, m, n = form.shape(p)
+        shapes = [[*stack, m, 1], [*stack, 1, n], none]
     shapes.append(every if form.averages else none)
     return State(*[whole_field(p, shape) for shape in shapes])
 
@@ -105,7 +107,7 @@ def whole(
     found, (eps1, eps1_squared) = torch.finfo(d.dtype), c[2:4]
     if form.machine_eps:
         eps1, eps1_squared = found.eps, found.eps**2
-    u = d.reshape(form.shape(d.shape))
+    u = d.reshape(form.shape(d)) if d.dim() > 1 else d
     squares = u * u if form.outside else u * u + eps1
     if d.dim() > 1:
         row = c.kept * row + c.one_minus_kept * mean(squares, -1)

@@ -1,7 +1,6 @@
 """SOAP (Vyas et al. 2024): the rule, the pure optimizer and the class."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -96,10 +95,6 @@ def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
     return {i: x.unflatten(0, (n, n)) for (i, n), x in zip(sides.items(), parts)}
 
 
-def joined(matrices: Iterable[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in matrices])
-
-
 def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
     """Return x with each side in its basis, or back from there."""
     for i, q in bases.items():
@@ -116,8 +111,8 @@ def begun(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor,
             q = torch.linalg.eigh(x)[1]
         except torch.linalg.LinAlgError:  # it does not converge in float32
             q = torch.linalg.eigh(x.double())[1].to(x.dtype)
-        new.append(q.flip(-1))
-    return m, v, joined(new)
+        new.append(q.flip(-1).flatten())
+    return m, v, torch.cat(new)
 
 
 def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
@@ -128,7 +123,8 @@ def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Ten
         order = (q * image).sum(0).argsort(descending=True)
         v = v.index_select(i, order)
         new[i] = torch.linalg.qr(image.index_select(1, order))[0]
-    return rotated(rotated(m, old, back=True), new), v, joined(new.values())
+    bases = torch.cat([q.flatten() for q in new.values()])
+    return rotated(rotated(m, old, back=True), new), v, bases
 
 
 def whole(
@@ -150,7 +146,7 @@ def whole(
     u = c.scale * (u / root((u * u).mean()) if how.normalize_grads else u)
     if sides:
         rows = [g.movedim(i, 0).reshape(n, -1) for i, n in sides.items()]
-        products = joined([y @ y.mT for y in rows])
+        products = torch.cat([(y @ y.mT).flatten() for y in rows])
         factors = (factors + c.share * (products - factors)).detach()
         now = squares(factors, sides)
         for when, make in ((c.first, begun), (c.refreshes, refreshed)):
@@ -163,16 +159,6 @@ def whole(
         flat = flat.clone()  # results share no memory with arguments
     u, m, v = (y.reshape(d.shape) for y in (u, m, v))
     return u, (m, v, factors, flat)
-
-
-def soap_rule(how: Choices) -> Rule[State, Coeffs]:
-    if how not in _rules:  # Dynamo does not trace into functools.cache
-        _rules[how] = Rule(
-            *("soap", State, partial(init, how=how), partial(coeffs, how), along_gradient),
-            whole=partial(whole, how=how),
-            whole_fields=State._fields,
-        )
-    return _rules[how]
 
 
 _rules: dict[Choices, Rule[State, Coeffs]] = {}
@@ -198,7 +184,12 @@ class soap(FunctionalOptimizer):
 
     @derived
     def rule(self) -> Rule[Any, Any]:
-        return soap_rule(Choices(*[getattr(self, name) for name in Choices._fields]))
+        how = Choices(*[getattr(self, name) for name in Choices._fields])
+        if how not in _rules:  # Dynamo does not trace into functools.cache
+            own = partial(init, how=how), partial(coeffs, how), along_gradient
+            more: Any = {"whole": partial(whole, how=how), "whole_fields": State._fields}
+            _rules[how] = Rule("soap", State, *own, **more)
+        return _rules[how]
 
     def check(self) -> None:
         super().check()

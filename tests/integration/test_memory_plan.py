@@ -127,7 +127,7 @@ def test_small_gradients_wait_as_in_a_release() -> None:
     assert 1 << 20 < small.gradients < (1 << 20) + 2 * 80 * 81 * 4 + 1024
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "adafactor"])
 def test_state_is_that_of_the_rule(name: str) -> None:
     model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 3))
     found = by_name(plan(model, CLASSES[name], "1MB"))

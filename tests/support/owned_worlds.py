@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import EAGER, raises
 
-from optimi_func import Muon, MuonAdamW, prepare_for_gradient_release
+from optimi_func import (
+    Adafactor,
+    Muon,
+    MuonAdamW,
+    NorMuon,
+    adafactor,
+    normuon,
+    prepare_for_gradient_release,
+)
 from optimi_func.core.distributed import to_local
 
 Shapes = list[tuple[int, ...]]
@@ -99,21 +108,26 @@ def fields(folder: Path) -> None:
         ways.append((placed(plane(), Replicate(), Shard(0)), {}, ["all_to_all_single"] * 2))
         ways.append((placed(plane(), Shard(0), Shard(1)), {}, []))
     shapes = [*ODD, (0, 3), (9, 1)]
-    names = "exp_avg", "row_avg", "sides"
+    factored = {"scale_parameter": True, "beta1": 0.9, "flatten": True}
+    rules: list[Any] = [
+        (Mapped, mapped, {}, shapes),
+        (Adafactor, adafactor, factored, shapes),
+        (NorMuon, normuon, {"split": 2}, [(8, 5), (3, 6, 4), (8, 2, 3, 3), (2, 0)]),
+    ]
 
-    def train(place: Any, dtype: torch.dtype, **how: Any) -> Any:
+    def train(rule: Any, place: Any, dtype: torch.dtype, **how: Any) -> Any:
+        cls, factory, own, shapes = rule
+        own = {"lr": 0.1, "weight_decay": 0.01, **own}
+        how |= {**own, **EAGER}
+        value, sent = factory(**own), Sent()
         torch.manual_seed(3)
         params = [nn.Parameter(place(torch.randn(s).to(dtype))) for s in shapes]
-        tree, value = (
-            [p.detach().clone() for p in params],
-            mapped(lr=0.1, weight_decay=0.01),
-        )
-        state = value.init(tree)
-        optimizer, sent = Mapped(params, **how, **EAGER), Sent()
+        tree = [p.detach().clone() for p in params]
+        state, optimizer = value.init(tree), cls(params, **how)
         for i in range(4):
             if i == 2:
                 saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = Mapped(params, **how, **EAGER)
+                optimizer = cls(params, **how)
                 optimizer.load_state_dict(saved)
             grads = [place(torch.randn(s).to(dtype)) for s in shapes]
             for p, g in zip(params, grads):
@@ -121,25 +135,46 @@ def fields(folder: Path) -> None:
             with sent.counted():
                 optimizer.step()
             tree, state = value.step(tree, grads, state)
+        names = value.rule.state._fields
         leaves = [getattr(s, name) for s in state.leaves for name in names]
         kept = [optimizer.state[p][name] for p in params for name in names]
         found = [list(map(worlds.full, xs)) for xs in (params, kept, tree, leaves)]
         return kept, found, sent.names
 
-    for dtype in (torch.float32, torch.bfloat16):
-        _, alone, _ = train(lambda x: x, dtype)
+    for rule, dtype in product(rules, (torch.float32, torch.bfloat16)):
+        _, alone, _ = train(rule, lambda x: x, dtype)
         for place, options, messages in ways:
-            kept, found, names_sent = train(place, dtype, **options)
+            if rule[0] is Adafactor and options:
+                continue
+            kept, found, names = train(rule, place, dtype, **options)
             for some, want in zip(found, alone):
-                assert all(map(torch.equal, some, want)), (messages, dtype)
+                assert all(map(torch.equal, some, want)), (rule[0], messages, dtype)
             # The first tells that all have the same to do.
-            assert names_sent == (["all_gather"] * bool(messages) + messages) * 4, (
-                names_sent
-            )
-            cut = [
-                x for x in kept if isinstance(x, DTensor) and x.placements[-1].is_shard()
-            ]
-            assert all(x.placements[-1].dim == 0 for x in cut if x.shape == (3, 2))
+            assert names == (["all_gather"] * bool(messages) + messages) * 4, names
+            sides = [x for x in kept if isinstance(x, DTensor) and x.shape == (3, 2)]
+            cut = [x.placements[-1] for x in sides if x.placements[-1].is_shard()]
+            assert all(x.dim == 0 for x in cut)
+    # Vectors and scalars, which only their first dimension or nothing cuts.
+    found: list[Any] = []
+    for place in (lambda x: x, placed(flat, Shard(0))):
+        torch.manual_seed(5)
+        scalar = torch.randn(())
+        params = [
+            nn.Parameter(place(torch.randn(7))),
+            nn.Parameter(placed_all(flat, scalar)),
+        ]
+        optimizer = Adafactor(params, lr=0.1, **EAGER)
+        for _ in range(3):
+            params[0].grad = place(torch.randn(7))
+            params[1].grad = placed_all(flat, torch.randn(()))
+            optimizer.step()
+        kept = [optimizer.state[p]["variance"] for p in params]
+        found.append([worlds.full(x) for x in (*params, *kept)])
+    assert all(map(torch.equal, *found))
+
+
+def placed_all(mesh: Any, x: Tensor) -> Any:
+    return distribute_tensor(x, mesh, [Replicate()], src_data_rank=None)
 
 
 def gathered(x: Any) -> list[Any]:

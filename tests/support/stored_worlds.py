@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import worlds
-from cases import CLASSES, MEASURED
+from cases import CLASSES, MEASURED, NO_CODES
 from stored import BF16, same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,7 +77,7 @@ def stored_rules(folder: Path) -> None:
         return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
 
     for name, cls in CLASSES.items():
-        if name == "schedule_free_sgd":  # of which nothing is kept in codes
+        if name in NO_CODES and name != "sgd":  # of which nothing is kept in codes
             continue
         for storage in STORAGES if name == "adamw" else STORAGES[:1]:
 

@@ -249,6 +249,8 @@ def rule(name: str, foreach: bool) -> Callable[[list[Any]], Any]:
     more: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
     if name == CAUTIOUS:
         name, more = "adamw", {"cautious": True}
+    if name == "soap":  # a basis of 5000 x 5000 takes minutes
+        more = {"max_precond_dim": 1000}
     return lambda ps: CLASSES[name](ps, lr=1e-2, weight_decay=0.1, **more, **way)
 
 

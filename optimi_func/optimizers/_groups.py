@@ -140,7 +140,7 @@ def likely_mistakes(
         rules, params = asked[storage]
         found += check_stored(rules, storage, params)
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
-        decay = decay_mistakes([(bound.decay, bound.weight_decay)])
+        decay = decay_mistakes(bound.unscaled_decays)
         found += [text for text in bound.likely_mistakes() if text not in decay]
         kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
         found += stuck_moments(bound.narrow_betas) if torch.bfloat16 in kept else []
@@ -151,7 +151,7 @@ def likely_mistakes(
                 "weight are lost in its 24 bits: 'exact' keeps 32"
             )
     # One warning for all groups, with the largest value.
-    decays = decay_mistakes([(bound.decay, bound.weight_decay) for bound in bounds[first:]])
+    decays = decay_mistakes([x for bound in bounds[first:] for x in bound.unscaled_decays])
     return list(dict.fromkeys([*found, *decays]))
 
 

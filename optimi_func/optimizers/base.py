@@ -206,7 +206,7 @@ class BaseOptimizer(Fields, Steps):
             if rule.join is not None and (name := rule.running._fields[0]) in group:
                 raise ValueError(
                     f"a group with {name}={group[name]!r}: it is computed by each step, "
-                    "and allowed is to read it"
+                    "and allowed is a group without it"
                 )
             self._show(group, self.bound_of(group))
             if self._constructed:

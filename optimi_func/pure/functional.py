@@ -304,7 +304,12 @@ class FunctionalOptimizer:
                 f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
                 "corrected_decay=True)."
             )
-        return found + decay_mistakes([(self.decay, self.weight_decay)])
+        return found + decay_mistakes(self.unscaled_decays)
+
+    @property
+    def unscaled_decays(self) -> list[tuple[DecayKind, Any]]:
+        """The kind and coefficient of decay, if no estimate of the rule multiplies it."""
+        return [(self.decay, self.weight_decay)] if self.rule.join is None else []
 
     @cached_property
     def mistakes(self) -> list[str]:
@@ -430,7 +435,8 @@ class FunctionalOptimizer:
 
         `means` are those of the leaves that stepped, and `scalars` those of all.
         """
-        rule, device, rows = self.rule, tree.state.step.device, list[Tensor]()
+        rule, device = self.rule, tree.state.step.device
+        rows: list[Tensor] = []
         for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
             if i in means:
                 row = torch.stack([whole(x) for x in means[i]])

@@ -389,6 +389,14 @@ def test_unequal_lrs_are_warned_of_if_d_is_shared() -> None:
         Prodigy(groups, share_d=True, **EAGER)
 
 
+def test_fully_decoupled_decay_is_multiplied_by_d_and_not_warned_of() -> None:
+    p = torch.ones(3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Prodigy([p], weight_decay=0.1, decouple_lr=True, **EAGER)
+        prodigy(lr=1.0, weight_decay=0.1, decouple_lr=True).init(p)
+
+
 def test_a_group_with_lr_0_has_no_part_in_a_shared_d() -> None:
     _, targets = problem()
     for safe in (False, True):

@@ -8,7 +8,7 @@ from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import to_local
 from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.sums import Part
+from optimi_func.execution.launches import Part
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState
@@ -71,7 +71,7 @@ class TreeOptimizer:
                 self._state.step.add_(1.0)
 
     def rules(self) -> list[Rule[Any, Any]]:
-        """Return the rule, as of the only group."""
+        """Return the rule, as of one group."""
         return [self.optimizer.rule]
 
     def check_accumulates(self) -> None:

@@ -28,11 +28,11 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, StorageLike
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.sums import Part
+from optimi_func.execution.launches import Part
 from optimi_func.optimizers._fields import Fields, Params
 from optimi_func.optimizers._forms import document
 from optimi_func.optimizers._groups import (
@@ -208,7 +208,7 @@ class BaseOptimizer(Fields, Steps):
                     f"a group with {name}={group[name]!r}: it is computed by each step, "
                     "and allowed is a group without it"
                 )
-            self._show(group, self.bound_of(group))
+            self._show(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -355,10 +355,6 @@ class BaseOptimizer(Fields, Steps):
             gs.append(g)
             its.append(microbatch)
         return self._update(list(works.values()), write, count)
-
-    def rules(self) -> list[Rule[Any, Any]]:
-        """Return the rule of each group."""
-        return list(map(self.rule_of, self.param_groups))
 
     def check_numbers(self) -> None:
         """Raise if the next step would refuse a hyperparameter of a group."""

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ pytree.register_dataclass(Net)
 
 
 def step_of(name: str):
-    return getattr(optimi_func, f"{name}_step")
+    step = getattr(optimi_func, f"{name}_step")
+    return partial(step, **USUAL) if name == "prodigy" else step
 
 
 def init_of(name: str):
@@ -186,8 +188,6 @@ def unrolled(name: str, zeros: bool):
                 more = {"momentum": betas[0]}
             if name not in NO_EPS:
                 more["eps"] = eps
-            if name == "prodigy":
-                more |= USUAL
             p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
         return (p * p).sum()
 

@@ -20,7 +20,7 @@ OPERATIONS = {
     **{
         "lion": 12,
         "muon": 41,
-        "prodigy": 34,
+        "prodigy": 35,
         "radam": 20,
         "ranger": 28,
         "sgd": 8,

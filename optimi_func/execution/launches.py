@@ -30,7 +30,7 @@ from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
 # The sums of a parameter over its local tensor, None if that is empty, and its flag.
-Part: TypeAlias = tuple[Tensor | None, Tensor | None]
+_Part: TypeAlias = tuple[Tensor | None, Tensor | None]
 # The tensors of a step, with a row for each parameter: the parameters, the gradients, the
 # tensors of the state, and the compensations or None. If results go to new tensors, the
 # same again for these.
@@ -143,7 +143,7 @@ def run_launches(
     at: list[int],
     written: Columns,
     joins: bool = False,
-) -> dict[int, Part]:
+) -> dict[int, _Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
     `at` are the indices of the parameters' scalars. Returns the sums of each parameter, by

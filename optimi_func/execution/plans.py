@@ -21,7 +21,7 @@ from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, Launch, Part, Update, run_launches
+from optimi_func.execution.launches import Columns, Launch, Update, run_launches
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot, make_slots
 
@@ -177,7 +177,7 @@ class ClassPlan(Plan):
         moved: list[Tensor],
         write: bool,
         count: bool,
-    ) -> dict[int, Part]:
+    ) -> dict[int, Any]:
         """Write every result, and if `count` is true, count the step; return the sums.
 
         `after` are the running scalars after the step, and `moved` more tensors that share

@@ -11,7 +11,6 @@ from optimi_func.core.distributed import ShardSpec, all_reduce_sum, leaf_to_loca
 from optimi_func.core.leaf import leaf_sums
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Rule
-from optimi_func.execution.launches import Part
 
 
 class Unit(NamedTuple):
@@ -23,7 +22,7 @@ class Unit(NamedTuple):
     rows: list[tuple[Tensor, ShardSpec | None]]  # the sums of each local tensor
     flags: list[Tensor | None]  # of parameters that stepped
 
-    def add(self, p: Tensor, leaf: Callable[[], Leaf], part: Part | None) -> None:
+    def add(self, p: Tensor, leaf: Callable[[], Leaf], part: Any) -> None:
         """Add a parameter, and its part if it stepped. `leaf` returns it with its state."""
         row, flag = part or (None, None)
         if row is None or flag is not None:

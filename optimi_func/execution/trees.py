@@ -29,7 +29,7 @@ from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, Part, run_launches
+from optimi_func.execution.launches import Columns, run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
@@ -72,7 +72,7 @@ class TreeStep:
         grads: Sequence[Tensor],
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> dict[int, Part]:
+    ) -> dict[int, Any]:
         """Update leaves, of which `places` are the indices, in place by these gradients.
 
         Raises ValueError or TypeError before any write if one does not fit. `microbatches`
@@ -130,7 +130,7 @@ class TreeStep:
         targets: Columns,
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> dict[int, Part]:
+    ) -> dict[int, Any]:
         """Update leaves by their plan, into targets or, if there are none, in place."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
@@ -159,7 +159,7 @@ class TreeStep:
         raise_versions(_present(written))
         return found
 
-    def end(self, parts: dict[int, Part], in_place: bool = True) -> None:
+    def end(self, parts: dict[int, Any], in_place: bool = True) -> None:
         """Join the running scalars, in `after` too, if these are the parts of a step."""
         if not parts:
             return

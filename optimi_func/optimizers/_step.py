@@ -21,7 +21,6 @@ from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Part
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.sums import Unit, join, write_running
@@ -90,7 +89,7 @@ class Steps(Checkpoints):
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 
-    def _update(self, works: list[_Work], write: bool, count: bool) -> dict[Tensor, Part]:
+    def _update(self, works: list[_Work], write: bool, count: bool) -> dict[Tensor, Any]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
@@ -101,7 +100,7 @@ class Steps(Checkpoints):
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
         runs: list[Callable[[], Any]] = []
-        parts: dict[Tensor, Part] = {}
+        parts: dict[Tensor, Any] = {}
         on_host, divided = True, list[Holders]()
         for work in works:
             run, host, holders = self._prepare(work, write, count, made)
@@ -215,7 +214,7 @@ class Steps(Checkpoints):
             )
         return found
 
-    def end(self, parts: dict[Tensor, Part], count: bool = True) -> None:
+    def end(self, parts: dict[Tensor, Any], count: bool = True) -> None:
         """End a step: join what follows from sums over parameters (see `Rule.join`).
 
         `parts` are what `update` has returned for all parameters that stepped.
@@ -234,7 +233,7 @@ class Steps(Checkpoints):
                 self._show(group)
 
     def _unit(
-        self, groups: list[Group], parts: dict[Tensor, Part]
+        self, groups: list[Group], parts: dict[Tensor, Any]
     ) -> tuple[Unit, list[Entry]]:
         """Return the sums of groups, and the entries to keep what is made of them."""
         first, lead, entries = groups[0], self._lead(groups[0]) or {}, list[Entry]()

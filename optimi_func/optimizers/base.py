@@ -32,7 +32,6 @@ from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Part
 from optimi_func.optimizers._fields import Fields, Params
 from optimi_func.optimizers._forms import document
 from optimi_func.optimizers._groups import (
@@ -335,7 +334,7 @@ class BaseOptimizer(Fields, Steps):
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> dict[Tensor, Part]:
+    ) -> dict[Tensor, Any]:
         """Update parameters by the given gradients, each a part or all of a step's.
 
         Gradient release calls this; `p.grad` is neither read nor written. With write=False

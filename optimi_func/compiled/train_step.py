@@ -321,11 +321,7 @@ class PureStep:
         steps = TreeStep(optimizer, leaves, "kernels")
 
         parts: dict[int, Any] = {}
-
-        def update(*given: Any) -> None:
-            parts.update(steps.update(*given))
-
-        with running(update, params):
+        with running(lambda *given: parts.update(steps.update(*given)), params):
             outcome = graph.step(program, params, buffers, [], batch)
         steps.end(parts)
         tree_state.step.add_(1.0)
@@ -385,8 +381,7 @@ class ClassStep:
             places: Sequence[int], grads: list[Tensor], microbatches: list[Microbatch]
         ) -> None:
             moved = [params[i] for i in places]
-            given = moved, grads, microbatches
-            parts.update(optimizer.update(*given, write=True, count=True))
+            parts.update(optimizer.update(moved, grads, microbatches, True, True))
 
         with no_grad_context(), running(update, params):
             detached = [p.detach() for p in params]

@@ -37,25 +37,19 @@ def count_means(rule: Rule[Any, Any], rates: Rates) -> int:
     return len(rates.cautious) + (rule.means.number if rule.means is not None else 0)
 
 
-def divides_by_means(rule: Rule[Any, Any], rates: Rates) -> bool:
-    """Return True if a move depends on means over the whole tensor."""
-    divided = rule.means is not None and rule.means.settle is not None
-    return divided or bool(rates.cautious)
-
-
-def count_sums(rule: Rule[Any, Any]) -> int:
-    """Return the number of sums over parameters that a rule joins, its last means."""
-    return rule.means.number if rule.join is not None and rule.means is not None else 0
-
-
-def resting_sums(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:
-    """Return the sums of a leaf that does not step, whose gradient counts as 0."""
-    wide = leaf_dtype(leaf, leaf.p)
-    none = torch.zeros((), dtype=wide, device=leaf.p.device)
+def leaf_sums(
+    rule: Rule[Any, Any], leaf: Leaf, coeffs: Any, means: list[Tensor] | None
+) -> Tensor:
+    """Return the sums that a rule joins; without means the gradient counts as 0."""
+    p, wide = leaf.p, leaf_dtype(leaf, leaf.p)
+    if means is not None:
+        found = torch.stack([whole(x) for x in means])
+        return found.to(scalar_dtype(p.device)) * p.numel()
+    none = torch.zeros((), dtype=wide, device=p.device)
     state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
     assert rule.means is not None
-    found = rule.means.measure(none, to(leaf.p, wide), none, none, state, coeffs)
-    return torch.stack([whole(x.sum()) for x in found]).to(scalar_dtype(leaf.p.device))
+    measured = rule.means.measure(none, to(p, wide), none, none, state, coeffs)
+    return torch.stack([whole(x.sum()) for x in measured]).to(scalar_dtype(p.device))
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -104,9 +104,9 @@ class Rule(Generic[S, C]):
         running: A NamedTuple of scalars of each parameter that depend on the lrs of all its
             steps; they begin as its defaults. `coeffs` advances them, and they are stored
             next to the step count.
-        join: `(running, sums, coeffs) -> running`, the running scalars after the step, from
-            the sums of what `means` measures over all parameters of a param group, or of a
-            tree. They are the same for all of these, and a group shows the first.
+        join: `(running, sums, coeffs) -> running` after the step, from the sums of what
+            `means` measures over all parameters of a param group, or of a tree. These have
+            the same running scalars, and a group shows the first.
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
         reads_param: True if `direction` takes the parameter x as its fourth argument.

@@ -14,7 +14,7 @@ import torch
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP
-from optimi_func.core.leaf import count_means, divides_by_means
+from optimi_func.core.leaf import count_means
 from optimi_func.core.rule import Rule
 from optimi_func.execution.codecs import are_exact, arguments_of, can_run, widens_gradients
 from optimi_func.execution.foreach import plan_foreach
@@ -77,7 +77,8 @@ def plan_launches(
     together = [
         write
         and u.slot.shard is not None
-        and divides_by_means(rule, u.scalars.scalars.rates)
+        and rule.join is None  # its sums are reduced at the end of the step
+        and count_means(rule, u.scalars.scalars.rates) > 0
         for u in updates
     ]
     launches = planned(compress(updates, [not held for held in together]))

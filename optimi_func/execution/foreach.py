@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.leaf import (
-    compute_dtype,
-    count_means,
-    count_sums,
-    leaf_means,
-    leaf_step,
-)
+from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
 from optimi_func.execution.launches import Columns, EagerLaunch, Launch, Update
@@ -175,9 +169,7 @@ class ForeachLaunch(Launch):
         found: Any = leaf_means(self._rule, *self._given(columns, packed))
         return torch.stack([torch.stack(x.tensors) for x in found], dim=1)
 
-    def run(
-        self, columns: Columns, packed: list[Packed], means: Tensor | None
-    ) -> Tensor | None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         known = [] if means is None else [Many(list(x.unbind())) for x in means.unbind(1)]
 
@@ -191,8 +183,8 @@ class ForeachLaunch(Launch):
         for target, old, result in rows:
             if result is not old:
                 torch._foreach_copy_(target, result.tensors)
-        taken = [torch.stack(x.tensors) for x in known if count_sums(self._rule)]
-        return torch.stack(taken, dim=1) if taken else None
+        if self._rule.join is not None:
+            self.taken = torch.stack([torch.stack(x.tensors) for x in known], dim=1)
 
 
 def _listed(leaf: Leaf) -> list[Any]:

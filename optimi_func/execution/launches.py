@@ -1,7 +1,7 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -13,7 +13,6 @@ from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
-    count_sums,
     leaf_means,
     leaf_step,
     whole_means,
@@ -30,6 +29,8 @@ from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
+# The sums of a parameter over its local tensor, None if that is empty, and its flag.
+_Part: TypeAlias = tuple[Tensor | None, Tensor | None]
 # The tensors of a step, with a row for each parameter: the parameters, the gradients, the
 # tensors of the state, and the compensations or None. If results go to new tensors, the
 # same again for these.
@@ -77,6 +78,7 @@ class Launch:
 
     host = False  # with scalars on the host, `run` calls no operation of torch
     raw = True  # `run` may write past autograd, whose versions then count nothing
+    taken: Tensor | None = None  # the means that the last `run` took, a row for each
 
     def __init__(self, updates: Sequence[Update]) -> None:
         first = updates[0]
@@ -123,20 +125,14 @@ class Launch:
         """Return the means that the rule takes over the local shards, a row for each."""
         raise NotImplementedError
 
-    def sums(self, means: Tensor | None, number: int) -> dict[int, Tensor]:
-        """Return the sums of the last `number` means, by the parameters' places."""
-        if means is None or not number:
-            return {}
-        rows = means[:, -number:].to(scalar_dtype(means.device)).unbind()
+    def sums(self) -> dict[int, Tensor]:
+        """Return the sums that the means of the last `run` were made of, by place."""
+        assert self.taken is not None
+        rows = self.taken.to(scalar_dtype(self.taken.device)).unbind()
         return dict(zip(self.places, torch._foreach_mul(rows, list(self._lengths))))
 
-    def run(
-        self, columns: Columns, packed: list[Packed], means: Tensor | None
-    ) -> Tensor | None:
-        """Update the parameters, and return the means over local tensors, a row for each.
-
-        `means` are those over all shards, if they are known.
-        """
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+        """Update the parameters; `means` are those over all shards, if they are known."""
         raise NotImplementedError
 
 
@@ -146,20 +142,20 @@ def run_launches(
     packed: list[Packed],
     at: list[int],
     written: Columns,
-    number: int = 0,
-) -> dict[int, Tensor]:
+    joins: bool = False,
+) -> dict[int, _Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
-    `at` are the indices of the parameters' scalars. Returns, for each parameter by its
-    place, the sums over its local tensor that the last `number` means are made of.
+    `at` are the indices of the parameters' scalars. Returns the sums of each parameter, by
+    its place, if the rule joins them.
     """
-    sums: dict[int, Tensor] = {}
-    flagged = False
+    flagged, sums = False, dict[int, Tensor]()
     for x in packed:
         flagged |= x.finite is not None
     for launch in launches:
         if not flagged:
-            sums.update(launch.sums(launch.run(columns, packed, None), number))
+            launch.run(columns, packed, None)
+            sums.update(launch.sums() if joins else ())
             continue
         flags = [packed[at[i]].finite for i in launch.places]
         tensors = chain.from_iterable(zip(launch.pick(x), flags) for x in written)
@@ -168,10 +164,11 @@ def run_launches(
             for x, flag in tensors
             if x is not None and flag is not None
         ]
-        sums.update(launch.sums(launch.run(columns, packed, None), number))
+        launch.run(columns, packed, None)
+        sums.update(launch.sums() if joins else ())
         for x, flag, old in kept:
             x.copy_(torch.where(flag, x, old))
-    return sums
+    return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at if joins else ())}
 
 
 def _align(p: Tensor, g: Tensor) -> Tensor:
@@ -201,21 +198,23 @@ class EagerLaunch(Launch):
         given = self._given(columns, packed)
         return torch.stack(leaf_means(self._rule, *given))[None]
 
-    def run(
-        self, columns: Columns, packed: list[Packed], means: Tensor | None
-    ) -> Tensor | None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameter."""
-        taken: list[Tensor] = []
+        found: list[Tensor] = []
 
         def take(measured: list[Tensor]) -> list[Tensor]:
-            known = None if means is None else means[0].to(measured[0].dtype).unbind()
-            taken[:] = known or whole_means(measured)
-            return list(taken)
+            found[:] = whole_means(measured)
+            return found
 
-        given = self._given(columns, packed)
-        new = leaf_step(self._rule, *given, self._write, take)
+        given, join = self._given(columns, packed), self._rule.join
+        own = take if means is None else _given_means(means[0])
+        new = leaf_step(self._rule, *given, self._write, own)
+        self.taken = None if join is None or not found else torch.stack(found)[None]
         write_back([x for (x,) in self.written(columns)], new)
-        return torch.stack(taken)[None] if count_sums(self._rule) and taken else None
+
+
+def _given_means(row: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+    return lambda measured: list(row.to(measured[0].dtype).unbind())
 
 
 class KernelLaunch(Launch):
@@ -267,24 +266,21 @@ class KernelLaunch(Launch):
         self._call(columns, grads, values, self._mean)
         return values[:, -self._count :]
 
-    def run(
-        self, columns: Columns, packed: list[Packed], means: Tensor | None
-    ) -> Tensor | None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         grads = self.aligned(columns)
         values = self._values(grads, packed, means)
-        taken = None if self._mean is None else values[:, -self._count :]
+        self.taken = values[:, -self._count :] if self._mean is not None else None
         measures = [self._mean] if self._mean is not None and means is None else []
         if not isinstance(self._kernel, TritonListKernel):
             self._call(columns, grads, values, *measures, self._kernel)
-            return taken
+            return
         if measures:
             self._call(columns, grads, values, *measures)
         if self._table is None or not self._in_place:
             before, after = self.addresses(columns)
             self._table = DeviceTable(grads[0].device, self._lengths, before + after)
         self._kernel.run(values, self._table, addresses(grads))
-        return taken
 
 
 class ListLaunch(Launch):
@@ -332,15 +328,13 @@ class ListLaunch(Launch):
         sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
         return sums.index_add_(0, self._rows, found * self._shares[:, None])
 
-    def run(
-        self, columns: Columns, packed: list[Packed], means: Tensor | None
-    ) -> Tensor | None:
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         own, per_row = packed[self._at], 0
         grads = self.aligned(columns)
         table = self._table(columns, grads)
         if self._mean is not None and means is None:
-            means = self.measure(columns, packed)
+            means = self.taken = self.measure(columns, packed)
         if means is None and own.on_host:
             values = own.array(self.dtype)
             at, _ = values.buffer_info()
@@ -353,7 +347,6 @@ class ListLaunch(Launch):
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
         self._kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
-        return means
 
 
 class ShardedLaunch(Launch):

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.distributed import any_distributed, shards_of, to_local
-from optimi_func.core.leaf import count_sums
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import names_in
@@ -179,14 +178,15 @@ class ClassPlan(Plan):
         moved: list[Tensor],
         write: bool,
         count: bool,
-    ) -> dict[int, Tensor]:
-        """Write every result, and if `count` is true, count the step.
+    ) -> dict[int, Any]:
+        """Write every result, and if `count` is true, count the step; return the sums.
 
         `after` are the running scalars after the step, and `moved` more tensors that share
-        memory with what is written. Returns sums that are to be joined, by place.
+        memory with what is written.
         """
         own = [*columns[:1], *columns[2:]] if write else columns[2:-1]
-        sums = run_launches(launches, columns, packed, at, own, count_sums(self.rule))
+        joins = write and self.rule.join is not None
+        parts = run_launches(launches, columns, packed, at, own, joins)
         if not any(map(_raw, launches)):
             written = moved
         elif write and count:
@@ -196,7 +196,5 @@ class ClassPlan(Plan):
             written = [x for x in chain(*own, counts, moved) if x is not None]
         raise_versions(written)
         if count:
-            self.counts.advance(
-                tensors, after if self.rule.join is None else [], packed, at
-            )
-        return sums
+            self.counts.advance(tensors, [] if joins else after, packed, at)
+        return parts

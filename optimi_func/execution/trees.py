@@ -23,7 +23,6 @@ from optimi_func.core.distributed import (
     shards_of,
     to_local,
 )
-from optimi_func.core.leaf import count_sums
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
 from optimi_func.core.storage import entry_of, names_in, state_of
 from optimi_func.execution.counts import write_scalar
@@ -34,7 +33,7 @@ from optimi_func.execution.launches import Columns, run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
-from optimi_func.execution.sums import Part, Unit, join, write_running
+from optimi_func.execution.sums import Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
@@ -66,7 +65,6 @@ class TreeStep:
         step = tree.state.step.detach()
         scalars = optimizer.scalars(tree, step, step_to_come(step))
         self._scalars, self._at, self.after = scalars
-        self._joins = self._rule.join is not None
 
     def update(
         self,
@@ -74,12 +72,12 @@ class TreeStep:
         grads: Sequence[Tensor],
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> dict[int, Part]:
+    ) -> dict[int, Any]:
         """Update leaves, of which `places` are the indices, in place by these gradients.
 
         Raises ValueError or TypeError before any write if one does not fit. `microbatches`
-        are what each is to its step, and write=False moves the state alone. Returns what
-        `end` takes, together with that of other leaves.
+        are what each is to its step, and write=False moves the state alone. What it returns
+        belongs to `end`.
         """
         states = [self._tree.states[i] for i in places]
         params = [self._tree.leaves[i] for i in places]
@@ -133,7 +131,7 @@ class TreeStep:
         targets: Columns,
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> dict[int, Part]:
+    ) -> dict[int, Any]:
         """Update leaves by their plan, into targets or, if there are none, in place."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
@@ -146,13 +144,13 @@ class TreeStep:
         launches, _ = plan.launches(self._executor, *inputs, write, check)
         x, _, *rest = targets or columns
         written = [x, *rest] if write else rest[:-1]
-        sums = run_launches(launches, *inputs, written, count_sums(self._rule))
-        flags = [packed[i].finite for i in at] if self._joins else []
-        parts = {i: (sums.get(k), f) for k, (i, f) in enumerate(zip(places, flags))}
+        joins = write and self._rule.join is not None
+        parts = run_launches(launches, *inputs, written, joins)
+        found = {places[i]: part for i, part in parts.items()}
         if targets:
-            return parts
+            return found
         if write:
-            own = places if self._rule.running._fields and not self._joins else ()
+            own = places if self._rule.running._fields and not joins else ()
             for i, k in zip(own, at):
                 for x, new in zip(self._tree.states[i].running, self.after[i]):
                     write_scalar(x, new, packed[k].finite)
@@ -160,22 +158,19 @@ class TreeStep:
             if any_distributed(self._tree.leaves):
                 written.append([self._tree.leaves[i] for i in places])
         raise_versions(_present(written))
-        return parts
+        return found
 
-    def end(self, parts: dict[int, Part], in_place: bool = True) -> Any:
-        """Return the joined running scalars after a step of these leaves, or None."""
+    def end(self, parts: dict[int, Any], in_place: bool = True) -> None:
+        """Join the running scalars, in `after` too, if these are the parts of a step."""
         if not parts:
-            return None
-        tree, coeffs = self._tree, self._scalars[self._at[0]].coeffs
-        on_host, before = tree.state.step.device.type == "cpu", tree.states[0].running
-        unit = Unit(self._rule, on_host, before, coeffs, self.after[0], [], [], [])
-        for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
-            leaf = partial(Leaf, p, s.rule_state, s.kahan_comp)
-            unit.add(p, leaf, parts.get(i))
-        (new,) = join([unit])
+            return
+        states, coeffs = self._tree.states, self._scalars[self._at[0]].coeffs
+        unit = Unit(self._rule, coeffs, self.after[0], [], [])
+        for i, (p, s) in enumerate(zip(self._tree.leaves, states)):
+            unit.add(p, partial(Leaf, p, s.rule_state, s.kahan_comp), parts.get(i))
+        self.after = join([unit]) * len(states)
         if in_place:
-            write_running([*map(list, zip(*map(_running, tree.states)))], new)
-        return new
+            write_running([s.running._asdict() for s in states], self.after[0])
 
 
 @lru_cache(32)
@@ -253,7 +248,7 @@ def _step(
         else:
             _, plan = found
         optimizer.warn(tree)
-        new = step.end(step.run(plan, places, columns, targets), in_place)
+        step.end(step.run(plan, places, columns, targets), in_place)
         if in_place:
             state.step.add_(1.0)
             return params, state
@@ -266,15 +261,15 @@ def _step(
             made = [
                 state_of(rule.state, filter(_is_given, x), c) for x, c in zip(rows, codes)
             ]
-        after = step.after if new is None else [new] * len(ps)
+        after = step.after
         if rule.running._fields:
             devices = [s.running[0].device for s in states]
             after = list(map(running_tensors, after, devices))
-        for i, moved, own, comp in zip(places, x, made, comps):
-            ps[i], states[i] = moved, LeafState(own, comp, after[i])
-        if new is not None:
+        for i, new, own, comp in zip(places, x, made, comps):
+            ps[i], states[i] = new, LeafState(own, comp, after[i])
+        if rule.join is not None:  # also those of leaves without a gradient
             rows = zip(states, after)
-            states = [LeafState(s.rule_state, s.kahan_comp, r) for s, r in rows]
+            states = [LeafState(s.rule_state, s.kahan_comp, x) for s, x in rows]
         return tree.rebuild(ps, states)
 
 

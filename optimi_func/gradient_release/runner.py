@@ -85,12 +85,12 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
-        joins = [x.name for x in self.optimizer.rules() if x.join is not None]
+        rules = self.optimizer.rules()
+        joins = [rule.name for rule in rules if rule.join is not None]
         if joins and options.clip_global_norm is not None:
             warn_user(
                 f"clip_global_norm={options.clip_global_norm} with {joins[0]}: clipping "
-                "changes the size of gradients from step to step, which misleads its "
-                "estimate of the learning rate"
+                "changes the size of gradients from step to step, which misleads d"
             )
         shards = to_local([p for p in self.params.values() if is_distributed(p)])
         if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):

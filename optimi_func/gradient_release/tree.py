@@ -8,7 +8,6 @@ from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import to_local
 from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeStep
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState
@@ -48,7 +47,7 @@ class TreeOptimizer:
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> dict[Tensor, Part]:
+    ) -> dict[Tensor, Any]:
         """Update leaves in place; `end` counts the step of the whole tree."""
         del count
         with kernel_context(params[0].device):
@@ -60,7 +59,7 @@ class TreeOptimizer:
             parts = self._step.update(places, grads, microbatches, write)
         return {p: parts[i] for p, i in zip(params, places) if i in parts}
 
-    def end(self, parts: dict[Tensor, Part], count: bool) -> None:
+    def end(self, parts: dict[Tensor, Any], count: bool) -> None:
         """End the backward's step, and count it if `count`."""
         step, self._step = self._step, None
         if step is not None and parts:
@@ -71,7 +70,7 @@ class TreeOptimizer:
                 self._state.step.add_(1.0)
 
     def rules(self) -> list[Rule[Any, Any]]:
-        """Return the rule, as of the only group."""
+        """Return the rule, as of one group."""
         return [self.optimizer.rule]
 
     def check_accumulates(self) -> None:

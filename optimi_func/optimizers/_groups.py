@@ -134,7 +134,7 @@ def likely_mistakes(
         rules, params = asked[storage]
         found += check_stored(rules, storage, params)
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
-        decay = checks.decay_mistakes([(bound.decay, bound.weight_decay)])
+        decay = checks.decay_mistakes(bound.unscaled_decays)
         found += [text for text in bound.likely_mistakes() if text not in decay]
         kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
         found += checks.stuck_moments(bound.narrow_betas) if torch.bfloat16 in kept else []
@@ -146,7 +146,7 @@ def likely_mistakes(
             )
     # One warning for all groups, with the largest value.
     decays = checks.decay_mistakes(
-        [(bound.decay, bound.weight_decay) for bound in bounds[first:]]
+        [x for bound in bounds[first:] for x in bound.unscaled_decays]
     )
     return list(dict.fromkeys([*found, *decays]))
 

@@ -26,7 +26,7 @@ from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
-from optimi_func.execution.sums import Part, Unit, join, write_running
+from optimi_func.execution.sums import Unit, join, write_running
 from optimi_func.execution.tensors import flat_leaf, is_capturing, write_back
 from optimi_func.optimizers._groups import Group, as_scalar, path_of
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -86,7 +86,7 @@ class Steps(Checkpoints):
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 
-    def _update(self, works: list[_Work], write: bool, count: bool) -> dict[Tensor, Part]:
+    def _update(self, works: list[_Work], write: bool, count: bool) -> dict[Tensor, Any]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
@@ -97,7 +97,7 @@ class Steps(Checkpoints):
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
         runs: list[Callable[[], Any]] = []
-        parts: dict[Tensor, Part] = {}
+        parts: dict[Tensor, Any] = {}
         on_host, divided = True, list[Holders]()
         for work in works:
             run, host, holders = self._prepare(work, write, count, made)
@@ -111,8 +111,8 @@ class Steps(Checkpoints):
         with nullcontext() if on_host else kernel_context(next(some)[0].device):
             if made:
                 insert_made(self.state, made)
-            for run in runs:
-                parts.update(run() or {})
+            for (_, params, _, _), run in zip(works, runs):
+                parts.update((params[i], part) for i, part in (run() or {}).items())
         return parts
 
     def _prepare(
@@ -156,9 +156,10 @@ class Steps(Checkpoints):
         if plan.distributed:
             grads = to_local(_aligned(group, params, grads))
         counts = plan.counts.now(tensors)
-        joins = bound.rule.join is not None
-        if joins:
-            running = self._running(bound, group, params, capturable, made)
+        if bound.rule.join is not None:
+            new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
+            where = params[0].device if capturable else None
+            running = self._running(bound.rule, group, [made[p] for p in new], where)
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
@@ -175,8 +176,6 @@ class Steps(Checkpoints):
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.distributed else []
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
-        if joins and write:
-            run = partial(_parts, run, params, microbatches)
         return run, host, plan.holders
 
     def _check_capture(self, group: Group, params: list[Tensor]) -> None:
@@ -245,23 +244,18 @@ class Steps(Checkpoints):
         return next((x for x in map(self.state.get, own) if x and "step" in x), None)
 
     def _running(
-        self,
-        bound: FunctionalOptimizer,
-        group: Group,
-        params: list[Tensor],
-        capturable: bool,
-        made: dict[Tensor, Entry],
+        self, rule: Rule[Any, Any], group: Group, fresh: list[Entry], device: Any
     ) -> tuple[Scalar, ...]:
-        """Return the running scalars of a group, which its new entries take over."""
-        names = bound.rule.running._fields
-        fresh = [
-            made[p] for p in params if p in made and "step" not in self.state.get(p, {})
-        ]
+        """Return a group's running scalars, on a device or as numbers (None).
+
+        New entries take them over.
+        """
+        names = rule.running._fields
         lead = self._lead(group) or fresh[0]
         for name, entry in product(names, fresh):
             entry[name].copy_(lead[name])
-        if capturable:
-            return tuple([lead[name].to(params[0].device) for name in names])
+        if device is not None:
+            return tuple([lead[name].to(device) for name in names])
         found = tuple([lead[name].item() for name in names])
         if found[0] and (given := group.get(names[0], found[0])) != found[0]:
             raise ValueError(
@@ -270,8 +264,8 @@ class Steps(Checkpoints):
             )
         return found
 
-    def end(self, parts: dict[Tensor, Part], count: bool = True) -> None:
-        """End a step: compute the running scalars that follow from sums over parameters.
+    def end(self, parts: dict[Tensor, Any], count: bool = True) -> None:
+        """End a step: join what follows from sums over parameters (see `Rule.join`).
 
         `parts` are what `update` has returned for all parameters that stepped.
         """
@@ -279,57 +273,47 @@ class Steps(Checkpoints):
             return
         homes = {id(self.group_of(p)) for p in parts}
         # In the order of the groups, because all processes send the same message.
-        found = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
-        groups = {id(unit[0]): unit for unit in found}.values()
+        every = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
+        units = {id(groups[0]): groups for groups in every}.values()
         with kernel_context(next(iter(parts)).device):
-            every = [self._unit(unit, parts) for unit in groups]
-            news = join([unit for unit, _, _ in every])
-            for some, (_, bound, entries), new in zip(groups, every, news):
-                write_running([[x[name] for x in entries] for name in new._fields], new)
-                for group in some:
-                    self._show(group, bound)
+            found = [self._unit(groups, parts) for groups in units]
+            for (_, entries), new in zip(found, join([unit for unit, _ in found])):
+                write_running(entries, new)
+            for group in chain.from_iterable(units):
+                self._show(group)
 
     def _unit(
-        self, groups: list[Group], parts: dict[Tensor, Part]
-    ) -> tuple[Unit, FunctionalOptimizer, list[Entry]]:
-        """Return the sums of groups, and the entries that keep what is made of them."""
-        capturable, first = groups[0]["capturable"], groups[0]["params"]
-        bound, lead = self.bound_of(groups[0], first, capturable), self._lead(groups[0])
-        rule, entries = bound.rule, list[Entry]()
-        assert lead is not None
-        values = [lead[name] for name in rule.running._fields]
-        on_host = not capturable and not any(map(_is_cuda, values))
-        before = rule.running(*[x.item() if on_host else x for x in values])
-        unit = Unit(rule, on_host, before, *bound.advance(1.0, before), [], [], [])
+        self, groups: list[Group], parts: dict[Tensor, Any]
+    ) -> tuple[Unit, list[Entry]]:
+        """Return the sums of groups, and the entries to keep what is made of them."""
+        first, lead, entries = groups[0], self._lead(groups[0]) or {}, list[Entry]()
+        bound = self.bound_of(first, first["params"], first["capturable"])
+        rule, values = bound.rule, [lead[name] for name in bound.rule.running._fields]
+        if not (first["capturable"] or any(map(_is_cuda, values))):
+            values = [x.item() for x in values]
+        unit = Unit(rule, *bound.advance(1.0, rule.running(*values)), [], [])
         for p in chain.from_iterable([group["params"] for group in groups]):
-            entry = self.state.get(p)
-            if entry and "step" in entry:
+            if "step" in (entry := self.state.get(p, {})):
                 entries.append(entry)
-                unit.add(p, partial(_leaf, rule, p, entry), parts.get(p))
-        return unit, bound, entries
+                leaf = partial(lambda p, entry: Leaf(p, *state_in(rule, entry)), p, entry)
+                unit.add(p, leaf, parts.get(p))
+        return unit, entries
 
-    def _show(self, group: Group, bound: FunctionalOptimizer) -> None:
-        """Show the first of a group's joined running scalars under its name."""
+    def _show(self, group: Group) -> None:
+        """Put the first of the joined running scalars into a group, under its name."""
+        bound = self.bound_of(group, group["params"], group["capturable"])
         if bound.rule.join is not None:
             name, lead = bound.rule.running._fields[0], self._lead(group)
+            _, first = bound.advance(1.0, bound.rule.running())
+            group[name] = float(first[0])
             if lead is not None and (group["capturable"] or lead[name].is_cuda):
                 group[name] = lead[name]
-                return
-            _, first = bound.advance(1.0, bound.rule.running())
-            group[name] = (lead and lead[name].item()) or float(first[0])
+            elif lead is not None:
+                group[name] = lead[name].item() or group[name]
 
     def _join_loaded(self) -> None:
-        """Make joined running scalars equal in a group: those of the entry with most."""
         for group in self.param_groups:
-            bound = self.bound_of(group)
-            names = bound.rule.running._fields if bound.rule.join is not None else ()
-            own = chain.from_iterable([x["params"] for x in self._unit_of(group)])
-            entries = [x for x in map(self.state.get, own) if x and "step" in x]
-            if names and entries:
-                top = max([tuple([x[name].item() for name in names]) for x in entries])
-                columns = [[x[name] for x in entries] for name in names]
-                write_running(columns, bound.rule.running(*top))
-            self._show(group, bound)
+            self._show(group)
 
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
         """Return the processes that divide the map of p, or None if its rule has none."""
@@ -343,21 +327,6 @@ class Steps(Checkpoints):
         while len(self._plans) >= most:
             self._plans.pop(next(iter(self._plans)), None)
         self._plans[key] = plan
-
-
-def _parts(
-    run: Callable[[], dict[int, Tensor]],
-    params: list[Tensor],
-    microbatches: list[Microbatch] | None,
-) -> dict[Tensor, Part]:
-    """Return the parts of sums of an update that runs now."""
-    sums = run()
-    flags = [x.finite for x in microbatches] if microbatches else [None] * len(params)
-    return {p: (sums.get(i), flags[i]) for i, p in enumerate(params)}
-
-
-def _leaf(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Leaf:
-    return Leaf(p.detach(), *state_in(rule, entry))
 
 
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")

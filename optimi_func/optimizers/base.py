@@ -28,11 +28,10 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, StorageLike
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.sums import Part
 from optimi_func.optimizers._fields import Fields, Params
 from optimi_func.optimizers._forms import document
 from optimi_func.optimizers._groups import (
@@ -205,9 +204,9 @@ class BaseOptimizer(Fields, Steps):
             if rule.join is not None and (name := rule.running._fields[0]) in group:
                 raise ValueError(
                     f"a group with {name}={group[name]!r}: it is computed by each step, "
-                    "and allowed is to read it"
+                    "and allowed is a group without it"
                 )
-            self._show(group, self.bound_of(group))
+            self._show(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -334,7 +333,7 @@ class BaseOptimizer(Fields, Steps):
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> dict[Tensor, Part]:
+    ) -> dict[Tensor, Any]:
         """Update parameters by the given gradients, each a part or all of a step's.
 
         Gradient release calls this; `p.grad` is neither read nor written. With write=False
@@ -354,10 +353,6 @@ class BaseOptimizer(Fields, Steps):
             gs.append(g)
             its.append(microbatch)
         return self._update(list(works.values()), write, count)
-
-    def rules(self) -> list[Rule[Any, Any]]:
-        """Return the rule of each group."""
-        return list(map(self.rule_of, self.param_groups))
 
     def check_numbers(self) -> None:
         """Raise if the next step would refuse a hyperparameter of a group."""

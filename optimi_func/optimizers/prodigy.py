@@ -88,7 +88,7 @@ def coeffs(
         *(b1, (1.0 - b1) * d, b2, (1.0 - b2) * (d * d), b3, of_s, weight, d * eps, move),
         *(d0, d_coef, growth_rate),
     )
-    return found, Running(d, d_max, b3 * running.d_numerator)
+    return found, Running(d, d_max, running.d_numerator)
 
 
 def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
@@ -112,9 +112,8 @@ def measure(
 
 
 def join(running: Running, sums: list[Scalar], c: Coeffs) -> Running:
-    """Return the running scalars after a step; `running` has d and the decayed r."""
     some = sums[1] > 0  # else all gradients have been 0 so far
-    r = running.d_numerator + sums[0]
+    r = c.beta3 * running.d_numerator + sums[0]
     estimate = c.d_coef * r / choose(some, sums[1], 1.0)
     larger = estimate > running.d_max
     d_max = choose(some, choose(larger, estimate, running.d_max), running.d_max)
@@ -170,7 +169,7 @@ prodigy_step = step_function(prodigy)
 
 
 class Prodigy(adam.AdamLike):
-    """Prodigy: Adam with a learning rate that it estimates itself.
+    """Prodigy: Adam with a learning rate d that it estimates itself.
 
         lr_t = d * lr,   m <- b1 * m + (1 - b1) * d * g
         v <- b2 * v + (1 - b2) * (d * g)^2,   s <- b3 * s + d / d0 * lr_t * g
@@ -178,22 +177,17 @@ class Prodigy(adam.AdamLike):
         p <- p - lr_t * (m / (sqrt(v) + d * eps) + weight_decay * p)
         d <- max(d, d_coef * r / sum(|s|))     sums over all parameters of a param group
 
-    with p0 the parameter before its first step, and d0 the first d. d grows for as long as
-    the gradients point back to p0 less than they point on, up to about the distance from
-    there to the solution. So leave lr at 1, with a schedule that ends at 0.
+    with p0 the parameter before its first step. d grows from d0 for as long as the
+    gradients point on, away from p0, so up to about the distance from there to the
+    solution. Leave lr at 1, with a schedule that ends at 0.
 
-    `optimizer.param_groups[i]["d"]` is the present d, for logs. d * lr is the learning rate
-    of Adam. d is computed and cannot be set: d_coef multiplies it.
+    `optimizer.param_groups[i]["d"]` is the present d, for logs. It is computed and cannot
+    be set: d_coef multiplies it. Each param group has its own. Groups that are loaded into
+    one go on with that of its first parameter.
 
-    Each param group has a d of its own, because the parts of a model need different ones.
-    share_d=True has one for all, as in the authors' package. A parameter without a gradient
-    keeps its state, and its |s| counts. As in the paper, the d at eps is that of the step
-    before, so that gradient release gives the same steps. The authors' code takes the new
-    one there.
-
-    s and, unless it is in 8 bits, v are float32 whatever the storage, because bfloat16
-    could not follow them. p0 has the parameter's dtype. Clipping by a norm changes the size
-    of gradients from step to step, which misleads d.
+    As in the paper, the d at eps is that of the step before, so that gradient release gives
+    the same steps. The authors' code takes the new one. s and, unless it is in 8 bits, v
+    are float32 whatever the storage, because bfloat16 could not follow them.
 
     Args:
         lr: Factor on d, usually a schedule from 1. Set safeguard_warmup if it warms up.
@@ -203,13 +197,14 @@ class Prodigy(adam.AdamLike):
         eps: Added to the root, times d.
         beta3: b3, in [0, 1): how much of r and s a step keeps. None: sqrt(b2).
         d0: The first d, smaller than any that could be right.
-        d_coef: Factor on the estimates of d, usually from 0.5 to 2: the way to tune it.
+        d_coef: Factor on the estimates of d, usually from 0.5 to 2.
         growth_rate: The largest factor by which d grows in a step, at least 1. It does not
             limit the step from d0 to the first estimate.
         use_bias_correction: Multiply lr_t by sqrt(1 - b2^t) / (1 - b1^t), as Adam does.
-        safeguard_warmup: Take d instead of lr_t in s, because a warmup, whose lrs are
-            small, would make s small and d large.
-        share_d: Have one d for all param groups, whose lrs should be equal.
+        safeguard_warmup: Take d instead of lr_t in s, which small lrs of a warmup would
+            make small, and d large.
+        share_d: Have one d for all param groups, as the authors' package; their lrs
+            should be equal.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

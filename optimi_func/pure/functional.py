@@ -6,8 +6,7 @@ are in `optimizers`, a file each.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
-from operator import is_
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
@@ -24,14 +23,13 @@ from optimi_func.core.checks import (
     warn,
 )
 from optimi_func.core.codes import dither_at, to
-from optimi_func.core.distributed import whole
 from optimi_func.core.leaf import (
     leaf_dtype,
     leaf_eval_point,
     leaf_move,
     leaf_step,
+    leaf_sums,
     rates,
-    resting_sums,
     whole_means,
 )
 from optimi_func.core.math import scalar_dtype
@@ -79,20 +77,6 @@ class derived(Generic[T]):
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         """Compute the value."""
         return cast(T, self) if instance is None else self._make(instance)
-
-
-def _unshared(new: Any, old: Any) -> Any:
-    """Return a state with copies of the fields that it shares with the one before."""
-    clone = partial(pytree.tree_map, Tensor.clone)
-    return type(new)(*[clone(x) if x is y else x for x, y in zip(new, old)])
-
-
-def _kept_means(
-    kept: dict[int, list[Tensor]], i: int, measured: list[Tensor]
-) -> list[Tensor]:
-    """Return the means of leaf i, and keep them."""
-    kept[i] = whole_means(measured)
-    return list(kept[i])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +290,12 @@ class FunctionalOptimizer:
                 f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
                 "corrected_decay=True)."
             )
-        return found + decay_mistakes([(self.decay, self.weight_decay)])
+        return found + decay_mistakes(self.unscaled_decays)
+
+    @property
+    def unscaled_decays(self) -> list[tuple[DecayKind, Any]]:
+        """The kind and coefficient of decay, unless the rule multiplies it too."""
+        return [(self.decay, self.weight_decay)] if self.rule.join is None else []
 
     @cached_property
     def mistakes(self) -> list[str]:
@@ -391,14 +380,16 @@ class FunctionalOptimizer:
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
         found: dict[int, Any] = {}
-        kept: dict[int, list[Tensor]] = {}
-        take: Any = whole_means
+        means: dict[int, list[Tensor]] = {}
+
+        def take(measured: list[Tensor]) -> list[Tensor]:
+            means[i] = whole_means(measured)
+            return means[i]
+
         for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):
             if g is not None:
                 leaf = Leaf(p, s.rule_state, s.kahan_comp)
                 wide = leaf_dtype(leaf, g)
-                if self.rule.join is not None:
-                    take = partial(_kept_means, kept, i)
                 now = cast(scalars[at[i]], wide, p.device)
                 if extras is not None:
                     now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
@@ -410,42 +401,30 @@ class FunctionalOptimizer:
             found = {i: adds[i](new[i]) for i in found}
         leaves, states = tree.leaves.copy(), tree.states.copy()
         for i, new in found.items():
-            own = new.state
-            if any(map(is_, own, states[i].rule_state)):
-                own = _unshared(own, states[i].rule_state)
+            # A rule may return a field as it was, and results share no memory.
+            pairs = zip(new.state, states[i].rule_state)
+            own = type(new.state)(*[x.clone() if x is y else x for x, y in pairs])
             leaves[i], states[i] = new.p, LeafState(own, new.comp, running[i])
-        if kept:
-            coeffs = [scalars[i] for i in at]
-            joined = self._join(tree, kept, coeffs, running[0], cast)
-            states = [LeafState(s.rule_state, s.kahan_comp, joined()) for s in states]
+        if self.rule.join is not None and found:
+            after = self._joined(tree, means, [scalars[i] for i in at], running[0], cast)
+            for i, s in enumerate(states):
+                own = running_tensors(after, tree.state.step.device)
+                states[i] = LeafState(s.rule_state, s.kahan_comp, own)
         return tree.rebuild(leaves, states)
 
-    def _join(
-        self,
-        tree: FlatTree,
-        means: dict[int, list[Tensor]],
-        scalars: list[Scalars],
-        advanced: Any,
-        cast: Casts,
-    ) -> Callable[[], Any]:
-        """Return a function that makes a copy of the running scalars after a step.
-
-        `means` are those of the leaves that stepped, and `scalars` those of all.
-        """
-        rule, device, rows = self.rule, tree.state.step.device, list[Tensor]()
+    def _joined(
+        self, tree: FlatTree, means: Any, scalars: list[Scalars], running: Any, cast: Casts
+    ) -> Any:
+        """Return the running scalars after a step with these means and scalars."""
+        rows: list[Tensor] = []
         for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
-            if i in means:
-                row = torch.stack([whole(x) for x in means[i]])
-                row = row.to(device, scalar_dtype(device)) * p.numel()
-            else:
-                leaf = Leaf(p, s.rule_state, s.kahan_comp)
-                now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
-                row = resting_sums(rule, leaf, now.coeffs).to(device)
-            rows.append(row)
-        sums: Any = list(torch.stack(rows).sum(0).unbind())
-        assert rule.join is not None
-        new = rule.join(advanced, sums, scalars[0].coeffs)
-        return partial(running_tensors, new, device)
+            leaf = Leaf(p, s.rule_state, s.kahan_comp)
+            now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
+            row = leaf_sums(self.rule, leaf, now.coeffs, means.get(i))
+            rows.append(row.to(tree.state.step.device))
+        sums: list[Any] = [*torch.stack(rows).sum(0).unbind()]
+        assert self.rule.join is not None
+        return self.rule.join(running, sums, scalars[0].coeffs)
 
     def eval_params(self, params: T, state: TreeState) -> T:
         """Return the parameters to evaluate the model with: the average of Schedule-Free.
@@ -510,14 +489,13 @@ class FunctionalOptimizer:
         found: list[Scalars] = []
         at: list[int] = []
         running: list[Any] = []
-        joins = self.rule.join is not None  # they are those of the first leaf in all
         lead = tree.states[0].running
-        if joins and not isinstance(t, Tensor):
+        if self.rule.join is not None and not isinstance(t, Tensor):
             lead = type(lead)(*[x.item() for x in lead])
         for k, (i, j, s) in enumerate(zip(lr_at, decay_at, tree.states)):
             before, alike = s.running, ((i,) if "lr" in own else ())
-            if joins:
-                before, alike = lead, (i,)
+            if self.rule.join is not None:
+                before, alike = lead, (i,)  # those of the first are those of all
             elif before and isinstance(t, Tensor) and not at_once:
                 alike = (k,)  # comparing them with another leaf's would synchronize
             elif before:

@@ -54,6 +54,10 @@ class Checkpoints(Optimizer):
         """Return a group's rule. Raise if a hyperparameter is out of range."""
         return self.bound_of(group).rule
 
+    def rules(self) -> list[Rule[Any, Any]]:
+        """Return the rule of each group."""
+        return list(map(self.rule_of, self.param_groups))
+
     def check_train_mode(self, what: str) -> None:
         """Raise if the parameters are not those to train: see `Evaluated`."""
 

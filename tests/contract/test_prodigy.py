@@ -340,7 +340,7 @@ def test_capturable_shows_a_tensor_and_takes_the_same_steps() -> None:
     assert torch.allclose(ours, theirs, rtol=1e-12)
 
 
-def test_groups_that_are_joined_go_on_with_the_largest_d() -> None:
+def test_groups_that_are_joined_go_on_with_the_first_d() -> None:
     """And checkpoints by name, whatever the groups were."""
     starts, targets = problem()
     names = [["a", "b"], ["c"]]
@@ -348,13 +348,15 @@ def test_groups_that_are_joined_go_on_with_the_largest_d() -> None:
     groups = [{"params": list(zip(*pair))} for pair in zip(names, ps)]
     optimizer = Prodigy(groups, **EAGER)
     train(optimizer, ps, targets, [1.0] * 12)
-    saved, top = optimizer.state_dict(), max(g["d"] for g in optimizer.param_groups)
+    saved, top = optimizer.state_dict(), optimizer.param_groups[1]["d"]
     together = [*zip(names[1], ps[1]), *zip(names[0], ps[0])]
     other = Prodigy(together, **EAGER)
     other.load_state_dict(saved)
     assert other.param_groups[0]["d"] == top
-    assert {other.state[p]["d"].item() for some in ps for p in some} == {top}
     assert other.state[ps[0][0]]["s"].equal(optimizer.state[ps[0][0]]["s"])
+    train(other, [ps[1] + ps[0]], [[*targets[1], *targets[0]]], [1.0])
+    kept = {other.state[p]["d"].item() for some in ps for p in some}
+    assert kept == {other.param_groups[0]["d"]} and min(kept) >= top
 
 
 # Options and refusals
@@ -387,6 +389,14 @@ def test_unequal_lrs_are_warned_of_if_d_is_shared() -> None:
         Prodigy(copy.deepcopy(groups[::2]), share_d=True, **EAGER)
     with pytest.warns(UserWarning, match=r"share_d=True with lrs \[0\.5, 1\.0\]"):
         Prodigy(groups, share_d=True, **EAGER)
+
+
+def test_fully_decoupled_decay_is_multiplied_by_d_and_not_warned_of() -> None:
+    p = torch.ones(3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Prodigy([p], weight_decay=0.1, decouple_lr=True, **EAGER)
+        prodigy(lr=1.0, weight_decay=0.1, decouple_lr=True).init(p)
 
 
 def test_a_group_with_lr_0_has_no_part_in_a_shared_d() -> None:

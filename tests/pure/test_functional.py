@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ pytree.register_dataclass(Net)
 
 
 def step_of(name: str):
-    return getattr(optimi_func, f"{name}_step")
+    step = getattr(optimi_func, f"{name}_step")
+    return partial(step, **USUAL) if name == "prodigy" else step
 
 
 def init_of(name: str):
@@ -195,8 +197,6 @@ def unrolled(name: str, zeros: bool):
                 more["row_beta"] = betas[1]
             if name == "adafactor":
                 more = {"eps": (eps, 10 * eps), "beta1": betas[0], "scale_parameter": True}
-            if name == "prodigy":
-                more |= USUAL
             p, state = step_of(name)(p, g, state, lr=lr, weight_decay=0.01, **more)
         return (p * p).sum()
 

@@ -77,7 +77,7 @@ def report(found: Found) -> str:
 
 def draw(found: Found) -> Axes:
     """The ratios."""
-    (axes,) = harness.axes_of(f"A SOAP step beside {REFERENCE}")
+    (axes,) = harness.axes_of(f"A SOAP step compared with {REFERENCE}")
     cells = {
         name: {way: x for way, x in row.items() if isinstance(x, dict)}
         for name, row in found["soap"].items()

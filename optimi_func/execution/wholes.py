@@ -135,14 +135,12 @@ class WholeLaunch(Launch):
         if moved and self._in_place:
             self._prepare(p, grads, directions, dict(enumerate(packed)))
         # Those of the map, whose columns are the last before the compensations.
-        end, count = (
-            len(own) // (1 if self._in_place else 2) - 1,
-            -len(self._rule.whole_fields),
-        )
-        fields = own[len(own) - 1 + count : -1]
-        for new, old in zip(fields, own[end + count : end]) if not self._in_place else ():
-            torch._foreach_copy_(new, old)
-        comps = own[end]
+        last, count = len(own) - 1, len(self._rule.whole_fields)
+        end = last if self._in_place else last // 2
+        fields, comps = own[last - count : last], own[end]
+        if not self._in_place:
+            for new, old in zip(fields, own[end - count : end]):
+                torch._foreach_copy_(new, old)
         # Directions come before the state, among the results too.
         for i in (len(own) // 2 + 2, 2) if not self._in_place else (2,):
             own.insert(i, directions)

@@ -11,13 +11,7 @@ from torch import Tensor
 from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import choose, norm, root, sqrt
-from optimi_func.core.rule import (
-    Direction,
-    MomentStorage,
-    PyTree,
-    Rule,
-    Scalar,
-)
+from optimi_func.core.rule import Direction, MomentStorage, PyTree, Rule, Scalar
 from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
@@ -51,10 +45,10 @@ class Coeffs(NamedTuple):
 class Form(NamedTuple):
     """The options that choose a rule."""
 
-    averages: bool
-    scales: bool
-    relative: bool
-    outside: bool
+    averages: bool  # by beta1
+    scales: bool  # by the parameter's RMS
+    relative: bool  # lr is the most
+    outside: bool  # eps1 is not added to squares
     machine_eps: bool
     flatten: bool
 
@@ -85,8 +79,7 @@ def coeffs(
     beta1: Scalar = 0.0,
 ) -> Coeffs:
     eps1 = 0.0 if eps[0] is None else eps[0]
-    # torch computes t**-0.5 in another way than Python.
-    share, longer = 1.0 / t**-decay_rate, lr * sqrt(t)
+    share, longer = t**decay_rate, lr * sqrt(t)
     relative = 1.0 / choose(longer > 1.0, longer, 1.0)
     numbers = eps1, eps1 * eps1, eps[1], clip_threshold, relative, beta1, 1.0 - beta1
     return Coeffs(1.0 - share, share, *numbers)

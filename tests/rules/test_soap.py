@@ -371,7 +371,7 @@ def test_bases_are_never_bfloat16() -> None:
     torch.testing.assert_close(q.mT @ q, torch.eye(8), rtol=0.0, atol=1e-5)
 
 
-def test_beside_other_rules() -> None:
+def test_with_other_rules() -> None:
     ends: list[list[Tensor]] = []
     for mixed in (True, False):
         net = model()

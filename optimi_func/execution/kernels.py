@@ -121,6 +121,11 @@ def forget() -> dict[str, Kernel]:
 _COMPILERS = r"(torch|torchgen|functorch|triton|sympy|mpmath|networkx|optimi_func)(\.|$)"
 
 
+def _threads(device: torch.device) -> int:
+    alone = device.type == "cpu" and not has_list_kernels(device)
+    return torch.get_num_threads() if alone else 0
+
+
 def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
     """Return the kernel of a key, compiled now on tensors of its own if it is new.
 
@@ -133,9 +138,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "leave it for the step, or pass compile=False"
         )
     # Rules of one digest compute the same.
-    alone = key.device.type == "cpu" and not has_list_kernels(key.device)
-    threads = torch.get_num_threads() if alone else 0
-    place = key._replace(rule=key.rule.digest or key.rule), threads
+    place = key._replace(rule=key.rule.digest or key.rule), _threads(key.device)
     found = _kernels.get(place)
     if found is None:
         if is_capturing(key.device):

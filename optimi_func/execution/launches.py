@@ -168,7 +168,9 @@ def run_launches(
         sums.update(launch.sums() if joins else ())
         for x, flag, old in kept:
             x.copy_(torch.where(flag, x, old))
-    return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at if joins else ())}
+    if not joins:
+        return {}
+    return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at)}
 
 
 def _align(p: Tensor, g: Tensor) -> Tensor:

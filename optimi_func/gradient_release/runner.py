@@ -423,7 +423,7 @@ class Runner:
             write = backward.last and not self.optimizer.optimizer_accumulation
             if params:
                 given = params, grads, microbatches, write, backward.last
-                backward.parts.update(self.update(*given))
+                backward.parts.update(self.update(*given) or ())
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names}: {error}") from error

@@ -112,7 +112,8 @@ class Steps(Checkpoints):
             if made:
                 insert_made(self.state, made)
             for (_, params, _, _), run in zip(works, runs):
-                parts.update((params[i], part) for i, part in (run() or {}).items())
+                if found := run():
+                    parts.update({params[i]: part for i, part in found.items()})
         return parts
 
     def _prepare(

@@ -272,7 +272,8 @@ class BaseOptimizer(Fields, Steps):
                 params = [p for p in params if p.grad is not None]
                 grads = [p.grad for p in params]
             works.append((group, params, grads, None))
-        self.end(self._update(works, write=True, count=True))
+        if parts := self._update(works, write=True, count=True):
+            self.end(parts)
         return loss
 
     @uncompiled

@@ -1,0 +1,166 @@
+"""Final losses of all optimizers by task, and their curves, from benchmarks/which.py."""
+
+import json
+from statistics import mean
+
+from draw import BLUE, FAINT, GREY, HERE, INK, ORANGE, chart, machine, save
+
+RESULTS = HERE.parents[1] / "benchmarks/results/cpu-xeon-processor-2-threads/which.json"
+REFERENCE = "AdamW"
+COST = "language"  # whose bytes and steps stand in the table
+DIVERGED = 1e4
+# Ratios beyond these are drawn at the edge, with an arrow.
+LEAST, MOST = 0.5, 2.0
+
+
+def order(tasks: dict) -> list[str]:
+    """Return the optimizers by their mean rank."""
+    ranks: dict[str, list[int]] = {}
+    for task in tasks.values():
+        cells = task["optimizers"]
+        for i, name in enumerate(sorted(cells, key=lambda n: mean(cells[n]["final"]))):
+            ranks.setdefault(name, []).append(i)
+    return sorted(ranks, key=lambda name: mean(ranks[name]))
+
+
+def draw(folder=HERE) -> None:
+    """A panel for each task; a row for each optimizer, a mark for each seed."""
+    found = json.loads(RESULTS.read_text())
+    tasks, names = found["tasks"], order(found["tasks"])
+    figure, panels = chart(
+        "Held-out loss beside AdamW's: better to the right",
+        "python benchmarks/which.py: AdamW's mean final loss by the optimizer's, each at "
+        "its best lr; a mark for each of "
+        f"{len(tasks['language']['optimizers'][REFERENCE]['final'])} seeds, a bar for "
+        f"their mean.\n{machine(found['machine'])}",
+        13,
+        6.4,
+        columns=len(tasks),
+    )
+    for axes, (task, about) in zip(panels, tasks.items()):
+        cells = about["optimizers"]
+        reference = mean(cells[REFERENCE]["final"])
+        shown: list[float] = []
+        for row, name in enumerate(reversed(names)):
+            values = [reference / loss for loss in cells[name]["final"]]
+            middle = reference / mean(cells[name]["final"])
+            color = BLUE if middle >= 1 else ORANGE
+            color = GREY if name == REFERENCE else color
+            inside = [min(max(x, LEAST), MOST) for x in values]
+            axes.plot(inside, [row] * len(inside), "o", color=color, alpha=0.5, ms=5)
+            axes.plot(min(max(middle, LEAST), MOST), row, "|", color=color, ms=15, mew=2.5)
+            if not LEAST <= middle <= MOST:
+                text, side = f"{middle:.0f} >", "right"
+                if middle < LEAST:
+                    text, side = f"< {middle:.1g}", "left"
+                at = MOST if middle > MOST else LEAST
+                axes.text(at, row + 0.25, text, ha=side, color=FAINT, fontsize=8)
+            shown += inside
+        axes.axvline(1, color=INK, linewidth=1.2)
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        low, high = min(*shown, 0.97) * 0.98, max(*shown, 1.03) * 1.02
+        wide = high / low > 2
+        marks = (0.5, 0.7, 1, 1.4, 2) if wide else (0.7, 0.8, 0.9, 1, 1.1, 1.2)
+        if high / low < 1.15:
+            marks = (0.96, 0.98, 1, 1.02, 1.04)
+        ticks = [x for x in marks if low < x < high]
+        axes.set_xlim(low, high)
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        first = axes is panels[0]
+        axes.set_yticks(
+            range(len(names)), list(reversed(names)) if first else [""] * len(names)
+        )
+        axes.set_title(task, fontsize=12)
+        axes.grid(alpha=0.25)
+    save(figure, "which.svg", folder)
+    curves(found, names, folder)
+
+
+def row(cells: list[str]) -> str:
+    """Return a row of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def number(loss: float | None) -> str:
+    """Format a loss; a dash if there is none."""
+    if loss is None:
+        return "-"
+    if loss >= DIVERGED:
+        return "diverged"
+    return f"{loss:.3g}" if loss < 0.1 else f"{loss:.3f}"
+
+
+def tables(found: dict) -> list[str]:
+    """Return the lines of the tables of the page."""
+    tasks = found["tasks"]
+    names = order(tasks)
+    first = [["", *tasks, "bytes", "step"], ["---"] * (len(tasks) + 3)]
+    second = [["", *tasks], ["---"] * (len(tasks) + 1)]
+    third = [["", "lr", *tasks], ["---"] * (len(tasks) + 2)]
+    fourth = [["", *tasks], ["---"] * (len(tasks) + 1)]
+    cost = tasks[COST]["optimizers"]
+    for name in names:
+        final, steps, far = [f"`{name}`"], [f"`{name}`"], [f"`{name}`"]
+        untuned = []
+        for about in tasks.values():
+            cell, reference = about["optimizers"][name], about["optimizers"][REFERENCE]
+            losses = cell["final"]
+            half = (max(losses) - min(losses)) / 2
+            final.append(f"{number(mean(losses))} ± {half:.2g}")
+            share = cell["steps"] and cell["steps"] / about["steps"]
+            pace = about["pass"] + cell["step"], about["pass"] + reference["step"]
+            text = f"{share:.2f}, {share * pace[0] / pace[1]:.2f}" if share else "-"
+            text = "1, 1" if name == REFERENCE else text
+            steps.append(text)
+            far.append(f"{number(cell['third'])}, {number(cell['three times'])}")
+            if "untuned" in cell:
+                untuned.append(number(mean(cell["untuned"]["final"])))
+                lr = f"{cell['untuned']['lr']:g}"
+        step = cost[name]["step"] / cost[REFERENCE]["step"]
+        first.append([*final, f"{cost[name]['bytes']:.1f}", f"{step:.2f}"])
+        second.append(steps)
+        fourth.append(far)
+        if untuned:
+            third.append([f"`{name}`", lr, *untuned])
+    return [row(cells) for table in (first, second, fourth, third) for cells in table]
+
+
+def curves(found: dict, names: list[str], folder=HERE) -> None:
+    """Draw the held-out loss of seed 0 at the best lr over the steps."""
+    tasks = found["tasks"]
+    figure, panels = chart(
+        "Held-out loss on the way: the best three of each task, and AdamW",
+        "python benchmarks/which.py: means over the seeds at the best lr. Others in grey.\n"
+        f"{machine(found['machine'])}",
+        13,
+        4.4,
+        columns=len(tasks),
+    )
+    styles = [(BLUE, "-"), (ORANGE, "--"), ("#1d8a66", "-.")]
+    for axes, (task, about) in zip(panels, tasks.items()):
+        cells = about["optimizers"]
+        best = sorted(names, key=lambda n: mean(cells[n]["final"]))[:3]
+        for name in names:
+            curve = [mean(x) for x in zip(*cells[name]["curves"])]
+            steps = [about["steps"] * (i + 1) / len(curve) for i in range(len(curve))]
+            color, style, width = GREY, "-", 0.6
+            if name in best:
+                (color, style), width = styles[best.index(name)], 1.8
+            elif name == REFERENCE:
+                color, style, width = INK, ":", 1.8
+            label = name if width > 1 else None
+            axes.plot(steps, curve, style, color=color, linewidth=width, label=label)
+        if about["optimizers"][REFERENCE]["curves"][0][-1] < 1e-3:
+            axes.set_yscale("log")
+        top = mean(cells[REFERENCE]["curves"][0][:2])
+        axes.set_ylim(0.95 * mean(cells[best[0]]["final"]), 1.1 * top)
+        axes.set_title(task, fontsize=12)
+        axes.set_xlabel("step")
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.25)
+    save(figure, "which_curves.svg", folder)
+
+
+if __name__ == "__main__":
+    draw()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optimi_func.core.checks import check_number, warn_user
+from optimi_func.core.checks import check_flag, check_number, warn_user
 from optimi_func.core.math import (
     choose,
     moment,
@@ -241,6 +241,8 @@ class Prodigy(adam.AdamLike):
         return alike if group["share_d"] else [group]
 
     def _warn_of_mistakes(self, first: int) -> None:
+        for group in self.param_groups:
+            check_flag("share_d", group["share_d"])
         super()._warn_of_mistakes(first)
         shared = [x["lr"] for x in self.param_groups if x["share_d"]]
         if len(lrs := {float(lr) for lr in shared} - {0.0}) > 1:

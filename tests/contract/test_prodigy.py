@@ -651,6 +651,22 @@ def test_the_start_is_exact_in_the_parameters_dtype(storage: Any) -> None:
     assert entry.get("exp_avg_sq", torch.ones(1)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("storage", [None, optimi_func.Storage(None, "8bit")], ids=str)
+def test_float16_follows_float32(storage: Any) -> None:
+    """In float16 the first moment of d * g would be 0, and d grow less."""
+    target, found = torch.randn(16, 8, dtype=DOUBLE), list[Any]()
+    large = torch.zeros(128, 64, requires_grad=True)  # which 8 bits are for
+    for dtype in (torch.float32, torch.float16):
+        p = torch.zeros(16, 8, dtype=dtype, requires_grad=True)
+        optimizer = Prodigy([p, large], storage=storage, **EAGER)
+        for _ in range(12):
+            p.grad = ((p.detach() - target) * 1e-3).to(dtype)
+            optimizer.step()
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+        found.append(optimizer.param_groups[0]["d"])
+    assert found[0] > 1e-4 and found[1] == pytest.approx(found[0], rel=0.05)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_weights_loaded_before_the_first_step_are_the_start(begun: bool) -> None:
     """Also Ranger's slow weights, which would pull the parameter back to others."""

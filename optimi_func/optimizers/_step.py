@@ -19,7 +19,7 @@ from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
 from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.owners import Holders, agree, holders_of
-from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch, Rule, Scalar
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
@@ -160,7 +160,7 @@ class Steps(Checkpoints):
         if bound.rule.join is not None:
             new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
             where = params[0].device if capturable else None
-            running = self._running(bound.rule, group, [made[p] for p in new], where)
+            running = self._running(bound, group, [made[p] for p in new], where)
             counts = [(step, running) for step, _ in counts]
         scalars, after = scalars_after(bound, counts, plan.coded)
         packed, at = pack(bound.rule, scalars, plan.counts.at, microbatches, write)
@@ -245,24 +245,26 @@ class Steps(Checkpoints):
         return next((x for x in map(self.state.get, own) if x and "step" in x), None)
 
     def _running(
-        self, rule: Rule[Any, Any], group: Group, fresh: list[Entry], device: Any
+        self, bound: FunctionalOptimizer, group: Group, fresh: list[Entry], device: Any
     ) -> tuple[Scalar, ...]:
         """Return a group's running scalars, on a device or as numbers (None).
 
         New entries take them over.
         """
-        names = rule.running._fields
-        lead = self._lead(group) or fresh[0]
+        names = bound.rule.running._fields
+        lead, host = self._lead(group) or fresh[0], device is None
         for name, entry in product(names, fresh):
             entry[name].copy_(lead[name])
-        if device is not None:
-            return tuple([lead[name].to(device) for name in names])
-        found = tuple([lead[name].item() for name in names])
-        if found[0] and (given := group.get(names[0], found[0])) != found[0]:
-            raise ValueError(
-                f"a group's {names[0]}={given!r} is computed by each step, which would "
-                f"go on from {found[0]}: allowed is to read it"
-            )
+        found = tuple([lead[x].item() if host else lead[x].to(device) for x in names])
+        given = group.get(names[0], shown := lead[names[0]])
+        # The host would wait for a tensor on a device.
+        if given is not shown and (host or not isinstance(given, Tensor)):
+            _, start = bound.advance(1.0, bound.rule.running())
+            if given != (kept := shown.item() or float(start[0])):
+                raise ValueError(
+                    f"a group's {names[0]}={given!r} is computed by each step, which would "
+                    f"go on from {kept}: allowed is to read it"
+                )
         return found
 
     def end(self, parts: dict[Tensor, Any], count: bool = True) -> None:

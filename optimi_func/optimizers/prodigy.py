@@ -4,9 +4,11 @@ import math
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_number, warn_user
+from optimi_func.core.checks import check_flag, check_number, warn_user
+from optimi_func.core.codes import is_eligible
 from optimi_func.core.math import (
     choose,
     moment,
@@ -55,6 +57,9 @@ class Coeffs(NamedTuple):
 
 
 def init(p: Tensor, kept: MomentStorage) -> State:
+    own = p.dtype if kept == "8bit" and not is_eligible(p) else kept
+    if own == torch.float16:
+        kept = torch.float32  # in float16 d * g would be 0 as long as d is small
     return State(moment(p, kept), slow_second_moment(p, kept), slow_moment(p), p.clone())
 
 
@@ -187,7 +192,8 @@ class Prodigy(adam.AdamLike):
 
     As in the paper, the d at eps is that of the step before, so that gradient release gives
     the same steps. The authors' code takes the new one. s and, unless it is in 8 bits, v
-    are float32 whatever the storage, because bfloat16 could not follow them.
+    are float32 whatever the storage, because bfloat16 could not follow them. So is m in
+    place of float16, which d * g underflows.
 
     Args:
         lr: Factor on d, usually a schedule from 1. Set safeguard_warmup if it warms up.
@@ -241,6 +247,8 @@ class Prodigy(adam.AdamLike):
         return alike if group["share_d"] else [group]
 
     def _warn_of_mistakes(self, first: int) -> None:
+        for group in self.param_groups:
+            check_flag("share_d", group["share_d"])
         super()._warn_of_mistakes(first)
         shared = [x["lr"] for x in self.param_groups if x["share_d"]]
         if len(lrs := {float(lr) for lr in shared} - {0.0}) > 1:

@@ -326,6 +326,29 @@ def test_d_cannot_be_set() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_number_for_d_raises_before_the_first_step_and_if_capturable(
+    steps: int, capturable: bool
+) -> None:
+    p = torch.ones(3, requires_grad=True)
+    optimizer = Prodigy([p], capturable=capturable, **EAGER)
+    p.grad = torch.ones(3)
+    for _ in range(steps):
+        optimizer.step()
+    before, kept = p.detach().clone(), optimizer.param_groups[0]["d"]
+    now = 1e-6 if steps == 0 else float(kept)
+    optimizer.param_groups[0]["d"] = 0.5
+    with pytest.raises(ValueError, match=rf"a group's d=0\.5 is .* go on from {now}: allo"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    optimizer.param_groups[0]["d"] = kept
+    optimizer.step()
+    assert not torch.equal(p, before)
+    optimizer.param_groups[0]["capturable"] = True  # where d is shown as a number
+    optimizer.step()
+
+
 def test_capturable_shows_a_tensor_and_takes_the_same_steps() -> None:
     _, targets = problem()
     runs: list[Any] = []
@@ -378,6 +401,13 @@ def test_refusals_name_the_option() -> None:
             prodigy(lr=1.0, **options)
     with pytest.raises((TypeError, ValueError), match="safeguard_warmup='no'"):
         prodigy(lr=1.0, safeguard_warmup="no")  # type: ignore[arg-type]
+    for share in ("no", None):
+        with pytest.raises(TypeError, match=f"share_d={share!r}: allowed are True and"):
+            Prodigy([p], share_d=share, **EAGER)  # type: ignore[arg-type]
+    optimizer = Prodigy([p], **EAGER)
+    with pytest.raises(TypeError, match="share_d='no': allowed are True and False"):
+        optimizer.add_param_group({"params": [p.detach().clone()], "share_d": "no"})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_unequal_lrs_are_warned_of_if_d_is_shared() -> None:
@@ -619,6 +649,22 @@ def test_the_start_is_exact_in_the_parameters_dtype(storage: Any) -> None:
     assert entry["p0"].dtype == BF16 and torch.equal(entry["p0"], start)
     assert entry["s"].dtype == torch.float32
     assert entry.get("exp_avg_sq", torch.ones(1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("storage", [None, optimi_func.Storage(None, "8bit")], ids=str)
+def test_float16_follows_float32(storage: Any) -> None:
+    """In float16 the first moment of d * g would be 0, and d grow less."""
+    target, found = torch.randn(16, 8, dtype=DOUBLE), list[Any]()
+    large = torch.zeros(128, 64, requires_grad=True)  # which 8 bits are for
+    for dtype in (torch.float32, torch.float16):
+        p = torch.zeros(16, 8, dtype=dtype, requires_grad=True)
+        optimizer = Prodigy([p, large], storage=storage, **EAGER)
+        for _ in range(12):
+            p.grad = ((p.detach() - target) * 1e-3).to(dtype)
+            optimizer.step()
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+        found.append(optimizer.param_groups[0]["d"])
+    assert found[0] > 1e-4 and found[1] == pytest.approx(found[0], rel=0.05)
 
 
 @pytest.mark.parametrize("begun", [False, True])

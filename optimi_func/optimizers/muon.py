@@ -175,7 +175,7 @@ def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
     if not isinstance(rows, tuple | list) or not rows or not all(map(is_triple, rows)):
         raise ValueError(
             f"Invalid ns_coefficients: ns_coefficients={coefficients!r}: allowed are three "
-            f"numbers, a list with three for each step, and {sorted(TABLES)}"
+            f"finite numbers, a list with three for each step, and {sorted(TABLES)}"
         )
     if steps is not None:
         raise ValueError(
@@ -186,8 +186,9 @@ def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
 
 
 def is_triple(x: Any) -> bool:
-    numbers = isinstance(x, tuple | list) and all(isinstance(y, float | int) for y in x)
-    return numbers and len(x) == 3
+    if not isinstance(x, tuple | list) or len(x) != 3:
+        return False
+    return all(isinstance(y, float | int) and math.isfinite(y) for y in x)
 
 
 def as_triple(x: Any) -> Triple:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -11,10 +11,18 @@ from torch import Tensor
 from optimi_func.core.checks import check_number, check_whole, value_of
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import choose, power, root, sqrt
-from optimi_func.core.rule import MomentStorage, Rule, Scalar, along_gradient
+from optimi_func.core.rule import (
+    InitOptions,
+    MomentStorage,
+    PyTree,
+    Rule,
+    Scalar,
+    along_gradient,
+)
 from optimi_func.optimizers import adam
-from optimi_func.optimizers._forms import init_function, step_function
+from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.pure.tree import TreeState
 
 # Square matrices by the dimension that they belong to.
 Squares: TypeAlias = dict[int, Tensor]
@@ -199,7 +207,20 @@ class soap(FunctionalOptimizer):
             check_whole(name, getattr(self, name), 1)
 
 
-soap_init = init_function(soap(lr=0.0).rule)
+@with_options
+def soap_init(
+    params: PyTree,
+    *,
+    max_precond_dim: int = 10000,
+    merge_dims: bool = False,
+    precondition_1d: bool = False,
+    **options: Unpack[InitOptions],
+) -> TreeState:
+    """Return fresh state for the steps' sides: see `FunctionalOptimizer.init`."""
+    own: Any = dict(max_precond_dim=max_precond_dim, merge_dims=merge_dims)
+    return soap(lr=0.0, precondition_1d=precondition_1d, **own).init(params, **options)
+
+
 soap_step = step_function(soap)
 
 

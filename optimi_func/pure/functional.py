@@ -484,6 +484,8 @@ class FunctionalOptimizer:
         lrs, lr_at = broadcast("lr", self.lr, tree)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, tree)
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
+        decay_now = {j: resolve("weight_decay", decays[j], step) for j in {*decay_at}}
+        reads = bool(own.keys() & {"lr", "weight_decay"})
         known: dict[Any, tuple[Any, Any]] = {}
         places: dict[Any, int] = {}
         found: list[Scalars] = []
@@ -493,23 +495,24 @@ class FunctionalOptimizer:
         if self.rule.join is not None and not isinstance(t, Tensor):
             lead = type(lead)(*[x.item() for x in lead])
         for k, (i, j, s) in enumerate(zip(lr_at, decay_at, tree.states)):
-            before, alike = s.running, ((i,) if "lr" in own else ())
+            before, alike = s.running, (i, j) if reads else ()
             if self.rule.join is not None:
                 before, alike = lead, (i,)  # those of the first are those of all
             elif before and isinstance(t, Tensor) and not at_once:
                 alike = (k,)  # comparing them with another leaf's would synchronize
             elif before:
-                alike = (i, *[x.item() for x in before])
+                alike = (i, j, *[x.item() for x in before])
                 if not isinstance(t, Tensor):
-                    before = type(before)(*alike[1:])
+                    before = type(before)(*alike[2:])
             if alike not in known:
-                now = own | ({"lr": lr_now[i]} if "lr" in own else {})
+                rates = {"lr": lr_now[i], "weight_decay": decay_now[j]}
+                now = own | {x: rates[x] for x in rates if x in own}
                 known[alike] = self.rule.advance(t, lr_now[i], before, now)
             coeffs, after = known[alike]
             if (alike, i, j) not in places:
-                lr, decay = lr_now[i], resolve("weight_decay", decays[j], step)
                 places[alike, i, j] = len(found)
-                found.append(Scalars(coeffs, self.rates(lr, decay, max_lr), dither_at(t)))
+                now = self.rates(lr_now[i], decay_now[j], max_lr)
+                found.append(Scalars(coeffs, now, dither_at(t)))
             at.append(places[alike, i, j])
             running.append(after)
         return found, at, running

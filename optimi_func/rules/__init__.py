@@ -58,6 +58,8 @@ class OwnRule(FunctionalOptimizer):
         """Raise if a hyperparameter is out of range, also by the class's own `check`."""
         super().check()
         for name in self.rule.numbers:
+            if name in RATES:
+                continue  # checked above, and may be a prefix of the tree
             given, usual = getattr(self, name), getattr(type(self), name, None)
             count = len(usual) if isinstance(usual, tuple) else 0
             if count and not (isinstance(given, tuple | list) and len(given) == count):

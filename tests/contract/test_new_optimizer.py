@@ -790,6 +790,41 @@ def test_a_direction_may_read_lr_and_decay() -> None:
     torch.testing.assert_close(got, p - 0.5 * (0.5 + 0.1) - 0.05)
     again = value.with_lr(0.1).step(p, p, value.init(p))[0]
     torch.testing.assert_close(again, p - 0.1 * (0.1 + 0.1) - 0.01)
+    # Of each subtree its own, in every way to give the state.
+    rates = {"lr": {"a": 0.5, "b": lambda t: 0.1}, "weight_decay": {"a": 0.0, "b": 0.1}}
+    value, tree = Reads.pure(**rates), {"a": p, "b": p}
+    got = value.step(tree, tree, value.init(tree))[0]
+    torch.testing.assert_close(got, {"a": p - 0.5 * 0.5, "b": again})
+    with pytest.raises(ValueError, match=r"lr=-1\.0"):
+        Reads.pure(lr={"a": 0.1, "b": -1.0})
+
+
+def test_groups_whose_rates_are_read_are_a_pure_step() -> None:
+    class Ramp(Optimizer):
+        class Running(NamedTuple):
+            n: float = 0.0
+
+        def coeffs(self, r: Any, lr: float, weight_decay: float):
+            return {"k": lr + weight_decay + r.n}
+
+        def direction(self, g: Tensor, c: Any, r: Any):
+            return c["k"] * g, self.Running(r.n + 1.0)
+
+    ps = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}
+    decays = {"a": 0.5, "b": 0.1}
+    groups: list[Any] = [
+        {"params": [(n, ps[n])], "weight_decay": x} for n, x in decays.items()
+    ]
+    optimizer = Ramp(groups, lr=0.1, compile=False)
+    value, state = optimizer.functional()
+    tree = {n: p.detach().clone() for n, p in ps.items()}
+    for _ in range(3):
+        for p in ps.values():
+            p.grad = torch.ones(2)
+        optimizer.step()
+        tree, state = value.step(tree, {n: torch.ones(2) for n in tree}, state)
+    assert all(torch.equal(p, tree[n]) for n, p in ps.items())
+    assert not torch.equal(ps["a"], ps["b"])
 
 
 class Lifted(Optimizer):

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
-from optimi_func import Mixed, Storage, adamw, prepare_for_gradient_release, soap, unroll
+from optimi_func import (
+    Mixed,
+    Storage,
+    adamw,
+    prepare_for_gradient_release,
+    soap,
+    soap_init,
+    soap_step,
+    unroll,
+)
 from optimi_func.compiled import soap_step_
 from optimi_func.optimizers import SOAP, AdamW
 
@@ -156,6 +165,25 @@ def test_steps_that_change_bases_take_the_kernels_of_those_that_do_not(graphs: A
         optimizer.step()
         counts.append(graphs())
     assert counts[1] == counts[-1]
+
+
+OTHER_SIDES: list[dict[str, Any]] = [
+    {"max_precond_dim": 3},
+    {"merge_dims": True, "max_precond_dim": 6},
+    {"precondition_1d": True},
+]
+
+
+@pytest.mark.parametrize("sides", OTHER_SIDES, ids=str)
+def test_soap_init_takes_the_sides_of_soap_step(sides: dict[str, Any]) -> None:
+    tree = {"w": torch.ones(4, 2, 3), "b": torch.ones(5)}
+    values = soap_init(tree, **sides), soap(lr=LR, **sides).init(tree), soap_init(tree)
+    own, want, usual = [[x.shape for x in pytree.tree_leaves(state)] for state in values]
+    assert own == want != usual
+    moved, state = soap_step(tree, tree, values[0], lr=LR, **sides)
+    soap_step(moved, tree, state, lr=LR, **sides)
+    with pytest.raises(ValueError, match="max_precond_dim=0: allowed are"):
+        soap_init(tree, max_precond_dim=0)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,16 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"ns_coefficients": "cubic"}, ValueError, "'cubic': allowed are three.*'quintic'"),
     ({"ns_coefficients": (1.0, 2.0)}, ValueError, r"\(1\.0, 2\.0\): allowed are three"),
+    (
+        {"ns_coefficients": (1.0, 2.0, float("nan"))},
+        ValueError,
+        r"nan\): allowed are three",
+    ),
+    (
+        {"ns_coefficients": [(1.0, float("inf"), 0.0)]},
+        ValueError,
+        "allowed are three finite",
+    ),
     ({"ns_coefficients": []}, ValueError, "allowed are three"),
     ({"ns_coefficients": None}, ValueError, "None: allowed are three"),
     ({"adjust_lr_fn": "rms"}, ValueError, "'rms': allowed are.*torch's None is 'original'"),

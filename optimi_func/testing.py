@@ -188,7 +188,7 @@ class _Check:
         own = {**self.value.numbers, "lr": 1.0 * self.hyper["lr"]}
         own["weight_decay"] = self.value.weight_decay
         leaves, spec = pytree.tree_flatten(own)
-        at = [i for i, x in enumerate(leaves) if type(x) is float and x]
+        at = [i for i, x in enumerate(leaves) if type(x) is float and 0 < abs(x) < inf]
         small = [i for i, p in enumerate(self.start) if 0 < p.numel() < 99]
         start, *grads = ([tree[i] for i in small] for tree in (self.start, *self.grads[:6]))
 

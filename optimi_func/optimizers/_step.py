@@ -239,7 +239,7 @@ class Steps(Checkpoints):
         """Return the groups that have the same running scalars, if their rule joins."""
         return [group]
 
-    def _lead(self, group: Group) -> Entry | None:
+    def lead_of(self, group: Group) -> Entry | None:
         """Return the entry whose running scalars are those of a group, if one has any."""
         own = chain.from_iterable([x["params"] for x in self._unit_of(group)])
         return next((x for x in map(self.state.get, own) if x and "step" in x), None)
@@ -252,7 +252,7 @@ class Steps(Checkpoints):
         New entries take them over.
         """
         names = bound.rule.running._fields
-        lead, host = self._lead(group) or fresh[0], device is None
+        lead, host = self.lead_of(group) or fresh[0], device is None
         for name, entry in product(names, fresh):
             entry[name].copy_(lead[name])
         found = tuple([lead[x].item() if host else lead[x].to(device) for x in names])
@@ -289,7 +289,7 @@ class Steps(Checkpoints):
         self, groups: list[Group], parts: dict[Tensor, Any]
     ) -> tuple[Unit, list[Entry]]:
         """Return the sums of groups, and the entries to keep what is made of them."""
-        first, lead, entries = groups[0], self._lead(groups[0]) or {}, list[Entry]()
+        first, lead, entries = groups[0], self.lead_of(groups[0]) or {}, list[Entry]()
         bound = self.bound_of(first, first["params"], first["capturable"])
         rule, values = bound.rule, [lead[name] for name in bound.rule.running._fields]
         if not (first["capturable"] or any(map(_is_cuda, values))):
@@ -306,7 +306,7 @@ class Steps(Checkpoints):
         """Put the first of the joined running scalars into a group, under its name."""
         bound = self.bound_of(group, group["params"], group["capturable"])
         if bound.rule.join is not None:
-            name, lead = bound.rule.running._fields[0], self._lead(group)
+            name, lead = bound.rule.running._fields[0], self.lead_of(group)
             _, first = bound.advance(1.0, bound.rule.running())
             group[name] = float(first[0])
             if lead is not None and (group["capturable"] or lead[name].is_cuda):

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import shown, value_of
+from optimi_func.core.leaf import leaf_dtype, leaf_sums
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import PyTree, Rates, Rule, Scalar, Scalars
+from optimi_func.core.rule import Leaf, PyTree, Rates, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
+from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
 
 class Casts:
@@ -66,6 +68,27 @@ class Casts:
         rest = [None if type(x) is float and x == none else x for x, none in usual]
         own = Rates(*map(cast, r[:kept]), *_each(convert, (*rest, *r[4:])))
         return Scalars(_each(convert, coeffs), own, cast(dither))
+
+    def joined(
+        self,
+        tree: FlatTree,
+        states: list[LeafState],
+        means: dict[int, list[Tensor]],
+        scalars: list[Scalars],
+        running: Any,
+    ) -> list[LeafState]:
+        """Return the states with the running scalars that the rule joins after a step."""
+        rows: list[Tensor] = []
+        for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
+            leaf = Leaf(p, s.rule_state, s.kahan_comp)
+            now = self(scalars[i], leaf_dtype(leaf, p), p.device)
+            row = leaf_sums(self._rule, leaf, now.coeffs, means.get(i))
+            rows.append(row.to(tree.state.step.device))
+        sums: list[Any] = [*torch.stack(rows).sum(0).unbind()]
+        assert self._rule.join is not None
+        after, device = self._rule.join(running, sums, scalars[0].coeffs), rows[0].device
+        every = [running_tensors(after, device) for _ in states]
+        return [LeafState(s.rule_state, s.kahan_comp, x) for s, x in zip(states, every)]
 
 
 @lru_cache(256)

@@ -28,7 +28,6 @@ from optimi_func.core.leaf import (
     leaf_eval_point,
     leaf_move,
     leaf_step,
-    leaf_sums,
     rates,
     whole_means,
 )
@@ -406,25 +405,8 @@ class FunctionalOptimizer:
             own = type(new.state)(*[x.clone() if x is y else x for x, y in pairs])
             leaves[i], states[i] = new.p, LeafState(own, new.comp, running[i])
         if self.rule.join is not None and found:
-            after = self._joined(tree, means, [scalars[i] for i in at], running[0], cast)
-            for i, s in enumerate(states):
-                own = running_tensors(after, tree.state.step.device)
-                states[i] = LeafState(s.rule_state, s.kahan_comp, own)
+            states = cast.joined(tree, states, means, [scalars[i] for i in at], running[0])
         return tree.rebuild(leaves, states)
-
-    def _joined(
-        self, tree: FlatTree, means: Any, scalars: list[Scalars], running: Any, cast: Casts
-    ) -> Any:
-        """Return the running scalars after a step with these means and scalars."""
-        rows: list[Tensor] = []
-        for i, (p, s) in enumerate(zip(tree.leaves, tree.states)):
-            leaf = Leaf(p, s.rule_state, s.kahan_comp)
-            now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
-            row = leaf_sums(self.rule, leaf, now.coeffs, means.get(i))
-            rows.append(row.to(tree.state.step.device))
-        sums: list[Any] = [*torch.stack(rows).sum(0).unbind()]
-        assert self.rule.join is not None
-        return self.rule.join(running, sums, scalars[0].coeffs)
 
     def eval_params(self, params: T, state: TreeState) -> T:
         """Return the parameters to evaluate the model with: the average of Schedule-Free.

@@ -18,7 +18,7 @@ from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
-from optimi_func.state.entry import ensure_state, insert_made, named_params
+from optimi_func.state.entry import check_options, ensure_state, insert_made, named_params
 from optimi_func.state.stored import decoded, has_codes, master, owned, set_master
 
 # Taken while our hooks are registered, because torch iterates over the dict of all hooks.
@@ -31,12 +31,15 @@ def counterparts_of(owner: Any) -> Counterparts:
     return getattr(value, "counterparts", None) or Counterparts()
 
 
-def _as_strings(_: Any, packed: dict[str, Any]) -> None:
-    """Save dtypes and Storage as strings.
+def _as_strings(optimizer: Any, packed: dict[str, Any]) -> None:
+    """Save dtypes and Storage as strings, and what a group shows of its state as numbers.
 
     torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
     """
-    for group in packed["param_groups"]:
+    for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
+        for name, x in (optimizer.lead_of(mine) or {}).items():
+            if group.get(name) is x:
+                group[name] = x.item()
         for name in ("state_dtype", "storage"):
             if group[name] is not None:
                 group[name] = str(group[name])
@@ -244,7 +247,7 @@ class Checkpoints(Optimizer):
             first = sum(len(group["params"]) for group in loaded)
             places = list(range(first, first + len(entries)))
             group = {**mine, **options, "params": places}
-            convert.check_options(mine, options)
+            check_options(mine, options)
             bound = self.bound_of(group)
             convert.check_kind(options, bound.decay)
             if "decouple_wd" not in mine:

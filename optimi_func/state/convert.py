@@ -345,16 +345,6 @@ def _from_bitsandbytes(saved: Entry, group: Group, names: tuple[str, ...]) -> En
     return entry
 
 
-def check_options(mine: Group, options: Group) -> None:
-    """Raise for options of another rule."""
-    theirs = {"betas", "momentum", "clip_threshold", "beta2_decay"} & {*options}
-    if theirs and not theirs & {*mine}:
-        raise ValueError(
-            f"the state's param_groups have {theirs}, which this optimizer does not take: "
-            "it is another rule's"
-        )
-
-
 def check_kind(options: Group, decay: str) -> None:
     """Warn if the kind of weight decay changes."""
     given = bool(options.get("decouple_lr")), any(map(options.get, _OUR_DECAYS))

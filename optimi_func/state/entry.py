@@ -176,3 +176,13 @@ def named_params(group: Group) -> list[tuple[str, Tensor]]:
             "model.named_parameters()"
         )
     return list(zip(group.get("param_names", ()), group["params"]))
+
+
+def check_options(mine: Group, options: Group) -> None:
+    """Raise for options of another rule."""
+    theirs = {"betas", "momentum", "clip_threshold", "beta2_decay"} & {*options}
+    if theirs and not theirs & {*mine}:
+        raise ValueError(
+            f"the state's param_groups have {theirs}, which this optimizer does not take: "
+            "it is another rule's"
+        )

@@ -115,9 +115,11 @@ class Run:
     def _attach(self) -> None:
         self.handle = None
         if self.mode.release is not None:
-            self.handle = optimi_func.prepare_for_gradient_release(
-                self.model, self.optimizer, **self.mode.release
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "clip_global_norm.* with prodigy")
+                self.handle = optimi_func.prepare_for_gradient_release(
+                    self.model, self.optimizer, **self.mode.release
+                )
 
     def _scheduled(self) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)

@@ -1,4 +1,4 @@
-"""Tables of benchmarks.md, from the numbers that are committed.
+"""Tables of benchmarks.md and which.md, from the numbers that are committed.
 
 A table stands in the page between `<!-- its name -->` and `<!-- / -->`, so that it can be
 read without a build, and a test tells when it is not that of the numbers. Each ends with its
@@ -9,12 +9,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/cpu-epyc-2-threads"
+WHICH = ROOT / "benchmarks/results/cpu-xeon-processor-2-threads/which.json"
 DATA = ROOT / "docs/pictures/data"
 Rows = list[Sequence[str]]
+PAGES = ("benchmarks.md", "which.md")
 
 
 def load(path: Path) -> Any:
@@ -207,10 +210,101 @@ def loss() -> str:
     return table(rows, source(found))
 
 
+# Of which.md
+
+
+def cells(name: str) -> dict[str, Any]:
+    """What an optimizer did, by the task."""
+    tasks = load(WHICH)["tasks"]
+    return {task: about["optimizers"][name] for task, about in tasks.items()}
+
+
+def contenders() -> list[str]:
+    """The optimizers, those first whose mean rank over the tasks is best."""
+    tasks = load(WHICH)["tasks"].values()
+    ranks: dict[str, list[int]] = {}
+    for about in tasks:
+        found = about["optimizers"]
+        for i, name in enumerate(sorted(found, key=lambda n: mean(found[n]["final"]))):
+            ranks.setdefault(name, []).append(i)
+    return sorted(ranks, key=lambda name: mean(ranks[name]))
+
+
+def loss_of(x: float | None) -> str:
+    """A loss; a dash if there is none."""
+    if x is None or x >= 1e4:
+        return "-" if x is None else "diverged"
+    return f"{x:.2g}" if x < 0.1 else f"{x:.3f}"
+
+
+def by_task(rows: Rows, before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
+    """Rows with a column for each task, other columns around them, and their source."""
+    found = load(WHICH)
+    return table([["", *before, *found["tasks"], *after], *rows], source(found))
+
+
+def which_loss() -> str:
+    """Tabulate final losses, with half their spread, bytes and the time of a step."""
+    rows: Rows = []
+    for name in contenders():
+        found = cells(name)
+        row = [f"`{name}`"]
+        for cell in found.values():
+            half = (max(cell["final"]) - min(cell["final"])) / 2
+            row.append(f"{loss_of(mean(cell['final']))} ± {half:.1g}")
+        own, reference = found["language"], cells("AdamW")["language"]
+        times = own["step"] / reference["step"]
+        rows.append([*row, f"{own['bytes']:.1f}", f"{times:.1f}"])
+    return by_task(rows, after=("bytes", "step"))
+
+
+def which_steps() -> str:
+    """Tabulate steps and time to AdamW's final loss, as shares of AdamW's."""
+    rows: Rows = []
+    tasks = load(WHICH)["tasks"]
+    for name in contenders():
+        row = [f"`{name}`"]
+        for task, cell in cells(name).items():
+            about, reference = tasks[task], cells("AdamW")[task]
+            share = (cell["steps"] or 0.0) / about["steps"]
+            pace = [about["pass"] + x["step"] for x in (cell, reference)]
+            row.append(f"{share:.2f}, {share * pace[0] / pace[1]:.2f}" if share else "-")
+        if name != "AdamW":
+            rows.append(row)
+    return by_task(rows)
+
+
+def which_lrs() -> str:
+    """Tabulate the best lr, and the losses of seed 0 at a third and at three times it."""
+    rows: Rows = []
+    for name in contenders():
+        found = cells(name).values()
+        far = [
+            f"{c['lr']:.2g}{'*' if c['at an edge'] else ''}: {loss_of(c['third'])}, "
+            f"{loss_of(c['three times'])}"
+            for c in found
+        ]
+        rows.append([f"`{name}`", *far])
+    return by_task(rows)
+
+
+def which_untuned() -> str:
+    """Tabulate the final losses of those that are said to need no tuning."""
+    rows: Rows = []
+    for name in contenders():
+        found = [cell.get("untuned") for cell in cells(name).values()]
+        known = [x for x in found if x is not None]
+        if known:
+            losses = [loss_of(mean(x["final"])) for x in known]
+            rows.append([f"`{name}`", f"{known[0]['lr']:g}", *losses])
+    return by_task(rows, before=("lr",))
+
+
 def tables() -> dict[str, str]:
-    """Every table by its name in the page."""
+    """Every table by its name in a page."""
     made = [steps, large, rules, first, host_cost, storage_errors, storage, plan]
     made += [population, train_step, loss]
+    made += [which_loss, which_steps, which_lrs, which_untuned]
     return {make.__name__: make() for make in made}
 
 

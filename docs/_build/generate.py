@@ -22,8 +22,8 @@ def files() -> dict[Path, str]:
     made[Path("reference/optimizers.md")] = reference_pages.classes()
     made[Path("reference/functional.md")] = reference_pages.pure()
     made[Path("reference/compiled.md")] = reference_pages.compiled_steps()
-    page = (DOCS / "benchmarks.md").read_text()
-    made[Path("benchmarks.md")] = benchmark_tables.filled(page)
+    for name in benchmark_tables.PAGES:
+        made[Path(name)] = benchmark_tables.filled((DOCS / name).read_text())
     return made
 
 

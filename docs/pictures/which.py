@@ -7,8 +7,6 @@ from draw import BLUE, FAINT, GREY, HERE, INK, ORANGE, chart, machine, save
 
 RESULTS = HERE.parents[1] / "benchmarks/results/cpu-xeon-processor-2-threads/which.json"
 REFERENCE = "AdamW"
-COST = "language"  # whose bytes and steps stand in the table
-DIVERGED = 1e4
 # Ratios beyond these are drawn at the edge, with an arrow.
 LEAST, MOST = 0.5, 2.0
 
@@ -75,55 +73,6 @@ def draw(folder=HERE) -> None:
         axes.grid(alpha=0.25)
     save(figure, "which.svg", folder)
     curves(found, names, folder)
-
-
-def row(cells: list[str]) -> str:
-    """Return a row of a table in Markdown."""
-    return f"| {' | '.join(cells)} |"
-
-
-def number(loss: float | None) -> str:
-    """Format a loss; a dash if there is none."""
-    if loss is None:
-        return "-"
-    if loss >= DIVERGED:
-        return "diverged"
-    return f"{loss:.3g}" if loss < 0.1 else f"{loss:.3f}"
-
-
-def tables(found: dict) -> list[str]:
-    """Return the lines of the tables of the page."""
-    tasks = found["tasks"]
-    names = order(tasks)
-    first = [["", *tasks, "bytes", "step"], ["---"] * (len(tasks) + 3)]
-    second = [["", *tasks], ["---"] * (len(tasks) + 1)]
-    third = [["", "lr", *tasks], ["---"] * (len(tasks) + 2)]
-    fourth = [["", *tasks], ["---"] * (len(tasks) + 1)]
-    cost = tasks[COST]["optimizers"]
-    for name in names:
-        final, steps, far = [f"`{name}`"], [f"`{name}`"], [f"`{name}`"]
-        untuned = []
-        for about in tasks.values():
-            cell, reference = about["optimizers"][name], about["optimizers"][REFERENCE]
-            losses = cell["final"]
-            half = (max(losses) - min(losses)) / 2
-            final.append(f"{number(mean(losses))} ± {half:.2g}")
-            share = cell["steps"] and cell["steps"] / about["steps"]
-            pace = about["pass"] + cell["step"], about["pass"] + reference["step"]
-            text = f"{share:.2f}, {share * pace[0] / pace[1]:.2f}" if share else "-"
-            text = "1, 1" if name == REFERENCE else text
-            steps.append(text)
-            far.append(f"{number(cell['third'])}, {number(cell['three times'])}")
-            if "untuned" in cell:
-                untuned.append(number(mean(cell["untuned"]["final"])))
-                lr = f"{cell['untuned']['lr']:g}"
-        step = cost[name]["step"] / cost[REFERENCE]["step"]
-        first.append([*final, f"{cost[name]['bytes']:.1f}", f"{step:.2f}"])
-        second.append(steps)
-        fourth.append(far)
-        if untuned:
-            third.append([f"`{name}`", lr, *untuned])
-    return [row(cells) for table in (first, second, fourth, third) for cells in table]
 
 
 def curves(found: dict, names: list[str], folder=HERE) -> None:

@@ -38,7 +38,7 @@ def _as_strings(optimizer: Any, packed: dict[str, Any]) -> None:
     """
     for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
         for name, x in (optimizer.lead_of(mine) or {}).items():
-            if group.get(name) is x:
+            if isinstance(x, Tensor) and group.get(name) is x:
                 group[name] = x.item()
         for name in ("state_dtype", "storage"):
             if group[name] is not None:

@@ -100,7 +100,8 @@ def test_state_dtypes() -> None:
             continue
         init = getattr(optimi_func, f"{name}_init")
         leaf = init(torch.ones(2, dtype=half)).leaves
-        assert leaf.exp_avg.dtype == half
+        # d * g of Prodigy would underflow.
+        assert leaf.exp_avg.dtype == (f32 if name == "prodigy" else half)
         if name != "lion":
             assert leaf.exp_avg_sq.dtype == f32
         assert init(torch.ones(2, dtype=bf16)).leaves.exp_avg.dtype == bf16

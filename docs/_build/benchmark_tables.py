@@ -8,6 +8,7 @@ command, machine and date; what an older file does not know of itself is given h
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,8 +21,9 @@ Rows = list[Sequence[str]]
 PAGES = ("benchmarks.md", "which.md")
 
 
+@cache
 def load(path: Path) -> Any:
-    """One file of numbers."""
+    """One file of numbers, which nobody changes."""
     return json.loads(path.read_text())
 
 

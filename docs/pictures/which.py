@@ -1,30 +1,22 @@
 """Final losses of all optimizers by task, and their curves, from benchmarks/which.py."""
 
-import json
+import sys
 from statistics import mean
 
 from draw import BLUE, FAINT, GREY, HERE, INK, ORANGE, chart, machine, save
 
-RESULTS = HERE.parents[1] / "benchmarks/results/cpu-xeon-processor-2-threads/which.json"
+sys.path.append(str(HERE.parent / "_build"))
+import benchmark_tables
+
 REFERENCE = "AdamW"
 # Ratios beyond these are drawn at the edge, with an arrow.
 LEAST, MOST = 0.5, 2.0
 
 
-def order(tasks: dict) -> list[str]:
-    """Return the optimizers by their mean rank."""
-    ranks: dict[str, list[int]] = {}
-    for task in tasks.values():
-        cells = task["optimizers"]
-        for i, name in enumerate(sorted(cells, key=lambda n: mean(cells[n]["final"]))):
-            ranks.setdefault(name, []).append(i)
-    return sorted(ranks, key=lambda name: mean(ranks[name]))
-
-
 def draw(folder=HERE) -> None:
     """A panel for each task; a row for each optimizer, a mark for each seed."""
-    found = json.loads(RESULTS.read_text())
-    tasks, names = found["tasks"], order(found["tasks"])
+    found = benchmark_tables.load(benchmark_tables.WHICH)
+    tasks, names = found["tasks"], benchmark_tables.contenders()
     figure, panels = chart(
         "Held-out loss beside AdamW's: better to the right",
         "python benchmarks/which.py: AdamW's mean final loss by the optimizer's, each at "

@@ -51,9 +51,11 @@ class Making:
             for name, x in self.defaults.items()
         }
         self.me = cls.bare({**statics, **self.scalars})
-        self.kind: Any = getattr(self.me, "State", NoState)
+        # hasattr of the class, because one of a property hides its AttributeError.
+        self.kind: Any = self._state() if hasattr(cls, "State") else NoState
         self.makers = _makers(self.name, self.kind)
-        low = torch.empty(1, dtype=torch.bfloat16, device="meta")
+        # On the meta device zeros_like would import sympy, which takes half a second.
+        low = torch.empty(1, dtype=torch.bfloat16, device="cpu")
         wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
         cls.pure.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
@@ -77,6 +79,15 @@ class Making:
             x for x in self.names("direction") if x not in self._known("direction")
         ]
         self.given |= {name: trace.input(name) for name in self.extras}
+
+    def _state(self) -> Any:
+        """Return the class's State. Raise if it is a property that raises."""
+        try:
+            return self.me.State
+        except Exception as error:
+            raise TypeError(
+                f"{self.name}.State raises {type(error).__name__}: {error}"
+            ) from error
 
     def _known(self, method: str) -> list[str]:
         """Return the names of the arguments that a method may have."""

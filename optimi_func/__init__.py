@@ -35,7 +35,7 @@ from optimi_func.utils import to_low_precision as to_low_precision
 # `functional.Number`: too general a name for the package.
 del Number  # noqa: F821
 
-_INNER = {"core", "execution", "gradient_release", "optimizers", "pure", "state", "utils"}
+_INNER = set("classes core execution gradient_release optimizers pure state utils".split())
 __all__ = sorted(n for n in {*globals()} - _INNER if n[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
 
 __version__ = "0.2.0"

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_whole
 from optimi_func.core.rule import Storage
 from optimi_func.core.storage import keeps_codes
 from optimi_func.gradient_release import prepare_for_gradient_release
-from optimi_func.optimizers.base import BaseOptimizer
 
 Tensors: TypeAlias = list[Tensor]
 _Row: TypeAlias = tuple[str, float, Callable[[], tuple[Any, Any]]]

@@ -19,7 +19,7 @@ WIDTH, MARGIN, GAP, LINE = 1000, 24, 12, 18
 PUBLIC = "public: a name to import from"
 INSIDE = "internal"
 ENGINE = "the engine: kernels, launches, plans"
-INTERNAL = ("core", "pure", "state")
+INTERNAL = ("classes", "core", "pure", "state")
 
 
 def modules() -> dict[str, list[str]]:

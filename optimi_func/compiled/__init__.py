@@ -7,10 +7,10 @@ come from the `*_init` functions there.
 """
 
 from optimi_func import functional as pure
+from optimi_func.classes.forms import compiled_functions as compiled
 from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.execution.trees import step as step
 from optimi_func.execution.trees import step_ as step_
-from optimi_func.optimizers._forms import compiled_functions as compiled
 
 adafactor_step, adafactor_step_ = compiled(pure.adafactor)
 adam_step, adam_step_ = compiled(pure.adam)

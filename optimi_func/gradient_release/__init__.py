@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_flag, check_module, warn_user
 from optimi_func.gradient_release import attached
 from optimi_func.gradient_release.handle import GradientRelease
@@ -23,7 +24,6 @@ from optimi_func.gradient_release.options import (
 )
 from optimi_func.gradient_release.replicas import ReplicaRunner, Replicas
 from optimi_func.gradient_release.runner import NO_DDP, Runner
-from optimi_func.optimizers import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 
 __all__ = [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import warn_user
 from optimi_func.core.distributed import distribute_like
 from optimi_func.gradient_release.attached import Attached, by_hook, by_model
@@ -18,7 +19,6 @@ from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseO
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
-from optimi_func.optimizers import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 

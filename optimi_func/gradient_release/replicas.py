@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
 from optimi_func.core.distributed import is_distributed
@@ -25,7 +26,6 @@ from optimi_func.gradient_release import backward as streams
 from optimi_func.gradient_release.backward import Backward, aligned
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.runner import Runner
-from optimi_func.optimizers import BaseOptimizer
 
 IN_FLIGHT = 2  # messages under way while backward goes on: more would keep more memory
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, None)

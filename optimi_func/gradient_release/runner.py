@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import is_distributed, redistribute_like, to_local
@@ -28,7 +29,6 @@ from optimi_func.gradient_release.norms import (
 )
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.tree import TreeOptimizer
-from optimi_func.optimizers import BaseOptimizer
 
 NO_DDP = (
     "DistributedDataParallel copies its buckets back into p.grad after the hooks: pass the "

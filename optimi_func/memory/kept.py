@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
 from optimi_func.core.rule import WHOLE_BATCH, StorageLike
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.trace import Counter, cast_dtype, most_alive
-from optimi_func.optimizers import BaseOptimizer
 
 # A class of this package, or a function that makes one of its optimizers in the same way.
 Factory = Callable[..., Any]

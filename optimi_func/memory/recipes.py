@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.rule import Storage, StorageLike
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
 from optimi_func.memory.kept import Factory, parse_size
 from optimi_func.memory.trace import cast_dtype
-from optimi_func.optimizers import BaseOptimizer
 
 # Storages of parameters and moments; those that lose least in a step come first.
 WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [

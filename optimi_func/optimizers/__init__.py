@@ -1,12 +1,12 @@
 """The optimizers, a file each: the rule, the pure optimizer as a value, the class."""
 
+from optimi_func.classes.base import BaseOptimizer as BaseOptimizer
 from optimi_func.optimizers.adafactor import Adafactor as Adafactor
 from optimi_func.optimizers.adam import Adam as Adam
 from optimi_func.optimizers.adam import AdamW as AdamW
 from optimi_func.optimizers.adan import Adan as Adan
 from optimi_func.optimizers.ademamix import AdEMAMix as AdEMAMix
 from optimi_func.optimizers.adopt import ADOPT as ADOPT
-from optimi_func.optimizers.base import BaseOptimizer as BaseOptimizer
 from optimi_func.optimizers.hidden import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.lamb import LAMB as LAMB
 from optimi_func.optimizers.lion import Lion as Lion

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import choose, norm, root, sqrt
 from optimi_func.core.rule import Direction, MomentStorage, PyTree, Rule, Scalar
-from optimi_func.optimizers._forms import step_function, with_options
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Counterparts

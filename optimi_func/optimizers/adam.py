@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.math import (
     moment,
     power,
@@ -22,8 +24,6 @@ from optimi_func.core.rule import (
     Rule,
     Scalar,
 )
-from optimi_func.optimizers._forms import step_function, with_options
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Counterparts

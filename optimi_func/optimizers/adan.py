@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from optimi_func.classes.base import POSITIONAL, BaseOptimizer
+from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.math import (
     choose,
     moment,
@@ -15,8 +17,6 @@ from optimi_func.core.math import (
     wide_moment,
 )
 from optimi_func.core.rule import DecayKind, Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.state.convert import Counterparts
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import (
     choose,
@@ -18,8 +20,6 @@ from optimi_func.core.math import (
     warmed,
 )
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["AdEMAMix", "ademamix", "ademamix_init", "ademamix_step"]

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.math import choose, moment
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.state.convert import Counterparts
 

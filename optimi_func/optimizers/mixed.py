@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.evaluation import Evaluated
+from optimi_func.classes.fields import Params
+from optimi_func.classes.groups import Group
 from optimi_func.core.rule import StorageLike
-from optimi_func.optimizers._evaluation import Evaluated
-from optimi_func.optimizers._fields import Params
-from optimi_func.optimizers._groups import Group
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert

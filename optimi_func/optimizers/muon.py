@@ -9,12 +9,12 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import is_differentiated, norm
 from optimi_func.core.rule import Direction, Rule, Scalar
 from optimi_func.optimizers import sgd
-from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.state.convert import Counterparts
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func.classes.forms import init_function, step_function
+from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag, check_number, warn_user
 from optimi_func.core.codes import is_eligible
 from optimi_func.core.math import (
@@ -20,8 +22,6 @@ from optimi_func.core.math import (
 )
 from optimi_func.core.rule import Direction, Means, MomentStorage, Rule, Scalar
 from optimi_func.optimizers import adam
-from optimi_func.optimizers._forms import init_function, step_function
-from optimi_func.optimizers._groups import Group
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.pure.tree import TreeState
 

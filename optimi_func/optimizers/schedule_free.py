@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from optimi_func.classes.evaluation import Evaluated
+from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import (
     choose,
@@ -24,8 +26,6 @@ from optimi_func.core.math import (
     warmed,
 )
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, along_gradient
-from optimi_func.optimizers._evaluation import Evaluated
-from optimi_func.optimizers._forms import init_function, step_function
 from optimi_func.optimizers.radam import rectification
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 

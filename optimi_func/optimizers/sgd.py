@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from optimi_func.classes.base import POSITIONAL, BaseOptimizer
+from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, moment
 from optimi_func.core.rule import (
@@ -17,8 +19,6 @@ from optimi_func.core.rule import (
     Scalar,
     gradient_rule,
 )
-from optimi_func.optimizers._forms import step_function, with_options
-from optimi_func.optimizers.base import POSITIONAL, BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Counterparts

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 import torch
 from torch import Tensor
 
+from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.checks import check_number, check_whole, value_of
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import choose, power, root, sqrt
@@ -20,7 +21,6 @@ from optimi_func.core.rule import (
     along_gradient,
 )
 from optimi_func.optimizers import adam
-from optimi_func.optimizers._forms import step_function, with_options
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState
 

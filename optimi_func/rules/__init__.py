@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_ar
 
 from torch import Tensor, optim
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.forms import check_calls
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.math import moment, second_moment, slow_moment
 from optimi_func.core.rule import PyTree, Rule
-from optimi_func.optimizers._forms import check_calls
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, derived
 from optimi_func.pure.tree import FlatTree, Rewrite, TreeState, broadcast, path_of
 from optimi_func.rules.making import NAMES, RATES, Making

@@ -11,9 +11,9 @@ from tiers import few
 from torch import Tensor
 
 from optimi_func import Adam, testing
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.math import moment, power, root, second_moment
 from optimi_func.core.rule import Direction, Rule, Scalar
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.rules import Optimizer, SecondMoment
 from optimi_func.testing import check_rule

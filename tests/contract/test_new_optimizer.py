@@ -26,9 +26,9 @@ from optimi_func import (
     population,
     prepare_for_gradient_release,
 )
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.execution import kernels
 from optimi_func.optimizers import mixed
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
 from optimi_func.transforms import chain, clip_global_norm, inject
 

@@ -153,7 +153,7 @@ def test_the_house_speaks_of_what_is_there() -> None:
 
 
 # The files that a step of AdamW runs through, after its first one.
-STEP = [f"optimizers/{name}.py" for name in ("base", "_step", "_groups")]
+STEP = [f"classes/{name}.py" for name in ("base", "step", "groups")]
 STEP += [f"execution/{name}.py" for name in ("plans", "guards", "counts", "scalars")]
 STEP += [f"execution/{name}.py" for name in ("slots", "launches", "executors")]
 STEP += [f"execution/{name}.py" for name in ("kernels", "list_kernel")]
@@ -201,9 +201,11 @@ LAYERS = [
     {"population", "state"},
     {"execution"},
     {"transforms"},
+    {"classes"},
+    {"rules"},
     {"optimizers"},
     {"functional"},
-    {"compiled", "gradient_release", "rules", "warm"},
+    {"compiled", "gradient_release", "warm"},
     {"utils", "testing"},
     {"memory"},
     {"__init__"},

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import compiled
+from optimi_func.classes.groups import as_scalar
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.rule import Rates, Scalars
 from optimi_func.execution import executors, kernels, launches, plans, scalars, trees
@@ -24,7 +25,6 @@ from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
 from optimi_func.execution.scalars import ALIGNMENT, Packed
 from optimi_func.optimizers import _step, base
-from optimi_func.optimizers._groups import as_scalar
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.pure.functional import FunctionalOptimizer
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.classes.groups import Group, as_scalar, path_of
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
 from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
@@ -28,7 +29,6 @@ from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.sums import Unit, join, write_running
 from optimi_func.execution.tensors import flat_leaf, is_capturing, write_back
-from optimi_func.optimizers._groups import Group, as_scalar, path_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.groups import Group, path_of
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func.core.leaf import leaf_eval_point
@@ -17,8 +19,6 @@ from optimi_func.core.rule import Leaf
 from optimi_func.core.storage import state_in
 from optimi_func.core.torch_private import reshard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._groups import Group, path_of
-from optimi_func.optimizers.base import BaseOptimizer
 from optimi_func.state.convert import TRAIN_PARAM
 
 

@@ -18,6 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func.classes.fields import Fields, Params
+from optimi_func.classes.forms import document
+from optimi_func.classes.groups import (
+    check_group,
+    check_modes,
+    check_torchs_own,
+    likely_mistakes,
+    path_of,
+    plain_number,
+)
+from optimi_func.classes.step import Steps, executor_of
 from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
@@ -32,17 +43,6 @@ from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.optimizers._fields import Fields, Params
-from optimi_func.optimizers._forms import document
-from optimi_func.optimizers._groups import (
-    check_group,
-    check_modes,
-    check_torchs_own,
-    likely_mistakes,
-    path_of,
-    plain_number,
-)
-from optimi_func.optimizers._step import Steps, executor_of
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 

@@ -23,7 +23,7 @@ Init = TypeVar("Init", bound=Callable[..., TreeState])
 class TreeStep(Protocol[P]):
     """`(params, grads, state, *, <hyperparameters>) -> (params, state)`."""
 
-    def __call__(
+    def __call__(  # noqa: D102
         self, params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[T, TreeState]: ...
 
@@ -31,7 +31,9 @@ class TreeStep(Protocol[P]):
 class TreeInit(Protocol):
     """`(params, *, kahan_sum, state_dtype, storage) -> TreeState`."""
 
-    def __call__(self, params: PyTree, **options: Unpack[InitOptions]) -> TreeState: ...
+    def __call__(  # noqa: D102
+        self, params: PyTree, **options: Unpack[InitOptions]
+    ) -> TreeState: ...
 
 
 def with_options(init: Init) -> Init:

@@ -1,0 +1,1 @@
+"""Optimizer classes: constructor arguments, param groups, the step, `train` and `eval`."""

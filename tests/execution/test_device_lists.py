@@ -14,6 +14,7 @@ import torch
 from cases import CLASSES, ELEMENTWISE, MEASURED
 from torch import Tensor
 
+from optimi_func.classes import base, step
 from optimi_func.execution import executors, kernels, triton_list
 from optimi_func.execution.triton_list import (
     BLOCK,
@@ -22,7 +23,6 @@ from optimi_func.execution.triton_list import (
     TritonListKernel,
     list_source,
 )
-from optimi_func.optimizers import _step, base
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -55,8 +55,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(executors, "kernel", made.kernel)
     # All addresses are 0 on meta, so any two tensors would count as tied.
     monkeypatch.setattr(executors, "split_twins", lambda updates: [updates])
-    monkeypatch.setattr(_step, "has_memory", lambda _: True)  # as a device's would
-    for module in (_step, base):
+    monkeypatch.setattr(step, "has_memory", lambda _: True)  # as a device's would
+    for module in (step, base):
         monkeypatch.setattr(module, "kernel_context", lambda _: kernels.kernel_context(CPU))
     return made
 

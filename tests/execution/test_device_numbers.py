@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import compiled
+from optimi_func.classes import base, step
 from optimi_func.classes.groups import as_scalar
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.rule import Rates, Scalars
@@ -24,7 +25,6 @@ from optimi_func.execution import executors, kernels, launches, plans, scalars, 
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
 from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.optimizers import _step, base
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -57,8 +57,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     calls: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(executors, "kernel", lambda *_: lambda *given: calls.append(given))
     # torch knows no autocast for this device.
-    monkeypatch.setattr(_step, "has_memory", lambda _: True)  # as a device's would
-    for module in (_step, base):
+    monkeypatch.setattr(step, "has_memory", lambda _: True)  # as a device's would
+    for module in (step, base):
         monkeypatch.setattr(module, "kernel_context", lambda _: kernels.kernel_context(CPU))
     return calls
 
@@ -172,9 +172,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins the capture of a CUDA graph, as far as this package can tell."""
 
     def begin() -> None:
-        for module in (_step, kernels, scalars, trees):
+        for module in (step, kernels, scalars, trees):
             monkeypatch.setattr(module, "is_capturing", lambda _: True)
-        monkeypatch.setattr(_step, "_is_cuda", lambda _: True)
+        monkeypatch.setattr(step, "_is_cuda", lambda _: True)
 
     return begin
 

@@ -23,10 +23,11 @@ from optimi_func.classes.forms import document
 from optimi_func.classes.groups import (
     check_group,
     check_modes,
-    check_torchs_own,
     likely_mistakes,
     path_of,
     plain_number,
+    take_torchs,
+    warn_of_torchs_order,
 )
 from optimi_func.classes.step import Steps, executor_of
 from optimi_func.core.checks import (
@@ -131,12 +132,12 @@ class BaseOptimizer(Fields, Steps):
         signature = cls._signature()
 
         def __init__(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:
-            # torch.optim's users may pass these with torch's defaults.
-            check_torchs_own(kwargs.pop("fused", None), kwargs.pop("differentiable", False))
+            take_torchs(kwargs, cls.factory, cls.keywords)
             (_, params), *defaults = bind_call(
                 cls.__name__, signature, args, kwargs
             ).items()
             BaseOptimizer.__init__(self, params, dict(defaults))
+            warn_of_torchs_order(signature.parameters, args)
 
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
@@ -186,6 +187,7 @@ class BaseOptimizer(Fields, Steps):
             ValueError: A hyperparameter out of its range; nothing is added then.
         """
         count = len(self.param_groups)
+        take_torchs(param_group, *self._factory_of(param_group))
         unwrapped(super().add_param_group)(param_group)
         try:
             group = self.param_groups[count]
@@ -415,7 +417,7 @@ class BaseOptimizer(Fields, Steps):
             param.grad = torch.zeros_like(param.grad)
 
     def __repr__(self) -> str:
-        """Return what differs from the defaults, and each group's executor and dtypes."""
+        """Return hyperparameters, changed options, and each group's executor and dtypes."""
         lines, usual = [f"{type(self).__name__} ("], dict[str, inspect.Parameter]()
         for made in (FunctionalOptimizer, type(self)):
             usual |= inspect.signature(made).parameters
@@ -426,8 +428,9 @@ class BaseOptimizer(Fields, Steps):
             found = {"params": len(group["params"]), "dtypes": ", ".join(sorted(kinds))}
             found["runs"] = _RUNS.get(how := executor_of(group), how)
             for k, x in sorted(group.items()):
-                known = k in usual and k not in ("params", "lr", "weight_decay")
-                if k != "param_names" and not (known and str(x) == str(usual[k].default)):
+                default = usual[k].default if k in usual else inspect.Parameter.empty
+                number = type(default) in (float, int, tuple)
+                if k != "param_names" and (number or str(x) != str(default)):
                     found.setdefault(k, x)
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in found.items()]]
         return "\n".join([*lines, ")"])

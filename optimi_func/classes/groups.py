@@ -4,7 +4,7 @@ A group is torch.optim's dict of parameters, hyperparameters under torch's names
 options about how the step runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,6 +16,9 @@ from optimi_func.core.rule import Storage
 from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Group
+
+# Options of torch.optim's classes that this package's have under other names.
+_TORCHS = ("fused", "differentiable", "decoupled_weight_decay")
 
 
 def plain_number(x: Any) -> Any:
@@ -35,17 +38,49 @@ def plain_number(x: Any) -> Any:
     return x
 
 
-def check_torchs_own(fused: Any, differentiable: Any) -> None:
-    """Raise if torch.optim's options fused or differentiable are true."""
-    if fused:
+def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) -> None:
+    """Replace options that only torch.optim has, in a call or in a group, by ours.
+
+    `keywords` are those of the factory.
+    """
+    theirs = {k: given[k] for k in _TORCHS if k in given and k not in keywords}
+    new = {"compile": True} if theirs.get("fused") else {}
+    if theirs.get("differentiable"):
         raise ValueError(
-            f"fused={fused!r}: allowed are None and False. compile=True is this package's "
-            "fused step, and it is the default where a compiler is found"
-        )
-    if differentiable:
-        raise ValueError(
-            f"differentiable={differentiable!r}: allowed is False. The pure functions are "
+            "differentiable=True: allowed is False. The pure functions are "
             "differentiable: optimi_func.adamw_step and its kin, and optimi_func.unroll"
+        )
+    if new and (given.get("foreach") or given.get("compile") is False):
+        other = "foreach=True" if given.get("foreach") else "compile=False"
+        raise ValueError(f"fused=True asks for the compiled step, {other} for another")
+    if (asked := theirs.get("decoupled_weight_decay")) is not None:
+        ours = getattr(factory, "usual", "") != "l2"  # of optimizers without the option
+        if "decouple_wd" in keywords:
+            ours = given.get("decouple_wd", asked)
+            new["decouple_wd"] = asked
+        if ours != asked:
+            raise ValueError(
+                f"decoupled_weight_decay={asked} is torch.optim's name of decouple_wd, "
+                f"which is {ours} here: allowed is {ours}"
+            )
+    for name in theirs:
+        del given[name]
+    for name, x in new.items():
+        given[name] = x
+
+
+def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
+    """Warn of positional arguments that are probably in torch.optim's order."""
+    first, *order = [*known][2:5]
+    decay, x = [*args[3:5], None, None][:2]
+    small = isinstance(decay, Real) and 0 < float(decay) <= 1e-7
+    found = order[1:] == ["eps"] and (x == 0 or (small and (x or 0.0) < 1e-3))
+    number = isinstance(x, Real) and not isinstance(x, bool)
+    if order[0] == "weight_decay" and (found or (number and order[1] == "dampening")):
+        checks.warn_user(
+            f"weight_decay={decay}, {order[1]}={x} by position: torch.optim's positional "
+            f"order is (lr, {first}, {order[1]}, weight_decay), ours (lr, {first}, "
+            f"weight_decay, {order[1]}). Pass them by name"
         )
 
 

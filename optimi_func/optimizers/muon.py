@@ -260,7 +260,7 @@ class muon(FunctionalOptimizer):
     ns_coefficients: Any = TABLES["standard"][0]
     eps: Number = 1e-7
     ns_steps: int | None = None
-    adjust_lr_fn: str = "match_rms_adamw"
+    adjust_lr_fn: str | None = "match_rms_adamw"
     ns_dtype: torch.dtype | str | None = None
     split: Any = None
 
@@ -273,15 +273,15 @@ class muon(FunctionalOptimizer):
         """The constants of the map of directions."""
         table = as_table(self.ns_coefficients, self.ns_steps)
         dtype, split = as_dtype(self.ns_dtype), as_split(self.split)
-        return Iteration(table, self.adjust_lr_fn, dtype, split)
+        return Iteration(table, self.adjust_lr_fn or "original", dtype, split)
 
     def check(self) -> None:
         super().check()
         check_number("momentum", "momentum", self.momentum, below=1.0)
-        if self.adjust_lr_fn not in SCALES:
+        if self.adjust_lr_fn not in (None, *SCALES):
             raise ValueError(
                 f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
-                f"{list(SCALES)}; torch's None is 'original'"
+                f"{list(SCALES)} and None, which is 'original'"
             )
         self.rule  # noqa: B018  # computing it checks the other options
 
@@ -316,7 +316,7 @@ class Muon(BaseOptimizer):
         eps: The smallest norm to divide by.
         ns_steps: Number of steps with the same a, b, c; None: 5.
         adjust_lr_fn: s of an m x n matrix: "match_rms_adamw", 0.2 sqrt(max(m, n)), with
-            which AdamW's lr and decay serve; "original" (torch's default),
+            which AdamW's lr and decay serve; "original" or None (torch's default),
             sqrt(max(1, m / n)); "rms_to_rms", sqrt(m / n).
         ns_dtype: Dtype of the iteration. None: float32 on CPU, else bfloat16; float64 if
             the arithmetic is. A step that is differentiated takes at least float32.
@@ -352,7 +352,7 @@ class Muon(BaseOptimizer):
     ns_coefficients: InitVar[Any] = TABLES["standard"][0]
     eps: InitVar[float] = 1e-7
     ns_steps: InitVar[int | None] = None
-    adjust_lr_fn: InitVar[str] = "match_rms_adamw"
+    adjust_lr_fn: InitVar[str | None] = "match_rms_adamw"
     _: KW_ONLY
     ns_dtype: InitVar[torch.dtype | str | None] = None
     split: InitVar[int | tuple[int, ...] | None] = None

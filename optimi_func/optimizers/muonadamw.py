@@ -25,7 +25,7 @@ def MuonAdamW(  # noqa: D417
     momentum: float = 0.95,
     nesterov: bool = True,
     ns_coefficients: Any = TABLES["standard"][0],
-    adjust_lr_fn: str = "match_rms_adamw",
+    adjust_lr_fn: str | None = "match_rms_adamw",
     ns_dtype: torch.dtype | str | None = None,
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-6,

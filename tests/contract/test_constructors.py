@@ -262,7 +262,7 @@ def test_a_misspelt_key_of_a_group_is_told() -> None:
 
 
 def test_repr_says_how_a_group_runs_and_what_is_kept() -> None:
-    """Without options that have their default; a changed one and others' keys are there."""
+    """With hyperparameters and others' keys, without options that have their default."""
     model = nn.Linear(128, 64).bfloat16()
     named = [{"params": model.named_parameters(), "lr_scale": 0.5}]
     optimizer = AdamW(named, lr=0.1, storage="compact", betas=(0.9, 0.95), **EAGER)
@@ -273,6 +273,7 @@ Parameter Group 0
     runs: eager
     betas: (0.9, 0.95)
     compile: False
+    eps: 1e-06
     lr: 0.1
     lr_scale: 0.5
     storage: compact
@@ -293,7 +294,9 @@ Parameter Group 0
     assert "rule: muon" in repr(both) and "nesterov: False" in repr(both)
     assert "maximize" not in repr(both)
     alone = Muon([nn.Parameter(torch.ones(2, 2))], lr=0.1, nesterov=False)
-    assert "nesterov: False" in repr(alone) and "momentum" not in repr(alone)
+    assert "nesterov: False" in repr(alone) and "momentum: 0.95" in repr(alone)
+    assert "betas: (0.9, 0.99)\n    eps: 1e-06\n    lr: 0.001" in repr(AdamW([W]))
+    assert "amsgrad" not in repr(AdamW([W])) and "max_lr" not in repr(AdamW([W]))
     alone.param_groups[0]["lr"] = -1.0
     assert "lr: -1.0" in repr(alone)
 

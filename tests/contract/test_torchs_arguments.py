@@ -1,6 +1,7 @@
 """What torch.optim's classes take, as configuration files and trainers pass it."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from cases import CLASSES, MATRICES, NAMES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optimi_func import SGD, Adam, AdamW, RAdam
+from optimi_func import SGD, Adam, AdamW, Lion, Mixed, Muon, RAdam, adam
+from optimi_func.rules import Optimizer
 
 EAGER = {"compile": False}
 
@@ -76,15 +78,148 @@ def test_defaults_are_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_and_differentiable_as_torch_has_them_by_default(name: str) -> None:
+def test_fused_asks_for_the_compiled_step(name: str) -> None:
     for fused in (None, False):
-        CLASSES[name](params(), lr=0.1, fused=fused, differentiable=False)
-    with pytest.raises(
-        ValueError, match=r"fused=True: allowed are None and False.*compile"
+        made = CLASSES[name](params(), lr=0.1, fused=fused, differentiable=False)
+        assert made.param_groups[0]["compile"] is None
+        CLASSES[name](params(), lr=0.1, fused=fused, **EAGER)
+    for made in (
+        CLASSES[name](params(), lr=0.1, fused=True),
+        CLASSES[name]([{"params": params(), "fused": True}], lr=0.1),
+        CLASSES[name]([{"params": params(), "fused": True}], lr=0.1, **EAGER),
     ):
-        CLASSES[name](params(), lr=0.1, fused=True)
+        assert made.param_groups[0]["compile"] is True and "runs: compiled\n" in repr(made)
+        assert "fused" not in made.param_groups[0]
+    for other in ({"compile": False}, {"foreach": True}):
+        text = "fused=True asks for the compiled step, {}={} for another"
+        with pytest.raises(ValueError, match=text.format(*next(iter(other.items())))):
+            CLASSES[name](params(), lr=0.1, fused=True, **other)
+        with pytest.raises(ValueError, match=text.format(*next(iter(other.items())))):
+            CLASSES[name]([{"params": params(), "fused": True, **other}], lr=0.1)
     with pytest.raises(ValueError, match=r"differentiable=True.*pure functions"):
         CLASSES[name](params(), lr=0.1, differentiable=True)
+
+
+def moved(cls: Any, groups: Any, **options: Any) -> float:
+    (p,) = groups[0]["params"]
+    optimizer = cls(groups, **options)
+    for i in range(7):  # RAdam's first steps add decay of either kind alike
+        p.grad = torch.full_like(p, 0.5 - i)
+        optimizer.step()
+    return p.detach()[0, 0].item()
+
+
+@pytest.mark.parametrize("cls", [Adam, RAdam])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("in_group", [True, False])
+def test_decoupled_weight_decay_is_torchs(cls: Any, decoupled: bool, in_group: Any) -> None:
+    theirs = getattr(torch.optim, cls.__name__)
+    same = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.3}
+    own = {"decoupled_weight_decay": decoupled}
+    group, rest = (own, {}) if in_group else ({}, own)
+    expected = moved(theirs, [{"params": params(), **group}], **same, **rest)
+    found = moved(cls, [{"params": params(), **group}], **same, **rest, **EAGER)
+    other = {"decoupled_weight_decay": not decoupled}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert abs(moved(cls, [{"params": params()}], **same, **other, **EAGER) - found) > 1e-3
+
+
+def test_decoupled_weight_decay_of_other_optimizers() -> None:
+    class Coupled(Optimizer, decay="l2"):
+        def direction(self, g: torch.Tensor) -> Any:
+            return g.sign()
+
+    def made(cls: Any, **options: Any) -> Any:
+        return cls([{"params": params(), **options}], lr=0.1).param_groups[0]
+
+    key = "decoupled_weight_decay"
+    assert key not in made(AdamW, **{key: True})  # torch's AdamW has it in its groups
+    assert key not in made(Coupled, **{key: False})
+    assert made(Adam, decouple_wd=True, **{key: True})["decouple_wd"] is True
+    for cls, options, text in (
+        (AdamW, {key: False}, f"{key}=False .* decouple_wd, which is True here: allowed"),
+        (Coupled, {key: True}, f"{key}=True .*, which is False here: allowed is False"),
+        (Adam, {key: True, "decouple_wd": False}, f"{key}=True .*, which is False here"),
+    ):
+        given = dict(options)
+        with pytest.raises(ValueError, match=text):
+            made(cls, **options)
+        with pytest.raises(ValueError, match=text):
+            cls(params(), lr=0.1, **given)
+        assert given == options
+    ps = [("a", torch.nn.Parameter(torch.ones(1, 3)))]
+    mixed = Mixed([{"params": ps, key: True, "fused": True}], ("*", adam(lr=0.1)))
+    assert mixed.param_groups[0]["decouple_wd"] is mixed.param_groups[0]["compile"] is True
+
+
+B, OURS = (0.9, 0.999), (0.9, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "text"),
+    [
+        (Adam, (1e-3, B, 1e-8, 1e-4), r"weight_decay=1e-08, eps=0\.0001 by position"),
+        (
+            AdamW,
+            (1e-3, B, 1e-8),
+            r"order is \(lr, betas, eps, weight_decay\), ours \(lr, b",
+        ),
+        (AdamW, (1e-3, B, 1e-7), "weight_decay=1e-07"),
+        (AdamW, (1e-3, B, 1e-5, 0), "weight_decay=1e-05, eps=0 by position"),
+        (AdamW, (1e-3, B, 1e-8, 1e-2), "eps=0.01 is unusually large"),
+        (RAdam, (1e-3, B, 1e-8, 0.0), "weight_decay=1e-08"),
+        (
+            SGD,
+            (0.1, 0.9, 0, 5e-4, True),
+            r"=0\.0005 by .*ours \(lr, momentum, weight_decay, d",
+        ),
+        (SGD, (0.1, 0.9, 5e-4, 0), "weight_decay=0.0005, dampening=0 by position"),
+    ],
+    ids=str,
+)
+def test_torchs_positional_order_warns_once(cls: Any, given: Any, text: str) -> None:
+    with pytest.warns(UserWarning, match=text) as found:
+        cls(params(), *given)
+    assert len(found) == 1 and found[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "named"),
+    [
+        (AdamW, (1e-3, OURS, 0.01, 1e-8), {}),
+        (AdamW, (1e-3, OURS, 0.0, 1e-8), {}),
+        (AdamW, (1e-3, OURS), {"weight_decay": 1e-8, "eps": 0}),
+        (SGD, (0.1, 0.9, 5e-4, True), {}),
+        (SGD, (0.1, 0.9, 5e-4, False, True), {}),
+        (SGD, (0.1, 0.9), {"dampening": 0.1}),
+        (Lion, (1e-3, OURS, 1e-8), {}),  # torch has none
+        (Muon, (1e-3, 1e-8, 0.9), {}),  # in torch's order
+    ],
+    ids=str,
+)
+def test_our_order_and_names_do_not_warn(cls: Any, given: Any, named: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls(params(), *given, **named)
+
+
+def test_muons_adjust_lr_fn_of_none_is_torchs() -> None:
+    """A tall matrix, whose factor is not 1."""
+    found: list[torch.Tensor] = []
+    for cls, how in (
+        (torch.optim.Muon, {}),
+        (Muon, EAGER | {"ns_dtype": "bfloat16"}),
+        (Muon, EAGER | {"ns_dtype": "bfloat16", "adjust_lr_fn": "match_rms_adamw"}),
+    ):
+        p = torch.nn.Parameter(torch.ones(8, 2))
+        p.grad = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        cls([p], **{"lr": 0.1, "adjust_lr_fn": None, **how}).step()
+        found.append(p.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-3)
+    assert (found[2] - found[0]).abs().max() > 0.02
+    ours = Muon([torch.nn.Parameter(torch.ones(8, 2))], adjust_lr_fn=None, **EAGER)
+    ours.init_state()
+    assert ours.torch_state_dict()["param_groups"][0]["adjust_lr_fn"] is None
 
 
 @pytest.mark.parametrize(

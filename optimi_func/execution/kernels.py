@@ -167,19 +167,20 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
-        if (found := store.find(entry)) and native() is not None:
-            made = ListKernel(found[0], *found[1])
-            if agree(made, run, _example(key, count, TRIAL), 0.5):
-                return made
         timer = Timer(store.PATIENCE, store.tell, (key.name, bool(entry)))
         timer.start()
         try:
-            made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
+            with store.alone(entry):
+                if (found := store.find(entry)) and native() is not None:
+                    made = ListKernel(found[0], *found[1])
+                    if agree(made, run, _example(key, count, TRIAL), 0.5):
+                        return made
+                made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
+                if isinstance(made, ListKernel):
+                    path, *facts = made.made_of
+                    store.keep(entry, path, facts)
         finally:
             timer.cancel()
-    if isinstance(made, ListKernel):
-        path, *facts = made.made_of
-        store.keep(entry, path, facts)
     return made
 
 

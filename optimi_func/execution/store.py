@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from ctypes import CDLL
 from functools import cache
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -29,6 +31,9 @@ VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
 LOADED = "/proc/self/fd"  # the folder of what `find` returns
 LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
+WAIT = 300.0  # seconds of waiting for another process that compiles the same
+PAUSE = 0.05  # seconds between two looks at its lock
+OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
 # Variables that Inductor reads at its import, and those that are read later.
 _READ_ONCE = (
     *("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCH_INDUCTOR_", "AOT", "CXX"),
@@ -44,6 +49,7 @@ _PROCESSOR = (
 
 _log = logging.getLogger("optimi_func")
 _said: set[str] = set()
+_slashes = count(2)
 _started = time.time()
 
 
@@ -58,7 +64,10 @@ def folder() -> Path | None:
 
 
 def find(key: str) -> tuple[str, Any] | None:
-    """Return the path of a checked copy in memory, and facts; None if none is sound."""
+    """Load a checked copy. Return the path it is loaded as, and facts, or None.
+
+    The path is one that only this process's loader knows; there is no file any more.
+    """
     try:
         if not key or (place := folder()) is None or not _is_own(place, os.stat(place)):
             return None
@@ -74,12 +83,14 @@ def find(key: str) -> tuple[str, Any] | None:
             return None
         end = -4 - int.from_bytes(text[-4:], "big")
         facts = json.loads(text[end:-4])
-        # It stays open: the loader would take another of the same number for this one.
-        copy = os.memfd_create(key)
-        with open(copy, "wb", closefd=False) as file:
+        with open(os.memfd_create(key), "wb") as file:
             file.write(text[:end])
-        CDLL(f"{LOADED}/{copy}")  # raises if files in memory cannot be run
-        return f"{LOADED}/{copy}", facts
+            file.flush()
+            # The loader takes a path that it knows for the library that it knows by it, and
+            # the file's number is free again as soon as somebody closes it.
+            name = f"{LOADED}{'/' * next(_slashes)}{file.fileno()}"
+            CDLL(name)  # raises if files in memory cannot be run
+        return name, facts
     except (OSError, ValueError, RuntimeError):
         return None
 
@@ -87,11 +98,12 @@ def find(key: str) -> tuple[str, Any] | None:
 def keep(key: str, library: str, facts: Any) -> None:
     """Write an entry of a library, or leave it if that fails."""
     try:
-        if not key or (place := folder()) is None:
+        if not key or (place := _made()) is None:
             return
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_own(place, os.stat(place)):
-            return
+        for part in place.glob("[0-9a-f]" * 64 + ".so.*"):
+            with suppress(FileNotFoundError):
+                if part.lstat().st_mtime < time.time() - OLD:  # Its writer was killed.
+                    part.unlink()
         words = json.dumps(facts).encode()
         text = Path(library).read_bytes() + words + len(words).to_bytes(4, "big")
         handle, new = tempfile.mkstemp(dir=place, prefix=f"{key}.so.")
@@ -104,6 +116,55 @@ def keep(key: str, library: str, facts: Any) -> None:
             raise
     except (OSError, RuntimeError) as error:
         _log.info("a compiled step was not kept: %s", error)
+
+
+def _made() -> Path | None:
+    """Return the store's folder, made now if new, or None if it is not this user's."""
+    if (place := folder()) is None:
+        return None
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place if _is_own(place, os.stat(place)) else None
+
+
+@contextmanager
+def alone(key: str) -> Generator[None]:
+    """Wait while another process compiles an entry, else let others wait for this one.
+
+    A process that dies lets go. Where nothing can be locked, all go on.
+    """
+    lock = None
+    with suppress(OSError, RuntimeError):
+        if key and (place := _made()) is not None and not (place / f"{key}.so").exists():
+            lock = _locked(place / f"{key}.so.lock")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            with suppress(OSError):
+                os.unlink(lock.name)
+            lock.close()
+
+
+def _locked(path: Path) -> TextIO | None:
+    """Lock a new file. Return None if another process had it and is done, or takes long."""
+    import fcntl  # which Windows does not have
+
+    mode = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = open(path, "w", opener=lambda name, _: os.open(name, mode, 0o600))
+    end = time.monotonic() + WAIT
+    with suppress(OSError):
+        while time.monotonic() < end:
+            with suppress(BlockingIOError):
+                # Unlike flock's, this lock does not live on in children of this process.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_nlink:
+                    return file
+                break  # It was removed: the other has kept an entry, or could not.
+            time.sleep(PAUSE)
+        else:
+            _log.info("%s is locked for more than %d s: a step is compiled", path, WAIT)
+    file.close()
+    return None
 
 
 def _is_own(path: Path, about: os.stat_result) -> bool:

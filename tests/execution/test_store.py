@@ -1,5 +1,7 @@
 """The store of compiled steps: what is loaded, what never is, and what a key depends on."""
 
+import ctypes
+import fcntl
 import functools
 import logging
 import os
@@ -7,9 +9,12 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,9 +45,18 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+_loaded: list[bytes] = []
+
+
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(store, "CDLL", lambda path: None)  # It is none.
+    _loaded.clear()  # It cannot be loaded, only read.
+
+    def read(name: str) -> None:
+        with open(name, "rb") as file:
+            _loaded.append(file.read())
+
+    monkeypatch.setattr(store, "CDLL", read)
     path = tmp_path / "library.so"
     path.write_bytes(CODE)
     return str(path)
@@ -66,12 +80,11 @@ def entry(place: Path, key: str = KEY) -> Path:
 def test_an_entry_is_found(place: Path, library: str) -> None:
     assert store.find(KEY) is None
     store.keep(KEY, library, [[1, 2], "x"])
-    path, facts = store.find(KEY) or ("", None)
-    assert facts == [[1, 2], "x"]
-    assert Path(path).read_bytes() == CODE
-    # What is loaded later is what was checked.
+    _, facts = store.find(KEY) or ("", None)
+    # What is loaded is what was checked.
+    assert facts == [[1, 2], "x"] and _loaded == [CODE]
     cut(entry(place))
-    assert Path(path).read_bytes() == CODE and store.find(KEY) is None
+    assert store.find(KEY) is None and _loaded == [CODE]
     store.keep(KEY, library, None)
     assert place.stat().st_mode & 0o777 == 0o700
     assert entry(place).stat().st_mode & 0o777 == 0o600
@@ -234,6 +247,122 @@ def test_the_folder_is_where_the_environment_says(monkeypatch: Any, tmp_path: Pa
     assert found(HOME="here") is None  # not a folder of the working directory
     # Without HOME the system knows the user's.
     assert found() is not None
+
+
+def test_a_part_of_a_killed_writer_is_removed(place: Path, library: str) -> None:
+    store.keep(KEY, library, None)
+    names = [f"{KEY}.so.abcd1234", f"{OTHER}.so.lock", f"{OTHER}.so.new", "libother.so.1"]
+    for name in names:
+        (place / name).touch()
+        if not name.endswith("new"):
+            os.utime(place / name, (0, time.time() - store.OLD - 60))
+    store.keep(OTHER, library, None)
+    entries = [f"{KEY}.so", f"{OTHER}.so"]
+    assert sorted(x.name for x in place.iterdir()) == sorted([*entries, *names[2:]])
+
+
+def test_a_number_that_was_closed_is_not_taken_for_the_library_before(
+    place: Path, tmp_path: Path
+) -> None:
+    """Who closes all files, as daemons do, makes their numbers free for others."""
+    for i, key in enumerate((KEY, OTHER)):
+        source, made = tmp_path / f"{i}.cpp", str(tmp_path / f"{i}.so")
+        source.write_text(f'extern "C" int which() {{ return {i}; }}')
+        subprocess.run(["g++", "-shared", "-fPIC", "-o", made, str(source)], check=True)
+        store.keep(key, made, None)
+    for i, key in enumerate((KEY, OTHER, KEY, OTHER)):
+        name, _ = store.find(key) or ("", None)
+        with suppress(OSError):
+            os.close(int(name.rpartition("/")[2]))
+        assert ctypes.CDLL(name).which() == i % 2
+
+
+# Locks
+
+# A process that locks a file, and a child of it. Both end with their input.
+HOLDS = """
+import fcntl, os, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+if os.fork():
+    print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+class Other(NamedTuple):
+    """A process that compiles an entry, as others see it."""
+
+    lock: Path
+    process: subprocess.Popen[bytes]
+    at_end: list[Callable[[], None]]
+    pauses: list[float]
+
+
+@pytest.fixture
+def other(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Other]:
+    """One that is killed when somebody has waited for it three times."""
+    place.mkdir(mode=0o700)
+    command = [sys.executable, "-c", HOLDS, str(place / f"{KEY}.so.lock")]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        found = Other(place / f"{KEY}.so.lock", process, [], [])
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+
+        def sleep(seconds: float) -> None:
+            found.pauses.append(seconds)
+            if len(found.pauses) == 3:
+                for do in [*found.at_end, process.kill, process.wait]:
+                    do()
+
+        monkeypatch.setattr(store.time, "sleep", sleep)
+        yield found
+
+
+def test_who_waits_for_a_killed_process_takes_its_place(other: Other) -> None:
+    with store.alone(KEY):
+        assert len(other.pauses) == 3 and other.lock.exists()
+        with store.alone(OTHER):  # as compiling a kernel compiles the functions in C++
+            assert len(list(other.lock.parent.iterdir())) == 2
+    assert list(other.lock.parent.iterdir()) == []
+
+
+def test_who_waits_goes_on_with_others_after_an_end(other: Other) -> None:
+    """There may be no entry: all that waited compile then, and not in turn."""
+    other.at_end.append(other.lock.unlink)
+    with store.alone(KEY):
+        assert len(other.pauses) == 3 and not other.lock.exists()
+
+
+def test_nobody_waits_for_what_is_there(other: Other, library: str) -> None:
+    store.keep(KEY, library, None)
+    with store.alone(KEY), store.alone(""):
+        assert not other.pauses and other.lock.exists()
+
+
+def test_waiting_is_limited(other: Other, monkeypatch: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(store, "WAIT", 0.0)
+    with store.alone(KEY):
+        assert other.process.poll() is None and other.lock.exists()
+    assert other.lock.exists() and "is locked for more than 0 s:" in caplog.text
+
+
+def no_locks(*args: Any) -> None:
+    raise OSError(37, "No locks available")
+
+
+def test_all_go_on_where_nothing_can_be_locked(place: Path, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", no_locks)
+        with store.alone(KEY), store.alone(KEY):
+            pass
+    place.chmod(0o777)
+    with store.alone(KEY), store.alone(KEY):
+        assert not entry(place, OTHER).exists()
+    monkeypatch.setenv(store.VARIABLE, "/dev/null/store")
+    with store.alone(KEY), store.alone(KEY):
+        pass
 
 
 WRITES = """
@@ -503,6 +632,61 @@ def test_a_new_process_loads_no_compiler(place: Path, tmp_path: Path) -> None:
     (cold, *loaded), warm = said
     assert warm == [cold] and "torch._dynamo" in loaded
     assert not (tmp_path / "1").exists()
+
+
+COUNTS = """
+import torch
+from optimi_func.execution import cpp, kernels
+from optimi_func.optimizers import AdamW
+def counted(module, name):
+    made = getattr(module, name)
+    setattr(module, name, lambda *given: print(name, end=" ") or made(*given))
+counted(kernels, "_compile_now")
+counted(cpp, "_compile")
+p = torch.nn.Parameter(torch.ones(9000)); p.grad = torch.ones(9000)
+AdamW([p], lr=0.1, compile=True).step()
+print(p.sum().item())
+"""
+
+
+@pytest.mark.full
+def test_of_processes_that_begin_together_one_compiles(place: Path, tmp_path: Path) -> None:
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    own: Any = {"env": os.environ | folders, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, "-c", COUNTS], **own) for _ in range(3)]
+    said = sorted((x.communicate()[0].split() for x in running), key=len)
+    assert [len(x) for x in said] == [1, 1, 3] and {x.returncode for x in running} == {0}
+    assert len({words[-1] for words in said}) == 1
+    assert sorted(said[-1][:2]) == ["_compile", "_compile_now"]
+    assert {x.suffix for x in place.iterdir()} == {".so"}
+
+
+CLOSES = """
+import os, sys, torch
+from optimi_func.optimizers import SGD, AdamW
+for made, given in ((AdamW, {}), (SGD, {"momentum": 0.9})):
+    ends = []
+    for compiles in (True, False):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 9000)); p.grad = torch.cos(p.detach())
+        made([p], lr=0.1, compile=compiles, **given).step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)
+    if "torch._inductor" not in sys.modules:
+        os.closerange(3, 256)
+        print(made.__name__)
+"""
+
+
+@pytest.mark.full
+def test_a_process_that_closed_its_files_loads_another_step() -> None:
+    """The first has the kernels of all tests compiled, if they were not."""
+    said: list[list[str]] = []
+    for _ in range(2):
+        command = [sys.executable, "-W", "error", "-c", CLOSES]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.split())
+    assert said[-1] == ["AdamW", "SGD"]
 
 
 SWITCHED_OFF = """

@@ -235,17 +235,28 @@ def remainder_dtype(p: Tensor, param: ParamStorage | None) -> torch.dtype | None
     return p.dtype
 
 
-def widen(p: Tensor, rest: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return p, and p with its compensation added, both in the wide dtype."""
+def widen(
+    p: Tensor, rest: Tensor | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return p, its sum with the compensation, and that if it is no code, all wide.
+
+    Somebody may have written another weight to p, which the compensation is not of. So one
+    of more than a spacing of p is left out, and so are bits that would make p NaN.
+    """
     p32 = to(p, wide)
     if rest is None:
-        return p32, p32
+        return p32, p32, None
     if rest.dtype == torch.int8:
-        return p32, p32 + to(rest, wide) * _unit(p32, p.dtype)
+        return p32, p32 + to(rest, wide) * _unit(p32, p.dtype), None
     if rest.dtype == torch.int16:
         bits = _high_bits(p) + rest.to(torch.int32)
-        return p32, to(bits.view(torch.float32), wide)
-    return p32, p32 + to(rest, wide)
+        x = to(bits.view(torch.float32), wide)
+        return p32, torch.where(x != x, p32, x), None
+    # Spacings of float16 get no smaller, and of bfloat16 too small for `round_to`.
+    least = 2.0**-14 if p.dtype == torch.float16 else 2.0**-100
+    fits = rest.abs() * (1.0 / torch.finfo(p.dtype).eps) <= p.abs().clamp_min(least)
+    own = to(torch.where(fits, rest, 0.0), wide)
+    return p32, p32 + own, own
 
 
 def narrow(x: Tensor, p: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,7 +321,7 @@ def alike(a: torch.dtype, b: torch.dtype) -> bool:
 def recast_remainder(p: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert the compensation of p to another dtype."""
     part, here = to_local([p, rest])
-    x = widen(part, here, torch.float32)[1]
+    _, x, _ = widen(part, here, torch.float32)
     return from_local(remainder(x, part, dtype), p)
 
 

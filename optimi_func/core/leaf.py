@@ -112,7 +112,7 @@ def leaf_move(
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
-    p32, x = widen(p, comp, wide)
+    p32, x, own = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
@@ -130,7 +130,7 @@ def leaf_move(
         if write:
             if rule.after is not None:
                 u, after = rule.after(x, u, new, c)
-            moved, rest = _add(p, p32, x, comp, u)
+            moved, rest = _add(p, p32, x, comp, own, u)
         # Fields that the rule returned unchanged are not encoded again.
         fields = [
             s if n is o else encode(n, s, dither)
@@ -148,7 +148,7 @@ def leaf_eval_point(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:
     """
     p, state, comp = leaf
     wide = leaf_dtype(leaf, p)
-    _, x = widen(p, comp, wide)
+    _, x, _ = widen(p, comp, wide)
     assert rule.eval_point is not None
     return rule.eval_point(x, type(state)(*[decode(s, wide) for s in state]), coeffs)
 
@@ -204,14 +204,22 @@ def leaf_means(
 
 
 def _add(
-    p: Tensor, p32: Tensor, x: Tensor, comp: Tensor | None, u: Tensor
+    p: Tensor,
+    p32: Tensor,
+    x: Tensor,
+    comp: Tensor | None,
+    own: Tensor | None,
+    u: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return p + u in p's dtype, and the compensation if there is one (Kahan 1965)."""
+    """Return p + u in p's dtype, and the compensation if there is one (Kahan 1965).
+
+    `own` is the compensation in the dtype of u, unless it is in codes.
+    """
     if comp is None:
         return to(p32 + u, p.dtype), None
-    if not comp.is_floating_point():
+    if own is None:
         return narrow(x + u, p, comp)
-    u = u + to(comp, u.dtype)
+    u = u + own
     new = round_to(p32 + u, p.dtype)
     return to(new, p.dtype), to(u - (new - p32), comp.dtype)
 

@@ -169,7 +169,7 @@ class WholeLaunch(Launch):
 
         def read(i: int, x: Any = None) -> Any:
             if x is None and self._rule.reads_param:
-                _, x = widen(params[i], comps[i], rows[i][0].dtype)
+                _, x, _ = widen(params[i], comps[i], rows[i][0].dtype)
             return x
 
         for i, (row, (slot, at, _)) in enumerate(zip(rows, self._facts)):

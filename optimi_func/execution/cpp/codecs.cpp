@@ -130,8 +130,13 @@ static void encode_kahan8(const float* x, void* params, void* comp, int64_t n, f
 static void decode_exact(const void* params, const void* comp, float* x, int64_t n) {
     const int16_t* p = static_cast<const int16_t*>(params);
     const int16_t* rest = static_cast<const int16_t*>(comp);
-    for (int64_t i = 0; i < n; ++i)
-        x[i] = of_bits(((uint32_t)(int32_t)p[i] << 16) + (uint32_t)(int32_t)rest[i]);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t high = (uint32_t)(int32_t)p[i] << 16;
+        const uint32_t bits = high + (uint32_t)(int32_t)rest[i];
+        const float wide = of_bits(bits);
+        const uint32_t nan = -(uint32_t)(wide != wide);  // bits of an overwritten weight
+        x[i] = of_bits((bits & ~nan) | (high & nan));
+    }
 }
 static void encode_exact(const float* x, void* params, void* comp, int64_t n, float) {
     int16_t* p = static_cast<int16_t*>(params);

@@ -5,6 +5,8 @@ state, lr=1e-3)` is the same update as a pure function over pytrees, and
 `optimi_func.compiled` runs it through one kernel for each dtype.
 """
 
+from typing import TYPE_CHECKING
+
 from optimi_func import compiled as compiled
 from optimi_func import functional as functional
 from optimi_func import memory as memory
@@ -32,8 +34,11 @@ from optimi_func.pure.unrolling import unroll as unroll
 from optimi_func.utils import param_groups_weight_decay as param_groups_weight_decay
 from optimi_func.utils import to_low_precision as to_low_precision
 
+if not TYPE_CHECKING:  # type checkers would find every name
+    from optimi_func.core.checks import missing as __getattr__  # noqa: F401
+
 # `functional.Number`: too general a name for the package.
-del Number  # noqa: F821
+del Number, TYPE_CHECKING  # noqa: F821
 
 _INNER = set("classes core execution gradient_release optimizers pure state utils".split())
 __all__ = sorted(n for n in {*globals()} - _INNER if n[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]

@@ -187,7 +187,8 @@ class BaseOptimizer(Fields, Steps):
             ValueError: A hyperparameter out of its range; nothing is added then.
         """
         count = len(self.param_groups)
-        take_torchs(param_group, *self._factory_of(param_group))
+        if isinstance(param_group, dict):  # else torch raises
+            take_torchs(param_group, *self._factory_of(param_group))
         unwrapped(super().add_param_group)(param_group)
         try:
             group = self.param_groups[count]

@@ -62,6 +62,8 @@ def init_function(rule: Rule[Any, Any]) -> TreeInit:
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
     check_calls(factory)
+    own = [x for x in vars(sys.modules[factory.__module__]).values() if isinstance(x, type)]
+    torch.serialization.add_safe_globals([x for x in own if issubclass(x, tuple)])
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 
 
@@ -97,6 +99,7 @@ def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
 ) -> TreeStep[P]:
     made, made_of = dict[Any, FunctionalOptimizer](), cast(Any, factory)
+    usual = inspect.signature(factory).parameters["lr"].default
 
     def known(**kwargs: Any) -> FunctionalOptimizer:
         """Return `factory(**kwargs)`, made once for all lrs of equal other numbers.
@@ -104,7 +107,7 @@ def _step_function(
         Tensors, schedules and trees may change, so values with these are not kept.
         """
         rest = dict(kwargs)
-        lr, flat = rest.pop("lr", None), list[Any]()
+        lr, flat = rest.pop("lr", usual), list[Any]()
         for x in rest.values():
             flat += x if type(x) is tuple else (x,)
         # 1, 1.0 and True are equal, but not equally allowed.

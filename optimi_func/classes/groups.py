@@ -17,9 +17,6 @@ from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Group
 
-# Options of torch.optim's classes that this package's have under other names.
-_TORCHS = ("fused", "differentiable", "decoupled_weight_decay")
-
 
 def plain_number(x: Any) -> Any:
     """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
@@ -43,40 +40,37 @@ def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) 
 
     `keywords` are those of the factory.
     """
-    theirs = {k: given[k] for k in _TORCHS if k in given and k not in keywords}
-    new = {"compile": True} if theirs.get("fused") else {}
+    names = ("fused", "differentiable", "decoupled_weight_decay")
+    theirs = {k: given[k] for k in names if k in given and k not in keywords}
+    new = {"triton": True} if theirs.get("fused") else {}
     if theirs.get("differentiable"):
         raise ValueError(
             "differentiable=True: allowed is False. The pure functions are "
             "differentiable: optimi_func.adamw_step and its kin, and optimi_func.unroll"
         )
-    if new and (given.get("foreach") or given.get("compile") is False):
-        other = "foreach=True" if given.get("foreach") else "compile=False"
-        raise ValueError(f"fused=True asks for the compiled step, {other} for another")
-    if (asked := theirs.get("decoupled_weight_decay")) is not None:
-        ours = getattr(factory, "usual", "") != "l2"  # of optimizers without the option
-        if "decouple_wd" in keywords:
-            ours = given.get("decouple_wd", asked)
-            new["decouple_wd"] = asked
-        if ours != asked:
-            raise ValueError(
-                f"decoupled_weight_decay={asked} is torch.optim's name of decouple_wd, "
-                f"which is {ours} here: allowed is {ours}"
-            )
+    asked = theirs.get("decoupled_weight_decay")
+    ours = getattr(factory, "usual", "") != "l2"  # of optimizers without the option
+    if "decouple_wd" in keywords and asked is not None:
+        new["decouple_wd"], ours = asked, given.get("decouple_wd", asked)
+    if asked not in (None, ours):
+        raise ValueError(
+            f"decoupled_weight_decay={asked} is torch.optim's name of decouple_wd, which "
+            f"is {ours} here: allowed is {ours}"
+        )
     for name in theirs:
         del given[name]
-    for name, x in new.items():
-        given[name] = x
+    given.update(new)
 
 
 def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
     """Warn of positional arguments that are probably in torch.optim's order."""
     first, *order = [*known][2:5]
     decay, x = [*args[3:5], None, None][:2]
-    small = isinstance(decay, Real) and 0 < float(decay) <= 1e-7
-    found = order[1:] == ["eps"] and (x == 0 or (small and (x or 0.0) < 1e-3))
-    number = isinstance(x, Real) and not isinstance(x, bool)
-    if order[0] == "weight_decay" and (found or (number and order[1] == "dampening")):
+    found = isinstance(x, float | int) and not isinstance(x, bool)
+    if order == ["weight_decay", "eps"]:
+        found = isinstance(x, float | int) and not 0 < x < 1e-3
+        found = found or (isinstance(decay, float) and 0 < decay <= 1e-7)
+    if found and order in (["weight_decay", "eps"], ["weight_decay", "dampening"]):
         checks.warn_user(
             f"weight_decay={decay}, {order[1]}={x} by position: torch.optim's positional "
             f"order is (lr, {first}, {order[1]}, weight_decay), ours (lr, {first}, "
@@ -131,14 +125,11 @@ def check_modes(group: Group) -> None:
     """
     for name in ("compile", "foreach", "triton", "gradient_release", "capturable"):
         checks.check_flag(name, group[name], none=name in ("compile", "foreach", "triton"))
-    if group["compile"] is False and group["triton"]:
+    other = "foreach=True" if group["foreach"] else "compile=False"
+    eager = group["foreach"] or group["compile"] is False
+    if eager and (group["compile"] or group["triton"]):
         raise ValueError(
-            "triton=True asks for the compiled step and compile=False for the eager "
-            "one: choose one"
-        )
-    if group["foreach"] and (group["compile"] or group["triton"]):
-        raise ValueError(
-            "foreach=True and compile=True (or triton=True) are two ways to run the "
+            f"{other} and compile=True (triton=True, fused=True) are two ways to run the "
             "step: choose one"
         )
     if group["foreach"] and group["gradient_release"]:

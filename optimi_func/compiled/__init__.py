@@ -3,10 +3,11 @@
 There is one graph for each rule and set of dtypes. Shapes, the number of tensors and
 schedules do not change it. Steps run under no_grad and return detached tensors. To
 differentiate a step, compile your own function over the pure step in `optimi_func`. States
-come from the `*_init` functions there.
+come from the `*_init` functions, which are those of the pure steps.
 """
 
 from optimi_func import functional as pure
+from optimi_func.classes.forms import TreeInit
 from optimi_func.classes.forms import compiled_functions as compiled
 from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.execution.trees import step as step
@@ -31,3 +32,10 @@ schedule_free_sgd_step, schedule_free_sgd_step_ = compiled(pure.schedule_free_sg
 sgd_step, sgd_step_ = compiled(pure.sgd)
 soap_step, soap_step_ = compiled(pure.soap)
 stableadamw_step, stableadamw_step_ = compiled(pure.stableadamw)
+
+
+def __getattr__(name: str) -> TreeInit:
+    """Return a function that makes a state, such as `adamw_init`."""
+    if name.endswith("_init"):
+        return getattr(pure, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -175,7 +175,8 @@ def check_param(path: object, p: Any) -> None:
         raise TypeError(f"params{path} is {shown(p)}, which is not a tensor{instead}")
     why = ""
     if p.is_complex():
-        why = f"dtype {p.dtype}: optimize torch.view_as_real of it"
+        why = f"dtype {p.dtype}: make nn.Parameter(torch.view_as_real(w.detach())) of it, "
+        why += "and use torch.view_as_complex of that in forward"
     elif not p.is_floating_point():
         why = f"dtype {p.dtype}: allowed are floating ones"
     elif torch.finfo(p.dtype).bits < 16:
@@ -184,6 +185,17 @@ def check_param(path: object, p: Any) -> None:
         why = f"layout {p.layout}: allowed is strided"
     if why:
         raise TypeError(f"params{path} has {why}")
+
+
+def missing(name: str) -> Any:
+    """Raise for a name that the package lacks: this is its `__getattr__`."""
+    text, kind = f"module 'optimi_func' has no attribute {name!r}", AttributeError
+    if name[0] != "_" and hasattr(torch.optim, name):
+        own = ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
+        text += f": use torch.optim.{name}{own}"
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            kind = ImportError  # `from ... import` would replace the other's text
+    raise kind(text, name=name)
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
@@ -206,7 +218,7 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
     if torch.finfo(g.dtype).bits < torch.finfo(p.dtype).bits:
         raise TypeError(
             f"grads{path} has dtype {g.dtype}, narrower than its parameter's {p.dtype}: "
-            "allowed are that or wider"
+            f"allowed are that or wider, such as g.to({p.dtype})"
         )
     if g.shape != p.shape:
         raise ValueError(

@@ -147,12 +147,13 @@ def fake_mode() -> Any:
 
 
 def serializable(node: type[T]) -> type[T]:
-    """Name a NamedTuple of a state in the files of torch.export.
+    """Name a NamedTuple of a state in the files of torch.export and of torch.load.
 
     The public register_pytree_node refuses NamedTuples.
     """
     name = f"optimi_func.{node.__name__}"
     pytree._register_namedtuple(node, serialized_type_name=name)
+    torch.serialization.add_safe_globals([node])  # for weights_only=True
     return node
 
 

@@ -173,6 +173,7 @@ class adafactor(FunctionalOptimizer):
     )
     choices: ClassVar[tuple[str, ...]] = ("beta1",)
 
+    lr: Number = 1e-3
     eps: tuple[Number | None, Number] = (1e-30, 1e-3)
     clip_threshold: Number = 1.0
     decay_rate: Number = -0.8

@@ -113,6 +113,7 @@ def rule_of(optimizer: "adam | adamw") -> Rule[Any, Any]:
 class AdamLikeValue(FunctionalOptimizer):
     """Base class of pure optimizers with Adam's hyperparameters and, mostly, defaults."""
 
+    lr: Number = 1e-3
     betas: tuple[Number, Number] = (0.9, 0.99)
     eps: Number = 1e-6
 
@@ -161,6 +162,7 @@ adamw_step = step_function(adamw)
 class AdamLike(BaseOptimizer):
     """Base class of optimizers with Adam's hyperparameters and, mostly, its defaults."""
 
+    lr: InitVar[float | Tensor] = 1e-3
     betas: InitVar[tuple[float, float]] = (0.9, 0.99)
     weight_decay: InitVar[float] = 0.0
     eps: InitVar[float] = 1e-6
@@ -195,7 +197,6 @@ class Adam(AdamLike):
 
     factory = adam
 
-    lr: InitVar[float | Tensor] = 1e-3
     decouple_wd: InitVar[bool] = False
     _: KW_ONLY
     amsgrad: InitVar[bool] = False
@@ -228,7 +229,6 @@ class AdamW(AdamLike):
 
     factory = adamw
 
-    lr: InitVar[float | Tensor] = 1e-3
     weight_decay: InitVar[float] = 1e-2
     _: KW_ONLY
     amsgrad: InitVar[bool] = False

@@ -97,6 +97,7 @@ class ademamix(FunctionalOptimizer, rule=ademamix_rule):
 
     narrow = 1
 
+    lr: Number = 1e-3
     betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999)
     eps: Number = 1e-8
     alpha: Number = 8.0

@@ -111,6 +111,5 @@ class ADOPT(adam.AdamLike):
 
     factory = adopt
 
-    lr: InitVar[float | Tensor] = 1e-3
     betas: InitVar[tuple[float, float]] = (0.9, 0.9999)
     decouple_wd: InitVar[bool] = False

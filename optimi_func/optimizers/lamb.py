@@ -102,6 +102,5 @@ class LAMB(adam.AdamLike):
 
     factory = lamb
 
-    lr: InitVar[float | Tensor] = 1e-3
     betas: InitVar[tuple[float, float]] = (0.9, 0.999)
     weight_decay: InitVar[float] = 1e-2

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.classes.fields import Params
-from optimi_func.classes.groups import Group, take_torchs
+from optimi_func.classes.groups import Group
 from optimi_func.core.rule import StorageLike
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
@@ -145,7 +145,6 @@ class Mixed(Evaluated):
                     more = {
                         k: x for k, x in given.items() if k in numbers or k not in known
                     }
-                    take_torchs(more, type(value), numbers)
                     group = {**numbers, **more, "rule": rule_name(value), "params": own}
                     super().add_param_group(group)
         except Exception:

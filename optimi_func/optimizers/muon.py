@@ -245,15 +245,13 @@ class muon(FunctionalOptimizer):
         in_torch=torch.optim.Muon,
         torch_counts_steps=False,
         torch_options=torchs_options,
-        our_options=lambda group: (
-            {"adjust_lr_fn": "original"} if group.get("adjust_lr_fn", "") is None else {}
-        ),
     )
 
     choices: ClassVar[tuple[str, ...]] = (
         *("ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_dtype", "split"),
     )
 
+    lr: Number = 1e-3
     weight_decay: Number = 0.1
     momentum: Number = 0.95
     nesterov: bool = True

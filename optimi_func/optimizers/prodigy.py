@@ -144,6 +144,7 @@ class prodigy(adam.AdamLikeValue, rule=prodigy_rule):
 
     narrow = 1
 
+    lr: Number = 1.0
     betas: tuple[Number, Number] = (0.9, 0.999)
     eps: Number = 1e-8
     beta3: Number | None = None

@@ -96,5 +96,4 @@ class RAdam(adam.AdamLike):
 
     factory = radam
 
-    lr: InitVar[float | Tensor] = 1e-3
     decouple_wd: InitVar[bool] = False

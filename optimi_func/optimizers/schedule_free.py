@@ -230,6 +230,7 @@ class ScheduleFree(FunctionalOptimizer):
 
     narrow = 0
 
+    lr: Number = 2.5e-3
     r: Number = 0.0
     weight_lr_power: Number = 2.0
 
@@ -257,6 +258,7 @@ class ScheduleFree(FunctionalOptimizer):
 class schedule_free_sgd(ScheduleFree, rule=sgd_rule):
     """`ScheduleFreeSGD` as a value: `init`, `step` and `eval_params` over a tree."""
 
+    lr: Number = 1.0
     momentum: Number = 0.9
     warmup_steps: Number = 0
 

@@ -88,6 +88,7 @@ class sgd(FunctionalOptimizer):
         bitsandbytes=State._fields,
     )
 
+    lr: Number = 1e-3
     momentum: Number = 0.0
     dampening: bool | Number = False
     decouple_wd: bool = False

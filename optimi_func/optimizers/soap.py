@@ -179,6 +179,7 @@ class soap(FunctionalOptimizer):
     choices: ClassVar[tuple[str, ...]] = Choices._fields
     narrow = 0
 
+    lr: Number = 3e-3
     betas: tuple[Number, Number] = (0.95, 0.95)
     weight_decay: Number = 1e-2
     eps: Number = 1e-8

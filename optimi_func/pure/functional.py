@@ -19,7 +19,6 @@ from optimi_func.core.checks import (
     check_number,
     decay_mistakes,
     stuck_moments,
-    value_of,
     warn,
 )
 from optimi_func.core.codes import dither_at, to
@@ -194,12 +193,15 @@ class FunctionalOptimizer:
         return {f.name: self.__dict__[f.name] for f in fields(self)}
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without defaults."""
+        """Return the call that makes it: lr, and what differs from the defaults."""
         given = [(f, getattr(self, f.name)) for f in fields(self)]
         shown = [
             f"{f.name}={x!r}"
             for f, x in given
-            if isinstance(x, Tensor) or type(x) is not type(f.default) or x != f.default
+            if f.name == "lr"
+            or isinstance(x, Tensor)
+            or type(x) is not type(f.default)
+            or x != f.default
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -227,7 +229,8 @@ class FunctionalOptimizer:
                 "numbers and 0-d tensors"
             )
         if self.max_lr is not None:
-            check_number("maximum learning rate", "max_lr", self.max_lr)
+            above = 0.0 if self.needs_max_lr else None  # each step divides by it
+            check_number("maximum learning rate", "max_lr", self.max_lr, above=above)
         if self.decouple_lr and self.corrected_decay:
             raise ValueError(
                 "decouple_lr=True with corrected_decay=True: one multiplies weight_decay "
@@ -254,18 +257,8 @@ class FunctionalOptimizer:
             check_number("epsilon", "eps", own.eps)
 
     def _check_max_lr(self) -> None:
-        # Every step divides by max_lr.
         option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
-        if self.max_lr is not None:
-            max_lr = self.max_lr
-            top = value_of(max_lr) if isinstance(max_lr, Tensor) else max_lr
-            if top is not None and top <= 0:
-                raise ValueError(
-                    f"Invalid maximum learning rate: max_lr={top}: "
-                    f"{option} divides by it, it must be positive"
-                )
-            return
-        for lr in pytree.tree_leaves(self.lr):
+        for lr in () if self.max_lr is not None else pytree.tree_leaves(self.lr):
             if isinstance(lr, Tensor) or callable(lr) or lr == 0:
                 shown_lr = "a tensor, as in a population" if isinstance(lr, Tensor) else lr
                 raise ValueError(
@@ -277,13 +270,6 @@ class FunctionalOptimizer:
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options that are allowed, but probably a mistake."""
         found: list[str] = []
-        eps, usual = getattr(self, "eps", 0.0), getattr(type(self), "eps", 0.0)
-        ordered = hasattr(self, "betas") and not hasattr(self, "owner")  # own rules differ
-        if ordered and isinstance(eps, float | int) and eps >= 1e-3 and eps > usual:
-            found.append(
-                f"eps={eps} is unusually large. torch.optim's positional order is "
-                "(lr, betas, eps, weight_decay), ours (lr, betas, weight_decay, eps)."
-            )
         if self.max_lr is not None and not self.needs_max_lr:
             found.append(
                 f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
@@ -348,7 +334,11 @@ class FunctionalOptimizer:
                 "exact" or `Storage(param, moments)`.
         """
         warn(self.likely_mistakes())
-        return init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
+        state = init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
+        tree = FlatTree.of(params, params, state)
+        for name in ("lr", "weight_decay"):
+            broadcast(name, getattr(self, name), tree)  # raises as each step would
+        return state
 
     def step(
         self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import check_grad, check_param, check_taken, shown, warn
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import NoRunning, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import NoRunning, NoState, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
 
@@ -82,6 +82,7 @@ def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
     return LeafState(kind(*tensors[:count]), comp, running(*tensors[count:]))
 
 
+torch.serialization.add_safe_globals([LeafState, NoRunning, NoState])
 pytree.register_pytree_node(
     LeafState,
     _flatten_leaf,
@@ -389,6 +390,7 @@ def broadcast(name: str, prefix: Any, tree: FlatTree) -> tuple[list[Any], list[i
     except ValueError as error:
         raise ValueError(
             f"{name} is no prefix of params{_difference(prefix, places)}"
+            + " (values of a population's members are a tensor)" * isinstance(prefix, list)
         ) from error
 
 

@@ -1,5 +1,6 @@
 """What constructors take and say: frozen codes, near misses, repr, types."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -194,11 +195,11 @@ SAID: dict[str, tuple[Any, str]] = {
     ),
     "factory by position": (
         lambda: of.adamw(0.1),
-        r"too many positional.* of adamw\(\*, lr, wei",
+        r"too many positional.* of adamw\(\*, lr=0\.001, wei",
     ),
     "step by position": (
         lambda: of.adamw_step(TREE, TREE, adamw_init(TREE), 0.1),
-        r"too many positional arguments of adamw\(\*, lr",
+        r"too many positional arguments of adamw\(\*, lr=",
     ),
     "step without lr": (
         lambda: of.lion_step(TREE, TREE, of.lion_init(TREE)),
@@ -209,6 +210,52 @@ SAID: dict[str, tuple[Any, str]] = {
         "adamw has no argument 'ep': did you mean 'eps'",
     ),
 }
+
+
+THEIRS = ("RMSprop", "Adagrad", "LBFGS", "SparseAdam", "lr_scheduler", "Optimizer")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_names_of_torch_optim_that_are_not_here(name: str) -> None:
+    text = f"module 'optimi_func' has no attribute '{name}': use torch.optim.{name}"
+    text += ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
+    with pytest.raises(AttributeError) as found:
+        getattr(optimi_func, name)
+    assert str(found.value) == text
+    with pytest.raises(ImportError) as imported:
+        exec(f"from optimi_func import {name}")
+    assert str(imported.value) == text
+
+
+def test_other_names_that_are_not_here() -> None:
+    assert not hasattr(optimi_func, "Adamw") and not hasattr(optimi_func, "__wrapped__")
+    with pytest.raises(ImportError, match="cannot import name 'Adamw'"):
+        exec("from optimi_func import Adamw")
+    exec("from optimi_func import testing, warm")  # modules that it does not import
+
+
+def test_compiled_has_the_functions_that_make_states() -> None:
+    for name in NAMES:
+        init = getattr(optimi_func, f"{name}_init")
+        assert getattr(optimi_func.compiled, f"{name}_init") is init
+    with pytest.raises(AttributeError, match=r"optimi_func\.compiled.* 'adamw_stp'"):
+        optimi_func.compiled.adamw_stp  # noqa: B018
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_have_the_lr_of_their_class(name: str) -> None:
+    of_class = inspect.signature(CLASSES[name]).parameters["lr"].default
+    factory = getattr(optimi_func, name)
+    given = inspect.signature(factory).parameters["lr"].default
+    if of_class is inspect.Parameter.empty:
+        assert name in ("lion", "adan") and given is of_class
+        return
+    assert given == of_class and repr(factory()) == f"{name}(lr={of_class})"
+    p = {"w": torch.eye(2)}
+    step, state = getattr(optimi_func, f"{name}_step"), factory().init(p)
+    for _ in range(2):
+        new, expected = step(p, p, state), step(p, p, state, lr=of_class)
+        assert torch.equal(new[0]["w"], expected[0]["w"])
 
 
 @pytest.mark.parametrize("what", SAID)

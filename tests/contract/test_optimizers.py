@@ -241,8 +241,6 @@ def test_one_warning_names_decay_and_decouple_lr(recwarn) -> None:
 
 
 ADVICE = [
-    (AdamW, {"eps": 1e-2}, "eps=0.01"),
-    (AdamW, {"eps": 1}, "eps=1 "),
     (AdamW, {"max_lr": 1.0}, "max_lr=1.0 has no effect"),
     (AdamW, {"kahan_sum": True}, "kahan_sum=True has no effect"),
     (SGD, {"dampening": True}, "dampening=True has no effect"),

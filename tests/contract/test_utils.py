@@ -163,7 +163,7 @@ def test_warnings_are_of_the_line_that_led_to_them() -> None:
     fused = {"foreach": True, "gradient_release": True}
 
     def make() -> AdamW:
-        return AdamW([w], lr=0.1, eps=1e-2, **fused)
+        return AdamW([w], lr=0.1, max_lr=1.0, **fused)
 
     def add(optimizer: AdamW) -> None:
         optimizer.add_param_group({"params": [w.detach().requires_grad_()], **fused})

@@ -175,9 +175,9 @@ def test_warnings_are_looked_for_once_and_given_at_each_step(
 
     monkeypatch.setattr(optimi_func.adamw, "likely_mistakes", counted)
     p = leaves(1, 3)
-    state, optimizer = adamw_init(p), optimi_func.adamw(lr=0.1, eps=0.0123)
+    state, optimizer = adamw_init(p), optimi_func.adamw(lr=0.1, max_lr=0.2)
     for _ in range(3):
-        with pytest.warns(UserWarning, match=r"eps=0\.0123 is unusually large"):
+        with pytest.warns(UserWarning, match=r"max_lr=0\.2 has no effect"):
             optimizer.step(p, p, state)
     assert len(looked) == 1
 

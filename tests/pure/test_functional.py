@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +29,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 import optimi_func
-from optimi_func import adamw, adamw_init, adamw_step, muon
-from optimi_func.rules import Optimizer
+from optimi_func import adamw, adamw_init, adamw_step
 
 Pair = namedtuple("Pair", "w b")
 
@@ -437,7 +435,10 @@ BAD_NUMBERS = [
     ({"lr": 0.0, "decouple_lr": True}, "Invalid maximum learning rate: max_lr=None"),
     ({"lr": lambda s: 0.1, "decouple_lr": True}, "Invalid maximum learning rate"),
     ({"lr": torch.tensor(0.1), "decouple_lr": True}, "Invalid maximum learning rate"),
-    ({"lr": 0.1, "decouple_lr": True, "max_lr": 0.0}, "it must be positive"),
+    (
+        {"lr": 0.1, "decouple_lr": True, "max_lr": 0.0},
+        r"max_lr=0\.0: allowed is finite, above 0",
+    ),
 ]
 
 
@@ -517,20 +518,6 @@ def test_bad_params_and_states() -> None:
 
 
 def test_advice() -> None:
-    with pytest.warns(UserWarning, match=r"eps=0.01 is unusually large"):
-        adamw(lr=0.1, eps=1e-2).init(P)
-
-    class Own(Optimizer):
-        betas: tuple[float, float] = (0.9, 0.99)
-        eps: float = 1e-8
-
-        def direction(self, g: torch.Tensor):
-            return g / (g.abs() + self.eps * self.betas[0])
-
-    with warnings.catch_warnings():  # its order is its own, with weight_decay by keyword
-        warnings.simplefilter("error")
-        Own.pure(lr=0.1, eps=1e-2).init(P)
-        muon(lr=0.1, eps=1e-2).init({"w": torch.ones(2, 2)})  # has no betas
     with pytest.warns(UserWarning, match=r"max_lr=1.0 has no effect"):
         adamw(lr=0.1, max_lr=1.0).init(P)
     with pytest.warns(

@@ -409,3 +409,73 @@ def test_a_star_brings_the_public_names() -> None:
     exec("from optimi_func import *", names)
     assert {"adamw", "AdamW", "adamw_step", "compiled", "unroll", "Storage"} <= names.keys()
     assert not {"core", "execution", "pure", "state"} & names.keys()
+
+
+def test_a_prefix_that_does_not_fit_is_refused_by_init() -> None:
+    """As a list in the place of a tensor with a value for each member."""
+    params, two = {"w": torch.ones(3)}, [1e-3, 1e-2]
+    text = r"is no prefix of params: .*members are a tensor"
+    for name in ("lr", "weight_decay"):
+        with pytest.raises(ValueError, match=f"{name} {text}"):
+            population.init(adamw, params, {"lr": 0.1, name: two}, n=2)
+        with pytest.raises(ValueError, match=f"{name} {text}"):
+            adamw(**{"lr": 0.1, name: two}).init(params)
+        with pytest.raises(ValueError, match=f"{name} is no prefix of params: .*'w'"):
+            adamw(**{"lr": 0.1, name: {"b": 0.1}}).init(params)
+    both = [torch.ones(3), torch.ones(2)]
+    members = population.init(adamw, both, {"lr": two}, n=2)  # one for each tensor
+    assert [x.tolist() for x in members.hyper["lr"]] == [[1e-3] * 2, [1e-2] * 2]
+
+
+def test_narrow_gradients_are_told_what_to_do() -> None:
+    """They lack bits that a float32 one has, so that casting is the caller's decision."""
+    p = {"w": torch.ones(3)}
+    g, state = {"w": torch.ones(3).bfloat16()}, adamw_init({"w": torch.ones(3)})
+    with pytest.raises(TypeError, match=r"narrower .* such as g\.to\(torch\.float32\)"):
+        adamw_step(p, g, state, lr=0.1)
+    cast = {name: x.to(torch.float32) for name, x in g.items()}
+    assert adamw_step(p, cast, state, lr=0.1)[0]["w"][0] < 1
+
+
+class Spectral(torch.nn.Module):
+    """A complex weight, as its real and imaginary part in one real parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.view_as_real(weight.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.weight) * x
+
+
+def test_the_advice_for_complex_parameters_trains_them() -> None:
+    weight = torch.tensor([1.0 + 2.0j, -1.0 - 1.0j], requires_grad=True)
+    with pytest.raises(
+        TypeError, match=r"dtype torch\.complex64: make nn\.Parameter\(torch"
+    ):
+        AdamW([weight], compile=False)
+    found: list[Tensor] = []
+    model, how = Spectral(weight), {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    for p, run, optimizer in (
+        (weight, weight.__mul__, torch.optim.AdamW([weight], lr=0.1, **how)),
+        (model.weight, model, AdamW(model.parameters(), lr=0.1, compile=False, **how)),
+    ):
+        for _ in range(5):
+            optimizer.zero_grad()
+            (run(torch.tensor([1.0, 2.0j])) - 1).abs().square().sum().backward()
+            optimizer.step()
+        found.append(torch.view_as_real(p.detach()) if p.is_complex() else p.detach())
+    torch.testing.assert_close(*found)
+    assert (found[0] - torch.tensor([[1.0, 2.0], [-1.0, -1.0]])).abs().min() > 0.01
+
+
+def test_a_detached_loop_records_nothing() -> None:
+    """As the docs advise; attached parameters record every step."""
+    model = torch.nn.Linear(2, 1)
+    for attached in (True, False):
+        params = {k: p if attached else p.detach() for k, p in model.named_parameters()}
+        state = adamw_init(params)
+        for _ in range(3):
+            params, state = adamw_step(params, params, state, lr=0.1)
+        tensors = [*params.values(), state.leaves["weight"].exp_avg]
+        assert [x.requires_grad for x in tensors] == [attached] * 3

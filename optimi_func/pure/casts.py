@@ -129,7 +129,8 @@ def resolve(
     with NaN.
     """
     if callable(number):
-        number = _call(name, number, step)
+        # In float32 1 - 0.9999**step would be off by 2e-4 of itself.
+        number = _call(name, number, step.to(scalar_dtype(step.device)))
         _check_scheduled(name, number, used, most)
     if not isinstance(number, Tensor):
         return number

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import check_number, shown, value_of
 from optimi_func.core.distributed import distribute_like
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.math import norm, total_norm
+from optimi_func.core.math import norm, scalar_dtype, total_norm
 from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
@@ -33,8 +33,8 @@ class GradientTransform:
     """A rewrite of gradients before an optimizer, or of its updates after it, for `chain`.
 
     `rewrite` takes the flat gradients or updates, its state, and the 0-based step, a 0-d
-    tensor. It must not write to arguments (`g * 0`, not `g.mul_(0)`), which may be the
-    caller's own tensors. Further arguments are given by name:
+    tensor in float64. It must not write to arguments (`g * 0`, not `g.mul_(0)`), which may
+    be the caller's own tensors. Further arguments are given by name:
 
         params: the flat parameters, as wide as the gradients
         paths: the keys of each parameter, joined by dots, as "body.0.weight"
@@ -86,7 +86,8 @@ class GradientTransform:
                     f"{part} takes {name!r}: pass it to the step of chain, as "
                     f"step(params, grads, state, {name}=...)"
                 )
-        found: Any = self.rewrite([*grads], state, step.clone(), **now)
+        t = step.to(scalar_dtype(step.device), copy=True)
+        found: Any = self.rewrite([*grads], state, t, **now)
         check_pair(part, "grads", found, state)
         new, params = found[0], known["params"]
         if not isinstance(new, list | tuple) or len(new) != len(params):
@@ -98,7 +99,13 @@ class GradientTransform:
             if x is not None and not (isinstance(x, Tensor) and x.shape == p.shape):
                 text = f"{part} returned {shown(x)} for leaf {i}, whose parameter is"
                 raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
-        return [*new], found[1]
+        # A 0-d gradient or state divided by a number of t would be float64.
+        new = [g if g is None or x is None else x.to(g.dtype) for g, x in zip(grads, new)]
+        return new, pytree.tree_map(_cast_like, found[1], state)
+
+
+def _cast_like(x: Any, old: Any) -> Any:
+    return x.to(old.dtype) if isinstance(x, Tensor) else x
 
 
 def number_at(name: str, number: Number, step: Tensor) -> Scalar:

@@ -361,3 +361,12 @@ def test_a_graph_refuses_a_host_number(schedule, text: str) -> None:
     step = torch.compile(opt.step, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=text):
         step(p, p, opt.init(p))
+
+
+def test_a_lambda_is_given_a_double_step() -> None:
+    """In float32, 1 - 0.9999**t would be off by 2e-4 of itself."""
+    opt = sgd(lr=lambda step: 1.0 - 0.9999 ** (step + 1.0))
+    p = torch.zeros(2, dtype=torch.float64)
+    for step in (opt.step, torch.compile(opt.step, backend="eager", fullgraph=True)):
+        moved, _ = step(p, p + 1.0, opt.init(p))
+        torch.testing.assert_close(moved, p - (1.0 - 0.9999), rtol=1e-10, atol=0.0)

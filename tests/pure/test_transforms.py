@@ -1466,3 +1466,46 @@ def test_a_copy_of_a_transform_steps_by_itself(copied: Any) -> None:
     p, g = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
     (a, s), (b, t) = (o.step(p, g, o.init(p)) for o in (inner, other))
     assert torch.equal(a["w"], b["w"]) and torch.equal(s.sums["w"], t.sums["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_the_step_are_double(dtype: torch.dtype) -> None:
+    """In float32, 1 - 0.9999**t would be off by 2e-4 of itself."""
+    seen: list[Tensor] = []
+
+    def corrected(gs: Any, mean: Tensor, step: Tensor, beta: Any) -> Any:
+        seen.append(1.0 - beta ** (step + 1.0))
+        mean = mean + 0.0 * step
+        return [g / seen[-1] for g in gs], mean
+
+    def zero(params: Any) -> Tensor:
+        return torch.zeros((), dtype=torch.float32)
+
+    def rising(step: Tensor) -> Tensor:
+        return 1.0 - 0.9999 ** (step + 1.0)
+
+    transform = GradientTransform(zero, corrected, {"beta": 0.9999})
+    p = [torch.zeros(2, dtype=dtype), torch.zeros((), dtype=dtype)]
+    g = [torch.full_like(x, 1e-4) for x in p]
+    for part in (transform, inject(transform)):
+        optimizer = chain(part, sgd(lr=rising))
+        state = optimizer.init(p)
+        kinds = [x.dtype for x in pytree.tree_leaves(state)]
+        for t in range(1, 4):
+            want = 1.0 - 0.9999**t
+            moved, after = optimizer.step(p, g, state)
+            assert seen[-1].item() == pytest.approx(want, rel=1e-10)
+            for x in moved:  # rising / corrected is 1
+                torch.testing.assert_close(
+                    x, torch.full_like(x, -1e-4), rtol=1e-6, atol=0.0
+                )
+            assert [x.dtype for x in pytree.tree_leaves(after)] == kinds
+            state = after
+
+
+def test_a_schedule_of_a_transforms_number_is_double() -> None:
+    limit = clip_value(lambda step: 1.0 - 0.9999 ** (step + 1.0))
+    p = torch.zeros((), dtype=torch.float64)
+    for optimizer in (chain(limit, sgd(lr=1.0)), chain(inject(limit), sgd(lr=1.0))):
+        moved, _ = optimizer.step(p, p + 1.0, optimizer.init(p))
+        assert moved.item() == pytest.approx(-(1.0 - 0.9999), rel=1e-10)

@@ -145,7 +145,7 @@ class Steps(Checkpoints):
             if not all(map(has_memory, params)):
                 return partial(self._step_without_memory, work, write, count), False, []
             with _uncollected(), kernel_context(params[0].device):
-                how = bound.rule, group_storage(group), capturable
+                how = bound.starting_rule, group_storage(group), capturable
                 entries = [
                     ensure_state(self.state, made, path_of(group, p), p, *how)
                     for p in params
@@ -214,7 +214,7 @@ class Steps(Checkpoints):
         group, params, grads, batches = work
         bound, made = self.bound_of(group), dict[Tensor, Entry]()
         rule, names = bound.rule, bound.rule.running._fields
-        how = rule, group_storage(group), group["capturable"]
+        how = bound.starting_rule, group_storage(group), group["capturable"]
         with torch.no_grad():
             for p, g in zip(params, grads):
                 check_grad(path := path_of(group, p), p, g)

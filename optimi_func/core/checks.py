@@ -5,6 +5,7 @@ classes share these checks, which know no optimizer.
 """
 
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,8 +79,8 @@ def check_number(
         name: The argument.
         value: A number, a real 0-d tensor (not read on a GPU or in a trace) or a schedule.
         below: It has to be smaller; None does not bound it.
-        least: It has to be at least this.
-        most: It has to be at most this, and finite.
+        least: It has to be at least this, if `above` is None.
+        most: It has to be at most this, which may be inf; None: it has to be finite.
         above: It has to be larger.
     """
     if isinstance(value, Tensor) and not (value.is_complex() or value.dtype == torch.bool):
@@ -96,10 +97,11 @@ def check_number(
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
-    fits = least <= number <= sys.float_info.max and (above is None or number > above)
-    fits = fits and (below is None or number < below) and (most is None or number <= most)
-    if not fits:
-        allowed = f"finite, at least {least}" if above is None else f"finite, above {above}"
+    fits = number >= least if above is None else number > above
+    fits = fits and number <= (sys.float_info.max if most is None else most)
+    if not (fits and (below is None or number < below)):
+        allowed = f"at least {least}" if above is None else f"above {above}"
+        allowed = allowed if most == math.inf else f"finite, {allowed}"
         allowed += "" if below is None else f" and below {below}"
         allowed += "" if most is None else f" and at most {most}"
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")

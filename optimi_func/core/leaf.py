@@ -81,7 +81,7 @@ def leaf_step(
         g <- grad_scale * g + l2 * x
         d, state <- direction(g, state)
         d, fields <- whole(d, x, fields)
-        u <- -(lr * d + decay * x) / settle(mean(measure(g, x, d)))
+        u <- -(lr * d + decay * x) / settle(mean(measure(g, x, d)))      or d alone / settle
         u, state <- after(x, u, state)
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
@@ -164,7 +164,7 @@ def _delta(
     take_means: Callable[[list[Tensor]], list[Tensor]],
 ) -> Tensor:
     """Return the delta of a direction, with decay."""
-    lr, decaying = r.lr, x
+    lr, decaying, by = r.lr, x, rule.means.divides if rule.means is not None else ""
     measured: list[Tensor] = []
     # Products of signs, because the product of two values may underflow.
     if r.cautious:
@@ -177,16 +177,20 @@ def _delta(
         lr = undecayed_lr + decays * (lr - undecayed_lr)
         decaying = decays * x
     if rule.means is not None:
-        measured += rule.means.measure(g, x, d, decaying, shared, coeffs)
+        # Nothing decays at lr = 0.
+        added = decaying * (r.decay / (r.lr + (r.lr == 0.0))) if by == "sum" else decaying
+        measured += rule.means.measure(g, x, d, added, shared, coeffs)
     means = take_means(measured) if measured else []
     scale: Scalar = 1.0
     if r.cautious:
         scale = 1.0 / means.pop(0).clamp_min(1e-3)
         d = d * scale
-    u = -plus(lr * d, r.decay, decaying)
     if rule.means is None or rule.means.settle is None:
-        return u
-    return u / rule.means.settle(means, scale, r.lr, r.decay, coeffs)
+        return -plus(lr * d, r.decay, decaying)
+    divisor = rule.means.settle(means, scale, r.lr, r.decay, coeffs)
+    if by == "direction":
+        return -plus(lr * d / divisor, r.decay, decaying)
+    return -plus(lr * d, r.decay, decaying) / divisor
 
 
 def leaf_means(

@@ -62,11 +62,14 @@ class Means(NamedTuple):
         settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
             -(lr * scale * d + decay * decaying). None if the rule has a `join` instead,
             which needs the means at the end of the step. `shared` is the new state then.
+        divides: "direction" leaves out the decay. "sum" divides the move, and `measure` is
+            given what decay adds to d, decay / lr * decaying.
     """
 
     number: int
     measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
     settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor] | None
+    divides: Literal["move", "direction", "sum"] = "move"
 
 
 @dataclass(frozen=True, eq=False)

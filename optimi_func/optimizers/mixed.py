@@ -245,7 +245,7 @@ class Mixed(Evaluated):
         states: list[TreeState] = []
         for group in self.param_groups:
             bound = self.bound_of(group)
-            entries = self._named_entries(group, bound.rule)
+            entries = self._named_entries(group, bound.starting_rule)
             if entries:
                 made.append((Named(list(entries)), bound))
                 states.append(convert.as_tree(bound.rule, entries, self._first_param()))

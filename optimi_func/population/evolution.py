@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.checks import check_number
 from optimi_func.core.math import scalar_dtype
 from optimi_func.population.axes import place
 from optimi_func.population.members import Population, check_members, first_tensor
 
 T = TypeVar("T")
 
-# Hyperparameters below 1; a factor scales their distance from 1.
-_BELOW_ONE = ("betas", "momentum")
+# In names of hyperparameters below 1; a factor scales their distance from 1.
+_BELOW_ONE = ("beta", "momentum")
 
 
 def select(tree: T, index: Sequence[int] | Tensor) -> T:
@@ -82,8 +83,9 @@ def perturb(
 
         h <- h * f,  f drawn from `factors`        p <- p + noise * N(0, 1)
 
-    For betas and momentum, the factor multiplies their distance from 1, so that they stay
-    below 1. The number of steps over which they average is multiplied by 1 / f.
+    If a name contains "beta" or "momentum", the factor multiplies the distance from 1, so
+    that they stay below 1. The number of steps over which they average is multiplied by
+    1 / f. Others have no bounds here.
 
     Args:
         members: The population.
@@ -105,10 +107,7 @@ def perturb(
     tensor([0.1000, 0.2000], dtype=torch.float64)
     """
     check_members(members)
-    if isinstance(noise, bool) or not isinstance(noise, numbers.Real):
-        raise TypeError(f"Invalid noise: noise={noise!r}: allowed are numbers from 0")
-    if not 0.0 <= noise < math.inf:
-        raise ValueError(f"Invalid noise: noise={noise}: allowed are numbers from 0")
+    check_number("noise", "noise", noise)
     at = _index("at", range(len(members)) if at is None else at, members)
     device = at.device
     if len(at.unique()) != len(at):
@@ -131,7 +130,9 @@ def perturb(
         some, old = factors[name], x[at]
         drawn = torch.randint(len(some), (len(at),), generator=generator, device=device)
         f = torch.tensor(some, dtype=x.dtype, device=device)[drawn]
-        new = (1.0 - (1.0 - old) * f).clamp_min(0.0) if name in _BELOW_ONE else old * f
+        new = old * f
+        if any([word in name for word in _BELOW_ONE]):  # a negative one stands for another
+            new = torch.where(old < 0.0, new, (1.0 - (1.0 - old) * f).clamp_min(0.0))
         return x.index_copy(0, at, new)
 
     def shake(p: Tensor) -> Tensor:

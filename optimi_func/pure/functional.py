@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import (
-    check_betas,
-    check_flag,
-    check_number,
-    decay_mistakes,
-    stuck_moments,
-    warn,
-)
+from optimi_func.core import checks
 from optimi_func.core.codes import dither_at, to
 from optimi_func.core.leaf import (
     leaf_dtype,
@@ -132,6 +125,11 @@ class FunctionalOptimizer:
         """The mathematics of the optimizer."""
         return self._rule
 
+    @property
+    def starting_rule(self) -> Rule[Any, Any]:
+        """The rule, with an `init` that knows these hyperparameters."""
+        return self.rule
+
     @derived
     def decay(self) -> DecayKind:
         """The kind of weight decay: see the table of `core.leaf.rates`."""
@@ -183,7 +181,7 @@ class FunctionalOptimizer:
         """Check the hyperparameters, and compute the properties that every step reads."""
         for f in () if torch.compiler.is_compiling() else fields(self):
             if f.type is bool:
-                check_flag(f.name, getattr(self, f.name))
+                checks.check_flag(f.name, getattr(self, f.name))
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
@@ -207,7 +205,7 @@ class FunctionalOptimizer:
 
     def with_lr(self, lr: float) -> Self:
         """Return the optimizer with another learning rate; only this is checked."""
-        check_number("learning rate", "lr", lr)
+        checks.check_number("learning rate", "lr", lr)
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, lr=lr)
         for name in ("rates_now", "numbers"):  # lr may be one of them
@@ -220,9 +218,9 @@ class FunctionalOptimizer:
     def check(self) -> None:
         """Raise if a hyperparameter is out of range; subclasses check their own too."""
         for lr in pytree.tree_leaves(self.lr):
-            check_number("learning rate", "lr", lr)
+            checks.check_number("learning rate", "lr", lr)
         for decay in pytree.tree_leaves(self.weight_decay):
-            check_number("weight decay", "weight_decay", decay)
+            checks.check_number("weight decay", "weight_decay", decay)
         if callable(self.max_lr):
             raise TypeError(
                 f"Invalid maximum learning rate: max_lr={self.max_lr!r}: allowed are "
@@ -230,7 +228,7 @@ class FunctionalOptimizer:
             )
         if self.max_lr is not None:
             above = 0.0 if self.needs_max_lr else None  # each step divides by it
-            check_number("maximum learning rate", "max_lr", self.max_lr, above=above)
+            checks.check_number("maximum learning rate", "max_lr", self.max_lr, above=above)
         if self.decouple_lr and self.corrected_decay:
             raise ValueError(
                 "decouple_lr=True with corrected_decay=True: one multiplies weight_decay "
@@ -251,10 +249,12 @@ class FunctionalOptimizer:
         if self.needs_max_lr:
             self._check_max_lr()
         own: Any = self
+        if hasattr(own, "owner"):
+            return  # own rules have bounds of their own
         if hasattr(self, "betas"):
-            check_betas(own.betas, len(type(own).betas))
+            checks.check_betas(own.betas, len(type(own).betas))
         if hasattr(self, "eps") and not isinstance(type(own).eps, tuple):
-            check_number("epsilon", "eps", own.eps)
+            checks.check_number("epsilon", "eps", own.eps)
 
     def _check_max_lr(self) -> None:
         option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
@@ -275,7 +275,7 @@ class FunctionalOptimizer:
                 f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
                 "corrected_decay=True)."
             )
-        return found + decay_mistakes(self.unscaled_decays)
+        return found + checks.decay_mistakes(self.unscaled_decays)
 
     @property
     def unscaled_decays(self) -> list[tuple[DecayKind, Any]]:
@@ -289,12 +289,12 @@ class FunctionalOptimizer:
 
     @cached_property
     def _stuck(self) -> list[str]:
-        return stuck_moments(self.narrow_betas)
+        return checks.stuck_moments(self.narrow_betas)
 
     def warn(self, tree: FlatTree) -> None:
         """Warn of likely mistakes, and of moments of a tree that hardly move."""
         stuck = self._stuck and torch.bfloat16 in tree.moment_dtypes()
-        warn(self.mistakes + self._stuck if stuck else self.mistakes)
+        checks.warn(self.mistakes + self._stuck if stuck else self.mistakes)
 
     @cached_property
     def has_numbers(self) -> bool:
@@ -333,8 +333,9 @@ class FunctionalOptimizer:
             storage: Storage of parameters and moments instead of these two: "compact",
                 "exact" or `Storage(param, moments)`.
         """
-        warn(self.likely_mistakes())
-        state = init_tree(self.rule, params, storage_of(storage, kahan_sum, state_dtype))
+        checks.warn(self.likely_mistakes())
+        how = storage_of(storage, kahan_sum, state_dtype)
+        state = init_tree(self.starting_rule, params, how)
         tree = FlatTree.of(params, params, state)
         for name in ("lr", "weight_decay"):
             broadcast(name, getattr(self, name), tree)  # raises as each step would
@@ -447,7 +448,8 @@ class FunctionalOptimizer:
             one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
             return [one], [0] * count, [after] * count
         step = step.clone()  # a schedule may write to what it is given
-        own = {name: resolve_tree(name, x, step) for name, x in self.numbers.items()}
+        used = not hasattr(self, "owner")  # `check` has the bounds of own rules
+        own = {k: resolve_tree(k, x, step, used) for k, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         if not (torch.compiler.is_compiling() or self.has_numbers):
             now = object.__new__(type(self))

@@ -382,7 +382,10 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
 def broadcast(name: str, prefix: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(tree.leaves)
-    if isinstance(prefix, float | Tensor) or callable(prefix):
+    # Dynamo cannot ask whether a dict is callable.
+    if isinstance(prefix, float | Tensor) or (
+        type(prefix) is not dict and callable(prefix)
+    ):
         return [prefix], [0] * count
     places = unflatten(tree.spec, range(count))
     try:

@@ -5,17 +5,22 @@ release and all storages.
 """
 
 import inspect
+import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import KW_ONLY, MISSING, InitVar, dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast, get_args
 
+import torch
 from torch import Tensor, optim
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.forms import check_calls
-from optimi_func.core.checks import check_number as check_number
+from optimi_func.core.checks import check_number, shown
 from optimi_func.core.math import moment, second_moment, slow_moment
 from optimi_func.core.rule import PyTree, Rule
+from optimi_func.pure.casts import resolve_tree
 from optimi_func.pure.functional import FunctionalOptimizer, derived
 from optimi_func.pure.tree import FlatTree, Rewrite, TreeState, broadcast, path_of
 from optimi_func.rules.making import NAMES, RATES, Making
@@ -56,19 +61,50 @@ class OwnRule(FunctionalOptimizer):
 
     def check(self) -> None:
         """Raise if a hyperparameter is out of range, also by the class's own `check`."""
+        where = type(self).__name__
+        for name in self.choices:
+            x, usual = getattr(self, name), getattr(type(self), name, callable)
+            if isinstance(x, Tensor) or (callable(x) and not callable(usual)):
+                raise TypeError(
+                    f"{where}: {name}={shown(x)}, but {name} is static: a tensor or a "
+                    "schedule needs a field whose default is a float"
+                )
+        means = self.rule.means
+        if self.cautious and means is not None and means.divides == "sum":
+            raise ValueError(
+                f"{where}: cautious=True with means that take decay: allowed is False"
+            )
         super().check()
+        # A class's `check` sets all bounds, else the defaults do.
+        bound = not hasattr(self.owner, "check")
         for name in self.rule.numbers:
             if name in RATES:
-                continue  # checked above, and may be a prefix of the tree
-            given, usual = getattr(self, name), getattr(type(self), name, None)
+                continue  # checked before, and may be a prefix of the tree
+            usual: Any = getattr(type(self), name, None)
+            given = getattr(self, name)
             count = len(usual) if isinstance(usual, tuple) else 0
             if count and not (isinstance(given, tuple | list) and len(given) == count):
                 text = f"Invalid {name}: {name}={given!r}: allowed are {count} numbers"
                 raise ValueError(text)
+            some = usual if count else (usual,)
+            some = [0.0, *[x for x in some if isinstance(x, float | int)]]
+            least = 0.0 if bound and min(some) >= 0.0 else -math.inf
+            most = None if bound and math.inf not in some else math.inf
+            below = 1.0 if bound and name == "betas" and max(some) < 1.0 else None
             for x in given if count else (given,):
-                check_number(name, name, x)
-        if hasattr(self.owner, "check"):
+                check_number(name, name, x, below, least, most)
+        if not bound:
             self.owner.bare({f.name: getattr(self, f.name) for f in fields(self)}).check()
+
+    @property
+    def starting_rule(self) -> Rule[Any, Any]:
+        """The rule, with the class's `init` of these hyperparameters."""
+        if not hasattr(self.owner, "init"):
+            return self.rule
+        rule, own = copy(self.rule), cast(Any, self.rule.init)
+        numbers = resolve_tree("a number", self.numbers, torch.zeros(()), False)
+        object.__setattr__(rule, "init", partial(own, numbers=numbers))
+        return rule
 
     def step(
         self,
@@ -128,20 +164,17 @@ class Optimizer(BaseOptimizer):
     whatever their names): t is the 1-based step, x the parameter.
 
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
-      names, which the pure step is given as trees. With `class Running(NamedTuple)` of
-      floats it may take r, and returns a Running for the next step as third result.
-    - `accumulate(self, g, s, ...) -> (d, State)`: the direction for a further part of a
-      step's gradient, for gradient release with accumulation="states".
+      names. With a `Running` of floats it takes r, and returns one as third result.
+    - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
     - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u.
-    - `means(self, mean, g, s, x, d, t)` returns what the delta is divided by. `mean(y)` is
-      the mean of y over the whole parameter, and s the new state.
+    - `means(self, mean, g, s, x, d, t)` returns what d is divided by. If it takes `decay`,
+      what decay adds to d, it divides their sum. s is the new state.
     - `whole(self, d, t) -> d` maps the direction of a whole tensor, as Muon does.
       `refuses(self, p)` returns why it does not take a parameter, or None.
     - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
-    - `coeffs(self, t, r, lr, weight_decay)` returns a NamedTuple or a dict of scalars. It
-      is not traced but called at every step, and the others may take its result as c.
+    - `coeffs(self, t, r, lr, weight_decay)` returns scalars at every step, c for others.
     - `init(self, p) -> State` returns the first values, and None for zeros.
-    - `check(self)` raises for hyperparameters out of range; see `check_number`.
+    - `check(self)` raises for hyperparameters out of range, and sets all bounds.
 
     The class line takes `decay`: "decoupled", "l2" (it joins the gradient) or "proximal".
 
@@ -201,7 +234,8 @@ class Optimizer(BaseOptimizer):
     @classmethod
     def rule_for(cls, statics: tuple[Any, ...]) -> Rule[Any, Any]:
         """Return the rule of a combination of the static options."""
-        if statics not in cls._rules:  # Dynamo does not trace into functools.cache
+        key = statics, repr(statics)  # 1, 1.0 and True are equal, but not the same
+        if key not in cls._rules:  # Dynamo does not trace into functools.cache
             given = dict(zip(cls._statics, statics))
             own = {n: x for n, (_, x) in cls._own.items() if n not in given}
             numbers = {n: 0.5 if x is MISSING else x for n, x in own.items()}
@@ -211,14 +245,18 @@ class Optimizer(BaseOptimizer):
                     f"{cls.__name__} computes something else each time that it is traced, "
                     "as with Python's random numbers: leave them out"
                 )
-            cls._rules[statics] = rule
-        return cls._rules[statics]
+            cls._rules[key] = rule
+        return cls._rules[key]
 
 
 def _own_fields(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
     """Return the annotation and the default of each field of a class body."""
     found: dict[str, tuple[Any, Any]] = {}
     annotations = inspect.get_annotations(cls)
+    for name, x in vars(cls).items():
+        if name in {*cls._own, *RATES} - {*annotations} and not hasattr(x, "__get__"):
+            annotations[name] = cls._own.get(name, (float,))[0]  # another default
+    cls.__annotations__ = annotations
     taken = {*dir(Optimizer), *Optimizer._parameters, "pure", "factory", "keywords"}
     for name in [*annotations, *vars(cls)]:
         if name.startswith("_") or "ClassVar" in str(annotations.get(name)):

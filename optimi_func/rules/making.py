@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.codes import NEAREST
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, Means, NoRunning, NoState, Rule
-from optimi_func.core.storage import encode
+from optimi_func.core.storage import encode, field_of
 from optimi_func.rules.lifting import Trace, Traced, as_scalar, check_elementwise, is_scalar
 
 # The arguments that methods take, by name; direction may have others, its extras.
@@ -23,7 +23,7 @@ _TAKES = {
     "accumulate": ["g", "s", "t", "x", "r", "c"],
     "after": ["x", "u", "s", "t", "c"],
     "eval_point": ["x", "s", "t", "c"],
-    "means": ["mean", "g", "s", "x", "d", "t", "c"],
+    "means": ["mean", "g", "s", "x", "d", "t", "decay", "c"],
     "whole": ["d", "t"],
     "coeffs": ["t", "r", "lr", "weight_decay"],
 }
@@ -52,16 +52,23 @@ class Making:
         }
         self.me = cls.bare({**statics, **self.scalars})
         # hasattr of the class, because one of a property hides its AttributeError.
-        self.kind: Any = self._state() if hasattr(cls, "State") else NoState
+        self.kind: Any = self.me.State if hasattr(cls, "State") else NoState
         self.makers = _makers(self.name, self.kind)
         # On the meta device zeros_like would import sympy, which takes half a second.
         low = torch.empty(1, dtype=torch.bfloat16, device="cpu")
         wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
         cls.pure.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
-        self.given: dict[str, Any] = {name: trace.input(name) for name in "gxud"}
+        self.given: dict[str, Any] = {x: trace.input(x) for x in (*"gxud", "decay")}
         self.given["t"] = trace.input("t", True)
         self.given["s"] = self.kind(*[trace.input(f"s_{f}") for f in self.kind._fields])
+        taken = set(_TAKEN)
+        for part, kind in ("State", self.kind), ("Running", self.running):
+            for name in kind._fields:
+                if name in taken or field_of(name) != name:
+                    where = f"{self.name}.{part} has a field {name!r}"
+                    raise TypeError(f"{where}: choose another name")
+                taken.add(name)
         if lacking := {*self.running._fields} - {*self.running._field_defaults}:
             raise TypeError(
                 f"{self.name}.Running.{min(lacking)} has no default: write its first value"
@@ -79,15 +86,6 @@ class Making:
             x for x in self.names("direction") if x not in self._known("direction")
         ]
         self.given |= {name: trace.input(name) for name in self.extras}
-
-    def _state(self) -> Any:
-        """Return the class's State. Raise if it is a property that raises."""
-        try:
-            return self.me.State
-        except Exception as error:
-            raise TypeError(
-                f"{self.name}.State raises {type(error).__name__}: {error}"
-            ) from error
 
     def _known(self, method: str) -> list[str]:
         """Return the names of the arguments that a method may have."""
@@ -110,12 +108,14 @@ class Making:
                 raise TypeError(
                     f"{self.name}.{method} takes {given}: g and s are its first two"
                 )
-            known = [*known, *(names if method == "direction" else self.extras)]
+            extras = [x for x in names if x not in self.me.__dict__]
+            known = [*known, *(extras if method == "direction" else self.extras)]
         many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found])
         if many or not {*names} <= {*known}:
+            hints = [f", and self.{x} for {x}" for x in names if x in self.me.__dict__]
             raise TypeError(
                 f"{self.name}.{method} takes {', '.join(names)}: allowed are "
-                f"{', '.join(self._known(method))}"
+                f"{', '.join(self._known(method))}{''.join(hints)}"
             )
         return names
 
@@ -139,7 +139,10 @@ class Making:
         said: Any = found if isinstance(found, tuple) else (found,)
         said = [x for x in said if not (isinstance(x, self.kind) and x == ())]  # no State
         flat, first = pytree.tree_leaves(found), _FIRST.get(method, "d")
-        right = list(map(type, said)) == [Traced, *kinds] and {Traced} == {*map(type, flat)}
+        # A property may make the State anew.
+        found = [getattr(type(x), "_fields", type(x)) for x in said]
+        right = found == [Traced, *[x._fields for x in kinds]]
+        right = right and {Traced} == {*map(type, flat)}
         host = [x is self.running for x in kinds for _ in x._fields]
         if not right or [x.node in self.trace.host for x in flat] != [False, *host]:
             names = ", ".join([type(x).__name__ for x in said])
@@ -176,7 +179,7 @@ class Making:
 
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
             divisor = [self.call("means", mean=mean, s=new)]
-            inputs["means"] = [me["g"], me["x"], me["d"], *new]
+            inputs["means"] = [me["g"], me["x"], me["d"], me["decay"], *new]
         trace.require([*chain(*found.values()), *divisor])
         whole = self._whole() if self.names("whole") else None
         coeffs, names = self._coeffs(advanced)
@@ -192,6 +195,9 @@ class Making:
             labels = [first] * len(results) if method == "means" else [first, *kind._fields]
             check_elementwise(f"{self.name}.{method}", labels, graph, count, now[:n])
 
+        by = "sum" if "decay" in self.names("means") else "direction"
+        code = repr((self.name, kind._fields, trace.code, by))
+
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]
             d, *state = fn(g, *s, x, *c[n : n + more], *c[:n])
@@ -202,7 +208,7 @@ class Making:
             return u, kind(*state)
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
-            return list(run["means"](g, x, d, *s, *c[:n]))
+            return list(run["means"](g, x, d, decaying, *s, *c[:n]))
 
         return Rule(
             *(self.name, kind, self._init(), coeffs, direction),
@@ -214,6 +220,7 @@ class Making:
                 len(averages),
                 measure,
                 lambda found, scale, lr, decay, c: settled(*found, *c[:n])[0],
+                by,
             )
             if divisor
             else None,
@@ -226,7 +233,7 @@ class Making:
             reads_param="x" in self.names("direction") + self.names("accumulate"),
             extras=tuple(self.extras),
             numbers=names,
-            digest=sha256(repr((self.name, kind._fields, trace.code)).encode()).hexdigest(),
+            digest=sha256(code.encode()).hexdigest(),
         )
 
     def _coeffs(self, more: list[Traced]) -> tuple[Callable[..., Any], tuple[str, ...]]:
@@ -260,16 +267,19 @@ class Making:
 
     def _init(self) -> Callable[..., Any]:
         """Return `Rule.init`: zeros, or what the class's own init returns."""
-        kind, where = self.kind, f"{self.name}.init"
-        own = getattr(self.cls.bare(self.statics), "init", lambda p: kind(*[None] * n))
-        makers, n = self.makers, len(kind._fields)
+        kind, where, makers = self.kind, f"{self.name}.init", self.makers
+        cls, statics, usual = self.cls, self.statics, self.defaults
 
-        def init(p: Tensor, kept: Any) -> Any:
+        def init(p: Tensor, kept: Any, numbers: Any = None) -> Any:
+            fields = [make(p, kept) for make in makers]
+            if not hasattr(cls, "init"):
+                return kind(*fields)
             try:
-                found, fields = own(p), [make(p, kept) for make in makers]
+                found = cls.bare({**statics, **(usual if numbers is None else numbers)})
+                found = found.init(p)
             except TypeError as error:
                 raise TypeError(f"{where}: {error} (None is for zeros)") from error
-            right = isinstance(found, kind)
+            right = getattr(found, "_fields", None) == kind._fields
             if not right or any([x is not None and x.shape != p.shape for x in found]):
                 raise TypeError(
                     f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
@@ -364,8 +374,6 @@ def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:
         hints = get_type_hints(kind, include_extras=True)
     except NameError as error:
         raise TypeError(f"{owner}.State: {error} (an annotation)") from error
-    if taken := _TAKEN & {*kind._fields}:
-        raise TypeError(f"{owner}.State has a field {min(taken)!r}: choose another name")
     for name in kind._fields:
         if getattr(hint := hints.get(name), "__origin__", hint) is not Tensor:
             raise TypeError(

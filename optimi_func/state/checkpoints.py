@@ -55,7 +55,7 @@ class Checkpoints(Optimizer):
 
     def rule_of(self, group: Group) -> Rule[Any, Any]:
         """Return a group's rule. Raise if a hyperparameter is out of range."""
-        return self.bound_of(group).rule
+        return self.bound_of(group).starting_rule
 
     def rules(self) -> list[Rule[Any, Any]]:
         """Return the rule of each group."""
@@ -336,7 +336,7 @@ class Checkpoints(Optimizer):
         entries: list[dict[str, dict[str, Any]]] = []
         for group in self.param_groups:
             bounds.append(self.bound_of(group))
-            entries.append(self._named_entries(group, bounds[-1].rule))
+            entries.append(self._named_entries(group, bounds[-1].starting_rule))
         optimizer = convert.common(bounds, list(map(list, entries)))
         merged = {name: entry for some in entries for name, entry in some.items()}
         return optimizer, convert.as_tree(optimizer.rule, merged, self._first_param())

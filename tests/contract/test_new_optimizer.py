@@ -192,7 +192,7 @@ def loop(
                 v.mul_(0.9).add_(0.1 * g * g)
                 d = g / ((v / (1 - 0.9**t)).sqrt() + 1e-6)
                 rms = max(1.0, d.square().mean().sqrt().item())
-                d, decay = d / rms, decay / rms
+                d = d / rms
             else:
                 d = g
             p -= lr * d + decay

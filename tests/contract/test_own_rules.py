@@ -1,13 +1,34 @@
 """What a class body may say, what it costs, and what is said of mistakes in it."""
 
+import inspect
+import math
 import subprocess
 import sys
 from typing import Any, NamedTuple
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.func import grad
 
-from optimi_func.rules import Optimizer
+from optimi_func import lamb, population
+from optimi_func.rules import Optimizer, Wide, check_number
+
+P = torch.tensor([1.0, 2.0])
+
+
+def made(name: str = "Made", **body: Any) -> Any:
+    """Return an Optimizer whose class body is given; `fields` are annotated floats."""
+    fields = body.pop("fields", {})
+    body = {"direction": lambda self, g: g, **fields, **body}
+    return type(
+        name, (Optimizer,), {"__annotations__": dict.fromkeys(fields, float), **body}
+    )
+
+
+def stepped(value: Any, p: Tensor = P, g: Tensor = P) -> Tensor:
+    return value.step(p, g, value.init(p))[0]
+
 
 # Imports
 
@@ -50,14 +71,345 @@ class One(NamedTuple):
     m: Tensor
 
 
-def test_an_error_within_a_state_property_is_told() -> None:
-    def state(self: Any) -> Any:
-        return self.missing
+def test_an_error_within_a_state_property_is_raised() -> None:
+    state = property(lambda self: self.missing)
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        made(direction=lambda self, g, s: (g, s), State=state)
 
-    body: dict[str, Any] = {
-        "direction": lambda self, g, s: (g, s),
-        "State": property(state),
+
+class History(Optimizer):
+    """The sum of the last gradients, in a State whose fields an option chooses."""
+
+    length: int = 2
+
+    @property
+    def State(self) -> Any:
+        return NamedTuple("Kept", [(f"g{i}", Tensor) for i in range(self.length)])
+
+    def init(self, p: Tensor):
+        return self.State(*[None] * self.length)
+
+    def direction(self, g: Tensor, s: Any):
+        kept = [g, *s][: self.length]
+        return sum([*kept], 0.0 * g), self.State(*[1.0 * x for x in kept])
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_property_may_make_its_state_anew(length: int) -> None:
+    value = History.pure(lr=1.0, length=length)
+    p, state = P, value.init(P)
+    w = nn.Parameter(P.clone())
+    optimizer = History([w], lr=1.0, length=length, compile=False)
+    grads = [10.0**i * torch.ones(2) for i in range(5)]
+    for i, g in enumerate(grads):
+        before, (p, state) = p, value.step(p, g, state)
+        torch.testing.assert_close(before - p, sum(grads[max(0, i + 1 - length) : i + 1]))
+        w.grad = g
+        optimizer.step()
+    torch.testing.assert_close(w.detach(), p)
+
+
+NAMES = ["m", "step", "kahan_comp", "train_param", "mean_q", "mean_scale"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_an_entry_stand_for_one_thing(name: str) -> None:
+    running = NamedTuple("Running", [(name, float)])
+    running.__new__.__defaults__ = (1.0,)
+    running._field_defaults[name] = 1.0
+    body = {"direction": lambda self, g, s, r: (g, s, r), "State": One}
+    with pytest.raises(TypeError, match=f"Running has a field '{name}': choose another"):
+        made(Running=running, **body)
+    if name != "m":
+        with pytest.raises(TypeError, match=f"State has a field '{name}': choose another"):
+            state = NamedTuple("State", [(name, Tensor)])
+            made(direction=lambda self, g, s: (g, s), State=state)
+
+
+def test_init_reads_hyperparameters() -> None:
+    class Adagrad(Optimizer):
+        initial: float = 0.1
+
+        class State(NamedTuple):
+            square: Wide
+
+        def init(self, p: Tensor) -> State:
+            return self.State(self.initial * torch.ones_like(p))
+
+        def direction(self, g: Tensor, s: State):
+            v = s.square + g * g
+            return g / v.sqrt(), self.State(v)
+
+    for given in (0.5, torch.tensor(0.5), lambda step: 0.5 + step):
+        got = stepped(Adagrad.pure(lr=1.0, initial=given))
+        torch.testing.assert_close(got, P - P / (0.5 + P * P).sqrt())
+    a, b = nn.Parameter(P.clone()), nn.Parameter(P.clone())
+    groups = [{"params": [("a", a)]}, {"params": [("b", b)], "initial": 3.0}]
+    optimizer = Adagrad(groups, lr=1.0, compile=False)
+    optimizer.init_state()
+    assert optimizer.state[a]["square"].tolist() == pytest.approx([0.1, 0.1])
+    assert optimizer.state[b]["square"].tolist() == [3.0, 3.0]
+    a.grad = b.grad = P
+    optimizer.step()
+    torch.testing.assert_close(b.detach(), P - P / (3.0 + P * P).sqrt())
+    hyper = {"lr": 0.1, "initial": torch.tensor([1.0, 2.0])}
+    members = population.init(Adagrad.pure, {"w": P}, hyper, n=2)
+    assert members.state.leaves["w"].rule_state.square.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+
+
+# Decay and means
+
+
+class Normalized(Optimizer):
+    def direction(self, g: Tensor):
+        return g
+
+    def means(self, mean: Any, g: Tensor):
+        return mean(g * g).sqrt()
+
+
+class OwnLamb(Optimizer):
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+
+    class State(NamedTuple):
+        exp_avg: Wide
+        exp_avg_sq: Wide
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        m, v = b1 * s.exp_avg + (1 - b1) * g, b2 * s.exp_avg_sq + (1 - b2) * g * g
+        d = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + self.eps)
+        return d, self.State(m, v)
+
+    def means(self, mean: Any, d: Tensor, x: Tensor, decay: Tensor):
+        r = d + decay
+        return (mean(r * r) / mean(x * x)).sqrt()
+
+
+HOWS: list[dict[str, Any]] = [{"compile": False}, {"foreach": True}]
+
+
+@pytest.mark.parametrize("how", [*HOWS, pytest.param({}, marks=pytest.mark.full)])
+def test_means_divide_the_direction_alone(how: dict[str, Any]) -> None:
+    x, g = torch.tensor([100.0, 200.0]), torch.tensor([1e-5, 2e-5])
+    want = x - 0.1 * (g / g.square().mean().sqrt() + 0.01 * x)
+    torch.testing.assert_close(
+        stepped(Normalized.pure(lr=0.1, weight_decay=0.01), x, g), want
+    )
+    w = nn.Parameter(x.clone())
+    optimizer = Normalized([w], lr=0.1, weight_decay=0.01, **how)
+    w.grad = g
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), want)
+
+
+DECAYS: list[dict[str, Any]] = [
+    {"weight_decay": 0.3},
+    {"weight_decay": 5e-4, "decouple_lr": True, "max_lr": 0.1},
+    {"weight_decay": 0.3, "corrected_decay": True, "max_lr": 0.2},
+    {"weight_decay": 0.3, "cautious_decay": True},
+]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("how", [*HOWS, pytest.param({}, marks=pytest.mark.full)])
+def test_means_that_take_decay_divide_it_too(
+    how: dict[str, Any], decay: dict[str, Any]
+) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    x, *grads = torch.randn(4, 40, generator=drawn, dtype=torch.float64)
+    rates = [0.0, 0.1, 0.05]  # a warmup from 0
+    p, q = x, x
+    own, state = (f(lr=0.1, **decay).init(x) for f in (OwnLamb.pure, lamb))
+    w = nn.Parameter(x.clone())
+    optimizer = OwnLamb([w], lr=0.1, **decay, **how)
+    for lr, g in zip(rates, grads):
+        ours, theirs = (f(lr=lr, eps=1e-6, **decay) for f in (OwnLamb.pure, lamb))
+        p, own = ours.step(p, g, own)
+        q, state = theirs.step(q, g, state)
+        optimizer.param_groups[0]["lr"], w.grad = lr, g
+        optimizer.step()
+    assert (p - x).abs().max() > 0.1
+    torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(w.detach(), p, rtol=1e-12, atol=1e-12)
+
+
+def test_cautious_is_refused_where_means_take_decay() -> None:
+    with pytest.raises(ValueError, match="OwnLamb: cautious=True with means that take"):
+        OwnLamb.pure(lr=0.1, cautious=True)
+    Normalized.pure(lr=0.1, cautious=True)
+
+
+# Hyperparameters
+
+
+class Clipped(Optimizer):
+    clip: float = math.inf
+
+    def direction(self, g: Tensor):
+        return g.clamp(-self.clip, self.clip)
+
+
+def test_a_default_of_inf_allows_inf() -> None:
+    torch.testing.assert_close(stepped(Clipped.pure(lr=1.0)), 0.0 * P)
+    w = nn.Parameter(P.clone())
+    optimizer = Clipped([w], lr=1.0, compile=False)
+    w.grad = P
+    optimizer.step()
+    assert w.tolist() == [0.0, 0.0]
+
+    def moved(clip: Any) -> Tensor:
+        return stepped(Clipped.pure(lr=1.0, clip=clip)).sum()
+
+    for given in (torch.tensor(math.inf), lambda step: torch.tensor(math.inf)):
+        assert moved(given) == 0.0
+    assert grad(moved)(torch.tensor(math.inf)) == 0.0
+    assert grad(moved)(torch.tensor(1.5)) == -1.0
+    for wrong in (-1.0, math.nan, torch.tensor(-1.0), lambda step: -1.0):
+        with pytest.raises(ValueError, match=r"allowed is at least 0\.0 and at most inf"):
+            moved(wrong)
+
+
+def test_a_negative_default_allows_negative_numbers() -> None:
+    shifted = made(direction=lambda self, g: g + self.shift, fields={"shift": -1.0})
+    torch.testing.assert_close(stepped(shifted.pure(lr=1.0, shift=-3.0)), 3.0 + 0.0 * P)
+    with pytest.raises(ValueError, match="shift=inf: allowed is finite, at least -inf"):
+        shifted.pure(lr=1.0, shift=math.inf)
+    for name, wrong in (("beta", -0.1), ("betas", 1.0)):
+        bounded = made(fields={"beta": 0.9, "betas": (0.9, 0.99)})
+        given = {name: (0.9, wrong) if name == "betas" else wrong}
+        with pytest.raises(
+            ValueError, match=f"{name}={wrong}: allowed is finite, at least"
+        ):
+            bounded.pure(lr=1.0, **given)
+
+
+def test_a_check_sets_the_bounds() -> None:
+    class Free(Optimizer):
+        betas: tuple[float, float] = (0.9, 0.5)
+        bias: float = 0.0
+
+        def check(self) -> None:
+            check_number("bias", "bias", self.bias, above=-10.0)
+
+        def direction(self, g: Tensor):
+            return self.betas[1] * g + self.bias
+
+    for bias in (-3.0, torch.tensor(-3.0), lambda step: step - 3.0):
+        value = Free.pure(lr=1.0, betas=(0.9, 1.0), bias=bias)
+        torch.testing.assert_close(stepped(value), 3.0 + 0.0 * P)
+    for wrong in (-11.0, lambda step: step - 11.0):
+        with pytest.raises(ValueError, match=r"bias=-11\.0: allowed is finite, above -10"):
+            stepped(Free.pure(lr=1.0, bias=wrong))
+    with pytest.raises(ValueError, match="betas=nan"):
+        Free.pure(lr=1.0, betas=(0.9, math.nan))
+    Free([nn.Parameter(P.clone())], lr=1.0, betas=(0.9, 1.5), bias=-1.0)
+
+
+def test_perturbed_betas_stay_below_1() -> None:
+    named = made(fields={"beta": 0.9, "row_beta": 0.9, "momentum": 0.9, "rho": 0.9})
+    names = ("beta", "row_beta", "momentum", "rho")
+    members = population.init(named.pure, P, {"lr": 0.1, **dict.fromkeys(names, 0.9)}, n=2)
+    moved = population.perturb(members, factors={x: [2.0] for x in names}).hyper
+    assert [moved[x][0].item() for x in names] == pytest.approx([0.8, 0.8, 0.8, 1.8])
+    moved = population.perturb(members, factors={x: [0.5] for x in names}).hyper
+    assert [moved[x][0].item() for x in names] == pytest.approx([0.95, 0.95, 0.95, 0.45])
+
+
+# Fields
+
+
+def test_another_default_needs_no_annotation() -> None:
+    class A(Optimizer):
+        beta: float = 0.5
+
+        def direction(self, g: Tensor):
+            return self.beta * g
+
+    class B(A):
+        beta = 2.0
+        lr = 1.0
+        weight_decay = 0.5
+
+    torch.testing.assert_close(stepped(B.pure(lr=1.0, weight_decay=0.0)), P - 2.0 * P)
+    w = nn.Parameter(P.clone())
+    optimizer = B([w], compile=False)
+    assert [optimizer.param_groups[0][x] for x in ("beta", "lr", "weight_decay")] == [
+        2,
+        1,
+        0.5,
+    ]
+    assert inspect.signature(B.pure).parameters["weight_decay"].default == 0.5
+    w.grad = P
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), P - 2.0 * P - 0.5 * P)
+    torch.testing.assert_close(stepped(A.pure(lr=1.0)), 0.5 * P)
+
+
+class Kinds(Optimizer):
+    k: int = 1
+
+    def direction(self, g: Tensor):
+        return {bool: 3.0, float: 2.0, int: 1.0}[type(self.k)] * g
+
+
+def test_equal_options_of_other_types_have_rules_of_their_own() -> None:
+    for k, want in ((1, 1.0), (True, 3.0), (1.0, 2.0), (1, 1.0)):
+        torch.testing.assert_close(stepped(Kinds.pure(lr=1.0, k=k)), P - want * P)
+        w = nn.Parameter(P.clone())
+        optimizer = Kinds([w], lr=1.0, k=k, compile=False)
+        w.grad = P
+        optimizer.step()
+        torch.testing.assert_close(w.detach(), P - want * P)
+
+
+def test_a_static_field_takes_no_tensor_and_no_schedule() -> None:
+    class Maybe(Optimizer):
+        clip: float | None = None
+        fn: Any = torch.sign
+
+        def direction(self, g: Tensor):
+            g = self.fn(g)
+            return g if self.clip is None else g.clamp(-self.clip, self.clip)
+
+    for make, name in ((Kinds.pure, "k"), (Maybe.pure, "clip")):
+        for given in (torch.tensor(2.0), lambda step: step):
+            with pytest.raises(
+                TypeError, match=f"{name} is static: a tensor or a schedule"
+            ):
+                make(lr=1.0, **{name: given})
+    with pytest.raises(TypeError, match="k is static"):
+        population.init(Kinds.pure, P, {"lr": 0.1, "k": torch.tensor([1, 2])}, n=2)
+    torch.testing.assert_close(stepped(Maybe.pure(lr=1.0, clip=0.5)), P - 0.5)
+    torch.testing.assert_close(stepped(Maybe.pure(lr=1.0, fn=torch.tanh)), P - P.tanh())
+
+
+def test_a_hyperparameter_as_an_argument_is_told() -> None:
+    directions = {
+        "lr": lambda self, g, lr: g * lr,
+        "beta": lambda self, g, beta: g * beta,
     }
-    text = r"Wrong\.State raises AttributeError: 'Wrong' object has no attribute 'missing'"
-    with pytest.raises(TypeError, match=text):
-        type("Wrong", (Optimizer,), body)
+    for name, direction in directions.items():
+        with pytest.raises(
+            TypeError, match=rf"direction takes g, {name}: .*self\.{name} for"
+        ):
+            made(direction=direction, fields={"beta": 0.9})
+    with pytest.raises(TypeError, match=r"after takes x, u, lr: .* and self\.lr for lr"):
+        made(after=lambda self, x, u, lr: u)
+
+
+def test_an_extra_may_be_a_dict_in_a_graph() -> None:
+    class Scaled(Optimizer):
+        def direction(self, g: Tensor, h: Tensor):
+            return g / h
+
+    value, tree = Scaled.pure(lr=1.0), {"a": P, "b": 2.0 * P}
+
+    def step(params: Any, h: Any) -> Any:
+        return value.step(params, params, value.init(params), h=h)[0]
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    for h in ({"a": P, "b": P}, torch.tensor(2.0)):
+        got, want = compiled(tree, h), step(tree, h)
+        torch.testing.assert_close(got, want)

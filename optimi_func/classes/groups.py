@@ -26,8 +26,7 @@ def plain_number(x: Any) -> Any:
         return Storage(x.param, plain_number(x.moments))
     if isinstance(x, torch.dtype):  # json has none
         return str(x)
-    if getattr(x, "shape", None) == ():  # numpy's
-        x = x.item()
+    x = checks.plain(x)
     if isinstance(x, Real):
         return int(x) if isinstance(x, Integral) else float(x)
     if isinstance(x, Sequence) or getattr(x, "ndim", None) == 1:
@@ -186,7 +185,7 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
     if isinstance(x, tuple | list):
         return tuple([as_scalar(y, params, capturable) for y in x])
     if not isinstance(x, Tensor):
-        return x
+        return checks.plain(x)
     near = x.is_cuda and bool(params) and all([p.device == x.device for p in params])
     return x.reshape(()).double() if capturable or near else x.item()
 

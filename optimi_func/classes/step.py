@@ -80,9 +80,16 @@ class Steps(Checkpoints):
                 self._bound[id(group)] = given, bound
                 return bound
         chosen = [as_scalar(x, params, capturable) for x in given[:-1]]
+        for name, x in zip(keywords, chosen):
+            if callable(x):
+                raise TypeError(
+                    f"a group has {name}={x!r}: allowed are numbers and tensors of one "
+                    "element; for a schedule use torch.optim.lr_scheduler"
+                )
         bound = factory(**dict(zip(keywords, chosen)))
         flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
-        mutable = any(isinstance(x, Tensor | list) for x in flat)
+        # Tensors and numpy's arrays have this.
+        mutable = any(isinstance(x, list) or hasattr(x, "__array__") for x in flat)
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 
@@ -263,7 +270,8 @@ class Steps(Checkpoints):
             if given != (kept := shown.item() or float(start[0])):
                 raise ValueError(
                     f"a group's {names[0]}={given!r} is computed by each step, which would "
-                    f"go on from {kept}: allowed is to read it"
+                    f"go on from {kept}: allowed is to read it. reset() begins anew, also "
+                    "after state.clear()"
                 )
         return found
 

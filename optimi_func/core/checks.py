@@ -92,8 +92,8 @@ def check_number(
         isinstance(value, bool) or not isinstance(value, Real)
     ):
         raise TypeError(
-            f"Invalid {label}: {name}={shown(value)}: allowed are numbers, real 0-d "
-            "tensors and schedules"
+            f"Invalid {label}: {name}={shown(value)}: allowed are numbers and real 0-d "
+            "tensors, and in the pure API schedules"
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
@@ -105,6 +105,14 @@ def check_number(
         allowed += "" if below is None else f" and below {below}"
         allowed += "" if most is None else f" and at most {most}"
         raise ValueError(f"Invalid {label}: {name}={value}: allowed is {allowed}")
+
+
+def plain(x: Any) -> Any:
+    """Convert numpy's numbers and 0-d arrays, also in a tuple, to Python numbers."""
+    if type(x) is tuple:
+        return tuple(map(plain, x))
+    boxed = not isinstance(x, Tensor) and getattr(x, "shape", None) == ()
+    return x.item() if boxed else x
 
 
 def check_process_group(group: Any) -> Any:

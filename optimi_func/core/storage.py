@@ -6,13 +6,19 @@ fields are decoded for it, and its results encoded.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import IDLE_KAHAN, check_flag, check_state_dtype
+from optimi_func.core.checks import (
+    IDLE_KAHAN,
+    check_flag,
+    check_state_dtype,
+    shown,
+    value_of,
+)
 from optimi_func.core.codes import (
     GROUP,
     Codes,
@@ -236,6 +242,10 @@ def check_entry(
                     "as they were saved"
                 )
             continue
+        if name in rule.state._fields and not x.is_floating_point():
+            raise ValueError(
+                f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are floating ones"
+            )
         shape = shapes.get(name, p.shape)
         if x.shape != shape:
             raise ValueError(
@@ -246,3 +256,29 @@ def check_entry(
             raise ValueError(
                 f"{root}{path}[{name!r}] is on {x.device}, its parameter on {p.device}"
             )
+
+
+def as_counts(
+    root: str, path: object, names: Iterable[str], entry: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return an entry's counts that are not 0-d float32 or float64 tensors as such ones.
+
+    Raises if one is complex or has several elements, or if the step count is below 0.
+    """
+    made: dict[str, Tensor] = {}
+    for name in names:
+        x = entry.get(name)
+        if not isinstance(x, Tensor):
+            continue
+        if x.is_complex() or x.dtype == torch.bool or x.shape not in ((), (1,)):
+            raise ValueError(
+                f"{root}{path}[{name!r}] is {shown(x)}: allowed is a number, or a "
+                "tensor of one element"
+            )
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.to(torch.float32 if name == "step" else torch.float64)
+        if name == "step" and not (value_of(x.reshape(())) or 0.0) >= 0.0:
+            raise ValueError(f"{root}{path}['step'] is {x}: allowed is at least 0")
+        if x is not entry[name] or x.dim():
+            made[name] = x.reshape(())
+    return made

@@ -1,7 +1,6 @@
 """`FunctionalOptimizer`: an optimizer as a value, a rule with its hyperparameters.
 
-`functional` describes its trees, and users import it from there; the optimizers themselves
-are in `optimizers`, a file each.
+`functional` describes its trees; the optimizers themselves are in `optimizers`, a file each.
 """
 
 from collections.abc import Callable
@@ -51,7 +50,6 @@ from optimi_func.pure.tree import (
 # A number, or a schedule from the 0-based step to one.
 Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 T = TypeVar("T")
-
 
 _NUMBERS = {float, int, bool, type(None)}
 
@@ -180,8 +178,9 @@ class FunctionalOptimizer:
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""
         for f in () if torch.compiler.is_compiling() else fields(self):
+            self.__dict__[f.name] = number = checks.plain(getattr(self, f.name))
             if f.type is bool:
-                checks.check_flag(f.name, getattr(self, f.name))
+                checks.check_flag(f.name, number)
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
@@ -253,7 +252,7 @@ class FunctionalOptimizer:
             return  # own rules have bounds of their own
         if hasattr(self, "betas"):
             checks.check_betas(own.betas, len(type(own).betas))
-        if hasattr(self, "eps") and not isinstance(type(own).eps, tuple):
+        if not isinstance(getattr(type(own), "eps", ()), tuple):
             checks.check_number("epsilon", "eps", own.eps)
 
     def _check_max_lr(self) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import value_of, warn_user
+from optimi_func.core.checks import warn_user
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import (
+    as_counts,
     check_entry,
     entry_of,
     field_of,
@@ -421,18 +422,18 @@ def checked(
             dtype = torch.float32 if key == "step" else torch.float64
             entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
+    entry.update(as_counts(root, path, counted, entry))
     every = entry if before is None else {**entry, TRAIN_PARAM: before}
     check_entry(rule, root, path, p, every, any_device=True)
     for key, x in every.items():
-        floating = key in rule.state._fields or key == TRAIN_PARAM
-        if x.is_meta or (floating and not x.is_floating_point()):
+        if x.is_meta or (key == TRAIN_PARAM and not x.is_floating_point()):
             raise ValueError(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
-    if "step" in entry and not (value_of(entry["step"]) or 0.0) >= 0.0:
-        raise ValueError(f"{root}{path}['step'] is {entry['step']}: allowed is at least 0")
     own = {*names, _TURNED_OFF.get(rule.state._fields)}
+    if rule.state._fields and not missing_fields(rule, entry):
+        own.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
     strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
     if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
         raise ValueError(

@@ -21,6 +21,7 @@ from optimi_func.core.distributed import (
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import (
+    as_counts,
     check_entry,
     entry_of,
     field_of,
@@ -56,6 +57,9 @@ def ensure_state(
     check_writable(path, *to_local([p]))
     state = states.get(p, {})
     own = {k: state[k] for k in own_names(rule) if state.get(k) is not None}
+    counted = ("step", *rule.running._fields)
+    counts = as_counts("state", path, counted, own)
+    own.update(counts)
     check_entry(rule, "state", path, p, own)
     _check_in_place(rule, path, p, own)
     fields = rule.state._fields
@@ -66,12 +70,11 @@ def ensure_state(
     # A compensation of any floating dtype can be used as it is.
     recast = comp is not None and dtype is not None and not alike(comp.dtype, dtype)
     device = p.device if capturable else torch.device("cpu")
-    counted = ("step", *rule.running._fields)
     moved = [k for k in counted if k in state and state[k].device != device]
     compensated = comp is None if dtype is None else comp is not None and not recast
     uncounted = [k for k in counted if k not in state]
-    if uncounted or missing or moved or converted or not compensated:
-        state = dict(state)
+    if counts or uncounted or missing or moved or converted or not compensated:
+        state = {**state, **counts}
         state.update((name, state[name].to(device)) for name in moved)
         leaf = init_leaf(rule, p, storage)
         fresh = entry_of(leaf.state, leaf.comp)

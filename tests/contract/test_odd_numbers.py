@@ -1,0 +1,145 @@
+"""Numbers, counts and fields in forms that users give them, and what is refused first."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import optimi_func as T
+
+EAGER = {"compile": False}
+
+
+def pair() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.full((2,), 2.0))]
+
+
+def step(optimizer: Any, ps: list[Any]) -> None:
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+NUMBERS = [np.float32(0.125), np.float64(0.125), np.array(0.125), np.array(0.125, "f")]
+
+
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("lr", NUMBERS, ids=lambda x: f"{type(x).__name__}-{x.dtype}")
+def test_numbers_of_numpy_are_numbers(lr: Any, how: dict[str, Any]) -> None:
+    ps, qs = pair(), pair()
+    known = T.AdamW(qs, lr=0.125, weight_decay=0.125, **how)
+    given = T.AdamW(ps, lr=lr, weight_decay=lr, betas=(lr, lr), **how)
+    known.param_groups[0]["betas"] = (0.125, 0.125)
+    for _ in range(2):
+        step(given, ps)
+        step(known, qs)
+        # Written later, as schedules of one's own do.
+        given.param_groups[0].update(lr=lr, weight_decay=lr, betas=(lr, lr))
+    assert all(map(torch.equal, ps, qs))
+    value = T.adamw(lr=lr, weight_decay=lr, betas=(lr, lr))
+    assert value == T.adamw(lr=0.125, weight_decay=0.125, betas=(0.125, 0.125))
+    assert type(value.lr) is type(value.betas[0]) is float
+
+
+def test_an_array_that_is_written_to_is_read_again() -> None:
+    (w, _), lr = pair(), np.array(0.0)
+    optimizer = T.SGD([w], lr=1.0, **EAGER)
+    optimizer.param_groups[0]["lr"] = lr
+    step(optimizer, [w])
+    lr[...] = 0.5
+    step(optimizer, [w])
+    assert torch.equal(w, torch.full((3,), 0.5))
+
+
+def test_a_schedule_in_a_group_is_refused_by_name() -> None:
+    w, _ = pair()
+    optimizer = T.SGD([w], lr=1.0, **EAGER)
+    optimizer.param_groups[0]["lr"] = lambda t: 0.1
+    with pytest.raises(TypeError, match=r"a group has lr=.*torch.optim.lr_scheduler"):
+        step(optimizer, [w])
+    assert torch.equal(w, torch.ones(3))
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError, match="in the pure API schedules"):
+        step(optimizer, [w])
+
+
+COUNTS = [torch.tensor(4), torch.tensor(4, dtype=torch.int32), torch.tensor([4.0])]
+COUNTS += [torch.tensor([4]), torch.tensor(4.0, dtype=torch.bfloat16)]
+COUNTS += [torch.tensor(4, dtype=torch.uint8), torch.tensor(4.0, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("count", COUNTS, ids=str)
+def test_counts_of_any_dtype_go_on(count: Tensor, how: dict[str, Any]) -> None:
+    ps, qs = pair(), pair()
+    optimizer, known = (
+        T.AdamW(ps, lr=0.1, **EAGER | how),
+        T.AdamW(qs, lr=0.1, **EAGER | how),
+    )
+    for some, own in ((optimizer, ps), (known, qs)):
+        step(some, own)
+    optimizer.state[ps[1]]["step"] = count.clone()
+    known.state[qs[1]]["step"] = torch.tensor(4.0)
+    for _ in range(2):
+        step(optimizer, ps)
+        step(known, qs)
+    assert all(map(torch.equal, ps, qs))
+    assert [float(optimizer.state[p]["step"]) for p in ps] == [3.0, 6.0]
+    saved = optimizer.state_dict()
+    saved["state"][1]["step"] = count
+    known.load_state_dict(saved)
+    assert known.state[qs[1]]["step"].shape == () and known.state[qs[1]]["step"] == 4
+
+
+def test_a_count_that_processes_share_stays_shared() -> None:
+    """A3C's SharedAdam keeps it as one element in shared memory."""
+    w, _ = pair()
+    optimizer = T.Adam([w], lr=0.1, **EAGER)
+    shared = torch.zeros(1).share_memory_()
+    zeros = {name: torch.zeros(3) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[w] = {"step": shared, **zeros}
+    for _ in range(3):
+        step(optimizer, [w])
+    assert shared.item() == 3
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "step": (torch.tensor(-1), r"\['step'\] is -1.*allowed is at least 0"),
+    "exp_avg": (torch.zeros(2).long(), r"\['exp_avg'\] has dtype torch.int64.*floating"),
+    "exp_avg_sq": (torch.zeros(2).bool(), r"\['exp_avg_sq'\] has dtype torch.bool"),
+}
+BAD["two"] = torch.zeros(2), r"\['step'\] is a tensor of shape \(2,\).*one element"
+BAD["a flag"] = torch.tensor(True), r"\['step'\] is a tensor of .* torch.bool"
+
+
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("case", BAD)
+def test_nothing_is_half_updated(case: str, how: dict[str, Any]) -> None:
+    ps = pair()
+    optimizer = T.AdamW([{"params": [p]} for p in ps], lr=0.1, **how)
+    step(optimizer, ps)
+    value, text = BAD[case]
+    name = case if case in optimizer.state[ps[1]] else "step"
+    optimizer.state[ps[1]][name] = value
+    before = [p.detach().clone() for p in ps]
+    with pytest.raises(ValueError, match=r"state\[0\]" + text):
+        step(optimizer, ps)
+    assert all(map(torch.equal, ps, before)) and optimizer.state[ps[0]]["step"] == 1
+
+
+def test_what_lookahead_keeps_beside_the_fields_loads() -> None:
+    """pytorch_optimizer's Lookahead puts momentum_buffer beside AdamW's moments."""
+    ps, qs = pair(), pair()
+    optimizer, other = T.AdamW(ps, lr=0.1, **EAGER), T.AdamW(qs, lr=0.1, **EAGER)
+    step(optimizer, ps)
+    for p in ps:
+        optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 7.0)
+    step(optimizer, ps)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[qs[0]]["momentum_buffer"].tolist() == [7.0] * 3
+    saved = optimizer.state_dict()
+    del saved["state"][1]["exp_avg"]
+    with pytest.raises(ValueError, match="'momentum_buffer'] are another rule's"):
+        other.load_state_dict(saved)

@@ -349,6 +349,8 @@ class Runner:
             if backward.ids:  # none if step() ends a cycle
                 self.since_step.add(backward.fired, backward.last and not accumulates)
             self.optimizer.end(backward.parts, backward.last)
+            if backward.ids and backward.last:
+                self.since_step.used = self.optimizer.numbers()
         if backward.staging.numel():
             self._staging = backward.staging
         self.forget()

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from optimi_func.core.checks import check_accumulates, check_apart
-from optimi_func.core.distributed import to_local
+from optimi_func.core.distributed import comparable, to_local
 from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
@@ -28,6 +28,7 @@ class TreeOptimizer:
         check_apart(named, "params[{!r}]".format, "tie them as one parameter")
         self._places = {p: i for i, p in enumerate(params.values())}
         self._state = optimizer.init(params)
+        self._shown = comparable(optimizer, type)
         self._step: TreeStep | None = None  # the step of the running backward
 
     @property
@@ -68,6 +69,11 @@ class TreeOptimizer:
         if count:
             with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)
+
+    def numbers(self, of_device: Any = None) -> dict[str, Any]:
+        """Return the hyperparameters, to compare."""
+        del of_device
+        return {"optimizer": self._shown}
 
     def rules(self) -> list[Rule[Any, Any]]:
         """Return the rule, as of one group."""

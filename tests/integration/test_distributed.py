@@ -22,6 +22,7 @@ OWNED = [
     owned_worlds.together,
     owned_worlds.unused,
     owned_worlds.differ,
+    owned_worlds.unequal,
     owned_worlds.options,
     owned_worlds.fields,
 ]
@@ -53,6 +54,7 @@ TWO = [
     stored_worlds.stored_trees,
     stored_worlds.stored_resume,
     stored_worlds.stored_from_one,
+    stored_worlds.gathered,
 ]
 # What two processes cannot have, and what others go on from.
 FOUR = [

@@ -285,14 +285,18 @@ _NOT_ELEMENTWISE = (
 
 def check_elementwise(
     where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
-) -> None:
-    """Raise unless an element of each result depends on that of `count` tensors alone."""
+) -> list[bool]:
+    """Raise unless an element of each result depends on that of `count` tensors alone.
+
+    Returns for each result True if it is a view of a tensor or of another result.
+    """
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
     given = torch.rand(count, 15, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
-    results = _tried(where, graph, *given, *scalars)
+    rows = [*given.clone().unbind()]
+    results = _tried(where, graph, *rows, *scalars)
     again = _tried(where, graph, *given, *tensors)
     parts = _tried(where, graph, *given[:, some], *tensors)
     for shape in (3, 5), (3, 1, 5):  # for what t, flatten and squeeze do

@@ -15,14 +15,18 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
-from optimi_func.execution.launches import Columns, EagerLaunch, Launch, Update
+from optimi_func.execution.launches import (
+    TEMPORARIES,
+    Columns,
+    EagerLaunch,
+    Launch,
+    Update,
+)
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import chunks, leaf_of
 
 T = TypeVar("T")
 
-# Temporaries that are alive at once, at most: those of Adan with Kahan summation.
-TEMPORARIES = 18
 # Elements that are updated together, at most and at least. Between the two, as many as
 # keep the temporaries smaller than the parameters.
 CHUNK = 1 << 18

@@ -285,17 +285,18 @@ _NOT_ELEMENTWISE = (
 
 def check_elementwise(
     where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
-) -> list[bool]:
+) -> dict[int, int]:
     """Raise unless an element of each result depends on that of `count` tensors alone.
 
-    Returns for each result True if it is a view of a tensor or of another result.
+    Returns for each result that is a view the index of its base: that of a given tensor,
+    or below 0 that of a result, from the end.
     """
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
     given = torch.rand(count, 15, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
-    rows = [*given.clone().unbind()]
+    rows = [x.clone() for x in given]
     results = _tried(where, graph, *rows, *scalars)
     again = _tried(where, graph, *given, *tensors)
     parts = _tried(where, graph, *given[:, some], *tensors)
@@ -308,3 +309,7 @@ def check_elementwise(
             raise TypeError(f"{where} draws random numbers in {name}: leave them out")
         if not torch.allclose(x[some], part, equal_nan=True):
             raise TypeError(_NOT_ELEMENTWISE.format(where, f"{name} depends on the others"))
+    at = [x.data_ptr() for x in results]
+    memory = {x: i - len(at) for i, x in reversed([*enumerate(at)])}
+    memory |= {x.data_ptr(): i for i, x in enumerate(rows)}
+    return {i: memory[x] for i, x in enumerate(at) if memory[x] != i - len(at)}

@@ -190,7 +190,9 @@ class Making:
             run[method], graph = trace.function(inputs[method], results)
             first, count = _FIRST.get(method, "d"), len(inputs[method])
             labels = [first] * len(results) if method == "means" else [first, *kind._fields]
-            check_elementwise(f"{self.name}.{method}", labels, graph, count, now[:n])
+            where = f"{self.name}.{method}"
+            if views := check_elementwise(where, labels, graph, count, now[:n]):
+                run[method] = _without_views(run[method], views)
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]
@@ -323,6 +325,17 @@ class Making:
             return why
 
         return refuses
+
+
+def _without_views(fn: Callable[..., Any], views: dict[int, int]) -> Callable[..., Any]:
+    """Return fn with the bases of views in their place, which the pipeline copies."""
+
+    def run(*args: Any) -> list[Any]:
+        found = fn(*args)
+        every = [*args, *found]
+        return [every[views.get(i, len(args) + i)] for i in range(len(found))]
+
+    return run
 
 
 class _Explicit(NamedTuple):

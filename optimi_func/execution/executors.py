@@ -35,6 +35,7 @@ from optimi_func.execution.launches import (
     ShardedLaunch,
     Update,
     alike,
+    split_twins,
 )
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.tensors import chunks, is_capturing
@@ -190,17 +191,3 @@ def _kernel(
         ours = arguments_of(slot, write, not measures, widens)
         return ListKernel(*found.made_of, ours)
     return found
-
-
-def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield runs of updates with different addresses, so that tied weights take turns."""
-    run: list[Update] = []
-    taken: set[int] = set()
-    for u in updates:
-        if not taken.isdisjoint(u.slot.addresses):
-            yield run
-            run, taken = [], set()
-        run.append(u)
-        taken.update(u.slot.addresses)
-    if run:
-        yield run

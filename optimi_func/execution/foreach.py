@@ -21,6 +21,7 @@ from optimi_func.execution.launches import (
     EagerLaunch,
     Launch,
     Update,
+    split_twins,
 )
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import chunks, leaf_of
@@ -125,9 +126,12 @@ def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> li
     wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
     room = sum(u.p.nbytes for u in updates) // (TEMPORARIES * wide.itemsize)
     size = min(CHUNK, max(LEAST, room))
-    slices = [s for u in updates for s in _slices(u, size, measures)]
-    found = chunks(slices, size, lambda s: s.numel)
-    return [ForeachLaunch(rule, chunk, write) for chunk in found]
+    found: list[Launch] = []
+    for some in split_twins(updates):
+        slices = [s for u in some for s in _slices(u, size, measures)]
+        lists = chunks(slices, size, lambda s: s.numel)
+        found += [ForeachLaunch(rule, chunk, write) for chunk in lists]
+    return found
 
 
 def _slices(u: Update, size: int, measures: bool) -> list[_Slice]:

@@ -1,6 +1,7 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -74,6 +75,29 @@ def alike(updates: list[Update]) -> list[list[Update]]:
             kind = *tensors, u.plain, u.g.dtype, u.g.device, u.at
             groups.setdefault(kind, []).append(u)
     return list(groups.values())
+
+
+def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
+    """Yield updates that share no memory, then the others one by one: they take turns."""
+    seen = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
+    shared = {
+        i for i, u in enumerate(updates) if any([seen[x] > 1 for x in u.slot.addresses])
+    }
+    last, end = 0, 0
+    for start, stop, i in sorted([(*_span(u.p), i) for i, u in enumerate(updates)]):
+        shared |= {i, last} if start < end else set()
+        last, end = (i, stop) if stop > end else (last, end)
+    if len(shared) < len(updates):
+        yield [u for i, u in enumerate(updates) if i not in shared]
+    for i in sorted(shared):
+        yield [updates[i]]
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's memory, and the one after the last."""
+    last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
+    start = x.data_ptr()
+    return start, start + (last + 1) * x.element_size() if start else 0
 
 
 class Launch:

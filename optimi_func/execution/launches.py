@@ -60,6 +60,11 @@ class Update(NamedTuple):
         return same_order(self.p, self.g) and not self.g.is_neg()
 
     @property
+    def can_be_cut(self) -> bool:
+        """Return True if a part of memory is the same part of every tensor."""
+        return self.slot.dense and self.aligned and self.plain
+
+    @property
     def plain(self) -> bool:
         """Return True if a kernel can read everything from memory."""
         return self.slot.plain and is_plain(self.g)
@@ -209,25 +214,39 @@ def _align(p: Tensor, g: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=g.dtype).copy_(g)
 
 
+def plan_eager(
+    rule: Rule[Any, Any], updates: list[Update], write: bool, size: int = 0
+) -> list[Launch]:
+    """Plan updates one by one, in slices of a size, or the large ones in their own."""
+
+    def size_of(u: Update) -> int:
+        if size or u.slot.numel < SLICED or not u.can_be_cut:
+            return size
+        wide = compute_dtype(u.g.dtype, *u.slot.dtypes)
+        least = LEAST if u.p.device.type in ("cpu", "meta") else AT_ONCE
+        return max(least, ROOM * u.slot.numel // (TEMPORARIES * wide.itemsize))
+
+    return [EagerLaunch(rule, u, write, size_of(u)) for u in updates]
+
+
 class EagerLaunch(Launch):
-    """One parameter, operation by operation; a large one in slices."""
+    """One parameter, operation by operation, in slices if there is a size of them."""
 
     raw = False
 
-    def __init__(self, rule: Rule[Any, Any], update: Update, write: bool) -> None:
+    def __init__(
+        self, rule: Rule[Any, Any], update: Update, write: bool, size: int
+    ) -> None:
         super().__init__([update])
         self._rule, self._write = rule, write
-        rates, count, slot = update.scalars.scalars.rates, self._lengths[0], update.slot
-        self._sliced = count >= SLICED and slot.dense and update.aligned and update.plain
-        self._measures = self._sliced and write and count_means(rule, rates) > 0
-        least = LEAST if update.p.device.type in ("cpu", "meta") else AT_ONCE
-        size = max(least, ROOM * count // (TEMPORARIES * self.dtype.itemsize))
+        rates = update.scalars.scalars.rates
         self._size = size // GROUP * GROUP
+        self._measures = size > 0 and write and count_means(rule, rates) > 0
 
     def _slices(self, columns: Columns) -> Iterator[Columns]:
         """Yield columns of the parameter alone, or of its elements from one to another."""
         own = [x[self.places[0]] for x in columns]
-        if not self._sliced:
+        if not self._size:
             yield [[x] for x in own]
             return
         rows = dict.fromkeys((1, *self._columns), 1)
@@ -253,7 +272,7 @@ class EagerLaunch(Launch):
         done = 0
 
         def take(measured: list[Tensor]) -> list[Tensor]:
-            if not self._sliced:
+            if not self._size:
                 wholes[:] = measured
                 return whole_means(measured)
             wholes[:] = wholes or [x.new_empty(self._lengths[0]) for x in measured]

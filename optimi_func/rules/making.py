@@ -3,6 +3,7 @@
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -192,7 +193,7 @@ class Making:
             labels = [first] * len(results) if method == "means" else [first, *kind._fields]
             where = f"{self.name}.{method}"
             if views := check_elementwise(where, labels, graph, count, now[:n]):
-                run[method] = _without_views(run[method], views)
+                run[method] = partial(_without_views, run[method], views)
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]
@@ -327,15 +328,11 @@ class Making:
         return refuses
 
 
-def _without_views(fn: Callable[..., Any], views: dict[int, int]) -> Callable[..., Any]:
-    """Return fn with the bases of views in their place, which the pipeline copies."""
-
-    def run(*args: Any) -> list[Any]:
-        found = fn(*args)
-        every = [*args, *found]
-        return [every[views.get(i, len(args) + i)] for i in range(len(found))]
-
-    return run
+def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) -> list[Any]:
+    """Call fn, with the bases of views in their place, which the pipeline copies."""
+    found = fn(*args)
+    every = [*args, *found]
+    return [every[views.get(i, len(args) + i)] for i in range(len(found))]
 
 
 class _Explicit(NamedTuple):

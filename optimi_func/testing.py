@@ -155,6 +155,7 @@ class _Check:
         yield "repeated", 0.0, lambda: (self.pure(), self.pure(*kept))
         leaves = pytree.tree_leaves
         yield "inputs kept", 0.0, lambda: (leaves((self.start, self.grads)), leaves(kept))
+        yield "results apart", 0.0, lambda: (self._overwritten(), self.pure())
         if reference is not None:
             yield "reference", 1e-9, lambda: (self.pure(), self._loop(reference))
         if rule.whole is None and rule.means is None:
@@ -163,6 +164,17 @@ class _Check:
         yield "derivatives", 1e-4, self._slopes
         if rule.accumulate is not None and not rule.running._fields:
             yield "accumulate", 1e-9, self._accumulated
+
+    def _overwritten(self) -> Tensors:
+        """Return how far it moves if what a step was given is overwritten after it."""
+        params, grads = copy.deepcopy((self.start, self.grads))
+        state = self.value.init(params)
+        for g in grads:
+            given = params, g, state, self.extras(g) if self.extras else {}
+            params, state = self.value.step(*given[:3], **given[3])
+            for x in pytree.tree_leaves(given):
+                x.zero_()
+        return [p - q for p, q in zip(params, self.start)]
 
     def _loop(self, reference: Any) -> Tensors:
         found = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)

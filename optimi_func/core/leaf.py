@@ -131,14 +131,31 @@ def leaf_move(
             if rule.after is not None:
                 u, after = rule.after(x, u, new, c)
             moved, rest = _add(p, p32, x, comp, own, u)
+        found = _apart([*after[:count], *mapped], old, x, r.lr)
         # Fields that the rule returned unchanged are not encoded again.
         fields = [
-            s if n is o else encode(n, s, dither)
-            for n, o, s in zip((*after[:count], *mapped), old, state)
+            s if n is o else encode(n, s, dither) for n, o, s in zip(found, old, state)
         ]
         return Leaf(moved, type(state)(*fields), rest)
 
     return d, x, add
+
+
+def _apart(fields: list[Any], old: list[Any], x: Any, lr: Scalar) -> list[Any]:
+    """Copy fields that are another tensor of the step, which may be written before them."""
+    taken = [x, *old]
+    for i, (new, before) in enumerate(zip(fields, old)):
+        if new is before:
+            continue
+        if not any([new is y for y in taken]):
+            taken.append(new)
+        elif isinstance(lr, Tensor) and torch.compiler.is_compiling():
+            # Inductor leaves out clones, and reads what is written. Reading lr, as the
+            # move does, keeps this in the one loop that list kernels are made of.
+            fields[i] = torch.where(lr == lr, new, lr)
+        else:
+            fields[i] = new.clone()
+    return fields
 
 
 def leaf_eval_point(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:

@@ -187,6 +187,12 @@ def is_plain(x: Tensor) -> bool:
 _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 
+def share(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors have one storage."""
+    private: Any = torch._C
+    return private._is_alias_of(x, y)
+
+
 def has_memory(x: Tensor) -> bool:
     """Return False for a meta or fake tensor.
 

@@ -28,13 +28,14 @@ from optimi_func.execution.kernels import (
     kernel,
 )
 from optimi_func.execution.launches import (
-    EagerLaunch,
     KernelLaunch,
     Launch,
     ListLaunch,
     ShardedLaunch,
     Update,
     alike,
+    plan_eager,
+    split_twins,
 )
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.tensors import chunks, is_capturing
@@ -69,7 +70,7 @@ def plan_launches(
     if rule.whole_fields:
         rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
-    plan = (planners | {"foreach": plan_foreach, "eager": _plan_eager})[executor]
+    plan = (planners | {"foreach": plan_foreach, "eager": plan_eager})[executor]
 
     def planned(some: Iterator[Update]) -> list[Launch]:
         return [x for group in alike(list(some)) for x in plan(rule, group, write)]
@@ -118,11 +119,7 @@ def _plan_auto(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list
                 "Install a C++ compiler (g++ or clang++, on PATH or named by CXX) "
                 "for CPU, Triton for CUDA; or choose compile=False or foreach=True."
             )
-    return _plan_eager(rule, updates, write)
-
-
-def _plan_eager(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
-    return [EagerLaunch(rule, u, write) for u in updates]
+    return plan_eager(rule, updates, write)
 
 
 def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
@@ -136,7 +133,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
     # On CPU C++ around the kernel decodes and encodes, elsewhere the kernel itself.
     around = slot.coded and has_list_kernels(device)
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
-        return _plan_eager(rule, updates, write)
+        return plan_eager(rule, updates, write)
     count = count_means(rule, first.scalars.scalars.rates) if write else 0
     made = partial(_kernel, rule, first, write, around, count > 0)
     run, mean = made(False), made(True) if count else None
@@ -145,12 +142,12 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
         run = run.single
     listed = all(isinstance(x, ListKernel) for x in (run, mean or run))
     if around and not (listed and are_exact()):
-        return _plan_eager(rule, updates, write)
+        return plan_eager(rule, updates, write)
     # Length 1 would specialise the graph of a single kernel.
     least = 1 if listed or (isinstance(run, TritonListKernel) and not count) else 2
     group = GROUP if any(slot.codes) and not around else 1
     fit = [u.slot.numel >= least and u.slot.numel % group == 0 for u in updates]
-    launches = _plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
+    launches = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
     direct = list(compress(updates, fit))
     if not isinstance(run, ListKernel | TritonListKernel):
         return [*launches, KernelLaunch(run, mean, count, direct)] if direct else launches
@@ -190,17 +187,3 @@ def _kernel(
         ours = arguments_of(slot, write, not measures, widens)
         return ListKernel(*found.made_of, ours)
     return found
-
-
-def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield runs of updates with different addresses, so that tied weights take turns."""
-    run: list[Update] = []
-    taken: set[int] = set()
-    for u in updates:
-        if not taken.isdisjoint(u.slot.addresses):
-            yield run
-            run, taken = [], set()
-        run.append(u)
-        taken.update(u.slot.addresses)
-    if run:
-        yield run

@@ -6,27 +6,32 @@ operation is one call for the list.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.leaf import compute_dtype, count_means, leaf_means, leaf_step
+from optimi_func.core.leaf import compute_dtype, leaf_means, leaf_step
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
-from optimi_func.execution.launches import Columns, EagerLaunch, Launch, Update
+from optimi_func.execution.launches import (
+    LEAST,
+    TEMPORARIES,
+    Columns,
+    Launch,
+    Update,
+    plan_eager,
+    split_twins,
+)
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import chunks, leaf_of
 
 T = TypeVar("T")
 
-# Temporaries that are alive at once, at most: those of Adan with Kahan summation.
-TEMPORARIES = 18
-# Elements that are updated together, at most and at least. Between the two, as many as
-# keep the temporaries smaller than the parameters.
+# Elements that are updated together, at most. They are as many as keep the temporaries
+# smaller than the parameters, but not fewer than LEAST.
 CHUNK = 1 << 18
-LEAST = 1 << 12
 
 _LISTED = {"add", "sub", "mul", "div", "maximum", "clamp_min", "clamp_max"}
 _ALONE = {"neg", "reciprocal", "sign", "sqrt", "abs"}
@@ -104,34 +109,22 @@ def _call(name: str, func: Callable[..., Tensor], args: list[Any]) -> Many:
     return Many([func(*row) for row in zip(*each)])
 
 
-class _Slice(NamedTuple):
-    """A parameter, or a part of a large one."""
-
-    update: Update
-    numel: int
-    start: int | None  # None: the whole parameter
-
-
 def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:
     """Plan updates of one kind, in chunks."""
     first = updates[0]
     if first.slot.coded:
-        return [EagerLaunch(rule, u, write) for u in updates]
-    measures = write and count_means(rule, first.scalars.scalars.rates) > 0
+        return plan_eager(rule, updates, write)
     wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
     room = sum(u.p.nbytes for u in updates) // (TEMPORARIES * wide.itemsize)
     size = min(CHUNK, max(LEAST, room))
-    slices = [s for u in updates for s in _slices(u, size, measures)]
-    found = chunks(slices, size, lambda s: s.numel)
-    return [ForeachLaunch(rule, chunk, write) for chunk in found]
-
-
-def _slices(u: Update, size: int, measures: bool) -> list[_Slice]:
-    count = u.slot.numel
-    if count <= size or measures or not (u.slot.dense and u.aligned):
-        return [_Slice(u, count, None)]
-    starts = range(0, count, size)
-    return [_Slice(u, min(size, count - start), start) for start in starts]
+    found: list[Launch] = []
+    for some in split_twins(updates):
+        listed = [u for u in some if u.slot.numel <= size or not u.can_be_cut]
+        lists = chunks(listed, size, lambda u: u.slot.numel)
+        found += [ForeachLaunch(rule, chunk, write) for chunk in lists]
+        large = [u for u in some if u.slot.numel > size and u.can_be_cut]
+        found += plan_eager(rule, large, write, size)
+    return found
 
 
 class ForeachLaunch(Launch):
@@ -139,20 +132,9 @@ class ForeachLaunch(Launch):
 
     raw = False
 
-    def __init__(self, rule: Rule[Any, Any], slices: list[_Slice], write: bool) -> None:
-        super().__init__([s.update for s in slices])
+    def __init__(self, rule: Rule[Any, Any], updates: list[Update], write: bool) -> None:
+        super().__init__(updates)
         self._rule, self._write = rule, write
-        self._stretches = [(s.start, s.numel) for s in slices]
-
-    def pick(self, items: list[T]) -> list[T]:
-        """Pick the tensors of this launch, or the parts of them that it updates."""
-        found: list[Any] = []
-        for i, (start, numel) in zip(self.places, self._stretches):
-            x: Any = items[i]
-            if start is not None and x is not None:
-                x = x.as_strided((x.numel(),), (1,)).narrow(0, start, numel)
-            found.append(x)
-        return found
 
     def _given(self, columns: Columns, packed: list[Packed]) -> tuple[Leaf, Any, Scalars]:
         kept: list[Any] = list(map(Many, self.read(columns)))

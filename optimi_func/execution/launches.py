@@ -1,19 +1,20 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from optimi_func.core.codes import same_order
+from optimi_func.core.codes import GROUP, same_order
 from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
-    leaf_means,
+    leaf_move,
     leaf_step,
     whole_means,
 )
@@ -24,11 +25,17 @@ from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.execution.slots import Slot
+from optimi_func.execution.slots import Slot, scale_places
 from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
 T = TypeVar("T")
+# Temporaries that are alive at once, at most: those of Adan with Kahan summation.
+TEMPORARIES = 18
+# Single operations update parameters of at least so many elements in slices, whose
+# temporaries have at most so many bytes for each element of the parameter. Slices have at
+# least so many elements, on other devices than the CPU more: a call costs as much as they.
+SLICED, ROOM, LEAST, AT_ONCE = 1_000_000, 2, 1 << 12, 1 << 18
 # The sums of a parameter over its local tensor, None if that is empty, and its flag.
 _Part: TypeAlias = tuple[Tensor | None, Tensor | None]
 # The tensors of a step, with a row for each parameter: the parameters, the gradients, the
@@ -53,6 +60,11 @@ class Update(NamedTuple):
         return same_order(self.p, self.g) and not self.g.is_neg()
 
     @property
+    def can_be_cut(self) -> bool:
+        """Return True if a part of memory is the same part of every tensor."""
+        return self.slot.dense and self.aligned and self.plain
+
+    @property
     def plain(self) -> bool:
         """Return True if a kernel can read everything from memory."""
         return self.slot.plain and is_plain(self.g)
@@ -68,6 +80,29 @@ def alike(updates: list[Update]) -> list[list[Update]]:
             kind = *tensors, u.plain, u.g.dtype, u.g.device, u.at
             groups.setdefault(kind, []).append(u)
     return list(groups.values())
+
+
+def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
+    """Yield updates that share no memory, then the others one by one: they take turns."""
+    seen = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
+    shared = {
+        i for i, u in enumerate(updates) if any([seen[x] > 1 for x in u.slot.addresses])
+    }
+    last, end = 0, 0
+    for start, stop, i in sorted([(*_span(u.p), i) for i, u in enumerate(updates)]):
+        shared |= {i, last} if start < end else set()
+        last, end = (i, stop) if stop > end else (last, end)
+    if len(shared) < len(updates):
+        yield [u for i, u in enumerate(updates) if i not in shared]
+    for i in sorted(shared):
+        yield [updates[i]]
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's memory, and the one after the last."""
+    last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
+    start = x.data_ptr()
+    return start, start + (last + 1) * x.element_size() if start else 0
 
 
 class Launch:
@@ -179,26 +214,77 @@ def _align(p: Tensor, g: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=g.dtype).copy_(g)
 
 
+def plan_eager(
+    rule: Rule[Any, Any], updates: list[Update], write: bool, size: int = 0
+) -> list[Launch]:
+    """Plan updates one by one, in slices of a size, or the large ones in their own."""
+
+    def size_of(u: Update) -> int:
+        if size or u.slot.numel < SLICED or not u.can_be_cut:
+            return size
+        wide = compute_dtype(u.g.dtype, *u.slot.dtypes)
+        least = LEAST if u.p.device.type in ("cpu", "meta") else AT_ONCE
+        return max(least, ROOM * u.slot.numel // (TEMPORARIES * wide.itemsize))
+
+    return [EagerLaunch(rule, u, write, size_of(u)) for u in updates]
+
+
 class EagerLaunch(Launch):
-    """One parameter, operation by operation."""
+    """One parameter, operation by operation, in slices if there is a size of them."""
 
     raw = False
 
-    def __init__(self, rule: Rule[Any, Any], update: Update, write: bool) -> None:
+    def __init__(
+        self, rule: Rule[Any, Any], update: Update, write: bool, size: int
+    ) -> None:
         super().__init__([update])
         self._rule, self._write = rule, write
+        rates = update.scalars.scalars.rates
+        self._size = size // GROUP * GROUP
+        self._measures = size > 0 and write and count_means(rule, rates) > 0
+
+    def _slices(self, columns: Columns) -> Iterator[Columns]:
+        """Yield columns of the parameter alone, or of its elements from one to another."""
+        own = [x[self.places[0]] for x in columns]
+        if not self._size:
+            yield [[x] for x in own]
+            return
+        rows = dict.fromkeys((1, *self._columns), 1)
+        rows |= {self._columns[k]: GROUP for k in scale_places(self._codes, 1)}
+        if not self._in_place:
+            rows |= {k + len(columns) // 2: row for k, row in rows.items()}
+        flat = {k: own[k].as_strided((own[k].numel(),), (1,)) for k in rows}
+        for start in range(0, self._lengths[0], self._size):
+            end = start + self._size
+            parts = {k: x[start // rows[k] : -(-end // rows[k])] for k, x in flat.items()}
+            yield [[parts.get(k)] for k in range(len(columns))]
 
     def _given(
         self, columns: Columns, packed: list[Packed]
     ) -> tuple[Leaf, Tensor, Scalars]:
-        (i,) = self.places
-        leaf = leaf_of(self._rule, self._codes, [columns[j][i] for j in self._columns])
-        return leaf, columns[1][i], packed[self._at].scalars
+        own = [x for (x,) in self.read(columns)]
+        leaf = leaf_of(self._rule, self._codes, own)
+        return leaf, columns[1][0], packed[self._at].scalars
 
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means as one row."""
-        given = self._given(columns, packed)
-        return torch.stack(leaf_means(self._rule, *given))[None]
+        wholes: list[Tensor] = []
+        done = 0
+
+        def take(measured: list[Tensor]) -> list[Tensor]:
+            if not self._size:
+                wholes[:] = measured
+                return whole_means(measured)
+            wholes[:] = wholes or [x.new_empty(self._lengths[0]) for x in measured]
+            for whole, x in zip(wholes, measured):
+                whole[done : done + len(x)] = x
+            return whole_means(measured)
+
+        for part in self._slices(columns):
+            leaf_move(self._rule, *self._given(part, packed), True, take)
+            done += self._size
+        # The bits of a mean depend on how its elements are added up.
+        return torch.stack(whole_means(wholes))[None]
 
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameter."""
@@ -208,11 +294,19 @@ class EagerLaunch(Launch):
             found[:] = whole_means(measured)
             return found
 
-        given, join = self._given(columns, packed), self._rule.join
+        if means is None and self._measures:
+            means = self.measure(columns, packed)
+            found[:] = means[0].unbind()
         own = take if means is None else _given_means(means[0])
-        new = leaf_step(self._rule, *given, self._write, own)
-        self.taken = None if join is None or not found else torch.stack(found)[None]
-        write_back([x for (x,) in self.written(columns)], new)
+        for part in self._slices(columns):
+            self._move(part, packed, own)
+        joins = self._rule.join is not None and found
+        self.taken = torch.stack(found)[None] if joins else None
+
+    def _move(self, part: Columns, packed: list[Packed], take: Any) -> None:
+        # Its temporaries are freed before those of the next slice are made.
+        new = leaf_step(self._rule, *self._given(part, packed), self._write, take)
+        write_back([x for (x,) in self.written(part)], new)
 
 
 def _given_means(row: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:

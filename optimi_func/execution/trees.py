@@ -265,6 +265,9 @@ def _step(
         if rule.running._fields:
             devices = [s.running[0].device for s in states]
             after = list(map(running_tensors, after, devices))
+        for i, g in enumerate(gs):
+            if g is None:  # a later step in place would write to what it is given
+                ps[i], states[i] = pytree.tree_map(torch.clone, (ps[i], states[i]))
         for i, new, own, comp in zip(places, x, made, comps):
             ps[i], states[i] = new, LeafState(own, comp, after[i])
         if rule.join is not None:  # also those of leaves without a gradient

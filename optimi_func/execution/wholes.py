@@ -26,6 +26,7 @@ from optimi_func.core.rule import (
     along_gradient,
     gradient_rule,
 )
+from optimi_func.core.torch_private import share
 from optimi_func.execution.launches import Columns, Launch, Update
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot
@@ -213,7 +214,10 @@ class WholeLaunch(Launch):
 
 
 def _write(old: list[Tensor], new: list[Tensor]) -> None:
-    for x, y in zip(old, new):
+    """Copy the results of a map to its arguments, of which some may be views."""
+    pairs = [(x, y) for x, y in zip(old, new) if x is not y]
+    apart = [y.clone() if any([share(x, y) for x in old]) else y for _, y in pairs]
+    for (x, _), y in zip(pairs, apart):
         x.copy_(y)
 
 

@@ -390,9 +390,13 @@ class FunctionalOptimizer:
             found = {i: adds[i](new[i]) for i in found}
         leaves, states = tree.leaves.copy(), tree.states.copy()
         for i, new in found.items():
-            # A rule may return a field as it was, and results share no memory.
-            pairs = zip(new.state, states[i].rule_state)
-            own = type(new.state)(*[x.clone() if x is y else x for x, y in pairs])
+            # A rule may return a field as it was, or an extra; results share no memory.
+            kept = [*states[i].rule_state, *(extras[i].values() if extras else ())]
+            own = [
+                pytree.tree_map(torch.clone, x) if any([x is y for y in kept]) else x
+                for x in new.state
+            ]
+            own = type(new.state)(*own)
             leaves[i], states[i] = new.p, LeafState(own, new.comp, running[i])
         if self.rule.join is not None and found:
             states = cast.joined(tree, states, means, [scalars[i] for i in at], running[0])

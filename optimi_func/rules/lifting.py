@@ -285,14 +285,19 @@ _NOT_ELEMENTWISE = (
 
 def check_elementwise(
     where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
-) -> None:
-    """Raise unless an element of each result depends on that of `count` tensors alone."""
+) -> dict[int, int]:
+    """Raise unless an element of each result depends on that of `count` tensors alone.
+
+    Returns for each result that is a view the index of its base: that of a given tensor,
+    or below 0 that of a result, from the end.
+    """
     drawn, wide = torch.Generator().manual_seed(0), torch.float64
     given = torch.rand(count, 15, generator=drawn, dtype=wide, device="cpu") + 0.01
     given[0] -= 0.5
     some = torch.tensor([11, 2, 3, 7], device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
-    results = _tried(where, graph, *given, *scalars)
+    rows = [x.clone() for x in given]
+    results = _tried(where, graph, *rows, *scalars)
     again = _tried(where, graph, *given, *tensors)
     parts = _tried(where, graph, *given[:, some], *tensors)
     for shape in (3, 5), (3, 1, 5):  # for what t, flatten and squeeze do
@@ -304,3 +309,7 @@ def check_elementwise(
             raise TypeError(f"{where} draws random numbers in {name}: leave them out")
         if not torch.allclose(x[some], part, equal_nan=True):
             raise TypeError(_NOT_ELEMENTWISE.format(where, f"{name} depends on the others"))
+    at = [x.data_ptr() for x in results]
+    memory = {x: i - len(at) for i, x in reversed([*enumerate(at)])}
+    memory |= {x.data_ptr(): i for i, x in enumerate(rows)}
+    return {i: memory[x] for i, x in enumerate(at) if memory[x] != i - len(at)}

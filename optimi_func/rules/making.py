@@ -3,6 +3,7 @@
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -193,7 +194,9 @@ class Making:
             run[method], graph = trace.function(inputs[method], results)
             first, count = _FIRST.get(method, "d"), len(inputs[method])
             labels = [first] * len(results) if method == "means" else [first, *kind._fields]
-            check_elementwise(f"{self.name}.{method}", labels, graph, count, now[:n])
+            where = f"{self.name}.{method}"
+            if views := check_elementwise(where, labels, graph, count, now[:n]):
+                run[method] = partial(_without_views, run[method], views)
 
         by = "sum" if "decay" in self.names("means") else "direction"
         code = repr((self.name, kind._fields, trace.code, by))
@@ -333,6 +336,13 @@ class Making:
             return why
 
         return refuses
+
+
+def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) -> list[Any]:
+    """Call fn, with the bases of views in their place, which the pipeline copies."""
+    found = fn(*args)
+    every = [*args, *found]
+    return [every[views.get(i, len(args) + i)] for i in range(len(found))]
 
 
 class _Explicit(NamedTuple):

@@ -18,7 +18,15 @@ from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.rules import Optimizer, SecondMoment
 from optimi_func.testing import check_rule
 
-ROWS = ["repeated", "inputs kept", "reference", "elementwise", "vmap", "derivatives"]
+ROWS = [
+    "repeated",
+    "inputs kept",
+    "results apart",
+    "reference",
+    "elementwise",
+    "vmap",
+    "derivatives",
+]
 ROWS += ["accumulate"]
 for _name in ("float64", "float32", "bfloat16", "bfloat16 exact", "bfloat16 compact"):
     ROWS += [_name, f"{_name}, foreach", f"{_name}, kernels"]

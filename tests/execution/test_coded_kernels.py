@@ -70,10 +70,10 @@ def test_a_kernel_of_codes_is_the_eager_step(cls, storage, dtype) -> None:
 def test_only_whole_rows_are_for_a_kernel(monkeypatch) -> None:
     """Tensors with an incomplete last group are stepped eagerly."""
     eager: list[int] = []
-    plan = executors._plan_eager
+    plan = executors.plan_eager
     monkeypatch.setattr(
         executors,
-        "_plan_eager",
+        "plan_eager",
         lambda rule, updates, write: (
             eager.extend(u.slot.numel for u in updates) or plan(rule, updates, write)
         ),

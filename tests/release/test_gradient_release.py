@@ -599,6 +599,32 @@ def test_every_scheduler_reaches_the_hooks(name: str) -> None:
     assert_same(*pair)
 
 
+@pytest.mark.parametrize("way", [None, "buffer", "states"])
+def test_a_loop_without_step_draws_no_warning_of_a_scheduler(way: str | None) -> None:
+    """The loop of optimi's own page: backward, then the scheduler. Warnings are errors."""
+    model, optimizer = make()
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    sums = {"accumulation": way, "accumulation_steps": 2} if way else {}
+    prepare_for_gradient_release(model, optimizer, **sums)
+    for i in range(4):
+        model(batch(i)).square().mean().backward()
+        if way is None or i % 2:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("way", [None, "buffer", "optimi's flag"])
+def test_a_scheduler_before_the_first_update_draws_it(way: str | None) -> None:
+    model, optimizer = make()
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    sums = {"accumulation": way, "accumulation_steps": 2} if way == "buffer" else {}
+    prepare_for_gradient_release(model, optimizer, **sums)
+    optimizer.optimizer_accumulation = way == "optimi's flag"
+    if way:
+        model(batch(0)).square().mean().backward()
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
 @pytest.mark.parametrize("pending_bytes", [0, 600, 1 << 20])
 def test_small_gradients_wait_no_longer_than_asked(pending_bytes: int) -> None:
     model, optimizer = make()

@@ -148,10 +148,10 @@ def summary(found: dict[str, dict[str, memory.MemoryPlan]]) -> str:
     lines = [f"{'model':<6}{'on':<12}{'best recipe':<34}{'peak GB':>8}"]
     for model, by_machine in found.items():
         for machine, plan in by_machine.items():
-            best = plan.best
-            name = "none fits" if best is None else best.name
-            peak = min(r.peak for r in plan.recipes) if best is None else best.peak
-            least = " at least" if best is None else ""
+            fits = any(recipe.fits for recipe in plan.recipes)
+            name = plan.best.name if fits else "none fits"
+            peak = plan.best.peak if fits else min(r.peak for r in plan.recipes)
+            least = "" if fits else " at least"
             lines.append(f"{model:<6}{machine:<12}{name:<34}{peak / 1e9:>8.1f}{least}")
     return "\n".join(lines)
 

@@ -107,6 +107,8 @@ class Steps(Checkpoints):
         if write and divided:
             agree(divided)
         self._has_stepped = True
+        if write and count and "step" in self.__dict__:
+            self._opt_called = True  # A scheduler asks, and release need not call `step`.
         some = filter(None, map(_params_of, works))
         with nullcontext() if on_host else kernel_context(next(some)[0].device):
             if made:

@@ -131,11 +131,6 @@ def in_compiled_autograd() -> bool:
     )
 
 
-def tell_schedulers(optimizer: Any) -> None:
-    """Note that an optimizer has stepped, as the `step` that schedulers wrap does."""
-    optimizer._opt_called = True
-
-
 def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
     """Return all post-accumulate-grad hooks of p, which the public API does not list."""
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import CDLL
 from functools import cache
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -31,8 +31,7 @@ VARIABLE = "OPTIMI_FUNC_CACHE"  # a folder, or "0" for no store
 LOADED = "/proc/self/fd"  # the folder of what `find` returns
 LONGEST = 1 << 26  # bytes of an entry, which has some 70 KB
 PATIENCE = 2.0  # seconds of waiting for a compiler without a word
-WAIT = 300.0  # seconds of waiting for another process that compiles the same
-PAUSE = 0.05  # seconds between two looks at its lock
+LOOKS, PAUSE = 6000, 0.05  # at another's lock, and the seconds between two
 OLD = 3600.0  # seconds after which a file that is no entry is a dead process's
 # Variables that Inductor reads at its import, and those that are read later.
 _READ_ONCE = (
@@ -111,9 +110,8 @@ def keep(key: str, library: str, facts: Any) -> None:
             with open(handle, "wb") as file:
                 file.write(text + sha256(key.encode() + text).digest())
             os.replace(new, place / f"{key}.so")
-        except BaseException:
-            os.unlink(new)
-            raise
+        finally:
+            Path(new).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
         _log.info("a compiled step was not kept: %s", error)
 
@@ -132,39 +130,30 @@ def alone(key: str) -> Generator[None]:
 
     A process that dies lets go. Where nothing can be locked, all go on.
     """
-    lock = None
-    with suppress(OSError, RuntimeError):
-        if key and (place := _made()) is not None and not (place / f"{key}.so").exists():
-            lock = _locked(place / f"{key}.so.lock")
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError, RuntimeError):
+            if key and (place := _made()) and not (place / f"{key}.so").exists():
+                _lock(place / f"{key}.so.lock", stack)
         yield
-    finally:
-        if lock is not None:
-            with suppress(OSError):
-                os.unlink(lock.name)
-            lock.close()
 
 
-def _locked(path: Path) -> TextIO | None:
-    """Lock a new file. Return None if another process had it and is done, or takes long."""
+def _lock(path: Path, stack: ExitStack) -> None:
+    """Hold a lock until the stack ends, unless another process had it and is done."""
     import fcntl  # which Windows does not have
 
     mode = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = open(path, "w", opener=lambda name, _: os.open(name, mode, 0o600))
-    end = time.monotonic() + WAIT
-    with suppress(OSError):
-        while time.monotonic() < end:
-            with suppress(BlockingIOError):
-                # Unlike flock's, this lock does not live on in children of this process.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_nlink:
-                    return file
-                break  # It was removed: the other has kept an entry, or could not.
-            time.sleep(PAUSE)
-        else:
-            _log.info("%s is locked for more than %d s: a step is compiled", path, WAIT)
-    file.close()
-    return None
+    file = stack.enter_context(open(os.open(path, mode, 0o600), "w"))
+    for _ in range(LOOKS):
+        with suppress(BlockingIOError):
+            # Unlike flock's, this lock does not live on in children of this process.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:
+                stack.callback(path.unlink, missing_ok=True)
+            else:  # It was removed, with or without an entry. Nobody has to wait again.
+                stack.close()
+            return
+        time.sleep(PAUSE)
+    _log.info("%s is locked for %d s: a step is compiled", path, LOOKS * PAUSE)
 
 
 def _is_own(path: Path, about: os.stat_result) -> bool:

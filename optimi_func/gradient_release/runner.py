@@ -349,8 +349,6 @@ class Runner:
             if backward.ids:  # none if step() ends a cycle
                 self.since_step.add(backward.fired, backward.last and not accumulates)
             self.optimizer.end(backward.parts, backward.last)
-            if backward.last and not self.optimizer.optimizer_accumulation:
-                torch_private.tell_schedulers(self.optimizer)
         if backward.staging.numel():
             self._staging = backward.staging
         self.forget()

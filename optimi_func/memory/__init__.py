@@ -7,6 +7,7 @@ fake tensors, so a model on meta can be planned on a laptop.
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,18 +40,12 @@ def plan(
 
     A recipe's peak is the bytes of all tensors that are alive at the worst moment of a
     training step. Memory that an allocator keeps beyond that, CUDA's own context (half a
-    GB) and the program are not counted. Recipes are ordered by what a step loses for good:
-
-    1. in weights and moments: nothing in float32 or "exact" (which computes in bfloat16,
-       so it comes second), then with moments in 8 bits, first on weights that lose
-       nothing, then "kahan" with bfloat16 moments, with 8 bits, "compact", and plain
-       bfloat16 last, because it loses small updates;
-    2. in sums of gradients: float32, then bfloat16;
-    3. gradient release loses nothing more: without comes first, because it is simpler.
+    GB) and the program are not counted. Recipes are ordered by what a step loses for good,
+    in weights and moments first, then in sums of gradients. Gradient release loses nothing,
+    and comes after the same without.
 
     With `loss_fn` and `batch`, forward and backward run on fake CPU tensors, once in each
-    dtype. Checkpoints, recomputation and temporaries of backward are counted when they
-    happen. Floating tensors of the batch that have the model's dtype are cast with it.
+    dtype. Floating tensors of the batch that have the model's dtype are cast with it.
     `torch.autocast(device.type)` in `loss_fn`, with the device of its batch, acts as in
     training. Without `loss_fn` and `batch`, a tied weight's gradient counts throughout, of
     the others the largest, and the column of activations is empty.
@@ -59,7 +54,7 @@ def plan(
         model: On any device, "meta" too; it does not change.
         optimizer: A class of this package, a `functools.partial` of one, or a function
             that takes `(named_parameters, storage=..., gradient_release=..., **options)`
-            and makes one.
+            and makes one. A model in place of the parameters is named `model`.
         budget: Memory in one process: "24GB" (10^9 bytes), "16GiB" (2^30) or bytes.
         loss_fn: `(model, batch) -> loss`, run with a copy of the model.
         batch: A tree of tensors, on the model's device or on meta.
@@ -72,7 +67,7 @@ def plan(
             (momentum, amsgrad); lr and others may wait for `apply`.
 
     Returns:
-        The plan: `print` it, `plot` it; `best` is the recipe to `apply`, or None.
+        The plan: `print` it, `plot` it; `best` is the recipe to `apply`, if one fits.
 
     Raises:
         TypeError, ValueError: The budget is no size, the batch is on another device than
@@ -101,9 +96,9 @@ def plan(
     # Processes that the model is or will be divided among.
     processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
     metas = {kind: kept.on_meta(params, kind) for kind in (torch.float32, torch.bfloat16)}
-    releases = True
+    make, releases = partial(kept.made_of, optimizer, model), True
     try:
-        kept.made_of(optimizer, metas[torch.float32], {**options, "gradient_release": True})
+        make(metas[torch.float32], {**options, "gradient_release": True})
     except (TypeError, ValueError):
         releases = False
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -112,7 +107,7 @@ def plan(
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            found = kept.kept(optimizer, meta, storage, options, device, ranks)
+            found = kept.kept(make, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise

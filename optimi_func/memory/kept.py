@@ -8,6 +8,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -74,36 +75,41 @@ class Kept(NamedTuple):
     scratch: dict[str, int]  # temporaries of a parameter's update, by its name
 
 
+def takes_model(optimizer: Factory) -> bool:
+    """Return True if an optimizer is made of a model, as by MuonAdamW."""
+    return next(iter(inspect.signature(optimizer).parameters), "") == "model"
+
+
 def made_of(
-    optimizer: Factory, params: dict[str, nn.Parameter], options: Options
+    optimizer: Factory, model: nn.Module, params: dict[str, nn.Parameter], options: Options
 ) -> BaseOptimizer:
     """Make an optimizer of this package, or raise TypeError if it is of another one.
 
-    If the constructor requires lr it gets one, because bytes do not depend on it. Warnings
-    are left to `apply`.
+    `params` are in the place of the model's. If the constructor requires lr it gets one,
+    because bytes do not depend on it. Warnings are left to `apply`.
     """
-    try:
-        lr = inspect.signature(optimizer).parameters.get("lr")
-    except (TypeError, ValueError):  # no Python function
-        lr = None
-    if lr is not None and lr.default is inspect.Parameter.empty:
-        options = {"lr": 1e-3, **options}
     if not callable(optimizer):
         name = type(optimizer).__name__
         raise TypeError(f"optimizer={name}(...): pass the class, as each recipe makes one")
-    made: Any = None
-    ours = not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer)
-    if ours:
+    lr = inspect.signature(optimizer).parameters.get("lr")
+    if lr is not None and lr.default is inspect.Parameter.empty:
+        options = {"lr": 1e-3, **options}
+    first: Any = list(params.items())
+    if takes_model(optimizer):
+        memo: dict[int, Any] = {id(p): params[name] for name, p in model.named_parameters()}
+        first = deepcopy(model, memo | {id(x): x.to("meta") for x in model.buffers()})
+    kind: Any = optimizer
+    if not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = optimizer(list(params.items()), **options)
-    if not isinstance(made, BaseOptimizer):
-        kind: Any = type(made) if ours else optimizer
-        raise TypeError(
-            f"optimizer={optimizer!r} makes a {kind.__name__}: allowed are the classes of "
-            "optimi_func, partials of them, and functions that make one of them"
-        )
-    return made
+            made = optimizer(first, **options)
+        if isinstance(made, BaseOptimizer):
+            return made
+        kind = type(made)
+    raise TypeError(
+        f"optimizer={optimizer!r} makes a {kind.__name__}: allowed are the classes of "
+        "optimi_func, partials of them, and functions that make one of them"
+    )
 
 
 def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -118,7 +124,7 @@ def on_meta(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, nn.Pa
 
 
 def kept(
-    optimizer: Factory,
+    make: Callable[[dict[str, nn.Parameter], Options], BaseOptimizer],
     params: dict[str, nn.Parameter],
     storage: StorageLike | None,
     options: Options,
@@ -127,7 +133,7 @@ def kept(
 ) -> Kept:
     """Make the optimizer of meta parameters, and count its state and temporaries."""
     options = {**options, "storage": storage}
-    made = made_of(optimizer, params, options)
+    made = make(params, options)
     made.init_state()
     state = 0
     eager: list[str] = []
@@ -148,7 +154,7 @@ def kept(
             name: nn.Parameter(part, p.requires_grad)
             for (name, p), part in zip(params.items(), parts)
         }
-        made = made_of(optimizer, params, options)
+        made = make(params, options)
         made.init_state()
     scratch: dict[str, int] = {}
     found: dict[Any, int] = {}

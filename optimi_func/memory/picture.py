@@ -32,9 +32,10 @@ def draw(axes: Any, plan: Any, parts: Sequence[str], unit: tuple[str, int]) -> N
         for bar, r in zip(bars, plan.recipes):
             bar.set_alpha(1.0 if r.fits else 0.35)
         ends = [a + b for a, b in zip(ends, sizes)]
+    best = next((r for r in plan.recipes if r.fits), None)
     for place, r, end in zip(places, plan.recipes, ends):
         text = f" {'~' if r.estimated else ''}{r.peak / size:.2f}"
-        bold = "bold" if r is plan.best else None
+        bold = "bold" if r is best else None
         axes.text(end, place, text, va="center", fontsize=7, fontweight=bold)
     budget = plan.budget / size
     axes.axvline(budget, color="black", linestyle="--", linewidth=1, label="budget")

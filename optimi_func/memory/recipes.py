@@ -10,7 +10,7 @@ from torch import nn
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.rule import Storage, StorageLike
 from optimi_func.gradient_release import GradientRelease, prepare_for_gradient_release
-from optimi_func.memory.kept import Factory, parse_size
+from optimi_func.memory.kept import Factory, parse_size, takes_model
 from optimi_func.memory.trace import cast_dtype
 
 # Storages of parameters and moments; those that lose least in a step come first.
@@ -119,7 +119,8 @@ class Recipe:
         for p, x in zip(codes, kept):
             p.data = x  # float8 means nothing without its scales
         named = list(model.named_parameters())
-        optimizer = self.optimizer(named, **{**self.keywords, **options})
+        first = model if takes_model(self.optimizer) else named
+        optimizer = self.optimizer(first, **{**self.keywords, **options})
         if not self.gradient_release:
             return Applied(optimizer, None)
         sums: dict[str, Any] = {}
@@ -150,9 +151,15 @@ class MemoryPlan:
     recipes: tuple[Recipe, ...]
 
     @property
-    def best(self) -> Recipe | None:
-        """The most faithful recipe that fits; None if none does."""
-        return next((recipe for recipe in self.recipes if recipe.fits), None)
+    def best(self) -> Recipe:
+        """The most faithful recipe that fits; raises ValueError if none does."""
+        if fitting := [recipe for recipe in self.recipes if recipe.fits]:
+            return fitting[0]
+        least = min(self.recipes, key=lambda recipe: recipe.peak)
+        raise ValueError(
+            f"budget={self.budget}: no recipe fits. Allowed are {least.peak} bytes or "
+            f"more, the peak of {least.name!r}"
+        )
 
     def __str__(self) -> str:
         """Return the table and the name of the best recipe."""
@@ -173,8 +180,8 @@ class MemoryPlan:
         return "\n".join([*lines, *self._notes()])
 
     def _notes(self) -> list[str]:
-        best = self.best
-        notes = [f"best: {'none fits' if best is None else best.name}"]
+        names = [recipe.name for recipe in self.recipes if recipe.fits]
+        notes = [f"best: {[*names, 'none fits'][0]}"]
         if any(r.activations is None for r in self.recipes):
             notes.append(
                 "activations are not counted: give loss_fn and batch, or leave room for "

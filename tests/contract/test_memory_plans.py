@@ -10,7 +10,7 @@ from planned import FEW, MANY, Net, by_name, squared
 from torch import Tensor, nn
 
 import optimi_func
-from optimi_func import SGD, AdamW, Storage
+from optimi_func import SGD, AdamW, MuonAdamW, Storage
 from optimi_func.memory import plan
 from optimi_func.memory.recipes import WAYS
 
@@ -56,13 +56,21 @@ def test_the_best_is_the_most_faithful_that_fits() -> None:
     found = plan(Net(), AdamW, "1GB", squared, FEW, device="cpu")
     assert found.best is found.recipes[0]
     peaks = [recipe.peak for recipe in found.recipes]
-    for limit in {*peaks, *(peak - 1 for peak in peaks)}:
+    for limit in {*peaks, *(peak - 1 for peak in peaks)} - {min(peaks) - 1}:
         best = found.within(limit).best
         fitting = [i for i, peak in enumerate(peaks) if peak <= limit]
-        assert (best is None) == (not fitting)
-        if best is not None:
-            assert best.name == found.recipes[fitting[0]].name and best.fits
-    assert found.within(min(peaks) - 1).best is None
+        assert best.name == found.recipes[fitting[0]].name and best.fits
+
+
+def test_a_budget_that_is_too_small_is_named_with_one_that_is_not(tmp_path: Any) -> None:
+    found = plan(Net(), AdamW, "1kB")
+    least = min(recipe.peak for recipe in found.recipes)
+    with pytest.raises(ValueError, match=f"budget=1000: .* Allowed are {least} bytes"):
+        print(found.best)
+    assert found.within(least).best.peak == least
+    # The table and the picture are still there.
+    assert "best: none fits" in str(found)
+    found.plot(tmp_path / "plan.svg")
 
 
 def test_apply_makes_what_was_planned() -> None:
@@ -100,7 +108,6 @@ def test_apply_refuses() -> None:
     with torch.device("meta"):
         model = Net()
     best = plan(model, AdamW, "1GB").best
-    assert best is not None
     with pytest.raises(ValueError, match=r"model is on meta.*to_empty"):
         best.apply(model)
     with pytest.raises(ValueError, match=r"options=\['storage'\]: this recipe decides"):
@@ -120,7 +127,7 @@ def test_str_and_plot(tmp_path: Any) -> None:
         assert line.startswith(recipe.name)
         assert line.endswith("yes" if recipe.fits else "no")
         assert f" {recipe.peak / 1e6:.2f} " in line
-    assert found.best is not None and lines[18] == f"best: {found.best.name}"
+    assert lines[18] == f"best: {found.best.name}"
     path = tmp_path / "plan.png"
     found.plot(path)
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -220,6 +227,37 @@ def test_autocast_of_another_device_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"loss_fn enters torch.autocast\(.cuda.\)"):
         plan(nn.Linear(4, 4), AdamW, "1GB", loss_fn, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_optimizer_of_a_model_is_planned_with_the_model(device: str) -> None:
+    """As MuonAdamW, whose parts depend on the layers."""
+    model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 96), nn.Linear(96, 8))
+    model[2].register_buffer("scale", torch.ones(8))
+    model = model.to(device)
+
+    def by_hand(params: Any, **options: Any) -> optimi_func.Mixed:
+        matrices = ("1.weight", optimi_func.muon(lr=1e-3))
+        rest = optimi_func.adamw(lr=1e-3)
+        return optimi_func.Mixed(params, matrices, rest=rest, **options)
+
+    by_names = plan(model, by_hand, "1GB", device="cpu")
+    for optimizer in (MuonAdamW, partial(MuonAdamW, momentum=0.9)):
+        found = plan(model, optimizer, "1GB", device="cpu")
+        assert ", MuonAdamW on cpu" in found.title
+        sizes = [(r.name, r.state, r.scratch, r.peak) for r in found.recipes]
+        assert sizes == [(r.name, r.state, r.scratch, r.peak) for r in by_names.recipes]
+    # The model is what it was, and what is applied to it is what was planned.
+    assert {p.device.type for p in model.parameters()} == {device}
+    if device == "meta":
+        return
+    optimizer, release = by_name(found)["float32, release"].apply(
+        model, lr=0.01, compile=False
+    )
+    model(torch.arange(8)).sum().backward()
+    held = [x for state in optimizer.state.values() for x in state.values()]
+    assert release is not None and optimizer.param_groups[0]["lr"] == 0.01
+    assert sum(x.nbytes for x in held if isinstance(x, Tensor)) == found.recipes[1].state
 
 
 def test_functions_and_partials_make_the_optimizer() -> None:

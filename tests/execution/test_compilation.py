@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,8 @@ from tiers import few, row
 from torch._inductor.utils import run_and_get_code
 
 import optimi_func
-from optimi_func import compiled
-from optimi_func.core.leaf import init_leaf
+from optimi_func import Adam, AdamW, adamw_init, compiled, prepare_for_gradient_release
+from optimi_func.core.leaf import count_means, init_leaf
 from optimi_func.core.rule import Rates, Scalars, Storage
 from optimi_func.execution import cpp, inductor, kernels, list_kernel, store
 from optimi_func.execution.kernels import KernelKey, kernel
@@ -73,6 +74,74 @@ def test_one_graph_for_any_number_of_tensors_and_any_ambient_state(graphs) -> No
         with torch.inference_mode():
             compiled.step_(optimizer, params, grads, state)
     assert graphs() == 1
+
+
+@pytest.fixture
+def wanted(monkeypatch) -> list[str]:
+    """The names of kernels that a process without any would compile. They run eagerly."""
+    names: list[str] = []
+
+    def made(key: KernelKey, scalars: Scalars):
+        names.append(key.name)
+        count = count_means(key.rule, scalars.rates) if key.write else 0
+        body = kernels._body(key, torch.utils._pytree.tree_structure(scalars), count)
+        return lambda *tensors: torch.no_grad()(body)(*tensors)
+
+    monkeypatch.setattr(kernels, "_compile", made)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    return names
+
+
+def released(model: torch.nn.Module, flag: bool = False, **options) -> None:
+    """Two backwards under gradient release, the first with optimi's flag if asked for."""
+    optimizer = AdamW(model.parameters(), lr=0.1, compile=True, gradient_release=True)
+    handle = prepare_for_gradient_release(model, optimizer, **options)
+    for last in (False, True):
+        optimizer.optimizer_accumulation = flag and not last
+        model(torch.ones(2, 9)).square().sum().backward()
+    handle.remove()
+
+
+def test_the_page_says_what_makes_another_graph(wanted: list[str]) -> None:
+    """The table of docs/compiled.md, without compiling anything."""
+
+    def asked(make, **options) -> list[str]:
+        known = len(wanted)
+        if isinstance(make, type):
+            model = torch.nn.Linear(9, 9, dtype=options.pop("dtype", torch.float32))
+            optimizer = make(model.parameters(), **{"lr": 0.1, "compile": True} | options)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        else:
+            make(**options)
+        return wanted[known:]
+
+    model, tree = torch.nn.Linear(9, 9), {"w": torch.ones(9)}
+    first = asked(Adam, weight_decay=0.1)
+    assert len(first) == 1
+    for same in (
+        partial(asked, AdamW, weight_decay=0.1, maximize=True),
+        partial(asked, AdamW, lr=torch.tensor(0.1), capturable=True),
+        partial(asked, released, model=model),
+        partial(asked, released, model=model, clip_value=1.0, skip_nonfinite=True),
+        partial(asked, released, model=model, accumulation="buffer", accumulation_steps=2),
+    ):
+        assert same() == []
+    for other in (
+        partial(asked, AdamW, amsgrad=True),
+        partial(asked, AdamW, dtype=torch.bfloat16, kahan_sum=False),
+        partial(asked, AdamW, dtype=torch.bfloat16),
+        partial(asked, AdamW, cautious_decay=True, weight_decay=0.1),
+        # The state alone; accumulation="states" then takes the same.
+        partial(asked, released, model=model, flag=True),
+        partial(asked, lambda: compiled.adamw_step(tree, tree, adamw_init(tree), lr=0.1)),
+    ):
+        assert len(other()) == 1
+        assert other() == []
+    states = {"accumulation": "states", "accumulation_steps": 2}
+    assert asked(released, model=model, **states) == []
+    assert len(asked(AdamW, cautious=True)) == 2
 
 
 @pytest.mark.kernels

@@ -33,7 +33,6 @@ from optimi_func.classes.step import Steps, executor_of
 from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
-    check_moves_state,
     check_needs_no_extras,
     check_process_group,
     check_taken,
@@ -275,7 +274,10 @@ class BaseOptimizer(Fields, Steps):
                 params = [p for p in params if p.grad is not None]
                 grads = [p.grad for p in params]
             works.append((group, params, grads, None))
-        if parts := self._update(works, write=True, count=True):
+        if self._idle < 2 and not self.releases:
+            self._note_idle(works)
+        write = not self.optimizer_accumulation
+        if parts := self._update(works, write, count=True):
             self.end(parts)
         return loss
 
@@ -345,13 +347,12 @@ class BaseOptimizer(Fields, Steps):
         a gradient does not fit, nothing is written. What it returns belongs to `end`, at
         the end of the backward.
         """
+        self._idle = 2  # gradients need not be in p.grad
         works: dict[int, Any] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
             group = self.group_of(p)
             if id(group) not in works:
                 works[id(group)] = group, [], [], []
-                if not write:
-                    check_moves_state(self.rule_of(group))
             _, ps, gs, its = works[id(group)]
             ps.append(p)
             gs.append(g)
@@ -477,7 +478,7 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
-_CACHES = ("_bound", "_plans", "_has_stepped", "_grouped", "_group_index")
+_CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index")
 _ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

@@ -4,7 +4,7 @@ Everything is checked and compiled before anything is written.
 """
 
 import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, product
@@ -16,8 +16,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.classes.groups import Group, as_scalar, path_of
-from optimi_func.core.checks import check_grad, warn_user
-from optimi_func.core.distributed import any_distributed, redistribute_like, to_local
+from optimi_func.core.checks import check_grad, check_moves_state, warn_user
+from optimi_func.core.distributed import (
+    any_distributed,
+    comparable,
+    is_distributed,
+    redistribute_like,
+    to_local,
+)
 from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch, Scalar
@@ -51,7 +57,7 @@ class Steps(Checkpoints):
         """Drop what is kept, which is made again at the next step."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[Any, ClassPlan] = {}
-        self._has_stepped = False
+        self._has_stepped, self._idle = False, 0  # steps before the first gradient
 
     def _factory_of(
         self, group: Group
@@ -98,14 +104,15 @@ class Steps(Checkpoints):
         made: dict[Tensor, Entry] = {}
         runs: list[Callable[[], Any]] = []
         parts: dict[Tensor, Any] = {}
-        on_host, divided = True, list[Holders]()
+        on_host, divided, sharing = True, list[Holders](), set[int]()
         for work in works:
             run, host, holders = self._prepare(work, write, count, made)
             runs.append(run)
             on_host &= host
             divided += holders
+            sharing |= {id(work[0])} if holders else set()
         if write and divided:
-            agree(divided)
+            agree(divided, self.numbers(type, sharing) | self._weights())
         self._has_stepped = True
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
@@ -139,6 +146,8 @@ class Steps(Checkpoints):
             capturable = capturable or any([flag is not None for flag in flags])
             apart = capturable and len(set(map(id, flags))) > 1
         bound = self.bound_of(group, params, capturable)
+        if not write:
+            check_moves_state(bound.rule)
         key = (*_asked(group), capturable, apart, *map(id, params))
         plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is bound.rule:
@@ -325,6 +334,37 @@ class Steps(Checkpoints):
         if self.rule_of(group).whole is None:
             return None
         return holders_of(p, name, self.process_group)
+
+    def numbers(self, of_device: Any, only: Container[int] = ()) -> dict[str, Any]:
+        """Return groups' hyperparameters, to compare; `only` are the ids of some groups."""
+        return {
+            f"{name} of param group {i}": comparable(group[name], of_device)
+            for i, group in enumerate(self.param_groups)
+            if not only or id(group) in only
+            for name in self._factory_of(group)[1]
+        }
+
+    def _weights(self) -> dict[str, Any]:
+        """Return hashes of the copies in `process_group` before their first step."""
+        if self.process_group is None or self._has_stepped:
+            return {}
+        params = [p.detach() for group in self.param_groups for p in group["params"]]
+        plain = [str(torch.hash_tensor(p)) for p in params if not is_distributed(p)]
+        return {"hashes of parameters, which process_group= says are copies": plain}
+
+    def _note_idle(self, works: list[_Work]) -> None:
+        """Warn at the second step if no parameter has had a gradient yet."""
+        params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        # Later a step without gradients is no mistake, as of an actor that waits.
+        trains = any(map(_params_of, works))
+        self._idle = 2 if trains else self._idle + bool(params)
+        if not trains and self._idle == 2:
+            warn_user(
+                f"{type(self).__name__} has taken two steps, and none of its {len(params)} "
+                f"trainable parameters ({path_of(self.group_of(params[0]), params[0])}, "
+                "...) has had a gradient. fully_shard and parallelize_module replace a "
+                "model's parameters: make the optimizer after them"
+            )
 
     def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""

@@ -7,6 +7,7 @@ global tensor need collectives, and all processes issue these in the same order.
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from re import search
 from typing import Any, NamedTuple
 
 import torch
@@ -228,6 +229,35 @@ def distribute_like(p: Any, x: Tensor) -> Tensor:
     tensor: Any = sys.modules["torch.distributed.tensor"]
     x = x.to(p.device)
     return tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def comparable(x: Any, of_device: Callable[[Tensor], Any]) -> Any:
+    """Return hyperparameters as values; `of_device` reads a tensor on a device or not."""
+    if isinstance(x, tuple | list):
+        return tuple([comparable(y, of_device) for y in x])
+    if not isinstance(x, Tensor):
+        return x
+    return x.tolist() if x.device.type == "cpu" else of_device(x)
+
+
+def check_same(mine: dict[str, Any], group: Any) -> None:
+    """Raise, in all processes of a group, if one has another value of a key."""
+    every: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(every, mine, group=group)
+    for rank, theirs in enumerate(every):
+        for key in {**every[0], **theirs}:
+            if (one := every[0].get(key)) != (other := theirs.get(key)):
+                raise ValueError(
+                    f"{key}: process {rank} of the group has {other!s:.200}, process 0 has "
+                    f"{one!s:.200}: allowed are equal models, options and states, so load "
+                    "a checkpoint and set hyperparameters in every process"
+                )
+
+
+def lost(error: RuntimeError) -> str:
+    """Return words for the cause of a message's failure if a process has ended."""
+    ended = search("Connection (reset|closed)|Broken pipe|process exited", str(error))
+    return "a process of the group ended: " if ended else ""
 
 
 def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> list[Tensor]:

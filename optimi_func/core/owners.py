@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, distributed
 
-from optimi_func.core.distributed import is_distributed
+from optimi_func.core.distributed import check_same, is_distributed, lost
 from optimi_func.core.torch_private import assert_later
 
 
@@ -81,17 +81,19 @@ def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
     return Holders(str(name), tuple(p.shape), p.device, group, dim, parts)
 
 
-def agree(holders: list[Holders]) -> None:
+def agree(holders: list[Holders], shared: dict[str, Any]) -> None:
     """Raise if other processes of a group are about to step others, by a small message.
 
-    Those without a name are not stepped, and only name the group.
+    Those without a name are not stepped, and only name the group. `shared` are values that
+    all processes have.
     """
     groups: dict[Any, list[Holders]] = {}
     for x in holders:
         groups.setdefault(x.group, []).append(x)
     for group, some in groups.items():
         names = [x[:2] for x in some if x.name]
-        mark = torch.full((1,), crc32(repr(names).encode()), device=some[0].device)
+        digest, device = crc32(repr((names, shared)).encode()), some[0].device
+        mark = torch.full((1,), digest, device=device)
         text = (
             f"other processes do not step the {len(names)} parameters that this one does, "
             f"{names[:3]}...: each needs a gradient in all that hold it, or in none"
@@ -100,8 +102,11 @@ def agree(holders: list[Holders]) -> None:
         try:
             distributed.all_gather(found, mark, group=group)
         except RuntimeError as error:
-            raise RuntimeError(f"{text} ({error})") from error
-        assert_later((torch.cat(found) == mark).all(), text)
+            raise RuntimeError(f"{lost(error)}{text} ({error})") from error
+        same = (torch.cat(found) == mark).all()
+        if device.type == "cpu" and not same:
+            check_same(shared, group)
+        assert_later(same, text)
 
 
 def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:

@@ -54,6 +54,11 @@ class Accumulation:
         self.buffer[p] = g.to(dtype, copy=copy)
         return self.buffer[p]
 
+    def zeros(self, params: Iterable[Tensor], dtype: Any) -> dict[Tensor, Tensor]:
+        """Return zeros in the place of sums."""
+        wide = {p: dtype or torch.promote_types(p.dtype, torch.float32) for p in params}
+        return {p: torch.zeros_like(p.detach(), dtype=d) for p, d in wide.items()}
+
     def whole(self, p: Tensor, g: Tensor) -> Tensor:
         """Return p's sum plus g; the buffer keeps its value, and g may be overwritten."""
         held = self.buffer.get(p)
@@ -144,6 +149,7 @@ class SinceStep:
         self.backwards = 0
         self.moves = 0  # backwards that move different parameters count as one
         self.repeats = False  # True if a parameter got several gradients
+        self.used: dict[str, Any] = {}  # hyperparameters of the last one that moved any
         self._fired: set[Tensor] = set()
 
     def add(self, fired: set[Tensor], moved: bool) -> None:
@@ -153,6 +159,15 @@ class SinceStep:
         self.repeats |= again
         self.moves += moved and (again or not self.moves)
         self._fired |= fired
+
+    def late(self, now: dict[str, Any]) -> dict[str, str]:
+        """Return warnings of hyperparameters that have changed since they were used."""
+        changed = [k for k, used in self.used.items() if now.get(k, used) != used]
+        text = (
+            "{} was {} in the backward that moved the parameters, and is {} at step(): under "
+            "gradient release it comes a step late. Set it before backward, or after step()"
+        )
+        return {k: text.format(k, self.used[k], now[k]) for k in changed}
 
 
 def current_stream(device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from optimi_func.core.distributed import distribute_like
 from optimi_func.gradient_release.attached import Attached, by_hook, by_model
 from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
-from optimi_func.gradient_release.runner import Runner
+from optimi_func.gradient_release.runner import VERSION, Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -170,16 +170,22 @@ class GradientRelease:
         """Return what the hooks carry from one backward to the next, in live tensors.
 
         The optimizer's own state is not in it, but in `optimizer.state_dict()` of a class
-        and in `handle.state` of a FunctionalOptimizer.
+        and in `handle.state` of a FunctionalOptimizer. Before the first backward there are
+        zeros in the place of sums, for torch.distributed.checkpoint to load into.
         """
-        names, cycle = self._runner.names, self._runner.cycle
+        runner, o, cycle = self._runner, self.options, self._runner.cycle
+        names, sums, last = runner.names, cycle.buffer, runner.last_norm
+        if runner.since_step is None and o.accumulation == "buffer" and not cycle.is_open:
+            sums = cycle.zeros(names, o.buffer_dtype)
+        if last is None and o.clipping == "lagged":
+            last = torch.zeros((), device=next(iter(names)).device)  # clips nothing
         return {
-            "accumulation": self.accumulation,
+            "accumulation": o.accumulation,
             "position": cycle.position,
-            "begun": sorted(names[p] for p in cycle.partially_updated),
-            "buffer": {names[p]: held for p, held in cycle.buffer.items()},
-            "last_norm": self._runner.last_norm,
-            "skipped": self.skipped,
+            "begun": sorted(names[p] for p in cycle.partially_updated.union(cycle.buffer)),
+            "buffer": {names[p]: held for p, held in sums.items()},
+            "last_norm": last,
+            "skipped": dict.fromkeys(names.values(), 0) | self.skipped,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,8 +210,18 @@ class GradientRelease:
                 )
         cycle, last = Accumulation(), saved["last_norm"]
         cycle.position = int(saved["position"])
-        cycle.partially_updated = {params[name] for name in saved["begun"]}
-        for name, held in saved["buffer"].items():
+        begun, sums = saved["begun"], saved["buffer"]
+        if saved["accumulation"] == "states":
+            cycle.partially_updated = {params[name] for name in begun}
+        elif (cycle.position and not sums) or not {*begun} <= {*sums}:
+            raise ValueError(
+                "state_dict is from an open cycle and lacks its sums. Let "
+                "torch.distributed.checkpoint load them into the state_dict() of a handle "
+                "with accumulation='buffer' before its first backward"
+            )
+        elif begun or not cycle.position:  # others are zeros, of no gradient
+            sums = {name: sums[name] for name in begun}
+        for name, held in sums.items():
             p = params[name]
             if not isinstance(held, Tensor) or held.shape != p.shape:
                 raise ValueError(
@@ -223,7 +239,7 @@ class GradientRelease:
             )
         if last is not None and not isinstance(last, Tensor):
             raise ValueError(f"state_dict['last_norm'] is {last!r}: allowed is a tensor")
-        counts = {params[name]: int(count) for name, count in saved["skipped"].items()}
+        counts = {params[name]: int(k) for name, k in saved["skipped"].items() if int(k)}
         runner.skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
         runner.last_norm = None if last is None else last.detach().clone()
         runner.cycle = cycle
@@ -343,9 +359,9 @@ class GradientRelease:
                 "call step() before zero_grad()"
             )
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+    def _warn_once(self, text: str, key: str = "") -> None:
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
             warn_user(text)
 
     def _after_load(self, _: Any) -> None:
@@ -374,7 +390,8 @@ class GradientRelease:
                 f"{WRAPPERS[key]} (param_groups have its {key!r}) passes over parameters "
                 "without p.grad, so all under gradient release: use the ordinary step"
             )
-        since, params = self._runner.since_step, self._runner.params.values()
+        runner = self._runner
+        since, params = runner.since_step, runner.params.values()
         if since is None:
             self._idle += any(p.requires_grad for p in params)
             # A scheduler may have called step() once.
@@ -385,6 +402,8 @@ class GradientRelease:
                     "was prepared: prepare it after fully_shard and the like"
                 )
             return
+        for name, text in since.late(optimizer.numbers(VERSION)).items():
+            self._warn_once(text, name)
         if since.moves > 1:
             self._warn_once(
                 f"{since.moves} backwards since the last step(), and each moved the same "
@@ -396,7 +415,7 @@ class GradientRelease:
                 f"{since.backwards} backwards since the last step(), each with gradients "
                 "of other parameters. If these are the blocks of one: " + NO_REENTRANCE
             )
-        self._runner.since_step = SinceStep()
+        runner.since_step = SinceStep()
 
     def backward(
         self,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, distributed, nn
@@ -19,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
-from optimi_func.core.distributed import is_distributed
-from optimi_func.core.torch_private import uncompiled
+from optimi_func.core.distributed import check_same, comparable, is_distributed, lost
+from optimi_func.core.torch_private import assert_later, uncompiled
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.gradient_release import backward as streams
 from optimi_func.gradient_release.backward import Backward, aligned
@@ -74,8 +75,9 @@ def broadcast(tensors: Iterable[Tensor], group: Any) -> None:
 class Message:
     """The gradients of one bucket in one backward."""
 
-    def __init__(self, params: list[Tensor], dtype: torch.dtype, group: Any) -> None:
-        self.params, self._dtype, self._group = params, dtype, group
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, runner: Any) -> None:
+        self.params, self._dtype, self._group = params, dtype, runner.group
+        self._marks: list[int] = runner.marks
         self._flat: Tensor | None = None
         self._grads: list[Tensor] = []  # views of `_flat`
         self.missing = {*range(len(params))}
@@ -95,9 +97,9 @@ class Message:
         if self._flat is None:
             size = self._dtype.itemsize
             sizes = [aligned(p.numel() * size) // size for p in self.params]
-            length = sum(sizes) + len(sizes)
-            self._flat = torch.empty(length, dtype=self._dtype, device=device)
-            for p, part in zip(self.params, self._flat.split([*sizes, len(sizes)])):
+            sizes.append(len(sizes) + len(self._marks))
+            self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+            for p, part in zip(self.params, self._flat.split(sizes)):
                 g = part[: p.numel()].view(p.shape)
                 self._grads.append(g.as_strided(p.shape, p.stride()) if is_dense(p) else g)
         streams.wait_for(self._streams, device)
@@ -108,23 +110,26 @@ class Message:
     def send(self) -> None:
         """Begin to average the message over all processes."""
         flat, count = self._open(), len(self.params)
-        # The last elements count the processes that have a parameter's gradient.
-        flat[-count:] = 1.0
         for i in self.missing:
             self._grads[i].zero_()
-            flat[i - count] = 0.0
+        # The last elements count the processes that have a parameter's gradient.
+        counts = [float(i not in self.missing) for i in range(count)]
+        tail = torch.tensor(counts + self._marks, dtype=self._dtype)
+        flat[-len(tail) :].copy_(tail, non_blocking=True)
         self._work = distributed.all_reduce(flat, group=self._group, async_op=True)
 
-    def land(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Wait, and return the parameters that any process uses and their averages."""
+    def land(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Wait, and return if marks are equal, and the used parameters and averages."""
         self._work.wait()
         flat, grads, count = self._open(), self._grads, len(self.params)
+        counts, *halves = flat[-count - len(self._marks) :].split([count, 32, 32])
+        same = (halves[0] * halves[1] == 0).all()
         self._flat, self._grads, self._work = None, [], None  # which hold the memory
         # The host reads the device only for gradients that this process lacks.
-        used = [i for i in range(count) if i not in self.missing or flat[i - count] != 0]
+        used = [i for i in range(count) if i not in self.missing or counts[i] != 0]
         params = [self.params[i] for i in used]
         wide = [torch.promote_types(self._dtype, p.dtype) for p in params]
-        return params, [grads[i].to(dtype) for i, dtype in zip(used, wide)]
+        return same, params, [grads[i].to(dtype) for i, dtype in zip(used, wide)]
 
 
 class ReplicaRunner(Runner):
@@ -160,12 +165,11 @@ class ReplicaRunner(Runner):
                 said = f"process_group= would not average {name}, of another optimizer"
                 raise ValueError(f"{said}: freeze it, or make one Mixed optimizer for all")
             mine[name] = x.dtype, tuple(x.shape), x.requires_grad
-        for some in (self.options, self.replicas):
-            for field in fields(some):
-                value = getattr(some, field.name)
-                mine[field.name] = float(value) if isinstance(value, Tensor) else value
-        del mine["process_group"]
         if isinstance(self.optimizer, BaseOptimizer):
+            mine["the optimizer's class"] = type(self.optimizer).__name__
+            keys = (*self.optimizer.defaults, "rule", "param_names")
+            for i, group in enumerate(self.optimizer.param_groups):
+                mine |= {f"{key} of param group {i}": group.get(key) for key in keys}
             # It belongs to weights that the first process's might replace.
             for name, p in self.params.items():
                 state = self.optimizer.state.get(p, {})
@@ -174,16 +178,15 @@ class ReplicaRunner(Runner):
                     kept: list[Any] = [p.detach(), *state.values()]
                     found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
                     mine[f"hashes of {name} and its state"] = list(map(str, found))
-        every: list[Any] = [None] * distributed.get_world_size(self.group)
-        distributed.all_gather_object(every, mine, group=self.group)
-        for rank, theirs in enumerate(every):
-            for key in {**every[0], **theirs}:
-                if (one := every[0].get(key)) != (other := theirs.get(key)):
-                    raise ValueError(
-                        f"{key}: process {rank} of the group has {other}, process 0 has "
-                        f"{one}: allowed are equal models, options and states, so load a "
-                        "checkpoint in every process"
-                    )
+        check_same(mine | self._shared(Tensor.tolist), self.group)
+
+    def _shared(self, of_device: Any) -> dict[str, Any]:
+        """Return the options and hyperparameters, which all processes share, by name."""
+        found = self.optimizer.numbers(of_device)
+        for some in (self.options, self.replicas):
+            for name in [x.name for x in fields(some) if x.name != "process_group"]:
+                found[name] = comparable(getattr(some, name), of_device)
+        return found
 
     def _assign(self, params: Iterable[Tensor]) -> None:
         """Put parameters into buckets, in this order."""
@@ -236,7 +239,11 @@ class ReplicaRunner(Runner):
                     "would not average its gradients: remove() the handle and prepare again"
                 )
         backward = super()._new_backward(last, grad_scale)
-        all_ = [Message(*bucket, self.group) for bucket in self._buckets]
+        digest = crc32(repr(self._shared(type)).encode())
+        bits = [digest >> i & 1 for i in range(32)]
+        # Of each bit that all processes share, it or its complement sums to 0.
+        self.marks = [*bits, *[1 - bit for bit in bits]]
+        all_ = [Message(*bucket, self) for bucket in self._buckets]
         backward.messages = all_, deque(enumerate(all_)), deque[Any](), list[Tensor]()
         return backward
 
@@ -278,13 +285,18 @@ class ReplicaRunner(Runner):
 
     def _land(self, backward: Backward, number: int, message: Message) -> None:
         try:
-            arrived = message.land()
+            same, *arrived = message.land()
         except RuntimeError as error:
             names = [self.names[p] for p in message.params]
             raise RuntimeError(
-                f"averaging bucket {number + 1} of {len(self._buckets)} ({names[0]} to "
-                f"{names[-1]}): {error}. All processes need the same number of backwards"
+                f"{lost(error)}averaging bucket {number + 1} of {len(self._buckets)} "
+                f"({names[0]} to {names[-1]}): {error}. All processes need the same number "
+                "of backwards"
             ) from error
+        if same.device.type != "cpu":
+            assert_later(same, "hyperparameters or options differ by process")
+        elif not same:
+            check_same(self._shared(type), self.group)
         self._apply(backward, *arrived)
 
     def _finish(self, backward: Backward) -> None:

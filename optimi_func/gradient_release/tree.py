@@ -1,5 +1,6 @@
 """A pure optimizer under gradient release."""
 
+from re import sub
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -28,6 +29,8 @@ class TreeOptimizer:
         check_apart(named, "params[{!r}]".format, "tie them as one parameter")
         self._places = {p: i for i, p in enumerate(params.values())}
         self._state = optimizer.init(params)
+        # Without the addresses of schedules, which differ by process.
+        self._shown = sub(" at 0x[0-9a-f]+", "", repr(optimizer))
         self._step: TreeStep | None = None  # the step of the running backward
 
     @property
@@ -68,6 +71,11 @@ class TreeOptimizer:
         if count:
             with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)
+
+    def numbers(self, of_device: Any) -> dict[str, Any]:
+        """Return the hyperparameters, to compare."""
+        del of_device
+        return {"optimizer": self._shown}
 
     def rules(self) -> list[Rule[Any, Any]]:
         """Return the rule, as of one group."""

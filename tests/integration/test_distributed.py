@@ -22,6 +22,7 @@ OWNED = [
     owned_worlds.together,
     owned_worlds.unused,
     owned_worlds.differ,
+    owned_worlds.unequal,
     owned_worlds.options,
     owned_worlds.fields,
 ]

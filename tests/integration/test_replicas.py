@@ -5,7 +5,12 @@ import replica_worlds
 import worlds
 
 # For `make test`.
-QUICK = [replica_worlds.steps, replica_worlds.accumulation, replica_worlds.nonfinite]
+QUICK = [
+    replica_worlds.steps,
+    replica_worlds.accumulation,
+    replica_worlds.nonfinite,
+    replica_worlds.differ,
+]
 TWO = [
     replica_worlds.states,
     replica_worlds.kinds,
@@ -20,6 +25,7 @@ TWO = [
     replica_worlds.trained_later,
     replica_worlds.timeouts,
     replica_worlds.memory,
+    replica_worlds.died,
 ]
 FOUR = [
     *QUICK,

@@ -979,7 +979,10 @@ def test_a_lagged_norm_and_skips_resume() -> None:
     ("change", "message"),
     [
         ({"begun": ["nobody"]}, "names 'nobody'"),
-        ({"buffer": {"last.weight": torch.ones(3)}}, r"shape \(4, 128\)"),
+        (
+            {"begun": ["last.weight"], "buffer": {"last.weight": torch.ones(3)}},
+            r"shape \(4, 128\)",
+        ),
         ({"more": 1}, "allowed are"),
         ({"position": 3, "last_norm": 1.5}, "last_norm"),
         ({"position": -3}, "position"),

@@ -336,6 +336,55 @@ def differ(folder: Path) -> None:
     dist.barrier()
 
 
+def unequal(folder: Path) -> None:
+    """Weights or hyperparameters that differ by process are named before any write."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(rank)
+    own = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    torch.manual_seed(0)
+    equal = copy.deepcopy(own)
+    for p in equal.parameters():
+        dist.broadcast(p.data, 0)
+    for model in (own, equal):
+        optimizer = MuonAdamW(model, lr=0.1, process_group=group, **EAGER)
+        kept = copy.deepcopy(model.state_dict())
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> list[str]:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            sent = Sent()
+            with sent.counted():
+                optimizer.step()
+            return sent.names
+
+        if model is own:
+            with raises(ValueError, "hashes of parameters, which process_group= says are"):
+                step()
+            assert not optimizer.state
+        else:
+            assert (
+                step() == step() == ["all_gather"] * 2
+            )  # one of them tells that all agree
+            optimizer.load_state_dict(optimizer.state_dict())
+            step()
+            kept = copy.deepcopy(model.state_dict())
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+            with raises(ValueError, "lr of param group 0: process 1 of the group has 0.2"):
+                step()
+        assert all(torch.equal(x, kept[k]) for k, x in model.state_dict().items())
+    # Sharded ones too, which have other weights in each process.
+    p = nn.Parameter(placed(worlds.flat_mesh(), Shard(0))(torch.randn(4, 4)))
+    optimizer = Muon([("w", p)], lr=0.1, **EAGER)
+    for i in range(2):
+        p.grad = placed(worlds.flat_mesh(), Shard(0))(torch.randn(4, 4))
+        if i:
+            optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * rank
+            with raises(ValueError, "momentum of param group 0: process 1"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
 def options(folder: Path) -> None:
     """What process_group takes, and that no state or copy has it."""
     group = dist.group.WORLD

@@ -9,8 +9,10 @@ import contextlib
 import copy
 import ctypes
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ import optimi_func
 from optimi_func import (
     AdamW,
     GradientRelease,
+    Lion,
+    Muon,
     MuonAdamW,
     ScheduleFreeAdamW,
     prepare_for_gradient_release,
@@ -561,6 +565,86 @@ def refusals(folder: Path) -> None:
         prepare(DistributedDataParallel(net()), adamw(model, True))
     assert_equal(model, net())
     assert all(torch.equal(x, before[k]) for k, x in model.state_dict().items())
+
+
+def differ(folder: Path) -> None:
+    """Hyperparameters, storage and classes that differ by process, at once or later."""
+    rank = dist.get_rank()
+    given: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "gradient_release": True}
+    lr = "lr of param group 0: process 1 of the group has 0.02, process 0 has 0.01"
+    of_class: list[tuple[str, dict[str, Any]]] = [
+        (lr, {"lr": 0.01 * (1 + rank)}),
+        ("betas of param group 0", {"betas": (0.9, 0.99 - 0.01 * rank)}),
+        ("storage of param group 0", {"storage": ("compact", "exact")[rank]}),
+        ("state_dtype of param group 0", {"state_dtype": (None, torch.float32)[rank]}),
+    ]
+    low = net().bfloat16()
+    cases: list[tuple[str, Any]] = [
+        (text, AdamW(low.parameters(), **{**given, **own, **EAGER}))
+        for text, own in of_class
+    ]
+    betas = {**given, "betas": (0.9, 0.99), **EAGER}
+    cases += [
+        ("the optimizer's class", (AdamW, Lion)[rank](low.parameters(), **betas)),
+        ("optimizer: process 1", optimi_func.adamw(lr=0.01 + rank)),
+        ("optimizer: process 1", (optimi_func.lion, optimi_func.adamw)[rank](lr=1.0)),
+    ]
+    for text, optimizer in cases:
+        kept = copy.deepcopy(low)
+        with raises(ValueError, text):
+            prepare(low, optimizer)
+        assert_equal(low, kept)
+        assert all(not p._post_accumulate_grad_hooks for p in low.parameters())
+    # Schedules are equal everywhere, though their addresses differ.
+    prepare(net(), optimi_func.adamw(lr=lambda i: 0.1 / (1 + i))).remove()
+    # Later, by the messages that are sent anyway, in any dtype.
+    for kind in (torch.float32, torch.bfloat16):
+        model = net().to(kind)
+        optimizer = adamw(model, True, lr=torch.tensor(0.01))
+        handle = prepare(model, optimizer)
+        for key, value in (("weight_decay", 0.3), ("betas", (0.8, 0.9))):
+            optimizer.param_groups[0][key] = value  # in all
+            with counted() as sizes:
+                loss_of(model, batch(0)).backward()
+            assert len(sizes) == len(handle._runner._buckets) > 1
+        assert_same_everywhere(model)
+        kept, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.param_groups[0]["lr"].mul_(1 + rank)
+        with raises(ValueError, lr.split("0.02")[0]), counted() as sizes:
+            loss_of(model, batch(1)).backward()
+        assert len(sizes) <= len(handle._runner._buckets)
+        assert all(
+            torch.equal(x, kept.state_dict()[k]) for k, x in model.state_dict().items()
+        )
+        for i, entry in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(x, state[i][k]) for k, x in entry.items())
+        handle.remove()
+    # And options of the handle.
+    model = net()
+    handle = prepare(model, adamw(model, True), clip_value=1.0)
+    handle.options = replace(handle.options, clip_value=1.0 + rank)
+    with raises(
+        ValueError, "clip_value: process 1 of the group has 2.0, process 0 has 1.0"
+    ):
+        loss_of(model, batch(0)).backward()
+
+
+def died(folder: Path) -> None:
+    """A process that has ended is named first. It has to be the last check of its world."""
+    model, group = net(), dist.group.WORLD
+    prepare(model, adamw(model, True))
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"^a process of the group ended: averaging"):
+            loss_of(model, batch(0)).backward()
+        with pytest.raises(
+            RuntimeError, match=r"^a process of the group ended: other proc"
+        ):
+            Muon([("w", p)], process_group=group, **EAGER).step()
+    (folder / f"died.{dist.get_rank()}.txt").write_text("")
+    os._exit(0)
 
 
 def mistakes(folder: Path) -> None:

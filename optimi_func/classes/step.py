@@ -12,7 +12,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from optimi_func.classes.groups import Group, as_scalar, path_of
@@ -45,6 +45,7 @@ _Work: TypeAlias = tuple[Group, list[Tensor], list[Any], list[Microbatch] | None
 # Plans that are kept, besides one for each parameter. If lists of parameters never come
 # again, as with experts, the oldest plans are dropped.
 _LISTS = 32
+_version = attrgetter("_version")
 
 
 class Steps(Checkpoints):
@@ -335,7 +336,9 @@ class Steps(Checkpoints):
             return None
         return holders_of(p, name, self.process_group)
 
-    def numbers(self, of_device: Any, only: Container[int] = ()) -> dict[str, Any]:
+    def numbers(
+        self, of_device: Any = _version, only: Container[int] = ()
+    ) -> dict[str, Any]:
         """Return groups' hyperparameters, to compare; `only` are the ids of some groups."""
         return {
             f"{name} of param group {i}": comparable(group[name], of_device)
@@ -353,12 +356,14 @@ class Steps(Checkpoints):
         return {"hashes of parameters, which process_group= says are copies": plain}
 
     def _note_idle(self, works: list[_Work]) -> None:
-        """Warn at the second step if no parameter has had a gradient yet."""
+        """Warn at the second step of a distributed run if none has had a gradient yet."""
         params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
-        # Later a step without gradients is no mistake, as of an actor that waits.
-        trains = any(map(_params_of, works))
-        self._idle = 2 if trains else self._idle + bool(params)
-        if not trains and self._idle == 2:
+        alone = not (distributed.is_available() and distributed.is_initialized())
+        if alone or any(map(_params_of, works)) or any_distributed(params):
+            self._idle = 3  # from now on it is no mistake, as of an actor that waits
+        elif params:
+            self._idle += 1
+        if self._idle == 2:
             warn_user(
                 f"{type(self).__name__} has taken two steps, and none of its {len(params)} "
                 f"trainable parameters ({path_of(self.group_of(params[0]), params[0])}, "

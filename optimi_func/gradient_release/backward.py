@@ -163,11 +163,9 @@ class SinceStep:
     def late(self, now: dict[str, Any]) -> dict[str, str]:
         """Return warnings of hyperparameters that have changed since they were used."""
         changed = [k for k, used in self.used.items() if now.get(k, used) != used]
-        text = (
-            "{} was {} in the backward that moved the parameters, and is {} at step(): under "
-            "gradient release it comes a step late. Set it before backward, or after step()"
-        )
-        return {k: text.format(k, self.used[k], now[k]) for k in changed}
+        late = "it comes a step late under gradient release. Set it before backward"
+        said = "in the backward that moved the parameters, and is"
+        return {k: f"{k} was {self.used[k]} {said} {now[k]} now: {late}" for k in changed}
 
 
 def current_stream(device: torch.device) -> Any:

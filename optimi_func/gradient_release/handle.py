@@ -16,7 +16,7 @@ from optimi_func.core.distributed import distribute_like
 from optimi_func.gradient_release.attached import Attached, by_hook, by_model
 from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
 from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
-from optimi_func.gradient_release.runner import VERSION, Runner
+from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -390,8 +390,7 @@ class GradientRelease:
                 f"{WRAPPERS[key]} (param_groups have its {key!r}) passes over parameters "
                 "without p.grad, so all under gradient release: use the ordinary step"
             )
-        runner = self._runner
-        since, params = runner.since_step, runner.params.values()
+        since, params = self._runner.since_step, self._runner.params.values()
         if since is None:
             self._idle += any(p.requires_grad for p in params)
             # A scheduler may have called step() once.
@@ -402,7 +401,7 @@ class GradientRelease:
                     "was prepared: prepare it after fully_shard and the like"
                 )
             return
-        for name, text in since.late(optimizer.numbers(VERSION)).items():
+        for name, text in since.late(optimizer.numbers()).items():
             self._warn_once(text, name)
         if since.moves > 1:
             self._warn_once(
@@ -415,7 +414,7 @@ class GradientRelease:
                 f"{since.backwards} backwards since the last step(), each with gradients "
                 "of other parameters. If these are the blocks of one: " + NO_REENTRANCE
             )
-        runner.since_step = SinceStep()
+        self._runner.since_step = SinceStep()
 
     def backward(
         self,

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -36,9 +35,6 @@ NO_DDP = (
     "module that it wraps, with process_group=torch.distributed.group.WORLD, or use FSDP2 "
     "(torch.distributed.fsdp.fully_shard) with gradient release"
 )
-
-
-VERSION = attrgetter("_version")
 
 
 class Runner:
@@ -354,7 +350,7 @@ class Runner:
                 self.since_step.add(backward.fired, backward.last and not accumulates)
             self.optimizer.end(backward.parts, backward.last)
             if backward.ids and backward.last:
-                self.since_step.used = self.optimizer.numbers(VERSION)
+                self.since_step.used = self.optimizer.numbers()
         if backward.staging.numel():
             self._staging = backward.staging
         self.forget()

@@ -1,5 +1,6 @@
 """Gradient release and Schedule-Free on what fully_shard divides, in a world of one."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from optimi_func import SGD, AdamW, ScheduleFreeAdamW, prepare_for_gradient_release
+from optimi_func import (
+    SGD,
+    AdamW,
+    MuonAdamW,
+    ScheduleFreeAdamW,
+    prepare_for_gradient_release,
+)
 from optimi_func.core import torch_private
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -209,3 +216,60 @@ def test_pinned_offload_is_refused_before_torch_waits(
         ValueError, match=r"needs torch 2\.13, and this is 2\.12\.1: use pin"
     ):
         prepare_for_gradient_release(model, optimizer)
+
+
+def idle_steps(optimizer: Any, count: int) -> None:
+    for _ in range(count):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("cls", [AdamW, MuonAdamW, SGD])
+def test_an_optimizer_made_before_fully_shard_says_so(cls: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    given = model if cls is MuonAdamW else model.named_parameters()
+    optimizer = cls(given, lr=0.1, **EAGER)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    for i in range(4):
+        model(torch.ones(1, 4)).sum().backward()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.step()
+        texts = [str(x.message) for x in said]
+        assert len(texts) == (i == 1), texts
+        assert not texts or "trainable parameters (['0.weight'], ...) has had" in texts[0]
+        optimizer.zero_grad()
+    # Made after it, the first steps may be without gradients.
+    idle_steps(AdamW(model.parameters(), lr=0.1, **EAGER), 3)
+
+
+def test_steps_without_gradients_are_no_mistake_later() -> None:
+    """A delayed actor, a frozen phase, gradients that hooks take, and release."""
+    model = nn.Linear(4, 2)
+    x = torch.ones(1, 4)
+    optimizer = AdamW(model.parameters(), lr=0.1, **EAGER)
+    idle_steps(optimizer, 1)
+    model(x).sum().backward()
+    optimizer.step()
+    assert optimizer._idle == 3  # nothing is counted any more
+    optimizer.zero_grad()
+    idle_steps(optimizer, 5)
+    model.requires_grad_(False)
+    idle_steps(AdamW(model.parameters(), lr=0.1, **EAGER), 3)
+    model.requires_grad_(True)
+    optimizer = AdamW(model.parameters(), lr=0.1, gradient_release=True, **EAGER)
+
+    def hook(p: Any) -> None:
+        optimizer.step(param=p)
+        optimizer.zero_grad(param=p)
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+    for each in hooks:
+        each.remove()
+    prepare_for_gradient_release(model, optimizer)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()

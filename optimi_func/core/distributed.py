@@ -7,7 +7,8 @@ global tensor need collectives, and all processes issue these in the same order.
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from re import search
+from numbers import Real
+from re import search, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -235,9 +236,10 @@ def comparable(x: Any, of_device: Callable[[Tensor], Any]) -> Any:
     """Return hyperparameters as values; `of_device` reads a tensor on a device or not."""
     if isinstance(x, tuple | list):
         return tuple([comparable(y, of_device) for y in x])
-    if not isinstance(x, Tensor):
-        return x
-    return x.tolist() if x.device.type == "cpu" else of_device(x)
+    if isinstance(x, Tensor):
+        return x.tolist() if x.device.type == "cpu" else of_device(x)
+    plain = isinstance(x, str | Real | torch.dtype | None)
+    return x if plain else sub(" at 0x[0-9a-f]+", "", repr(x))  # another in each process
 
 
 def check_same(mine: dict[str, Any], group: Any) -> None:

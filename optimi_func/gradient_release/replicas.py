@@ -169,7 +169,10 @@ class ReplicaRunner(Runner):
             mine["the optimizer's class"] = type(self.optimizer).__name__
             keys = (*self.optimizer.defaults, "rule", "param_names")
             for i, group in enumerate(self.optimizer.param_groups):
-                mine |= {f"{key} of param group {i}": group.get(key) for key in keys}
+                mine |= {
+                    f"{key} of param group {i}": comparable(group.get(key), type)
+                    for key in keys
+                }
             # It belongs to weights that the first process's might replace.
             for name, p in self.params.items():
                 state = self.optimizer.state.get(p, {})

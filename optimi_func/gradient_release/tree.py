@@ -1,12 +1,11 @@
 """A pure optimizer under gradient release."""
 
-from re import sub
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from optimi_func.core.checks import check_accumulates, check_apart
-from optimi_func.core.distributed import to_local
+from optimi_func.core.distributed import comparable, to_local
 from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.trees import TreeStep
@@ -29,8 +28,7 @@ class TreeOptimizer:
         check_apart(named, "params[{!r}]".format, "tie them as one parameter")
         self._places = {p: i for i, p in enumerate(params.values())}
         self._state = optimizer.init(params)
-        # Without the addresses of schedules, which differ by process.
-        self._shown = sub(" at 0x[0-9a-f]+", "", repr(optimizer))
+        self._shown = comparable(optimizer, type)
         self._step: TreeStep | None = None  # the step of the running backward
 
     @property

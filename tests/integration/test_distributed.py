@@ -54,6 +54,7 @@ TWO = [
     stored_worlds.stored_trees,
     stored_worlds.stored_resume,
     stored_worlds.stored_from_one,
+    stored_worlds.gathered,
 ]
 # What two processes cannot have, and what others go on from.
 FOUR = [

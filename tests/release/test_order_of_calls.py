@@ -19,7 +19,7 @@ from optimi_func import (
     prepare_for_gradient_release,
 )
 
-LATE = "of param group 0 was .* in the backward that moved the parameters, and is .* now: it comes a step late"
+LATE = "of param group 0 was .* moved the parameters, and is .* now: it comes a step late"
 
 
 def loss_of(model: nn.Module, i: int) -> Tensor:

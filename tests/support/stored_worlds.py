@@ -11,9 +11,11 @@ import worlds
 from cases import CLASSES, MEASURED, NO_CODES
 from stored import BF16, same_bits
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func import (
     AdamW,
@@ -292,6 +294,32 @@ def stored_resume(folder: Path) -> None:
             - worlds.full(single[1].state[single[0].first.weight]["exp_avg_q"]).int()
         ).abs()
         assert error.max() <= 2
+
+
+def gathered(folder: Path) -> None:
+    """The decoded state can be sent whole, as docs/distributed.md says, and loaded."""
+    how = sd.StateDictOptions(full_state_dict=True)
+    for storage in ("exact", EXACT8):
+        model, optimizer = pair(sharded(worlds.flat_mesh()), storage)
+        train(model, optimizer, range(3))
+        with worlds.raises(RuntimeError, "Invalid scalar type"):  # else say so there
+            sd.get_optimizer_state_dict(model, optimizer, options=how)
+        whole = pytree.tree_map(worlds.full, model.state_dict())
+        state = pytree.tree_map_only(DTensor, worlds.full, optimizer.decoded_state_dict())
+        kept = pytree.tree_map(worlds.full, optimizer.master_state_dict(model))
+        model, optimizer = pair(plain(), storage)
+        model.load_state_dict(whole)
+        optimizer.load_state_dict(state)
+        entry = optimizer.state[model.first.weight]
+        assert entry["kahan_comp"].dtype == torch.int16 and entry["kahan_comp"].any()
+        for name, x in optimizer.master_state_dict(model).items():
+            assert torch.equal(x, kept[name]), name
+        single = pair(plain(), storage)
+        train(*single, range(3))
+        train(model, optimizer, range(3, 5))
+        train(*single, range(3, 5))
+        if storage == "exact":  # with moments in codes the decoded ones are rounded again
+            compare_pairs((model, optimizer), single)
 
 
 def loads_from(folder: Path, size: int, make: Callable[[], nn.Module]) -> None:

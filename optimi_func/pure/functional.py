@@ -1,6 +1,6 @@
 """`FunctionalOptimizer`: an optimizer as a value, a rule with its hyperparameters.
 
-`functional` describes its trees; the optimizers themselves are in `optimizers`, a file each.
+`functional` describes its trees; the optimizers themselves are in `optimizers`.
 """
 
 from collections.abc import Callable

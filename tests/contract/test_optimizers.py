@@ -140,12 +140,13 @@ def test_loaded_state_shares_no_memory() -> None:
 def test_copies_go_on(cls, copier) -> None:
     ps = params()
     optimizer = cls(ps, lr=0.1, **EAGER)
-    optimizer.optimizer_accumulation = True
     optimizer.mine = "kept"
     lr_scheduler.LambdaLR(optimizer, lambda i: 1.0)
     train(optimizer, ps)
+    optimizer.optimizer_accumulation = True
     twin = copier(optimizer)
     assert twin.optimizer_accumulation is True
+    optimizer.optimizer_accumulation = twin.optimizer_accumulation = False
     assert twin.mine == "kept"
     qs = twin.param_groups[0]["params"]
     train(optimizer, ps, start=5)

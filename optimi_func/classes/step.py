@@ -360,8 +360,9 @@ class Steps(Checkpoints):
         if self.process_group is None or self._has_stepped:
             return {}
         params = [p.detach() for group in self.param_groups for p in group["params"]]
-        plain = [str(torch.hash_tensor(p)) for p in params if not is_distributed(p)]
-        return {"hashes of parameters, which process_group= says are copies": plain}
+        plain = [p for p in params if p.numel() and not is_distributed(p)]
+        found = [str(torch.hash_tensor(p)) for p in plain]
+        return {"hashes of parameters, which process_group= says are copies": found}
 
     def _note_idle(self, works: list[_Work]) -> None:
         """Warn at the second step of a distributed run if none has had a gradient yet."""

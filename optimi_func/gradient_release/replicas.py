@@ -179,8 +179,9 @@ class ReplicaRunner(Runner):
                 mine[f"optimizer state of {name}"] = sorted(state)
                 if self.optimizer.state:
                     kept: list[Any] = [p.detach(), *state.values()]
-                    found = [torch.hash_tensor(x) for x in kept if isinstance(x, Tensor)]
-                    mine[f"hashes of {name} and its state"] = list(map(str, found))
+                    kept = [x for x in kept if isinstance(x, Tensor) and x.numel()]
+                    found = [str(torch.hash_tensor(x)) for x in kept]
+                    mine[f"hashes of {name} and its state"] = found
         check_same(mine | self._shared(Tensor.tolist), self.group)
 
     def _shared(self, of_device: Any) -> dict[str, Any]:

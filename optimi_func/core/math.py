@@ -12,14 +12,12 @@ from optimi_func.core.rule import MomentStorage, Scalar
 from optimi_func.core.torch_private import differentiates
 
 
-def power(base: Scalar, t: Scalar) -> Scalar:
-    """Return base**t with a finite derivative at base = 0, where autograd has 0 * inf."""
-    if not isinstance(base, Tensor):
+def power(base: Any, t: Any) -> Any:
+    """Return base**t, with the derivative 0 at base = 0 where it would be infinite."""
+    if not may_be_differentiated(base) or (isinstance(t, float | int) and not 0 < t < 1):
         return base**t
-    exponent = t.detach() if isinstance(t, Tensor) else t
-    # 0**t is 0, because t >= 1; its derivative is 1 at t = 1 and 0 after.
-    safe = torch.where(base == 0, 1.0, base)
-    return torch.where(base == 0, base * (exponent == 1), safe**exponent)
+    zero = (base == 0) & (t > 0) & (t < 1)
+    return torch.where(zero, 0, torch.where(zero, 1, base) ** t)
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
@@ -91,6 +89,13 @@ def total_norm(norms: list[Tensor]) -> Tensor:
 def is_differentiated(x: Tensor) -> bool:
     """Return True if x may be differentiated."""
     return x.requires_grad or (not torch.compiler.is_compiling() and differentiates(x))
+
+
+def may_be_differentiated(x: Any) -> bool:
+    """Return True also in a graph, in which nobody knows."""
+    if not isinstance(x, Tensor):
+        return False
+    return torch.compiler.is_compiling() or is_differentiated(x)
 
 
 def moment(p: Tensor, kept: MomentStorage) -> Any:

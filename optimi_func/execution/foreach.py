@@ -5,7 +5,6 @@ operation is one call for the list.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -67,31 +66,36 @@ class Many:
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of Tensor for all tensors."""
-        return lambda *more: _call(name, getattr(Tensor, name), [self, *more])
+        func = getattr(Tensor, name)
+        return lambda *more, **named: _call(name, func, [self, *more], named)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if kwargs:  # which the operations on lists would not see
-            return _call("", partial(func, **kwargs), list(args))
-        return _call(func.__name__, func, list(args))
+        return _call(func.__name__, func, list(args), kwargs or {})
 
 
 def _operator(name: str) -> Callable[..., Many]:
-    return lambda *args: _call(name, getattr(Tensor, name), list(args))
+    return lambda *args: _call(name, getattr(Tensor, name), list(args), {})
 
 
-_COMPARED = "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__ __invert__"
-for _name in (*_SPELLED, *_REFLECTED, *_COMPARED.split(), "__abs__", "__pow__", "__rpow__"):
+_OTHERS = (
+    "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __invert__ __abs__ __pos__ __pow__ __rpow__ "
+    "__and__ __rand__ __or__ __ror__ __xor__ __rxor__ __mod__ __rmod__"
+)
+for _name in (*_SPELLED, *_REFLECTED, *_OTHERS.split()):
     setattr(Many, _name, _operator(_name))
 
 
-def _call(name: str, func: Callable[..., Tensor], args: list[Any]) -> Many:
-    if name in _REFLECTED:
+def _call(
+    name: str, func: Callable[..., Tensor], args: list[Any], named: dict[str, Any]
+) -> Many:
+    if name in _REFLECTED and not named:
         name, args = _REFLECTED[name], args[::-1]
-    name = _SPELLED.get(name, name)
-    first, *more = args
+    # The operations on lists would not see keywords.
+    name = "" if named else _SPELLED.get(name, name)
+    first, *more = args or [None]
     if name in _TURNED and not isinstance(first, Many):
         turn, name = _TURNED[name]
         turned = getattr(torch, f"_foreach_{turn}")(more[0].tensors)
@@ -104,9 +108,11 @@ def _call(name: str, func: Callable[..., Tensor], args: list[Any]) -> Many:
         others = [x.tensors if isinstance(x, Many) else x for x in more]
         others = [[x] * count if isinstance(x, Tensor) else x for x in others]
         return Many(list(getattr(torch, f"_foreach_{name}")(first.tensors, *others)))
-    count = next(len(x.tensors) for x in args if isinstance(x, Many))
-    each = [x.tensors if isinstance(x, Many) else [x] * count for x in args]
-    return Many([func(*row) for row in zip(*each)])
+    given = [*args, *named.values()]
+    count = next(len(x.tensors) for x in given if isinstance(x, Many))
+    rows = zip(*[x.tensors if isinstance(x, Many) else [x] * count for x in given])
+    n = len(args)
+    return Many([func(*row[:n], **dict(zip(named, row[n:]))) for row in rows])
 
 
 def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> list[Launch]:

@@ -1,12 +1,17 @@
 """The methods of a rule, traced once: scalar work for the host, the rest for tensors.
 
 Operations on hyperparameters and the step alone become coefficients in double precision.
-The others become functions of tensors, which the pipeline and its kernels call.
+The others become functions of tensors, which the pipeline and its kernels call. Values are
+torch's in both; derivatives of roots at 0 are finite.
 """
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,11 +23,12 @@ from optimi_func.core import math
 from optimi_func.core.rule import Scalar
 
 _POWERS = (operator.pow, torch.pow, Tensor.pow)
-_ROOTS = (torch.sqrt, Tensor.sqrt)
+_FLOORS = (operator.floordiv, torch.floor_divide, Tensor.floor_divide)
+_LOGICAL = (operator.and_, operator.or_, operator.xor)
 _CONDITIONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
-_LOGICAL = (*_CONDITIONS, operator.and_, operator.or_, operator.xor)
-# Operators that compute with Python numbers as with tensors.
 _USUAL = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
+_KINDS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64}
+_OUTSIDE = str(Path(fx.__file__).parents[1]), __file__
 
 
 class Traced(fx.Proxy):
@@ -39,7 +45,8 @@ class Traced(fx.Proxy):
 
 class _Tracer(GraphAppendingTracer):
     def proxy(self, node: fx.Node) -> Traced:
-        """Return the stand-in of a node's result."""
+        """Return the stand-in of a node's result, which knows the method's line."""
+        node.meta["line"] = _line(walk_stack(sys._getframe()))
         return Traced(node, self)
 
     def create_arg(self, a: Any) -> Any:
@@ -50,6 +57,12 @@ class _Tracer(GraphAppendingTracer):
                 "field of State, which `init` fills, or an extra that step is given"
             )
         return super().create_arg(a)
+
+
+def _line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first line that is not torch's or this file's."""
+    lines = [(frame.f_code.co_filename, n) for frame, n in frames]
+    return next((f" ({x}:{n})" for x, n in lines if not x.startswith(_OUTSIDE)), "")
 
 
 class Trace:
@@ -66,6 +79,8 @@ class Trace:
         """Return the stand-in of a tensor, or of a scalar."""
         node = self._graph.placeholder(name)
         self.host |= {node} if scalar else set()
+        shape = () if scalar else (1,)
+        node.meta["value"] = torch.full(shape, 3.0, dtype=torch.float64, device="cpu")
         return Traced(node, self._tracer)
 
     def call(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -73,30 +88,53 @@ class Trace:
         first, where = len(self._graph.nodes), f"{self.owner}.{method}"
         try:
             found = fn(*args)
-        except TraceError as error:
+        except Exception as error:
+            where += _line(reversed([*walk_tb(error.__traceback__)]))
+            if not isinstance(error, TraceError):
+                raise TypeError(f"{where} cannot be traced: {error}") from error
             raise TypeError(
                 f"{where} decides by the value of a tensor or of a hyperparameter (if, "
                 "while, and, or, min, max, loops): write torch.where(condition, x, y), or "
                 f"make the hyperparameter a bool or a str, which is static ({error})"
             ) from error
-        except Exception as error:
-            raise TypeError(f"{where} cannot be traced: {error}") from error
         for node in list(self._graph.nodes)[first:]:
             name = str(getattr(node.target, "__name__", node.target))
+            here = where + node.meta.get("line", "")
             written = name.endswith("_") and name[-2:] != "__"
             if (written and node.target not in _LOGICAL) or "out" in node.kwargs:
                 raise TypeError(
-                    f"{where} writes in place: use {name.rstrip('_')} for {name}"
+                    f"{here} writes in place: use {name.rstrip('_')} for {name}"
                 )
             if node.target is getattr:
                 raise TypeError(
-                    f"{where} reads .{node.args[1]} of a tensor, which may be flat or a "
+                    f"{here} reads .{node.args[1]} of a tensor, which may be flat or a "
                     "part here: only `whole` is given whole tensors"
                 )
             inputs = node.all_input_nodes
             if inputs and self.host.issuperset(inputs):
                 self.host.add(node)
+            if node.op != "placeholder":
+                self._choose(here, node)
         return found
+
+    def _choose(self, where: str, node: fx.Node) -> None:
+        """Choose the function of a node, and note one of its values, for the dtype."""
+        try:
+            fn, args, kwargs = _normal(node)
+            chosen = _in_double(fn) if node in self.host else fn
+            values, named = map_arg((args, kwargs), lambda x: x.meta["value"])
+            value = chosen(*values, **named)
+        except Exception as error:
+            raise TypeError(f"{where} cannot be traced: {error}") from error
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        node.meta["value"] = value.double() if floats else value
+        kinds = {_kind(x) for x in args if isinstance(x, fx.Node)}
+        if node in self.host and fn is torch.where and floats:
+            more = [x if isinstance(x, fx.Node) else float(x) for x in args[1:]]
+            chosen, args = math.choose, (args[0], *more)
+        elif (fn, *kinds) in _PLAIN:
+            chosen = fn
+        node.meta["call"] = chosen, args, kwargs
 
     def require(self, results: Iterable[Traced]) -> None:
         """Make coefficients of the scalars that tensor work reads for these results."""
@@ -130,26 +168,35 @@ class Trace:
             outputs = [*self.coeffs, *outputs]
         else:
             inputs += self.coeffs
-        graph = fx.Graph()
+        graph, count = fx.Graph(), len(given)
         at = {node: graph.placeholder(node.name) for node in inputs}
         needed = self.needed(outputs, inputs)
+        for node in inputs[count:]:
+            if node in needed and (kind := _kind(node)) != torch.float64:
+                at[node] = graph.call_function(_restored, (at[node], kind))
         for node in self._graph.nodes:
             if node not in needed or node in at:
                 continue
             if node.op == "placeholder":
-                raise TypeError(f"{self.owner}: {node.name} is not known in this method")
-            at[node] = graph.node_copy(node, at.__getitem__)
-            method = node.op == "call_method"
-            fn = getattr(Tensor, str(node.target)) if method else node.target
-            if fn := _on_scalars(node, fn) if on_host else self._on_tensors(node, fn):
-                at[node].op, at[node].target = "call_function", fn
+                raise TypeError(
+                    f"{self.owner}: {node.name} is not known in this method (means are "
+                    "taken at once, so that none is of another)"
+                )
+            known = at if on_host else self._widened(node, at, graph)
+            fn, args, kwargs = map_arg(node.meta["call"], known.__getitem__)
+            if fn is torch.where and not on_host:
+                fn, args = _where, (*args, at[inputs[0]], _kind(node))
+            if node.op == "call_method" and fn is getattr(Tensor, str(node.target)):
+                at[node] = graph.call_method(node.target, args, kwargs)
+            else:
+                at[node] = graph.call_function(fn, args, kwargs)
+            at[node].meta["line"] = node.meta["line"]
         # As a coefficient, a bool would choose a graph.
+        floats = [not on_host or _kind(x) == torch.float64 for x in outputs]
         graph.output(
             tuple(
-                graph.call_function(operator.mul, (at[x], 1.0))
-                if x in self.host and x.target in _LOGICAL
-                else at[x]
-                for x in outputs
+                at[x] if is_float else graph.call_function(as_scalar, (at[x],))
+                for x, is_float in zip(outputs, floats)
             )
         )
         code = graph.python_code("self")
@@ -157,14 +204,51 @@ class Trace:
         space = dict(code.globals)
         exec(code.src, space)
         made = space["forward"]
-        return (lambda *args: made(None, *args)), graph
 
-    def _on_tensors(self, node: fx.Node, target: Any) -> Callable[..., Any] | None:
-        if target in _ROOTS:
-            return math.root
-        if target in _POWERS and not isinstance(node.args[1], fx.Node):
-            return _power
-        return _select if target is torch.where and node.args[0] in self.host else None
+        def on_tensors(*args: Any) -> Any:
+            # A 0-d float64 would widen a bool tensor, and other functions refuse it.
+            dtype, scalars = args[0].dtype, args[count:]
+            cast = [x.to(dtype) if isinstance(x, Tensor) else x for x in scalars]
+            return made(None, *args[:count], *cast)
+
+        def on_scalars(*args: Any) -> Any:
+            return made(None, *[x if type(x) is float else as_scalar(x) for x in args])
+
+        return (on_scalars if on_host else on_tensors), graph
+
+    def _widened(
+        self, node: fx.Node, at: dict[fx.Node, fx.Node], graph: fx.Graph
+    ) -> dict[fx.Node, fx.Node]:
+        """Return `at` with casts of bools and ints, of which torch would make a float32."""
+        fn, args, _ = node.meta["call"]
+        given = [x for x in args if isinstance(x, fx.Node) and x not in self.host]
+        floats = [x for x in given if _kind(x) == torch.float64]
+        if floats or _kind(node) != torch.float64 or fn is torch.where:
+            return at
+        like = next(iter(at.values()))
+        return at | {x: graph.call_method("type_as", (at[x], like)) for x in given}
+
+
+def _normal(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the function of a node and its arguments, of one spelling each."""
+    method, args, kwargs = node.op == "call_method", node.args, dict(node.kwargs)
+    fn: Any = getattr(Tensor, str(node.target)) if method else node.target
+    if fn in (torch.where, Tensor.where) or fn in _POWERS:
+        names = "condition", "input", "self", "other", "exponent"
+        args, kwargs = (*args, *[kwargs[x] for x in names if x in kwargs]), {}
+    if fn is Tensor.where:
+        args = (args[1], args[0], *args[2:])
+    if fn in _POWERS and args[1:] == (0.5,):
+        fn, args = torch.sqrt, args[:1]
+    if any([isinstance(kwargs.get(x), fx.Node) for x in ("alpha", "value")]):
+        fn = _SCALED.get(fn, fn)
+    return _OURS.get(fn, fn), args, kwargs
+
+
+def _kind(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a value; all floats are float64."""
+    dtype = getattr(node.meta["value"], "dtype", torch.float64)
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def is_scalar(x: Any) -> bool:
@@ -177,83 +261,125 @@ def as_scalar(x: Any) -> Scalar:
     return x.to(math.scalar_dtype(x.device)) if isinstance(x, Tensor) else float(x)
 
 
-def _on_scalars(node: fx.Node, target: Any) -> Callable[..., Any] | None:
-    if target in _ROOTS:
-        return _scalar_power
-    if target in _POWERS:
-        return _varying_power if isinstance(node.args[1], fx.Node) else _scalar_power
-    if target in _HOST:
-        return _HOST[target]
-    if target in _USUAL or target in _LOGICAL:
-        return None
-    target = torch.logical_not if target is operator.invert else target
+def _in_double(fn: Any) -> Callable[..., Any]:
+    """Return a function of tensors for numbers too, in double precision."""
 
-    def scalar(*args: Any, **kwargs: Any) -> Scalar:
-        tensors = [x for x in args if isinstance(x, Tensor)]
+    def scalar(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         wide = math.scalar_dtype(device)
-        dtypes = [torch.bool if isinstance(x, bool) else wide for x in args]
-        given = [
-            x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device=device)
-            for x, dtype in zip(args, dtypes)
+        given: list[Any] = [
+            x
+            if not isinstance(x, int | float)
+            else torch.tensor(x, dtype=_KINDS.get(type(x), wide), device=device)
+            for x in args
         ]
-        found = target(*given, **kwargs)
+        found = fn(*given, **kwargs)
+        if found.is_floating_point() and found.dtype != wide:
+            given = [x.to(wide) if isinstance(x, Tensor) else x for x in given]
+            found = fn(*given, **kwargs).to(wide)
         return found if tensors else found.item()
 
-    scalar.__name__ = scalar.__qualname__ = f"scalar_{target.__name__}"
+    scalar.__name__ = scalar.__qualname__ = f"scalar_{fn.__name__}"
     return scalar
 
 
-def _as_tensors(name: str, fn: Callable[[Any, Any], Any]) -> Callable[..., Scalar]:
-    """Return fn for scalars, with the result of tensors where Python raises."""
+def _of_numbers(fn: Any, of_tensors: Any) -> Callable[[Any, Any], Any]:
+    """Return of_tensors, and fn for two numbers, with torch's result where it raises."""
+    in_double = _in_double(of_tensors)
 
-    def scalar(x: Scalar, y: Scalar) -> Scalar:
+    def both(x: Any, y: Any) -> Any:
+        if not (isinstance(x, float | int) and isinstance(y, float | int)):
+            return of_tensors(x, y)
         try:
             found = fn(x, y)
         except (OverflowError, ZeroDivisionError):
-            found = None
-        if found is None or isinstance(found, complex):
-            return fn(torch.tensor(x, dtype=torch.float64, device="cpu"), y).item()
-        return found
+            found = 0j
+        return in_double(x, y) if isinstance(found, complex) else found
 
-    scalar.__name__ = scalar.__qualname__ = name
-    return scalar
+    both.__name__ = both.__qualname__ = of_tensors.__name__
+    return both
 
 
-_float_power = _as_tensors("float_power", operator.pow)
-_HOST = {
-    operator.truediv: _as_tensors("quotient", operator.truediv),
-    operator.floordiv: _as_tensors("floor_quotient", operator.floordiv),
-    operator.mod: _as_tensors("remainder", operator.mod),
-    torch.where: math.choose,
+def _floor_quotient(x: Any, y: Any) -> Any:
+    return torch.div(x, y, rounding_mode="floor")  # the operator has no derivative
+
+
+def _remainder(x: Any, y: Any) -> Any:
+    if isinstance(x, int | float) and isinstance(y, Tensor):  # which has no derivative
+        x = torch.full_like(y, x, dtype=torch.result_type(x, y))
+    return x % y
+
+
+def _root(x: Any) -> Any:
+    """Return sqrt(x), with the derivative 0 at 0."""
+    if isinstance(x, int | float):
+        return math.sqrt(x) if x >= 0 else float("nan")
+    if not math.may_be_differentiated(x):
+        return x.sqrt()
+    zero = x == 0
+    return torch.where(zero, x.detach(), torch.where(zero, 1, x).sqrt())
+
+
+def _restored(x: Any, kind: torch.dtype) -> Any:
+    """Return the bool or the integer that a coefficient is."""
+    if kind == torch.bool:
+        return x != 0.0
+    return x.to(kind) if isinstance(x, Tensor) else int(x)
+
+
+def _where(condition: Any, yes: Any, no: Any, like: Any, kind: torch.dtype) -> Any:
+    """Return torch.where in the shape of `like`, and in its dtype if it is of floats."""
+    dtype = like.dtype if kind.is_floating_point else kind
+    yes, no = [x if isinstance(x, int | float) else x.to(dtype) for x in (yes, no)]
+    if isinstance(condition, bool):
+        yes = no = yes if condition else no
+        if not (isinstance(yes, int | float) or is_scalar(yes)):
+            return yes
+        condition = torch.ones_like(like, dtype=torch.bool)
+    if isinstance(yes, int | float) and isinstance(no, int | float):
+        yes = torch.full_like(like, yes, dtype=dtype)
+    return torch.where(condition, yes, no)
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Return torch.clamp, of a number and a tensor too."""
+    x = x if min is None else x.clamp_min(min)
+    return x if max is None else x.clamp_max(max)
+
+
+def _scaled(fn: Any) -> Callable[..., Any]:
+    """Return a function whose alpha or value may be a tensor."""
+
+    def scaled(x: Any, y: Any, *z: Any, **named: Any) -> Any:
+        (factor,) = named.values()
+        scales = isinstance(factor, Tensor)
+        return fn(x, factor * y, *z) if scales else fn(x, y, *z, **named)
+
+    scaled.__name__ = scaled.__qualname__ = f"{fn.__name__}_scaled"
+    return scaled
+
+
+_SCALED = {
+    home: _scaled(getattr(torch, name))
+    for name in ("add", "sub", "addcmul", "addcdiv")
+    for home in (getattr(torch, name), getattr(Tensor, name))
 }
-
-
-def _scalar_power(x: Scalar, exponent: float = 0.5) -> Scalar:
-    if exponent == 0.5 and (isinstance(x, Tensor) or x > 0):
-        return math.sqrt(x)
-    return _float_power(x, exponent)
-
-
-def _varying_power(x: Scalar, exponent: Scalar) -> Scalar:
-    tensors = isinstance(x, Tensor) or isinstance(exponent, Tensor)
-    return math.power(x, exponent) if tensors else _float_power(x, exponent)
-
-
-def _power(x: Tensor, exponent: float) -> Tensor:
-    """Return x**exponent, with a finite derivative at 0."""
-    if exponent == int(exponent):
-        return x**exponent
-    root = math.root(x)
-    return root if exponent == 0.5 else root ** (2.0 * exponent)
-
-
-def _select(condition: Scalar, yes: Any, no: Any) -> Any:
-    """Return torch.where for a condition that is a coefficient, 1.0 or 0.0."""
-    if isinstance(condition, Tensor):
-        return torch.where(condition != 0.0, yes, no)
-    chosen, other = (yes, no) if condition else (no, yes)
-    return torch.full_like(other, chosen) if isinstance(chosen, float | int) else chosen
+_OURS = {
+    operator.truediv: _of_numbers(operator.truediv, operator.truediv),
+    operator.mod: _of_numbers(operator.mod, _remainder),
+    Tensor.where: torch.where,
+    **dict.fromkeys(_POWERS, _of_numbers(operator.pow, math.power)),
+    **dict.fromkeys((torch.sqrt, Tensor.sqrt), _root),
+    **dict.fromkeys((torch.clamp, Tensor.clamp), _clamp),
+    **dict.fromkeys(_FLOORS, _of_numbers(operator.floordiv, _floor_quotient)),
+}
+# What computes with Python's floats, or bools, as with tensors.
+_PLAIN = {(fn, torch.bool) for fn in _LOGICAL} | {
+    (fn, torch.float64)
+    for fn in (*_OURS.values(), *_USUAL, *_CONDITIONS)
+    if fn not in (_clamp, torch.where)
+}
 
 
 def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
@@ -270,10 +396,15 @@ def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
         try:
             at[node] = fn(*args, **kwargs)
         except Exception as error:
-            raise TypeError(f"{where} raises in {fn.__name__}: {error}") from error
+            here = where + node.meta.get("line", "")
+            raise TypeError(f"{here} raises in {fn.__name__}: {error}") from error
+        if fn is _restored:
+            continue
         if not isinstance(at[node], Tensor) or at[node].shape != given[0].shape:
             raise TypeError(
-                _NOT_ELEMENTWISE.format(where, f"{node.name} has another shape")
+                _NOT_ELEMENTWISE.format(
+                    where + node.meta.get("line", ""), f"{node.name} has another shape"
+                )
             )
 
 

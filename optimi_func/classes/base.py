@@ -478,7 +478,10 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
-_CACHES = ("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index")
+_CACHES = (
+    *("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index"),
+    "_versions",
+)
 _ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.groups import Group, path_of
+from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func.core.leaf import leaf_eval_point
 from optimi_func.core.rule import Leaf
-from optimi_func.core.storage import state_in
+from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import reshard
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.state.convert import TRAIN_PARAM
+from optimi_func.state.stored import begin
 
 
 class Evaluated(BaseOptimizer):
@@ -42,10 +44,8 @@ class Evaluated(BaseOptimizer):
                 accumulation cycle of gradient release, or with `optimizer_accumulation`.
         """
         groups = [group for group in self._evaluated() if group["train_mode"]]
-        accumulates = self.optimizer_accumulation or any(
-            x.accumulating for x in self.releases
-        )
-        if groups and accumulates:
+        self._versions.clear()
+        if groups and self.in_cycle():
             raise RuntimeError(
                 "eval() inside an accumulation cycle, whose gradients are those of the "
                 "present parameters. End the cycle first, by its last backward or by "
@@ -69,6 +69,9 @@ class Evaluated(BaseOptimizer):
     def train(self) -> None:
         """Set the parameters to what they were before `eval()`, to continue training.
 
+        Elements that somebody has written to since then keep what was written, and their
+        average begins there; a warning names the parameters.
+
         Raises:
             RuntimeError: A state that was loaded in eval mode without the parameters of
                 train mode; nothing is written then.
@@ -83,9 +86,42 @@ class Evaluated(BaseOptimizer):
                         "eval() put there, so the parameter to train is lost. Load the "
                         "whole state, or save it in train mode"
                     )
+        if names := [path for group in groups for path in self._keep_written(group)]:
+            warn_user(
+                f"train(): params{', '.join(names)} were written to in eval mode. What was "
+                "written is kept, and the average of these elements begins there. To go on "
+                "from a checkpoint, load the optimizer's state too"
+            )
         for group in groups:
             self._restore([p for p in group["params"] if "step" in self.state.get(p, {})])
             group["train_mode"] = True
+
+    def _keep_written(self, group: Group) -> list[str]:
+        """Train on from elements that were written in eval mode; return their names."""
+        bound, names, storage = self.bound_of(group), list[str](), group_storage(group)
+        coeffs, _ = bound.advance(1.0, bound.rule.running())
+        for p, x in self._eval_params(group):
+            if self._versions.get(p) == p._version:
+                continue  # train() sets parameters that were not loaded with the state
+            now, y = to_local([p.detach(), self.state[p][TRAIN_PARAM]])
+            # A device, and a storage loaded into, may round x otherwise.
+            near = (now - x).abs() <= 2 * torch.finfo(p.dtype).eps * (x.abs() + y.abs())
+            mask = ~(near | (now == x) | now.isnan())
+            if mask.any():
+                names.append(str(path_of(group, p)))
+                begin(bound.rule, coeffs, p, storage, self.state[p], mask, moments=False)
+                y.copy_(torch.where(mask, now, y))
+        return names
+
+    def _clear_caches(self) -> None:
+        super()._clear_caches()
+        # The versions of parameters when a state in eval mode was loaded.
+        self._versions: dict[Tensor, int] = {}
+
+    def _join_loaded(self) -> None:
+        super()._join_loaded()
+        shown = [group for group in self._evaluated() if not group["train_mode"]]
+        self._versions = {p: p._version for group in shown for p in group["params"]}
 
     def _restore(self, params: list[Tensor]) -> None:
         for p in params:

@@ -4,7 +4,7 @@ Everything is checked and compiled before anything is written.
 """
 
 import gc
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, product
@@ -39,6 +39,7 @@ from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry
 from optimi_func.state.entry import ensure_state, insert_made
+from optimi_func.state.stored import begin, mask_like, rows_of
 
 _Work: TypeAlias = tuple[Group, list[Tensor], list[Any], list[Microbatch] | None]
 
@@ -52,6 +53,8 @@ class Steps(Checkpoints):
     """The methods of an optimizer that step. It keeps values of groups, and plans."""
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
+    optimizer_accumulation: bool
+    releases: list[Any]
     process_group: Any  # that holds copies of plain parameters, or None
 
     def _forget(self) -> None:
@@ -253,6 +256,73 @@ class Steps(Checkpoints):
                     entry["step"].add_(1.0)
                     for name, x in zip(names, after):
                         entry[name].fill_(x)
+
+    @torch.no_grad()
+    def reset(
+        self, params: Tensor | Iterable[Tensor] | None = None, rows: Any = None
+    ) -> None:
+        """Set the state of parameters to its first values, as after writing to them.
+
+        Moments, step counts, running scalars and compensations begin anew, in the tensors
+        that are there and in every storage. No parameter is written to, and values that
+        other code keeps in `state[p]` stay. Running scalars that several parameters have in
+        common, as Prodigy's d, begin anew if all of these are given.
+
+        Args:
+            params: A parameter, or several. None: all.
+            rows: Indices along the first dimension of each of `params`, or a bool for each.
+                Only the state of these rows begins anew, and counts go on. None: all.
+
+        Raises:
+            ValueError: A parameter that is not the optimizer's; rows without params, out of
+                range, or of state that is not divided by rows; an open accumulation cycle.
+            TypeError: Something that is no parameter.
+            RuntimeError: In eval mode (Schedule-Free). Nothing is written if it raises.
+
+        >>> from optimi_func import SGD
+        >>> w = torch.nn.Parameter(torch.zeros(3))
+        >>> w.grad, optimizer = torch.ones(3), SGD([w], lr=1.0, momentum=0.9)
+        >>> optimizer.step()
+        >>> optimizer.reset(w, rows=[0])
+        >>> optimizer.state[w]["momentum_buffer"]
+        tensor([0., 1., 1.])
+        """
+        self.check_train_mode("reset()")
+        if self.in_cycle():
+            raise ValueError("reset() inside an accumulation cycle: end the cycle first")
+        if rows is not None and params is None:
+            raise ValueError("reset(rows=...) without params: say of which parameters")
+        every = [p for group in self.param_groups for p in group["params"]]
+        some = [params] if isinstance(params, Tensor) else params
+        given = every if some is None else list(some)
+        works, made = list[Any](), dict[Tensor, Entry]()
+        for p in given:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
+            group = self.group_of(p)
+            capturable = group["capturable"]
+            bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
+            rule, storage = bound.rule, group_storage(group)
+            anew = None if rows is None else rows_of(rule, where, p, rows)
+            if "step" in self.state.get(p, {}):
+                ensure_state(self.state, made, where, p, rule, storage, capturable)
+                coeffs, _ = bound.advance(1.0, rule.running())
+                units = [] if rule.join is None else self._unit_of(group)
+                together = {q for x in units for q in x["params"]} <= {*given}
+                works.append((rule, coeffs, p, storage, anew, together))
+        insert_made(self.state, made)
+        for rule, coeffs, p, storage, anew, together in works:
+            entry, mask = self.state[p], None if anew is None else mask_like(p, anew)
+            begin(rule, coeffs, p, storage, entry, mask, anew)
+            if mask is None:
+                entry["step"].zero_()
+                for name, x in rule.running()._asdict().items() if together else ():
+                    entry[name].fill_(x)
+        self._join_loaded()
+
+    def in_cycle(self) -> bool:
+        """Return True if a step has taken only a part of its gradients."""
+        return self.optimizer_accumulation or any(x.accumulating for x in self.releases)
 
     def _unit_of(self, group: Group) -> list[Group]:
         """Return the groups that have the same running scalars, if their rule joins."""

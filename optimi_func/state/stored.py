@@ -20,11 +20,18 @@ from optimi_func.core.codes import (
     second_moment_codes,
     widen,
 )
-from optimi_func.core.distributed import distribute_like, from_local, to_local, whole
-from optimi_func.core.leaf import init_leaf
+from optimi_func.core.distributed import (
+    distribute_like,
+    from_local,
+    leaf_to_local,
+    to_local,
+    whole,
+)
+from optimi_func.core.leaf import init_leaf, leaf_dtype
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import (
     codes_of,
+    decode,
     entry_of,
     field_of,
     names_in,
@@ -184,3 +191,71 @@ def set_master(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
         return
     for target, new in zip((part, here), narrow(x, part, here)):
         target.copy_(new)
+
+
+# First values, for `reset` and for what was written in eval mode
+
+
+def rows_of(rule: Rule[Any, Any], path: object, p: Tensor, rows: Any) -> Tensor:
+    """Return a bool for each p[i], True where `rows` indexes it. Raise if it cannot."""
+    if rule.whole_fields:
+        raise ValueError(
+            f"reset(rows=...) of params{path}, which follows {rule.name}: its "
+            f"{', '.join(rule.whole_fields)} are of the whole tensor. Allowed is rows=None"
+        )
+    index = torch.as_tensor(rows, device="cpu")
+    index = index.long() if index.numel() == 0 else index
+    found = torch.zeros(p.shape[:1], dtype=torch.bool)
+    try:
+        found[index] = True
+        if not (p.dim() and index.dim() == 1):
+            raise IndexError
+    except IndexError:
+        raise ValueError(
+            f"reset(rows={rows!r:.80}): allowed are indices, or a bool for each, of the "
+            f"first dimension of params{path}, of shape {tuple(p.shape)}"
+        ) from None
+    return found
+
+
+def mask_like(p: Tensor, rows: Tensor) -> Tensor:
+    """Return the local shard of a mask of p's elements, from a bool for each p[i]."""
+    wide = rows.to(p.device).view(-1, *[1] * (p.dim() - 1)).expand(p.shape)
+    return to_local([distribute_like(p, wide)])[0]
+
+
+def begin(
+    rule: Rule[Any, Any],
+    coeffs: Any,
+    p: Tensor,
+    storage: Storage,
+    entry: Entry,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+    moments: bool = True,
+) -> None:
+    """Write the first values of p's state and compensation into a complete entry.
+
+    `mask` is of p's local elements that begin anew, and `rows` that of `rows_of` if it was
+    made of one; None means all. If not `moments`, only fields that follow the parameter do,
+    such as z. `coeffs` are those of a first step.
+    """
+    leaf = leaf_to_local(init_leaf(rule, p.detach(), storage))
+    new, following = entry_of(leaf.state, leaf.comp), ["kahan_comp"]
+    if mask is not None and rule.after is not None:
+        # Counts stay, by which a first step would tell that z is the parameter.
+        _, x, _ = widen(leaf.p, leaf.comp, leaf_dtype(leaf, leaf.p))
+        state = type(leaf.state)(*[decode(s, x.dtype) for s in leaf.state])
+        _, moved = rule.after(x, torch.zeros_like(x), state, coeffs)
+        pairs = zip(rule.state._fields, state, moved)
+        new.update(found := {name: b for name, a, b in pairs if a is not b})
+        following += found
+    for name in names_in(rule.state._fields, entry):
+        (x,), own = to_local([entry[name]]), mask
+        if not (moments or name in following):
+            continue
+        if own is not None and name.endswith("_scale"):
+            if rows is None or p.dim() < 2 or p.stride(0) != max(p.stride()):
+                continue  # its groups of elements are not of whole rows
+            own = mask_like(entry[name], rows)
+        x.copy_(new[name] if own is None else torch.where(own, new[name], x))

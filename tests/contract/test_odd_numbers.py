@@ -9,7 +9,7 @@ from torch import Tensor
 
 import optimi_func as T
 
-EAGER = {"compile": False}
+EAGER: dict[str, Any] = {"compile": False}
 
 
 def pair() -> list[torch.nn.Parameter]:
@@ -65,9 +65,11 @@ def test_a_schedule_in_a_group_is_refused_by_name() -> None:
         step(optimizer, [w])
 
 
-COUNTS = [torch.tensor(4), torch.tensor(4, dtype=torch.int32), torch.tensor([4.0])]
-COUNTS += [torch.tensor([4]), torch.tensor(4.0, dtype=torch.bfloat16)]
-COUNTS += [torch.tensor(4, dtype=torch.uint8), torch.tensor(4.0, dtype=torch.float64)]
+COUNTS = [
+    *(torch.tensor(4), torch.tensor([4]), torch.tensor([4.0])),
+    *(torch.tensor(4, dtype=torch.int32), torch.tensor(4, dtype=torch.uint8)),
+    *(torch.tensor(4.0, dtype=torch.bfloat16), torch.tensor(4.0, dtype=torch.float64)),
+]
 
 
 @pytest.mark.parametrize("how", [EAGER, {"foreach": True}, {"capturable": True}], ids=str)

@@ -166,7 +166,7 @@ def test_what_cannot_be_reset() -> None:
             call()
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0.0, atol=0.0)
     soap, qs = trained(T.SOAP)
-    with pytest.raises(ValueError, match="soap: its .*factors, bases are of the whole"):
+    with pytest.raises(ValueError, match=r"soap: its .*factors, bases are of the whole"):
         soap.reset(qs[0], rows=[0])
     averaged, qs = trained(T.ScheduleFreeAdamW)
     averaged.eval()

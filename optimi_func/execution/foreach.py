@@ -126,7 +126,7 @@ def plan_foreach(rule: Rule[Any, Any], updates: list[Update], write: bool) -> li
     found: list[Launch] = []
     for some in split_twins(updates):
         listed = [u for u in some if u.slot.numel <= size or not u.can_be_cut]
-        lists = chunks(listed, size, lambda u: u.slot.numel)
+        lists = chunks(listed, size, lambda u: u.slot.numel) if listed else ()
         found += [ForeachLaunch(rule, chunk, write) for chunk in lists]
         large = [u for u in some if u.slot.numel > size and u.can_be_cut]
         found += plan_eager(rule, large, write, size)

@@ -247,9 +247,10 @@ def addresses(tree: Any) -> set[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_of_a_pure_step_share_no_memory(dtype: torch.dtype) -> None:
-    for cls in [*RULES, Extra]:
+    rules: list[Any] = [*RULES, Extra]
+    for cls in rules:
         params, (grads, *_) = problem(dtype)
-        value, more = cls.factory(lr=0.1), {}
+        value, more = cls.factory(lr=0.1), dict[str, Any]()
         if cls is Extra:
             more = {"hessian": [torch.ones_like(p) for p in params]}
         given = params, grads, value.init(params)

@@ -145,3 +145,15 @@ def test_what_lookahead_keeps_beside_the_fields_loads() -> None:
     del saved["state"][1]["exp_avg"]
     with pytest.raises(ValueError, match="'momentum_buffer'] are another rule's"):
         other.load_state_dict(saved)
+
+
+def test_a_gradient_whose_square_is_infinite_stops_its_element() -> None:
+    """As "Differences from torch.optim" says; torch goes on up to about 6e20."""
+    for g, ours, theirs in ((1e19, True, True), (1e20, False, True), (1e21, False, False)):
+        for cls, goes_on in ((T.AdamW, ours), (torch.optim.AdamW, theirs)):
+            w = torch.nn.Parameter(torch.ones(1))
+            options: dict[str, Any] = EAGER if cls is T.AdamW else {"foreach": False}
+            optimizer = cls([w], lr=0.1, betas=(0.9, 0.999), weight_decay=0.0, **options)
+            w.grad = torch.full((1,), g)
+            optimizer.step()
+            assert optimizer.state[w]["exp_avg_sq"].isfinite().item() == goes_on

@@ -14,7 +14,8 @@ from optimi_func.core.torch_private import differentiates
 
 def power(base: Any, t: Any) -> Any:
     """Return base**t, with the derivative 0 at base = 0 where it would be infinite."""
-    if not may_be_differentiated(base) or (isinstance(t, float | int) and not 0 < t < 1):
+    simple = not isinstance(base, Tensor) or (isinstance(t, float | int) and not 0 < t < 1)
+    if simple or not may_be_differentiated(base):
         return base**t
     zero = (base == 0) & (t > 0) & (t < 1)
     return torch.where(zero, 0, torch.where(zero, 1, base) ** t)

@@ -131,7 +131,6 @@ def _traced_paths(tree: PyTree) -> Iterator[tuple[str, ...]]:
     elif tree is not None:
         if not isinstance(tree, _NODES):
             raise RuntimeError(f"a graph cannot see paths in a {type(tree).__name__}")
-        # Dynamo cannot ask an OrderedDict whether it has an attribute.
         # Dynamo cannot ask an OrderedDict for an attribute that it may not have.
         keys = () if isinstance(tree, dict) else getattr(tree, "_fields", range(len(tree)))
         for key, x in tree.items() if isinstance(tree, dict) else zip(keys, tree):

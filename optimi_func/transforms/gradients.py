@@ -100,7 +100,7 @@ class GradientTransform:
                 text = f"{part} returned {shown(x)} for leaf {i}, whose parameter is"
                 raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
         # A 0-d gradient or state divided by a number of t would be float64.
-        new = [g if g is None or x is None else x.to(g.dtype) for g, x in zip(grads, new)]
+        new = [x if g is None or x is None else x.to(g.dtype) for g, x in zip(grads, new)]
         return new, pytree.tree_map(_cast_like, found[1], state)
 
 

@@ -274,7 +274,7 @@ def test_what_parameters_were_has_their_shape(before: Any, kind: Any, text: str)
     """A tensor of one element would be broadcast."""
     _, optimizer = begun()
     optimizer.eval()
-    saved = optimizer.state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["train_param"] = before
     with pytest.raises(kind, match=r"\[0\]\['train_param'\]" + text):
         optimizer.load_state_dict(saved)

@@ -256,4 +256,5 @@ def test_without_a_gradient_only_the_step_counts(step: Step) -> None:
     none = pytree.tree_map(lambda _: None, params)
     for t in range(3):
         after, state = step(params, none, state, lr=0.1)
-        assert after["a"] is params["a"] and state.step == t + 1
+        assert torch.equal(after["a"], params["a"]) and state.step == t + 1
+        assert (after["a"] is params["a"]) == (step is STEPS["in place"])

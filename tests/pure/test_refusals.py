@@ -78,7 +78,7 @@ def test_a_complex_or_bool_tensor_is_refused_in_graphs_too() -> None:
     for wrong in (torch.tensor(0.1 + 1j), torch.tensor(True)):
         with pytest.raises(TypeError, match=r"lr=a tensor of shape .*allowed are .*real"):
             adamw(lr=wrong)
-        with pytest.raises(Exception, match="allowed are numbers, real 0-d tensors"):
+        with pytest.raises(Exception, match="allowed are numbers and real 0-d tensors"):
             torch.compile(lambda x: adamw(lr=x).lr, backend="eager", fullgraph=True)(wrong)
 
 

@@ -50,6 +50,7 @@ TWO = [
     worlds.from_one,
     *WHOLE,
     stored_worlds.stored_rules,
+    stored_worlds.begun_anew,
     stored_worlds.stored_models,
     stored_worlds.stored_trees,
     stored_worlds.stored_resume,

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from optimi_func import (
     AdamW,
+    Ranger,
+    ScheduleFreeAdamW,
     adamw_init,
     adamw_step,
     compiled,
@@ -101,6 +103,40 @@ def stored_rules(folder: Path) -> None:
                 continue
             found = compare(ours, optimizer, theirs, other, place)
             assert found == (0 if storage == "exact" else 4)
+
+
+def begun_anew(folder: Path) -> None:
+    """`reset()` of rows, of parameters and of all: the state and steps of one process."""
+    mesh = worlds.flat_mesh()
+
+    def place(x: Tensor) -> Any:
+        return distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+
+    for cls in (AdamW, Ranger, ScheduleFreeAdamW):
+        for storage in (None, *STORAGES):
+
+            def make(params: Any, cls: Any = cls, storage: Any = storage) -> Any:
+                return cls(params, lr=0.01, storage=storage, **EAGER)
+
+            pairs = moved(make, Tensor.clone, 3), moved(make, place, 3)
+            (theirs, other), (ours, optimizer) = pairs
+            # Rows of both processes, single elements of groups, and parameters.
+            for at, rows in ((0, [0, 100, -1]), (2, [4097]), (5, [2]), (1, None), (4, None)):
+                before = {k: x.clone() for k, x in other.state[theirs[at]].items()}
+                for params, its in pairs:
+                    its.reset(params[at], rows)
+                after = other.state[theirs[at]]
+                assert not all(same_bits(after[k], x) for k, x in before.items())
+            for last in (False, True):
+                compare(ours, optimizer, theirs, other, place)
+                for p, q, g in zip(ours, theirs, given(4)[1][3]):
+                    p.grad, q.grad = place(g), g
+                for _, its in pairs:
+                    its.step()
+                compare(ours, optimizer, theirs, other, place)
+                for _, its in pairs if not last else ():
+                    its.reset()
+                assert last or other.state[theirs[0]]["step"] == 0
 
 
 def stored_planes(folder: Path) -> None:

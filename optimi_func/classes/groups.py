@@ -69,6 +69,8 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
     if order == ["weight_decay", "eps"]:
         found = isinstance(x, float | int) and not 0 < x < 1e-3
         found = found or (isinstance(decay, float) and 0 < decay <= 1e-7)
+    # Equal ones mean the same in both orders.
+    found = found and decay != x
     if found and order in (["weight_decay", "eps"], ["weight_decay", "dampening"]):
         checks.warn_user(
             f"weight_decay={decay}, {order[1]}={x} by position: torch.optim's positional "

@@ -272,8 +272,8 @@ def as_counts(
             continue
         if x.is_complex() or x.dtype == torch.bool or x.shape not in ((), (1,)):
             raise ValueError(
-                f"{root}{path}[{name!r}] is {shown(x)}: allowed is a number, or a "
-                "tensor of one element"
+                f"{root}{path}[{name!r}] is {shown(x)}: allowed is a real tensor of one "
+                "element"
             )
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32 if name == "step" else torch.float64)

@@ -56,8 +56,9 @@ def ensure_state(
     check_placed(path, p)
     check_writable(path, *to_local([p]))
     state = states.get(p, {})
-    own = {k: state[k] for k in own_names(rule) if state.get(k) is not None}
     counted = ("step", *rule.running._fields)
+    kept = [k for k in own_names(rule) if k in state]
+    own = {k: state[k] for k in kept if k in counted or state[k] is not None}
     counts = as_counts("state", path, counted, own)
     own.update(counts)
     check_entry(rule, "state", path, p, own)

@@ -203,14 +203,14 @@ def rows_of(rule: Rule[Any, Any], path: object, p: Tensor, rows: Any) -> Tensor:
             f"reset(rows=...) of params{path}, which follows {rule.name}: its "
             f"{', '.join(rule.whole_fields)} are of the whole tensor. Allowed is rows=None"
         )
-    index = torch.as_tensor(rows, device="cpu")
-    index = index.long() if index.numel() == 0 else index
     found = torch.zeros(p.shape[:1], dtype=torch.bool)
     try:
+        index = torch.as_tensor(rows, device="cpu")
+        index = index.long() if index.numel() == 0 else index
         found[index] = True
         if not (p.dim() and index.dim() == 1):
             raise IndexError
-    except IndexError:
+    except (IndexError, RuntimeError, TypeError, ValueError):
         raise ValueError(
             f"reset(rows={rows!r:.80}): allowed are indices, or a bool for each, of the "
             f"first dimension of params{path}, of shape {tuple(p.shape)}"

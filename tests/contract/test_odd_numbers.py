@@ -131,6 +131,19 @@ def test_nothing_is_half_updated(case: str, how: dict[str, Any]) -> None:
     assert all(map(torch.equal, ps, before)) and optimizer.state[ps[0]]["step"] == 1
 
 
+@pytest.mark.parametrize("how", [EAGER, {"foreach": True}], ids=str)
+def test_a_count_that_is_no_tensor_is_named(how: dict[str, Any]) -> None:
+    ps = pair()
+    optimizer = T.AdamW(ps, lr=0.1, **how)
+    step(optimizer, ps)
+    before = [p.detach().clone() for p in ps]
+    for x in (None, 3):
+        optimizer.state[ps[1]]["step"] = x
+        with pytest.raises(TypeError, match=rf"state\[1\]\['step'\]={x}: allowed is a t"):
+            step(optimizer, ps)
+    assert all(map(torch.equal, ps, before)) and optimizer.state[ps[0]]["step"] == 1
+
+
 def test_what_lookahead_keeps_beside_the_fields_loads() -> None:
     """pytorch_optimizer's Lookahead puts momentum_buffer beside AdamW's moments."""
     ps, qs = pair(), pair()

@@ -161,6 +161,8 @@ def test_what_cannot_be_reset() -> None:
         (lambda: optimizer.reset(ps, rows=[50]), ValueError, r"rows=\[50\].* \(7, 4\)"),
         (lambda: optimizer.reset(ps[0], rows=[0.5]), ValueError, "allowed are indices"),
         (lambda: optimizer.reset(ps[0], rows=[True]), ValueError, "or a bool for each"),
+        (lambda: optimizer.reset(ps[0], rows={1}), ValueError, r"rows=\{1\}.*are indices"),
+        (lambda: optimizer.reset(ps[0], slice(2)), ValueError, r"rows=slice.*are indices"),
     ):
         with pytest.raises(kind, match=text):
             call()

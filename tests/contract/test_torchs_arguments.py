@@ -194,6 +194,7 @@ def test_torchs_positional_order_warns_once(cls: Any, given: Any, text: str) -> 
         (SGD, (0.1, 0.9, 5e-4, True), {}),
         (SGD, (0.1, 0.9, 5e-4, False, True), {}),
         (SGD, (0.1, 0.9), {"dampening": 0.1}),
+        (SGD, (0.1, 0.9, 0, 0), {}),  # the same in both orders
         (Lion, (1e-3, OURS, 1e-8), {}),  # torch has none
         (Muon, (1e-3, 1e-8, 0.9), {}),  # in torch's order
     ],

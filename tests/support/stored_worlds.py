@@ -121,7 +121,13 @@ def begun_anew(folder: Path) -> None:
             pairs = moved(make, Tensor.clone, 3), moved(make, place, 3)
             (theirs, other), (ours, optimizer) = pairs
             # Rows of both processes, single elements of groups, and parameters.
-            for at, rows in ((0, [0, 100, -1]), (2, [4097]), (5, [2]), (1, None), (4, None)):
+            for at, rows in (
+                (0, [0, 100, -1]),
+                (2, [4097]),
+                (5, [2]),
+                (1, None),
+                (4, None),
+            ):
                 before = {k: x.clone() for k, x in other.state[theirs[at]].items()}
                 for params, its in pairs:
                     its.reset(params[at], rows)

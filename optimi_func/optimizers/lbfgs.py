@@ -165,7 +165,7 @@ class lbfgs:
         counts = s.n_iter + (moves & ~fresh), s.func_evals + ~s.done
         here = pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
         search = pick(moves, again, pick(s.done, s.search, search))
-        after: Any = LBFGSState(s.done | (moves & done), *counts, *here, search, history)
+        after = LBFGSState._make([s.done | (moves & done), *counts, *here, search, history])
         x = torch.where(moves, x + move, x)
         return pytree.tree_unflatten(_parts(x, leaves), spec), after
 

@@ -26,6 +26,7 @@ from optimi_func.optimizers import Mixed as Mixed
 from optimi_func.optimizers import MuonAdamW as MuonAdamW
 from optimi_func.optimizers import hidden_matrices as hidden_matrices
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
+from optimi_func.pure.implicit import implicit_root as implicit_root
 from optimi_func.pure.tree import LeafState as LeafState
 from optimi_func.pure.tree import TreeState as TreeState
 from optimi_func.pure.unrolling import Unrolled as Unrolled

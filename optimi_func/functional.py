@@ -19,6 +19,7 @@ from optimi_func.optimizers.adan import *
 from optimi_func.optimizers.ademamix import *
 from optimi_func.optimizers.adopt import *
 from optimi_func.optimizers.lamb import *
+from optimi_func.optimizers.lbfgs import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
 from optimi_func.optimizers.normuon import *

@@ -34,6 +34,7 @@ from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
     check_needs_no_extras,
+    check_no_module,
     check_process_group,
     check_taken,
     warn,
@@ -146,12 +147,7 @@ class BaseOptimizer(Fields, Steps):
         cls.__init__ = __init__
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        if isinstance(params, torch.nn.Module) and not isinstance(
-            params, torch.nn.ParameterList
-        ):
-            raise TypeError(
-                "params is a module: pass model.named_parameters(), or parameters()"
-            )
+        check_no_module(params)
         self.optimizer_accumulation = False
         self.process_group = check_process_group(defaults.pop("process_group", None))
         self.releases: list[Any] = []

@@ -169,6 +169,16 @@ def shown(x: object) -> str:
     return repr(x) if plain else f"a {type(x).__name__}"
 
 
+def check_no_module(params: object) -> None:
+    """Raise if an optimizer is given a module in place of its parameters."""
+    if isinstance(params, torch.nn.Module) and not isinstance(
+        params, torch.nn.ParameterList
+    ):
+        raise TypeError(
+            "params is a module: pass model.named_parameters(), or parameters()"
+        )
+
+
 def check_param(path: object, p: Any) -> None:
     """Raise if p is not a strided, real, floating tensor of at least 16 bits."""
     if isinstance(p, torch.nn.Module):

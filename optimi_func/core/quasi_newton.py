@@ -1,7 +1,7 @@
-"""The line search and the history of L-BFGS, for scalars that are floats or tensors.
+"""Parts of L-BFGS: flat parameters, line search, history.
 
-The class `LBFGS` computes with Python floats, and branches on them. The pure step computes
-with 0-d tensors, so that it vmaps and traces. Both call the functions of this file.
+The class `LBFGS` computes with Python floats and branches on them. The pure step computes
+with 0-d tensors, so that it vmaps and traces. Both call these functions.
 """
 
 import math
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from optimi_func.core.checks import check_number, check_param, check_whole, shown
 from optimi_func.core.math import sqrt
 from optimi_func.core.rule import Scalar
+from optimi_func.core.torch_private import serializable
 
 # True or False in the class, a 0-d tensor in the pure step.
 Truth: TypeAlias = bool | Tensor
@@ -31,7 +33,7 @@ def pick(condition: Truth, yes: Any, no: Any) -> Any:
     return torch.where(condition, yes, no)
 
 
-def negated(condition: Truth) -> Truth:
+def negate(condition: Truth) -> Truth:
     """Return the opposite of a condition."""
     return condition.logical_not() if isinstance(condition, Tensor) else not condition
 
@@ -43,6 +45,7 @@ def ratio(x: Scalar, y: Scalar) -> Scalar:
     return math.copysign(math.inf, x) * math.copysign(1.0, y) if x else math.nan
 
 
+@serializable
 class Point(NamedTuple):
     """A point of a line search."""
 
@@ -52,6 +55,7 @@ class Point(NamedTuple):
     g: Any  # the gradient, flat
 
 
+@serializable
 class Search(NamedTuple):
     """A line search for the strong Wolfe conditions, between two evaluations."""
 
@@ -64,12 +68,12 @@ class Search(NamedTuple):
     count: Any  # evaluations after the first
 
 
-def begun(t: Scalar, start: Point, no: Truth, count: Any) -> Search:
+def begin(t: Scalar, start: Point, no: Truth, count: Any) -> Search:
     """Return a search that will try t first; `no` is False, and `count` 0."""
     return Search(t, start, start, no, no, no, count)
 
 
-def cubic(p: Point, q: Point, low: Scalar, high: Scalar) -> Scalar:
+def minimizer(p: Point, q: Point, low: Scalar, high: Scalar) -> Scalar:
     """Return the minimizer in [low, high] of a cubic through p and q, or the middle."""
     d1 = p.slope + q.slope - 3 * ratio(p.f - q.f, p.t - q.t)
     square = d1 * d1 - p.slope * q.slope
@@ -81,7 +85,7 @@ def cubic(p: Point, q: Point, low: Scalar, high: Scalar) -> Scalar:
     return pick(square >= 0, pick(t > high, high, t), (low + high) / 2.0)
 
 
-def searched(
+def advance(
     s: Search, new: Point, start: Point, width: Scalar, most: Scalar, least: Scalar
 ) -> tuple[Search, Truth, Point]:
     """Return the search after an evaluation, True if it has ended, and its best point.
@@ -99,74 +103,82 @@ def searched(
     last = s.count >= most
     # Bracketing: is there a minimum between the point before and this one?
     over = rises | ((s.count > 1) & (new.f >= s.a.f))
-    found = negated(over) & flat
-    brackets = over | (negated(flat) & (new.slope >= 0))
+    found = negate(over) & flat
+    brackets = over | (negate(flat) & (new.slope >= 0))
     first = pick(last, start, s.a)
-    wider = cubic(s.a, new, new.t + 0.01 * (new.t - s.a.t), new.t * 10)
+    wider = minimizer(s.a, new, new.t + 0.01 * (new.t - s.a.t), new.t * 10)
     # Zooming: the new point takes the place of an end.
     low, high = pick(s.low_is_b, s.b, s.a), pick(s.low_is_b, s.a, s.b)
     worse = rises | (new.f >= low.f)
-    turns = negated(flat) & (new.slope * (high.t - low.t) >= 0)
+    turns = negate(flat) & (new.slope * (high.t - low.t) >= 0)
     high = pick(worse, new, pick(turns, low, high))
     low = pick(worse, low, new)
     a = pick(s.zooms, pick(s.low_is_b, high, low), first)
     b = pick(s.zooms, pick(s.low_is_b, low, high), new)
-    lower = negated(a.f <= b.f)
-    low_is_b = pick(
-        s.zooms, pick(worse, lower, s.low_is_b), lower | (negated(last) & found)
-    )
+    lower = negate(a.f <= b.f)
+    low_is_b = pick(s.zooms, pick(worse, lower, s.low_is_b), lower | (negate(last) & found))
     # What ends the search, and else the next length to try.
     zooms = s.zooms | brackets
     narrow = zooms & (abs(b.t - a.t) * width < least)
-    ended = last | narrow | pick(s.zooms, negated(worse) & flat, found)
+    ended = last | narrow | pick(s.zooms, negate(worse) & flat, found)
     left, right = pick(a.t < b.t, a.t, b.t), pick(a.t < b.t, b.t, a.t)
-    t, edge = cubic(a, b, left, right), 0.1 * (right - left)
+    t, edge = minimizer(a, b, left, right), 0.1 * (right - left)
     close = (right - t < edge) | (t - left < edge)
     inside = pick(abs(t - right) < abs(t - left), right - edge, left + edge)
     outside = s.stalled | (t >= right) | (t <= left)
     t = pick(zooms, pick(close & outside, inside, t), wider)
-    stalled = zooms & close & negated(outside)
+    stalled = zooms & close & negate(outside)
     after = Search(t, pick(zooms, a, new), b, low_is_b, zooms, stalled, s.count + 1)
     return after, ended, pick(low_is_b, b, a)
 
 
+@serializable
 class History(NamedTuple):
-    """The last moves and changes of the gradient, as rows of flat tensors."""
+    """The last moves and changes of the gradient: row count % m is written next."""
 
-    pairs: Tensor  # (2, m, n): moves s, and changes y of the gradient; 0 if empty
+    pairs: Tensor  # (m, 2, n): a move s and a change y of the gradient a row, or 0
     products: Tensor  # (2, m, m): s_i * y_j where y_j is not older than s_i; y_i * y_j
-    count: Any  # the pairs so far; in the class row count % m is written next
+    count: Any  # the pairs so far, an int in the class
     scale: Any  # of the inverse Hessian before these moves
 
 
 def empty_history(m: int, g: Tensor, count: Any, scale: Any) -> History:
     """Return a history of m rows without moves."""
-    return History(g.new_zeros(2, m, g.numel()), g.new_zeros(2, m, m), count, scale)
+    return History(g.new_zeros(m, 2, g.numel()), g.new_zeros(2, m, m), count, scale)
 
 
-def remembered(h: History, s: Tensor, y: Tensor, takes: Tensor | None) -> History:
+def remember(h: History, s: Tensor, y: Tensor, takes: Tensor | None) -> History:
     """Return the history with one more pair if the curvature along s is positive.
 
     In the class, where `takes` is None, it writes to the tensors of the history.
     """
-    ys, m = y.dot(s), h.pairs.shape[1]
+    ys, (m, _, n) = y.dot(s), h.pairs.shape
+    i = h.count % m
     if takes is None:
         if not ys > _LEAST_PRODUCT:
             return h
-        i = h.count % m
-        h.pairs[0, i], h.pairs[1, i] = s, y
-        columns = h.pairs @ y
-        h.products[..., i] = columns
-        h.products[1, i] = columns[1]
+        h.pairs[i, 0], h.pairs[i, 1] = s, y
+        k = min(h.count + 1, m)
+        columns = (h.pairs[:k].view(-1, n) @ y).view(k, 2).mT
+        h.products[:, :k, i] = columns
+        h.products[1, i, :k] = columns[1]
         return h._replace(count=h.count + 1, scale=ys / columns[1, i])
-    # The rows move up, so that the newest is the last.
-    pairs = torch.cat([h.pairs[:, 1:], torch.stack([s, y])[:, None]], 1)
-    columns = pairs @ y
-    products = torch.nn.functional.pad(h.products[:, 1:, 1:], (0, 0, 0, 1))
-    products = torch.cat([products, columns[..., None]], 2)
-    products = torch.stack([products[0], torch.cat([products[1, :-1], columns[1:]])])
-    new = History(pairs, products, h.count + 1, ys / columns[1, -1])
+    row = torch.arange(m, device=y.device) == i
+    pairs = torch.where(row[:, None, None], torch.stack([s, y]), h.pairs)
+    columns = (pairs.flatten(0, 1) @ y).unflatten(0, (m, 2)).mT
+    products = torch.where(row, columns[..., None], h.products)
+    changes = torch.where(row[:, None], columns[1], products[1])
+    products = torch.stack([products[0], changes])
+    new = History(pairs, products, h.count + 1, ys / y.dot(y))
     return pick((ys > _LEAST_PRODUCT) & takes, new, h)
+
+
+def rows_of(h: History) -> Tensor:
+    """Return the rows, the oldest pair first; in the pure step rows without one first."""
+    m, device = h.pairs.shape[0], h.pairs.device
+    if isinstance(h.count, Tensor) or h.count >= m:
+        return (torch.arange(m, device=device) + h.count) % m
+    return torch.arange(h.count, device=device)
 
 
 def direction(h: History, g: Tensor) -> Tensor:
@@ -175,46 +187,84 @@ def direction(h: History, g: Tensor) -> Tensor:
     The two loops over the history as products with it and two triangular systems (Byrd,
     Nocedal & Schnabel 1994).
     """
-    pairs, products, first = h.pairs, h.products, 0
-    if isinstance(h.count, Tensor):
-        # A row without a pair gets no share.
-        empty = torch.where(products[0].diagonal() == 0, 1.0, 0.0).diag()
-        products = torch.stack([products[0] + empty.to(g.dtype), products[1]])
-    else:
-        first = _first(h)
-        pairs, products = pairs[:, : h.count], products[:, : h.count, : h.count]
-    given = pairs @ g
-    if first:
-        given, products = given.roll(-first, 1), products.roll((-first, -first), (1, 2))
-    sg, yg = given[..., None]
-    a = torch.linalg.solve_triangular(products[0], sg, upper=True)
-    rest = products[0].diagonal()[:, None] * a + h.scale * (products[1] @ a - yg)
-    b = torch.linalg.solve_triangular(products[0].mT, rest, upper=False)
-    shares = torch.cat([-b, h.scale * a], 1).mT
-    shares = shares.roll(first, 1) if first else shares
-    return torch.addmv(-h.scale * g, pairs.flatten(0, 1).mT, shares.flatten())
-
-
-def _first(h: History) -> int:
-    """Return the row of the oldest pair, in the class."""
-    return h.count % h.pairs.shape[1] if h.count > h.pairs.shape[1] else 0
-
-
-def rows_of(h: History) -> list[int]:
-    """Return the rows that have a pair, the oldest first."""
-    m, first = h.pairs.shape[1], _first(h)
-    return [(i + first) % m for i in range(min(h.count, m))]
+    order = rows_of(h)
+    pairs = h.pairs[: len(order)].flatten(0, 1)
+    products = h.products[:, order][:, :, order]
+    sg, yg = (pairs @ g).unflatten(0, (-1, 2)).mT[:, order, None]
+    # A row without a pair gets no share, because its products are 0.
+    diagonal = products[0].diagonal()
+    upper = products[0] + torch.where(diagonal == 0, 1.0, 0.0).to(g.dtype).diag()
+    a = torch.linalg.solve_triangular(upper, sg, upper=True)
+    rest = diagonal[:, None] * a + h.scale * (products[1] @ a - yg)
+    b = torch.linalg.solve_triangular(upper.mT, rest, upper=False)
+    shares = torch.cat([-b, h.scale * a], 1)[order.argsort()]
+    return torch.addmv(-h.scale * g, pairs.mT, shares.flatten())
 
 
 def with_room(h: History, most: int) -> History:
     """Return the history with room for one more pair: it doubles up to `most` rows."""
-    rows = h.pairs.shape[1]
-    if rows == most or h.count < rows:
+    rows = h.pairs.shape[0]
+    if rows == most or h.count < rows < most:
         return h
-    order = rows_of(h)[-most:]  # a loaded one may be longer
-    more = max(min(2 * rows, most) - rows, 0)
-    pairs = torch.nn.functional.pad(h.pairs[:, order], (0, 0, 0, more))
-    products = torch.nn.functional.pad(
-        h.products[:, order][:, :, order], (0, more, 0, more)
-    )
+    order = rows_of(h)[-most:]  # a loaded one, or a smaller history_size
+    more = min(2 * rows, most) - len(order)
+    pad = torch.nn.functional.pad
+    pairs = pad(h.pairs[order], (0, 0, 0, 0, 0, more))
+    products = pad(h.products[:, order][:, :, order], (0, more, 0, more))
     return h._replace(pairs=pairs, products=products, count=len(order))
+
+
+def check_options(given: Any) -> None:
+    """Raise for hyperparameters out of their ranges."""
+    check_number("learning rate", "lr", given.lr)
+    one = given.lr.numel() == 1 if isinstance(given.lr, Tensor) else not callable(given.lr)
+    if not one:
+        raise ValueError(f"lr={shown(given.lr)}: allowed are numbers and 0-d tensors")
+    for name in ("tolerance_grad", "tolerance_change"):
+        check_number(name.replace("_", " "), name, getattr(given, name))
+    check_whole("history_size", given.history_size, 1)
+    if given.line_search_fn not in (None, "strong_wolfe"):
+        raise ValueError(
+            f"line_search_fn={given.line_search_fn!r}: allowed are 'strong_wolfe' and None"
+        )
+
+
+def check_leaves(named: list[tuple[str, Any]]) -> None:
+    """Raise for parameters that are not dense and floating, or on several devices."""
+    for path, p in named:
+        if not (isinstance(p, Tensor) and p.dtype in (torch.complex64, torch.complex128)):
+            check_param(path, p)
+    places = {str(p.device): path for path, p in named}
+    if len(places) > 1:
+        raise ValueError(
+            f"params are on several devices, {places}: allowed is one, because they share "
+            "a history"
+        )
+    if not sum([p.numel() for _, p in named]):
+        raise ValueError("params have no elements: allowed is a tensor that has some")
+
+
+def flat(leaves: list[Tensor]) -> Tensor:
+    """Return the elements of all tensors in a new one, complex ones as pairs.
+
+    It has the widest of their dtypes, and at least float32: a difference of gradients has
+    no digits left in bfloat16.
+    """
+    dense = [x.to_dense() if x.is_sparse else x.resolve_conj() for x in leaves]
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in dense]
+    joined = torch.cat([x.reshape(-1) for x in real])
+    return joined.to(torch.promote_types(joined.dtype, torch.float32))
+
+
+def parts(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Return parts of a flat tensor in the shapes of the leaves."""
+    pieces = x.split([p.numel() * (1 + p.is_complex()) for p in leaves])
+    return [
+        (torch.view_as_complex(y.view(-1, 2)) if p.is_complex() else y).view(p.shape)
+        for y, p in zip(pieces, leaves)
+    ]
+
+
+def cast_parts(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Return parts of a flat tensor in the shapes and dtypes of the leaves."""
+    return [y.to(p.dtype) for y, p in zip(parts(x, leaves), leaves)]

@@ -219,6 +219,12 @@ def forward_modes() -> int:
     return kinds.count(_functorch.TransformType.Jvp)
 
 
+def has_vmap() -> bool:
+    """Return True if a vmap is active."""
+    kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
+    return _functorch.TransformType.Vmap in kinds
+
+
 def differentiates(x: Tensor) -> bool:
     """Return True if autograd or a transformation may differentiate through x.
 

@@ -58,6 +58,13 @@ class _Root(torch.autograd.Function):
         ctx.save_for_backward(*[tensors[i] for i in at])
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "a solution has derivatives backward, and none forward: use torch.func.grad, "
+            "vjp or jacrev in place of jvp and jacfwd"
+        )
+
+    @staticmethod
     def backward(ctx: Any, *outer: Any) -> tuple[Any, ...]:
         tensors = [*ctx.others]
         for i, x in zip(ctx.at, ctx.saved_tensors):
@@ -107,6 +114,12 @@ def conjugate_gradients(
             break
         hp = product(p)
         bent = _dot(p, hp)
+        if at_once and bool((bent <= 0) & (rr > least / eps)):
+            raise RuntimeError(
+                "the derivative of a solution needs a positive definite derivative of "
+                f"optimality there, which has a direction of curvature {float(bent):.2g}: "
+                "is it a minimum, and the only one near?"
+            )
         goes = (rr > least) & (bent > 0)
         step = torch.where(goes, rr / torch.where(goes, bent, 1.0), 0.0)
         x = [a + step * b for a, b in zip(x, p)]

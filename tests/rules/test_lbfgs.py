@@ -8,8 +8,7 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from optimi_func.optimizers.lbfgs import LBFGS, lbfgs
-from optimi_func.pure.implicit import implicit_root
+from optimi_func import LBFGS, implicit_root, lbfgs
 
 WIDE = torch.float64
 
@@ -161,8 +160,8 @@ def test_the_history_is_one_tensor_that_grows() -> None:
     for _ in range(20):
         run.steps(1)
         sizes.append(run.optimizer.state[run.params[0]]["history"].pairs.shape)
-    assert [x[1] for x in sizes[:6]] == [1, 1, 2, 4, 4, 7]
-    assert {x[1] for x in sizes[6:]} == {7}
+    assert [x[0] for x in sizes[:6]] == [1, 1, 2, 4, 4, 7]
+    assert {x[0] for x in sizes[6:]} == {7}
     assert not any(isinstance(x, list) for x in run.optimizer.state[run.params[0]].values())
 
 

@@ -134,71 +134,90 @@ def advance(
 
 @serializable
 class History(NamedTuple):
-    """The last moves and changes of the gradient: row count % m is written next."""
+    """The last moves s and changes y of the gradient: row count % m is written next.
 
-    pairs: Tensor  # (m, 2, n): a move s and a change y of the gradient a row, or 0
-    products: Tensor  # (2, m, m): s_i * y_j where y_j is not older than s_i; y_i * y_j
+    With R the products s_i * y_j for y_j not older than s_i, and else 0, the inverse
+    Hessian is (Byrd, Nocedal & Schnabel 1994)
+
+        [S  scale Y] [R^-T (D + scale Y'Y) R^-1   -R^-T] [S  scale Y]' + scale
+                     [            -R^-1               0]
+    """
+
+    pairs: Tensor  # (m, 2, n): s and y a row, or 0
+    curvatures: Tensor  # (m,): D, the products s_i * y_i
+    squares: Tensor  # (m, m): Y'Y
+    inverse: Tensor  # (m, m): R^-1; without its oldest row it is that of the others
     count: Any  # the pairs so far, an int in the class
     scale: Any  # of the inverse Hessian before these moves
 
 
 def empty_history(m: int, g: Tensor, count: Any, scale: Any) -> History:
     """Return a history of m rows without moves."""
-    return History(g.new_zeros(m, 2, g.numel()), g.new_zeros(2, m, m), count, scale)
+    zeros = g.new_zeros
+    pairs = zeros(m, 2, g.numel())
+    return History(pairs, zeros(m), zeros(m, m), zeros(m, m), count, scale)
 
 
-def remember(h: History, s: Tensor, y: Tensor, takes: Tensor | None) -> History:
+def loaded_history(moves: list[Tensor], changes: list[Tensor], scale: Any) -> History:
+    """Return the history of these pairs, the oldest first."""
+    pairs = torch.stack([torch.stack(moves), torch.stack(changes)], 1)
+    s, y = pairs.unbind(1)
+    products, one = (s @ y.mT).triu(), torch.eye(len(s), dtype=s.dtype, device=s.device)
+    inverse = torch.linalg.solve_triangular(products, one, upper=True)
+    return History(pairs, products.diagonal().clone(), y @ y.mT, inverse, len(s), scale)
+
+
+def remember(h: History, s: Tensor, y: Tensor) -> History:
     """Return the history with one more pair if the curvature along s is positive.
 
-    In the class, where `takes` is None, it writes to the tensors of the history.
+    It is the class's, and writes to the tensors of the history.
     """
-    ys, (m, _, n) = y.dot(s), h.pairs.shape
-    i = h.count % m
-    if takes is None:
-        if not ys > _LEAST_PRODUCT:
-            return h
-        h.pairs[i, 0], h.pairs[i, 1] = s, y
-        k = min(h.count + 1, m)
-        columns = (h.pairs[:k].view(-1, n) @ y).view(k, 2).mT
-        h.products[:, :k, i] = columns
-        h.products[1, i, :k] = columns[1]
-        return h._replace(count=h.count + 1, scale=ys / columns[1, i])
-    row = torch.arange(m, device=y.device) == i
+    ys, (m, _, n) = float(y.dot(s)), h.pairs.shape
+    if not ys > _LEAST_PRODUCT:
+        return h
+    i, k = h.count % m, min(h.count + 1, m)
+    h.pairs[i, 0], h.pairs[i, 1], h.curvatures[i] = s, y, ys
+    sy, yy = (h.pairs[:k].view(-1, n) @ y).view(k, 2).unbind(1)
+    h.squares[:k, i] = h.squares[i, :k] = yy
+    h.inverse[i] = 0.0
+    h.inverse[:k, i] = h.inverse[:k, :k] @ sy / -ys
+    h.inverse[i, i] = 1.0 / ys
+    return h._replace(count=h.count + 1, scale=ys / float(yy[i]))
+
+
+def remembered(h: History, s: Tensor, y: Tensor, takes: Tensor) -> History:
+    """Return `remember`'s history in new tensors, for the pure step, where it `takes`."""
+    ys, m = y.dot(s), h.pairs.shape[0]
+    row = torch.arange(m, device=y.device) == h.count % m
     pairs = torch.where(row[:, None, None], torch.stack([s, y]), h.pairs)
-    columns = (pairs.flatten(0, 1) @ y).unflatten(0, (m, 2)).mT
-    products = torch.where(row, columns[..., None], h.products)
-    changes = torch.where(row[:, None], columns[1], products[1])
-    products = torch.stack([products[0], changes])
-    new = History(pairs, products, h.count + 1, ys / y.dot(y))
+    sy, yy = (pairs.flatten(0, 1) @ y).unflatten(0, (m, 2)).unbind(1)
+    squares = torch.where(row, yy[:, None], torch.where(row[:, None], yy, h.squares))
+    inverse = torch.where(row[:, None], 0.0, h.inverse)
+    inverse = torch.where(row, ((row.to(y.dtype) - inverse @ sy) / ys)[:, None], inverse)
+    curvatures = torch.where(row, ys, h.curvatures)
+    rest = h.count + 1, ys / y.dot(y)
+    new = History(pairs, curvatures, squares, inverse, *rest)
     return pick((ys > _LEAST_PRODUCT) & takes, new, h)
 
 
-def rows_of(h: History) -> Tensor:
-    """Return the rows, the oldest pair first; in the pure step rows without one first."""
-    m, device = h.pairs.shape[0], h.pairs.device
-    if isinstance(h.count, Tensor) or h.count >= m:
-        return (torch.arange(m, device=device) + h.count) % m
-    return torch.arange(h.count, device=device)
-
-
 def direction(h: History, g: Tensor) -> Tensor:
-    """Return minus the inverse Hessian times g.
-
-    The two loops over the history as products with it and two triangular systems (Byrd,
-    Nocedal & Schnabel 1994).
-    """
-    order = rows_of(h)
-    pairs = h.pairs[: len(order)].flatten(0, 1)
-    products = h.products[:, order][:, :, order]
-    sg, yg = (pairs @ g).unflatten(0, (-1, 2)).mT[:, order, None]
-    # A row without a pair gets no share, because its products are 0.
-    diagonal = products[0].diagonal()
-    upper = products[0] + torch.where(diagonal == 0, 1.0, 0.0).to(g.dtype).diag()
-    a = torch.linalg.solve_triangular(upper, sg, upper=True)
-    rest = diagonal[:, None] * a + h.scale * (products[1] @ a - yg)
-    b = torch.linalg.solve_triangular(upper.mT, rest, upper=False)
-    shares = torch.cat([-b, h.scale * a], 1)[order.argsort()]
+    """Return minus the inverse Hessian times g, in two products with the history."""
+    k = h.pairs.shape[0]
+    if not isinstance(h.count, Tensor):
+        k = min(h.count, k)
+    pairs, inverse = h.pairs[:k].flatten(0, 1), h.inverse[:k, :k]
+    sg, yg = (pairs @ g).unflatten(0, (k, 2)).unbind(1)
+    a = inverse @ sg
+    b = h.curvatures[:k] * a + h.scale * (h.squares[:k, :k] @ a - yg)
+    shares = torch.stack([-(inverse.mT @ b), h.scale * a], 1)
     return torch.addmv(-h.scale * g, pairs.mT, shares.flatten())
+
+
+def rows_of(h: History) -> list[int]:
+    """Return the rows that have a pair, the oldest first, of the class's history."""
+    m = h.pairs.shape[0]
+    first = h.count if h.count >= m else 0
+    return [(i + first) % m for i in range(min(h.count, m))]
 
 
 def with_room(h: History, most: int) -> History:
@@ -207,11 +226,14 @@ def with_room(h: History, most: int) -> History:
     if rows == most or h.count < rows < most:
         return h
     order = rows_of(h)[-most:]  # a loaded one, or a smaller history_size
-    more = min(2 * rows, most) - len(order)
-    pad = torch.nn.functional.pad
-    pairs = pad(h.pairs[order], (0, 0, 0, 0, 0, more))
-    products = pad(h.products[:, order][:, :, order], (0, more, 0, more))
-    return h._replace(pairs=pairs, products=products, count=len(order))
+    room, k = (
+        empty_history(min(2 * rows, most), h.pairs[0, 0], len(order), h.scale),
+        len(order),
+    )
+    room.pairs[:k], room.curvatures[:k] = h.pairs[order], h.curvatures[order]
+    room.squares[:k, :k] = h.squares[order][:, order]
+    room.inverse[:k, :k] = h.inverse[order][:, order]
+    return room
 
 
 def check_options(given: Any) -> None:

@@ -18,6 +18,7 @@ from optimi_func.core.quasi_newton import (
     direction,
     empty_history,
     flat,
+    loaded_history,
     parts,
     remember,
     rows_of,
@@ -149,7 +150,7 @@ class LBFGS(torch.optim.Optimizer):
             else:
                 h = with_room(state["history"], group["history_size"])
                 move, y = state["d"] * state["t"], g - state["prev_flat_grad"]
-                h = state["history"] = remember(h, move, y, None)
+                h = state["history"] = remember(h, move, y)
                 d = direction(h, g)
             t = float(group["lr"])
             if state["n_iter"] == 1:
@@ -158,11 +159,11 @@ class LBFGS(torch.optim.Optimizer):
             state.update(d=d, t=t, prev_flat_grad=g, prev_loss=f)
             if slope > -least:
                 break
-            count = 0
+            count, width = 0, float(d.abs().max())
             if searches:
                 start, x = Point(0.0, f, slope, g), [p.clone() for p in params]
                 search, ended, best = begin(t, start, False, 0), False, start
-                width, most = float(d.abs().max()), group["max_eval"] - evals
+                most = group["max_eval"] - evals
                 try:
                     while not ended:
                         t = search.t
@@ -189,7 +190,7 @@ class LBFGS(torch.optim.Optimizer):
                 or float(g.abs().max()) <= group["tolerance_grad"]
             ):
                 break
-            if float((d * t).abs().max()) <= least or abs(f - before) < least:
+            if abs(t) * width <= least or abs(f - before) < least:
                 break
         return first
 
@@ -199,10 +200,10 @@ class LBFGS(torch.optim.Optimizer):
         for key, entry in found["state"].items():
             entry = found["state"][key] = dict(entry)
             if (h := entry.pop("history", None)) is not None:
-                rows = rows_of(h).tolist()
+                rows = rows_of(h)
                 entry["old_dirs"] = [h.pairs[i, 1].clone() for i in rows]
                 entry["old_stps"] = [h.pairs[i, 0].clone() for i in rows]
-                entry["ro"] = [1.0 / h.products[0, i, i] for i in rows]
+                entry["ro"] = [h.inverse[i, i].clone() for i in rows]
                 entry["H_diag"] = h.scale
         return found
 
@@ -232,11 +233,10 @@ class LBFGS(torch.optim.Optimizer):
             entry = self.state[params[0]] = pytree.tree_map(widened, dict(entry))
             if "old_dirs" in entry:
                 moves, changes = entry.pop("old_stps"), entry.pop("old_dirs")
-                h = empty_history(1, like, len(moves), entry.pop("H_diag"))
+                scale = float(entry.pop("H_diag"))
+                h = empty_history(1, like, 0, scale)
                 if moves:
-                    pairs = torch.stack([torch.stack(moves), torch.stack(changes)], 1)
-                    products = pairs.transpose(0, 1) @ pairs[:, 1].mT
-                    h = h._replace(pairs=pairs, products=products)
+                    h = loaded_history(moves, changes, scale)
                 entry["history"] = h
                 for name in {"ro", "al"} & entry.keys():
                     del entry[name]

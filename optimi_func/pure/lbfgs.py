@@ -24,7 +24,7 @@ from optimi_func.core.quasi_newton import (
     empty_history,
     flat,
     pick,
-    remember,
+    remembered,
 )
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.core.torch_private import has_vmap, serializable
@@ -150,7 +150,7 @@ class lbfgs:
         moves = (fresh | ended | none) & ~s.done
         best = pick(fresh | none, new, best)
         move = best.t.to(x.dtype) * s.d
-        history = remember(s.history, move, best.g - s.g, moves & ~fresh)
+        history = remembered(s.history, move, best.g - s.g, moves & ~fresh)
         d = direction(history, best.g)
         slope = best.g.dot(d).to(f.dtype)
         still = (move.abs().amax() <= self.tolerance_change) | (

@@ -378,6 +378,7 @@ def index() -> str:
         )
     note = (
         "`MuonAdamW` and `Mixed` put [several rules into one optimizer]"
-        "(../reference/optimizers.md#optimi_func.optimizers.Mixed)."
+        "(../reference/optimizers.md#optimi_func.optimizers.Mixed). [`LBFGS`](../lbfgs.md) "
+        "is for losses without noise, and `lbfgs` for many small problems at once."
     )
     return "\n".join([*rows, "", note]) + "\n"

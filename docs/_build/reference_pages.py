@@ -55,6 +55,7 @@ def classes() -> str:
             f"::: optimi_func.optimizers.{x}"
             for x in found
         ),
+        "::: optimi_func.optimizers.LBFGS",
         "::: optimi_func.optimizers.MuonAdamW\n    options:\n      members: false",
         "::: optimi_func.optimizers.Mixed",
         "::: optimi_func.optimizers.hidden_matrices",
@@ -82,6 +83,10 @@ def pure() -> str:
         for end in ("_init", "_step"):
             made = getattr(functional, name + end)
             parts.append(function("optimi_func.functional", name + end, made))
+    parts += [
+        "::: optimi_func.functional.lbfgs\n    options:\n      members: [init, step, solve]",
+        "::: optimi_func.implicit_root",
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -256,6 +256,5 @@ def _grads(params: list[Tensor]) -> Tensor:
 
 def _move(params: list[Tensor], x: list[Tensor], t: Any, d: Tensor) -> None:
     """Set the parameters to x + t * d."""
-    if params is not x:
-        torch._foreach_copy_(params, x)
-    torch._foreach_add_(params, parts(d, params), alpha=t)
+    for p, at, move in zip(params, x, parts(d, params)):
+        torch.add(at, move, alpha=t, out=p)

@@ -150,10 +150,10 @@ def test_a_step_needs_a_closure() -> None:
     for arguments in ((), (None,)):
         with pytest.raises(TypeError, match="closure=None: allowed is a function"):
             optimizer.step(*arguments)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(optimizer, closure_of(optimizer, []))
+        scaler.step(optimizer, closure=closure_of(optimizer, []))
 
 
 @pytest.mark.parametrize("none", [True, False])

@@ -280,8 +280,9 @@ class Making:
             try:
                 found = cls.bare({**statics, **(usual if numbers is None else numbers)})
                 found = found.init(p)
-            except TypeError as error:
-                raise TypeError(f"{where}: {error} (None is for zeros)") from error
+            except (TypeError, RuntimeError) as error:  # vmap raises the second
+                hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
+                raise TypeError(f"{where}: {error} ({hint})") from error
             right = getattr(found, "_fields", None) == kind._fields
             if not right or any([x is not None and x.shape != p.shape for x in found]):
                 raise TypeError(

@@ -126,6 +126,29 @@ def test_names_in_an_entry_stand_for_one_thing(name: str) -> None:
             made(direction=lambda self, g, s: (g, s), State=state)
 
 
+def test_init_says_what_to_write_for_full_like() -> None:
+    """Which takes no tensor, as a hyperparameter is in a population and under grad."""
+
+    class Full(Optimizer):
+        initial: float = 0.1
+
+        class State(NamedTuple):
+            square: Wide
+
+        def init(self, p: Tensor) -> State:
+            return self.State(torch.full_like(p, self.initial * 2))
+
+        def direction(self, g: Tensor, s: State):
+            return g, s
+
+    hint = r"Full.init: .*torch.zeros_like\(p\) \+ self.x for full_like"
+    with pytest.raises(TypeError, match=hint):
+        Full.pure(lr=1.0, initial=torch.ones((), requires_grad=True)).init(P)
+    with pytest.raises(TypeError, match=hint):
+        many = {"lr": torch.ones(2), "initial": torch.ones(2)}
+        population.init(Full.factory, P, many, n=2)
+
+
 def test_init_reads_hyperparameters() -> None:
     class Adagrad(Optimizer):
         initial: float = 0.1

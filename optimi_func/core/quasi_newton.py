@@ -144,6 +144,7 @@ class History(NamedTuple):
     """
 
     pairs: Tensor  # (m, 2, n): s and y a row, or 0
+    slopes: Tensor  # (m, 2): their products with the gradient that is the newest
     curvatures: Tensor  # (m,): D, the products s_i * y_i
     squares: Tensor  # (m, m): Y'Y
     inverse: Tensor  # (m, m): R^-1; without its oldest row it is that of the others
@@ -155,58 +156,72 @@ def empty_history(m: int, g: Tensor, count: Any, scale: Any) -> History:
     """Return a history of m rows without moves."""
     zeros = g.new_zeros
     pairs = zeros(m, 2, g.numel())
-    return History(pairs, zeros(m), zeros(m, m), zeros(m, m), count, scale)
+    return History(*(pairs, zeros(m, 2), zeros(m), zeros(m, m), zeros(m, m), count, scale))
 
 
-def loaded_history(moves: list[Tensor], changes: list[Tensor], scale: Any) -> History:
-    """Return the history of these pairs, the oldest first."""
+def loaded_history(
+    moves: list[Tensor], changes: list[Tensor], g: Tensor, scale: Any
+) -> History:
+    """Return the history of these pairs, the oldest first, after the gradient g."""
     pairs = torch.stack([torch.stack(moves), torch.stack(changes)], 1)
     s, y = pairs.unbind(1)
     products, one = (s @ y.mT).triu(), torch.eye(len(s), dtype=s.dtype, device=s.device)
     inverse = torch.linalg.solve_triangular(products, one, upper=True)
-    return History(pairs, products.diagonal().clone(), y @ y.mT, inverse, len(s), scale)
+    rest = products.diagonal().clone(), y @ y.mT, inverse, len(s), scale
+    return History(pairs, pairs @ g, *rest)
 
 
-def remember(h: History, s: Tensor, y: Tensor) -> History:
-    """Return the history with one more pair if the curvature along s is positive.
+def remember(h: History, s: Tensor, y: Tensor, g: Tensor) -> History:
+    """Return the history at g, with one more pair if the curvature along s is positive.
 
-    It is the class's, and writes to the tensors of the history.
+    It is the class's, and writes to the tensors of the history. The products of earlier
+    pairs with y are differences of those with gradients, so that it reads them once.
     """
-    ys, (m, _, n) = float(y.dot(s)), h.pairs.shape
-    if not ys > _LEAST_PRODUCT:
-        return h
-    i, k = h.count % m, min(h.count + 1, m)
-    h.pairs[i, 0], h.pairs[i, 1], h.curvatures[i] = s, y, ys
-    sy, yy = (h.pairs[:k].view(-1, n) @ y).view(k, 2).unbind(1)
-    h.squares[:k, i] = h.squares[i, :k] = yy
-    h.inverse[i] = 0.0
-    h.inverse[:k, i] = h.inverse[:k, :k] @ sy / -ys
-    h.inverse[i, i] = 1.0 / ys
-    return h._replace(count=h.count + 1, scale=ys / float(yy[i]))
+    ys, yy, (m, _, n) = float(y.dot(s)), float(y.dot(y)), h.pairs.shape
+    i, k, takes = h.count % m, min(h.count, m), ys > _LEAST_PRODUCT
+    if takes:
+        k = min(h.count + 1, m)
+        h.pairs[i, 0], h.pairs[i, 1], h.curvatures[i] = s, y, ys
+    slopes = (h.pairs[:k].view(-1, n) @ g).view(k, 2)
+    if takes:
+        with_s, with_y = (slopes - h.slopes[:k]).unbind(1)
+        h.squares[:k, i] = h.squares[i, :k] = with_y
+        h.squares[i, i] = yy
+        h.inverse[i] = 0.0
+        h.inverse[:k, i] = h.inverse[:k, :k] @ with_s / -ys
+        h.inverse[i, i] = 1.0 / ys
+        h = h._replace(count=h.count + 1, scale=ys / yy)
+    h.slopes[:k] = slopes
+    return h
 
 
-def remembered(h: History, s: Tensor, y: Tensor, takes: Tensor) -> History:
-    """Return `remember`'s history in new tensors, for the pure step, where it `takes`."""
-    ys, m = y.dot(s), h.pairs.shape[0]
-    row = torch.arange(m, device=y.device) == h.count % m
+def remembered(h: History, s: Tensor, y: Tensor, g: Tensor, at_g: Tensor) -> History:
+    """Return `remember`'s history in new tensors, for the pure step, if it is `at_g`."""
+    ys, yy, m = y.dot(s), y.dot(y), h.pairs.shape[0]
+    takes = (ys > _LEAST_PRODUCT) & at_g
+    row = (torch.arange(m, device=y.device) == h.count % m) & takes
     pairs = torch.where(row[:, None, None], torch.stack([s, y]), h.pairs)
-    sy, yy = (pairs.flatten(0, 1) @ y).unflatten(0, (m, 2)).unbind(1)
-    squares = torch.where(row, yy[:, None], torch.where(row[:, None], yy, h.squares))
+    slopes = (pairs.flatten(0, 1) @ g).unflatten(0, (m, 2))
+    with_s, with_y = (slopes - h.slopes).unbind(1)
+    with_y = torch.where(row, yy, with_y)
+    squares = torch.where(row, with_y[:, None], h.squares)
+    squares = torch.where(row[:, None], with_y, squares)
     inverse = torch.where(row[:, None], 0.0, h.inverse)
-    inverse = torch.where(row, ((row.to(y.dtype) - inverse @ sy) / ys)[:, None], inverse)
+    column = (row.to(y.dtype) - inverse @ with_s) / ys
+    inverse = torch.where(row, column[:, None], inverse)
     curvatures = torch.where(row, ys, h.curvatures)
-    rest = h.count + 1, ys / y.dot(y)
-    new = History(pairs, curvatures, squares, inverse, *rest)
-    return pick((ys > _LEAST_PRODUCT) & takes, new, h)
+    slopes = torch.where(at_g, slopes, h.slopes)
+    count, scale = pick(takes, (h.count + 1, ys / yy), (h.count, h.scale))
+    return History(pairs, slopes, curvatures, squares, inverse, count, scale)
 
 
 def direction(h: History, g: Tensor) -> Tensor:
-    """Return minus the inverse Hessian times g, in two products with the history."""
+    """Return minus the inverse Hessian times g, the gradient that the history is at."""
     k = h.pairs.shape[0]
     if not isinstance(h.count, Tensor):
         k = min(h.count, k)
     pairs, inverse = h.pairs[:k].flatten(0, 1), h.inverse[:k, :k]
-    sg, yg = (pairs @ g).unflatten(0, (k, 2)).unbind(1)
+    sg, yg = h.slopes[:k].unbind(1)
     a = inverse @ sg
     b = h.curvatures[:k] * a + h.scale * (h.squares[:k, :k] @ a - yg)
     shares = torch.stack([-(inverse.mT @ b), h.scale * a], 1)
@@ -230,7 +245,8 @@ def with_room(h: History, most: int) -> History:
         empty_history(min(2 * rows, most), h.pairs[0, 0], len(order), h.scale),
         len(order),
     )
-    room.pairs[:k], room.curvatures[:k] = h.pairs[order], h.curvatures[order]
+    room.pairs[:k], room.slopes[:k] = h.pairs[order], h.slopes[order]
+    room.curvatures[:k] = h.curvatures[order]
     room.squares[:k, :k] = h.squares[order][:, order]
     room.inverse[:k, :k] = h.inverse[order][:, order]
     return room

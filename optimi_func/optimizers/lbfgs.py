@@ -150,7 +150,7 @@ class LBFGS(torch.optim.Optimizer):
             else:
                 h = with_room(state["history"], group["history_size"])
                 move, y = state["d"] * state["t"], g - state["prev_flat_grad"]
-                h = state["history"] = remember(h, move, y)
+                h = state["history"] = remember(h, move, y, g)
                 d = direction(h, g)
             t = float(group["lr"])
             if state["n_iter"] == 1:
@@ -236,7 +236,7 @@ class LBFGS(torch.optim.Optimizer):
                 scale = float(entry.pop("H_diag"))
                 h = empty_history(1, like, 0, scale)
                 if moves:
-                    h = loaded_history(moves, changes, scale)
+                    h = loaded_history(moves, changes, entry["prev_flat_grad"], scale)
                 entry["history"] = h
                 for name in {"ro", "al"} & entry.keys():
                     del entry[name]

@@ -150,7 +150,7 @@ class lbfgs:
         moves = (fresh | ended | none) & ~s.done
         best = pick(fresh | none, new, best)
         move = best.t.to(x.dtype) * s.d
-        history = remembered(s.history, move, best.g - s.g, moves & ~fresh)
+        history = remembered(s.history, move, best.g - s.g, best.g, moves & ~fresh)
         d = direction(history, best.g)
         slope = best.g.dot(d).to(f.dtype)
         still = (move.abs().amax() <= self.tolerance_change) | (

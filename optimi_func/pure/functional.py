@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from optimi_func.core.rule import (
 )
 from optimi_func.core.storage import storage_of
 from optimi_func.pure.casts import Casts, resolve, resolve_tree
+from optimi_func.pure.casts import derived as derived
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -52,20 +53,6 @@ Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 T = TypeVar("T")
 
 _NUMBERS = {float, int, bool, type(None)}
-
-
-class derived(Generic[T]):
-    """A property that an entry of the same name in the instance's `__dict__` replaces.
-
-    Unlike `functools.cached_property` it has no lock, which torch.compile could not trace.
-    """
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self.__doc__ = make, make.__doc__
-
-    def __get__(self, instance: Any, owner: type | None = None) -> T:
-        """Compute the value."""
-        return cast(T, self) if instance is None else self._make(instance)
 
 
 @dataclass(frozen=True, kw_only=True)

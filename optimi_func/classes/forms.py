@@ -73,6 +73,10 @@ def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     named = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
     named += [(x, "") for cls in inside.__mro__ for x in vars(cls).values()]
     kinds = [x for x in named if isinstance(x[0], type) and issubclass(x[0], tuple)]
+    for kind, name in kinds:
+        if name and kind.__module__ == factory.__module__:
+            # A class in a class is pickled by getattr, which weights_only refuses.
+            kind.__qualname__ = name.rpartition(".")[2]
     torch.serialization.add_safe_globals([x if x[1] else x[0] for x in kinds])
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 

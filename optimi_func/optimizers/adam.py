@@ -140,6 +140,6 @@ class AdamW(Moments, name="adamw"):
     )
 
 
+State, AMSGradState = Moments.Plain, Moments.AMSGrad  # in trees that were saved earlier
 adam, adam_init, adam_step = functions(Adam)
 adamw, adamw_init, adamw_step = functions(AdamW)
-State, AMSGradState = Moments.Plain, Moments.AMSGrad  # in trees that were saved earlier

@@ -81,5 +81,5 @@ class Adan(Body, name="adan"):
         return "decoupled" if self.adam_wd else "proximal"
 
 
-adan, adan_init, adan_step = functions(Adan)
 State = Adan.State  # in trees that were saved earlier
+adan, adan_init, adan_step = functions(Adan)

@@ -58,5 +58,5 @@ class Lion(Body, name="lion"):
         return d, self.State(1.0 * s.exp_avg + (1 - b2) * g)
 
 
-lion, lion_init, lion_step = functions(Lion)
 State = Lion.State  # its name in trees that were saved earlier
+lion, lion_init, lion_step = functions(Lion)

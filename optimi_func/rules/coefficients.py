@@ -71,7 +71,7 @@ def prepared(
             text = f"{fn}({', '.join(args)})"
         if text not in known:
             known[text] = f"x{len(known)}"
-            varies = any([isinstance(x, fx.Node) and names[x] in late for x in node.args])
+            varies = any([names[x] in late for x in node.all_input_nodes])
             (then if varies else first).append(f"{known[text]} = {text}")
             late |= {known[text]} if varies else set()
         names[node] = known[text]

@@ -9,12 +9,10 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import Float
 from optimi_func.core.math import moment, power, root, second_moment, sqrt
 from optimi_func.core.rule import Direction, MomentStorage, Scalar
+from optimi_func.optimizers.adam import Moments
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 
-
-class State(NamedTuple):
-    exp_avg: Tensor  # m
-    exp_avg_sq: Tensor  # v
+State = Moments.Plain
 
 
 class Coeffs(NamedTuple):

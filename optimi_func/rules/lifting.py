@@ -111,8 +111,7 @@ class Trace:
                     "part here: only `whole` is given whole tensors"
                 )
             inputs = node.all_input_nodes
-            scalar = inputs and self.host.issuperset(inputs)
-            if scalar and node.target is not math.rounded:
+            if inputs and self.host.issuperset(inputs):
                 self.host.add(node)
             if node.op != "placeholder":
                 self._choose(here, node)
@@ -208,9 +207,6 @@ class Trace:
 
         def on_tensors(*args: Any) -> Any:
             # A 0-d float64 would widen a bool tensor, and other functions refuse it.
-            first = next((x for x in args[count:] if isinstance(x, Tensor)), None)
-            if first is None or first.dtype == args[0].dtype:  # tensors of one dtype
-                return made(None, *args)
             dtype, scalars = args[0].dtype, args[count:]
             cast = [x.to(dtype) if isinstance(x, Tensor) else x for x in scalars]
             return made(None, *args[:count], *cast)
@@ -402,8 +398,7 @@ def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
         except Exception as error:
             here = where + node.meta.get("line", "")
             raise TypeError(f"{here} raises in {fn.__name__}: {error}") from error
-        read = [at[x] for x in node.all_input_nodes]
-        if fn is _restored or (read and all(map(is_scalar, read))):
+        if fn is _restored:
             continue
         if not isinstance(at[node], Tensor) or at[node].shape != given[0].shape:
             raise TypeError(

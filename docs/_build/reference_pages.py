@@ -77,9 +77,14 @@ def pure() -> str:
         "::: optimi_func.LeafState",
     ]
     for name in optimizer_pages.names():
-        parts.append(
-            f"::: optimi_func.functional.{name}\n    options:\n      members: false"
-        )
+        value: Any = getattr(functional, name)
+        if hasattr(value, "owner"):  # made of a class body, which the source does not show
+            parts.append(function("optimi_func.functional", name, value, level=2))
+            parts.append(value.__doc__.partition("\n")[0])
+        else:
+            parts.append(
+                f"::: optimi_func.functional.{name}\n    options:\n      members: false"
+            )
         for end in ("_init", "_step"):
             made = getattr(functional, name + end)
             parts.append(function("optimi_func.functional", name + end, made))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func.classes.fields import Fields, Params
+from optimi_func.classes.fields import Fields, Float, Params
 from optimi_func.classes.forms import document
 from optimi_func.classes.groups import (
     check_group,
@@ -40,7 +40,7 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, StorageLike
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped
 from optimi_func.execution.kernels import kernel_context
@@ -97,10 +97,10 @@ class BaseOptimizer(Fields, Steps):
     """
 
     params: InitVar[Params]
-    lr: InitVar[float | Tensor]
+    lr: Float
     _: KW_ONLY
     decouple_lr: InitVar[bool] = False
-    max_lr: InitVar[float | None] = None
+    max_lr: InitVar[Scalar | None] = None
     kahan_sum: InitVar[bool | None] = None
     foreach: InitVar[bool | None] = None
     triton: InitVar[bool | None] = None

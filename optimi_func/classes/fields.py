@@ -1,16 +1,166 @@
 """Constructors whose arguments are annotated fields, as those of dataclasses."""
 
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar
+from functools import reduce
 from inspect import Parameter
-from typing import Any, ClassVar, TypeAlias, dataclass_transform
+from operator import or_
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Self,
+    TypeAlias,
+    TypeVar,
+    dataclass_transform,
+    overload,
+)
 
 from torch import Tensor
+
+from optimi_func.core import checks
+from optimi_func.core.rule import Scalar
+from optimi_func.pure.functional import Number
 
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
+EMPTY: Any = Parameter.empty
+ANY = {"least": -math.inf, "most": math.inf}
+Got = TypeVar("Got")
+Given = TypeVar("Given")
+
+
+def read(own: dict[str, Any], name: str) -> Any:
+    """Return an item of an instance's `__dict__`. Note its name, if `_read` is there."""
+    if "_read" in own:
+        own["_read"].add(name)
+    return own[name]
+
+
+class Field(Generic[Got, Given]):
+    """A hyperparameter or an option: an argument of the constructor, and no attribute.
+
+    Methods of a rule read it of an instance that has values, or stand-ins while they are
+    traced, in its `__dict__`, and in `_read` the names of those that they have read.
+
+    Attributes:
+        name: The argument.
+        default: Its default, or EMPTY.
+        argument: The annotation of the class's argument.
+        value: The annotation of the pure optimizer's.
+        number: True for numbers, which may be tensors and schedules.
+        static: True if methods are traced for some of its values, and not for any number.
+        keyword: True if it is passed by name alone.
+        plain: True if it was written as an annotation and a default.
+    """
+
+    number: ClassVar[bool] = False
+    static: bool = True
+    keyword: bool = False
+    plain: bool = False
+
+    def __init__(self, default: Any = EMPTY, argument: Any = Any, value: Any = Any) -> None:
+        self.name, self.default = "", default
+        self.argument, self.value = argument, value
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: Any) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Got: ...
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        """Return the value of an instance that has one. Note that it was read."""
+        if instance is None:
+            return self
+        if self.name not in instance.__dict__:
+            raise AttributeError(
+                f"{owner.__name__!r} object has no attribute {self.name!r}"
+            )
+        return read(instance.__dict__, self.name)
+
+    def __set__(self, instance: Any, x: Given) -> None:
+        """Write an attribute of this name."""
+        instance.__dict__[self.name] = x
+
+    def is_static(self, x: Any) -> bool:
+        """Return True if methods are traced for this value."""
+        del x
+        return not self.number
+
+    def check(self, x: Any, bound: bool = True) -> None:
+        """Raise for a value that is none of its kind or, if `bound`, out of range."""
+
+
+class Float(Field[Scalar, Number]):
+    """A number, a 0-d tensor or a schedule, in range (see `check_number`).
+
+    `label` names it in errors. Values of the types in `static` are no numbers: methods may
+    branch on them, and are traced for each.
+    """
+
+    number = True
+
+    def __init__(
+        self,
+        default: float = EMPTY,
+        label: str = "",
+        *static: type,
+        argument: Any = float,
+        **bounds: float,
+    ) -> None:
+        super().__init__(default, argument, reduce(or_, static, Number))
+        self._label, self._static, self._bounds = label, static, bounds
+        self.static = bool(static)
+
+    def is_static(self, x: Any) -> bool:
+        """Return True for a value that is no number."""
+        return isinstance(x, self._static)
+
+    def check(self, x: Any, bound: bool = True) -> None:
+        """Raise for what is no number or, if `bound`, out of range."""
+        if not isinstance(x, self._static):
+            bounds = self._bounds if bound else ANY
+            checks.check_number(self._label or self.name, self.name, x, **bounds)
+
+
+class Floats(Field[Got, Given]):
+    """Several numbers, as many as the default has."""
+
+    number, static = True, False
+
+    def __init__(self, *default: float, **bounds: float) -> None:
+        kinds = [tuple[(kind,) * len(default)] for kind in (float, Number)]
+        super().__init__(default, *kinds)
+        self._bounds = bounds
+
+    def check(self, x: Any, bound: bool = True) -> None:
+        """Raise unless there are as many numbers and, if `bound`, each is in range."""
+        count = len(self.default)
+        if not (isinstance(x, tuple | list) and len(x) == count):
+            text = f"Invalid {self.name}: {self.name}={x!r}: allowed are {count} numbers"
+            raise ValueError(text)
+        for y in x:
+            checks.check_number(self.name, self.name, y, **(self._bounds if bound else ANY))
+
+
+class Betas(Floats[tuple[Scalar, Scalar], tuple[Number, Number]]):
+    """Two numbers in [0, 1): how much of a moment a step keeps."""
+
+    def check(self, x: Any, bound: bool = True) -> None:
+        """Raise unless each is in [0, 1)."""
+        del bound
+        checks.check_betas(x, len(self.default))
+
+
+class ThreeBetas(Floats[tuple[Scalar, Scalar, Scalar], tuple[Number, Number, Number]]):
+    """Three numbers in [0, 1)."""
+
+    check = Betas.check
 
 
 @dataclass_transform()
@@ -18,7 +168,8 @@ class Fields:
     """A base class for constructors: annotated fields of a class and its bases.
 
     `_: KW_ONLY` makes the fields after it keyword-only. A field is an argument and no
-    attribute, which `InitVar` tells type checkers; its default is removed from the class.
+    attribute, which `InitVar` tells type checkers; its default is removed from the class,
+    if it is no `Field`.
     """
 
     # Shared keyword-only fields that may also be passed by position, in this order.
@@ -58,9 +209,15 @@ def _own_parameters(cls: type[Any]) -> dict[str, Parameter]:
         if annotation in (KW_ONLY, "KW_ONLY"):
             kind = Parameter.KEYWORD_ONLY
         elif "ClassVar" not in str(annotation) and not name.startswith("_"):
-            default = cls.__dict__.get(name, Parameter.empty)
-            if name in cls.__dict__:
+            default = cls.__dict__.get(name, EMPTY)
+            if isinstance(default, Field):
+                shared = cls._parameters.get(name)  # lr, which may be a tensor
+                annotation = default.argument if shared is None else shared.annotation
+                default = default.default
+            elif name in cls.__dict__:
                 delattr(cls, name)
+            if annotation is Float:
+                annotation = float | Tensor
             if isinstance(annotation, InitVar):
                 annotation = annotation.type
             found[name] = Parameter(name, kind, default=default, annotation=annotation)

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, cast
 import torch
 
 from optimi_func.core.checks import bind_call
-from optimi_func.core.rule import InitOptions, PyTree, Rule
+from optimi_func.core.rule import InitOptions, PyTree, Rule, StorageLike
 from optimi_func.core.storage import storage_of
 from optimi_func.execution.trees import step, step_
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -29,10 +29,16 @@ class TreeStep(Protocol[P]):
 
 
 class TreeInit(Protocol):
-    """`(params, *, kahan_sum, state_dtype, storage) -> TreeState`."""
+    """`(params, *, <options that the state depends on>, kahan_sum, ...) -> TreeState`."""
 
     def __call__(  # noqa: D102
-        self, params: PyTree, **options: Unpack[InitOptions]
+        self,
+        params: PyTree,
+        *,
+        kahan_sum: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        storage: StorageLike | None = None,
+        **own: Any,
     ) -> TreeState: ...
 
 
@@ -61,9 +67,17 @@ def init_function(rule: Rule[Any, Any]) -> TreeInit:
 
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
-    check_calls(factory)
-    own = [x for x in vars(sys.modules[factory.__module__]).values() if isinstance(x, type)]
-    torch.serialization.add_safe_globals([x for x in own if issubclass(x, tuple)])
+    if not hasattr(factory, "owner"):
+        check_calls(factory)
+    home, inside = _home(factory), getattr(factory, "owner", object)
+    named = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
+    named += [(x, "") for cls in inside.__mro__ for x in vars(cls).values()]
+    kinds = [x for x in named if isinstance(x[0], type) and issubclass(x[0], tuple)]
+    for kind, name in kinds:
+        if name and kind.__module__ == factory.__module__:
+            # A class in a class is pickled by getattr, which weights_only refuses.
+            kind.__qualname__ = name.rpartition(".")[2]
+    torch.serialization.add_safe_globals([x if x[1] else x[0] for x in kinds])
     return _step_function(factory, _pure_step, f"{factory.__name__}_step")
 
 
@@ -143,13 +157,18 @@ def _step_function(
     return step
 
 
+def _home(factory: Any) -> dict[str, Any]:
+    """Return the names of the module of a factory, which may be none that is imported."""
+    return vars(sys.modules.get(factory.__module__, object))
+
+
 def document(cls: type[Any], factory: Any) -> None:
     """Add the update and the arguments of a class to its value and its pure step."""
     if f"`{cls.__name__}` as a value" in (factory.__doc__ or ""):
         own = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
         own = own.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
         factory.__doc__ += f"\n\n{own}"
-        if step := vars(sys.modules[factory.__module__]).get(f"{factory.__name__}_step"):
+        if step := _home(factory).get(f"{factory.__name__}_step"):
             step.__doc__ = f"{_pure_step.__doc__}\n\n{factory.__doc__}"
 
 

@@ -119,6 +119,11 @@ class Rule(Generic[S, C]):
             kernels, as those of a class that is defined again, also with other processes.
             "" for the package's own rules.
         numbers: The names of the keywords of `coeffs`.
+        narrow: The number of betas whose moments are stored in the parameter's dtype.
+            None: all.
+        prepare: `() -> (*numbers) -> (t, lr, weight_decay, running) -> (Coeffs, running)`:
+            `coeffs` for Python numbers, with what does not depend on the step computed
+            once. It may raise ArithmeticError or ValueError where `coeffs` does not.
     """
 
     name: str
@@ -139,6 +144,8 @@ class Rule(Generic[S, C]):
     extras: tuple[str, ...] = ()
     digest: str = ""
     numbers: tuple[str, ...] = ()
+    narrow: int | None = None
+    prepare: Callable[[], Callable[..., Callable[..., tuple[Any, Any]]]] | None = None
 
     def __post_init__(self) -> None:
         """Read the names of the hyperparameters from the signature of `coeffs`."""

@@ -53,6 +53,15 @@ def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
     return MethodType(own.__wrapped__, own.__self__)
 
 
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that a graph being compiled calls at once, and keeps no call of.
+
+    torch.compiler.assume_constant_result does the same, and imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
 def is_switched_off() -> bool:
     """Return True if the environment or a setting switches torch.compile off."""
     config = sys.modules.get("torch._dynamo.config")

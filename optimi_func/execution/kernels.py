@@ -85,7 +85,7 @@ def has_list_kernels(device: torch.device) -> bool:
 
 # One for each process and, on a CPU without list kernels, for each number of threads,
 # because Inductor writes that into its loops.
-_kernels: dict[tuple[Any, int], Kernel] = {}
+_kernels: dict[Any, tuple[str, Kernel]] = {}  # by key and threads, with a name
 # Types of devices where torch's private parts were not as list kernels expect them.
 _without_lists: set[str] = set()
 lock = threading.RLock()
@@ -112,7 +112,7 @@ class SwitchedOffError(RuntimeError):
 def forget() -> dict[str, Kernel]:
     """Drop the kernels of this process, which looks for them again; return them by name."""
     with lock:
-        found = {key.name: made for (key, _), made in _kernels.items()}
+        found = dict(_kernels.values())
         _kernels.clear()
     return found
 
@@ -139,17 +139,16 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
         )
     # Rules of one digest compute the same.
     place = key._replace(rule=key.rule.digest or key.rule), _threads(key.device)
-    found = _kernels.get(place)
-    if found is None:
+    if (found := _kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
                 f"a CUDA graph is being captured, and the kernel {key.name} is not "
                 "compiled yet: take a step of the same kind before the capture"
             )
         with lock:
-            found = _kernels.get(place) or _compile(key, scalars)
+            found = _kernels.get(place) or (key.name, _compile(key, scalars))
             _kernels[place] = found
-    return found
+    return found[1]
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
@@ -229,7 +228,7 @@ def identity(x: Any) -> Any:
     """
     if isinstance(x, Rule):
         if x.digest:
-            return [x.name, x.digest]
+            return [x.digest]
         x = (x.name, x.state, x.direction, x.after, x.means)
     if x is None or isinstance(x, bool | int | float | str | torch.dtype):
         return repr(x)

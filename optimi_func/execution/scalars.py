@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,12 +113,12 @@ def scalars_after(
     There are as many as `counts`, which are pairs of steps taken and running scalars. coded
     is True if any state is in codes, so that the step needs a dither.
     """
-    rule, lr = bound.rule, cast(Scalar, bound.lr)
+    rule = bound.rule
     found: list[Scalars] = []
     after: list[Any] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
-        coeffs, new = rule.advance(t, lr, rule.running(*running), bound.numbers)
+        coeffs, new = bound.advance(t, rule.running(*running))
         found.append(Scalars(coeffs, bound.rates_now, dither_at(t) if coded else NEAREST))
         after.append(new)
     return found, after

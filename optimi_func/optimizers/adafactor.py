@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import whole_field
@@ -276,7 +277,7 @@ class Adafactor(BaseOptimizer):
 
     factory = adafactor
 
-    lr: InitVar[float | Tensor] = 1e-3
+    lr: Float = Float(1e-3)
     eps: InitVar[tuple[float | None, float]] = (1e-30, 1e-3)
     clip_threshold: InitVar[float] = 1.0
     decay_rate: InitVar[float] = -0.8

@@ -1,101 +1,29 @@
-"""Adan (Xie et al. 2022): the rule, the pure optimizer and the class."""
+"""Adan (Xie et al. 2022)."""
 
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func.classes.base import POSITIONAL, BaseOptimizer
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.math import (
-    choose,
-    moment,
-    power,
+from optimi_func.classes.base import POSITIONAL
+from optimi_func.rules import (
+    Body,
+    Float,
+    Former,
+    Moment,
+    SecondMoment,
+    ThreeBetas,
+    functions,
     root,
-    second_moment,
-    sqrt,
-    wide_moment,
+    rounded,
+    where,
 )
-from optimi_func.core.rule import DecayKind, Direction, MomentStorage, Rule, Scalar
-from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adan", "adan", "adan_init", "adan_step"]
 
 
-class State(NamedTuple):
-    exp_avg: Tensor  # m
-    exp_avg_diff: Tensor  # w
-    exp_avg_sq: Tensor  # n
-    prev_grad: Tensor  # g_prev
-
-
-class Coeffs(NamedTuple):
-    beta1: Scalar
-    one_minus_beta1: Scalar
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    beta3: Scalar
-    one_minus_beta3: Scalar
-    has_prev: Scalar  # 0 at the first gradient, then 1
-    inv_bias_correction1: Scalar  # 1 / (1 - b1^t)
-    inv_bias_correction2: Scalar
-    inv_sqrt_bias_correction3: Scalar  # 1 / sqrt(1 - b3^t)
-    eps: Scalar
-
-
-def init(p: Tensor, kept: MomentStorage) -> State:
-    m, w, v = moment(p, kept), moment(p, kept), second_moment(p, kept)
-    return State(m, w, v, wide_moment(p, kept))
-
-
-def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar, Scalar], eps: Scalar) -> Coeffs:
-    b1, b2, b3 = betas
-    return Coeffs(
-        *(b1, 1.0 - b1, b2, 1.0 - b2, b3, 1.0 - b3),
-        has_prev=choose(t > 1, 1.0, 0.0),
-        inv_bias_correction1=1.0 / (1.0 - power(b1, t)),
-        inv_bias_correction2=1.0 / (1.0 - power(b2, t)),
-        inv_sqrt_bias_correction3=1.0 / sqrt(1.0 - power(b3, t)),
-        eps=eps,
-    )
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    change = c.has_prev * (g - s.prev_grad)
-    m = c.beta1 * s.exp_avg + c.one_minus_beta1 * g
-    w = c.beta2 * s.exp_avg_diff + c.one_minus_beta2 * change
-    ahead = g + c.beta2 * change
-    n = c.beta3 * s.exp_avg_sq + c.one_minus_beta3 * (ahead * ahead)
-    d = c.inv_bias_correction1 * m + c.beta2 * c.inv_bias_correction2 * w
-    d = d / (c.inv_sqrt_bias_correction3 * root(n) + c.eps)
-    return Direction(d, State(m, w, n, g))
-
-
-adan_rule = Rule("adan", State, init, coeffs, direction)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class adan(FunctionalOptimizer, rule=adan_rule):
-    """`Adan` as a value: `init` and `step` over a tree of parameters."""
-
-    counterparts = Counterparts(optimi_negated=("prev_grad",))
-
-    betas: tuple[Number, Number, Number] = (0.98, 0.92, 0.99)
-    weight_decay: Number = 2e-2
-    eps: Number = 1e-6
-    adam_wd: bool = False
-
-    @derived
-    def decay(self) -> DecayKind:
-        return super().decay if self.adam_wd else self._decay_kind("proximal")
-
-
-adan_init = init_function(adan_rule)
-adan_step = step_function(adan)
-
-
-class Adan(BaseOptimizer):
+class Adan(Body, name="adan"):
     """Adan: Adam that looks ahead along the change of the gradient.
 
         m <- b1 * m + (1 - b1) * g,   w <- b2 * w + (1 - b2) * (g - g_prev)
@@ -123,12 +51,35 @@ class Adan(BaseOptimizer):
     tensor([0.9000, 0.9000])
     """
 
-    factory = adan
+    betas: ThreeBetas = ThreeBetas(0.98, 0.92, 0.99)
+    weight_decay: Float = Float(2e-2)
+    eps: Float = Float(1e-6, "epsilon")
+    _: KW_ONLY
+    adam_wd: bool = False
+
+    counterparts = Counterparts(optimi_negated=("prev_grad",))
     _positional = ("decouple_lr", "max_lr", "adam_wd", *POSITIONAL)
 
-    lr: InitVar[float | Tensor]
-    betas: InitVar[tuple[float, float, float]] = (0.98, 0.92, 0.99)
-    weight_decay: InitVar[float] = 2e-2
-    eps: InitVar[float] = 1e-6
-    _: KW_ONLY
-    adam_wd: InitVar[bool] = False
+    class State(NamedTuple):
+        exp_avg: Moment  # m
+        exp_avg_diff: Moment  # w
+        exp_avg_sq: SecondMoment  # n
+        prev_grad: Former  # g_prev
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2, b3 = self.betas
+        change = where(t > 1, 1.0, 0.0) * (g - s.prev_grad)
+        m = b1 * s.exp_avg + (1 - b1) * g
+        w = b2 * s.exp_avg_diff + (1 - b2) * change
+        ahead = g + b2 * change
+        n = b3 * s.exp_avg_sq + (1 - b3) * (ahead * ahead)
+        d = 1 / (1 - b1**t) * m + rounded(b2) * (1 / (1 - b2**t)) * w
+        d = d / (1 / (1 - b3**t) ** 0.5 * root(n) + self.eps)
+        return d, self.State(m, w, n, g)
+
+    def usual_decay(self):
+        return "decoupled" if self.adam_wd else "proximal"
+
+
+State = Adan.State  # in trees that were saved earlier
+adan, adan_init, adan_step = functions(Adan)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import (
@@ -150,7 +151,7 @@ class AdEMAMix(BaseOptimizer):
 
     factory = ademamix
 
-    lr: InitVar[float | Tensor] = 1e-3
+    lr: Float = Float(1e-3)
     betas: InitVar[tuple[float, float, float]] = (0.9, 0.999, 0.9999)
     weight_decay: InitVar[float] = 0.0
     eps: InitVar[float] = 1e-8

@@ -8,7 +8,7 @@ from torch import Tensor
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.math import moment, root, slow_moment
 from optimi_func.core.rule import Means, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import adam
+from optimi_func.optimizers import _adam as adam
 from optimi_func.pure.functional import Number
 
 __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]

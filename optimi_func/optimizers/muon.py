@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import is_differentiated, norm
@@ -343,7 +344,7 @@ class Muon(BaseOptimizer):
     factory = muon
     _positional = ()
 
-    lr: InitVar[float | Tensor] = 1e-3
+    lr: Float = Float(1e-3)
     weight_decay: InitVar[float] = 0.1
     momentum: InitVar[float] = 0.95
     nesterov: InitVar[bool] = True

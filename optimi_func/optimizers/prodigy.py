@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag, check_number, warn_user
@@ -21,7 +22,7 @@ from optimi_func.core.math import (
     sqrt,
 )
 from optimi_func.core.rule import Direction, Means, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import adam
+from optimi_func.optimizers import _adam as adam
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.pure.tree import TreeState
 
@@ -230,7 +231,7 @@ class Prodigy(adam.AdamLike):
 
     factory = prodigy
 
-    lr: InitVar[float | Tensor] = 1.0
+    lr: Float = Float(1.0)
     betas: InitVar[tuple[float, float]] = (0.9, 0.999)
     weight_decay: InitVar[float] = 0.0
     eps: InitVar[float] = 1e-8

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.math import choose, power, root, sqrt
 from optimi_func.core.rule import Direction, Rule, Scalar
-from optimi_func.optimizers import adam
+from optimi_func.optimizers import _adam as adam
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]

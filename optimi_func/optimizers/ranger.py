@@ -10,7 +10,8 @@ from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, scalar_dtype
 from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import adam, radam
+from optimi_func.optimizers import _adam as adam
+from optimi_func.optimizers import radam
 from optimi_func.pure.functional import Number
 from optimi_func.state.convert import Counterparts
 

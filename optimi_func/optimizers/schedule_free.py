@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from optimi_func.classes.evaluation import Evaluated
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import (
@@ -343,7 +344,7 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer):
 
     factory = schedule_free_sgd
 
-    lr: InitVar[float | Tensor] = 1.0
+    lr: Float = Float(1.0)
     momentum: InitVar[float] = 0.9
     weight_decay: InitVar[float] = 0.0
     warmup_steps: InitVar[int] = 0
@@ -387,7 +388,7 @@ class ScheduleFreeAdamW(ScheduleFreeOptimizer):
 
     factory = schedule_free_adamw
 
-    lr: InitVar[float | Tensor] = 2.5e-3
+    lr: Float = Float(2.5e-3)
     betas: InitVar[tuple[float, float]] = (0.9, 0.999)
     weight_decay: InitVar[float] = 0.0
     eps: InitVar[float] = 1e-8
@@ -431,7 +432,7 @@ class ScheduleFreeRAdam(ScheduleFreeOptimizer):
 
     factory = schedule_free_radam
 
-    lr: InitVar[float | Tensor] = 2.5e-3
+    lr: Float = Float(2.5e-3)
     betas: InitVar[tuple[float, float]] = (0.9, 0.999)
     weight_decay: InitVar[float] = 0.0
     eps: InitVar[float] = 1e-8

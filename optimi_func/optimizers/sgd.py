@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.base import POSITIONAL, BaseOptimizer
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, moment
@@ -165,7 +166,7 @@ class SGD(BaseOptimizer):
     factory = sgd
     _positional = ("decouple_lr", "max_lr", "torch_init", *POSITIONAL)
 
-    lr: InitVar[float | Tensor] = 1e-3
+    lr: Float = Float(1e-3)
     momentum: InitVar[float] = 0.0
     weight_decay: InitVar[float] = 0.0
     dampening: InitVar[bool | float] = False

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 import torch
 from torch import Tensor
 
+from optimi_func.classes.fields import Float
 from optimi_func.classes.forms import step_function, with_options
 from optimi_func.core.checks import check_number, check_whole, value_of
 from optimi_func.core.distributed import whole_field
@@ -20,7 +21,7 @@ from optimi_func.core.rule import (
     Scalar,
     along_gradient,
 )
-from optimi_func.optimizers import adam
+from optimi_func.optimizers import _adam as adam
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.pure.tree import TreeState
 
@@ -278,7 +279,7 @@ class SOAP(adam.AdamLike):
 
     factory = soap
 
-    lr: InitVar[float | Tensor] = 3e-3
+    lr: Float = Float(3e-3)
     betas: InitVar[tuple[float, float]] = (0.95, 0.95)
     weight_decay: InitVar[float] = 1e-2
     eps: InitVar[float] = 1e-8

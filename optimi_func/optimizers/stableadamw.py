@@ -7,7 +7,7 @@ from torch import Tensor
 from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.math import root
 from optimi_func.core.rule import Direction, Means, Rule, Scalar
-from optimi_func.optimizers import adam
+from optimi_func.optimizers import _adam as adam
 from optimi_func.pure.functional import Number
 
 __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]

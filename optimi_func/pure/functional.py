@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from optimi_func.core.rule import (
 )
 from optimi_func.core.storage import storage_of
 from optimi_func.pure.casts import Casts, resolve, resolve_tree
+from optimi_func.pure.casts import derived as derived
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -52,20 +53,6 @@ Number: TypeAlias = Scalar | Callable[[Tensor], Scalar]
 T = TypeVar("T")
 
 _NUMBERS = {float, int, bool, type(None)}
-
-
-class derived(Generic[T]):
-    """A property that an entry of the same name in the instance's `__dict__` replaces.
-
-    Unlike `functools.cached_property` it has no lock, which torch.compile could not trace.
-    """
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self.__doc__ = make, make.__doc__
-
-    def __get__(self, instance: Any, owner: type | None = None) -> T:
-        """Compute the value."""
-        return cast(T, self) if instance is None else self._make(instance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +148,25 @@ class FunctionalOptimizer:
 
         No hyperparameter may be a schedule, nor lr a tree.
         """
-        return self.rule.advance(t, cast(Scalar, self.lr), running, self.numbers)
+        lr = cast(Scalar, self.lr)
+        if type(t) is float and self._plain is not None:
+            try:
+                return self._plain(t, lr, self.weight_decay, running)
+            except (ArithmeticError, ValueError):
+                pass  # tensors have a result
+        return self.rule.advance(t, lr, running, self.numbers)
+
+    @cached_property
+    def _plain(self) -> Callable[..., tuple[Any, Any]] | None:
+        """The coefficients of a step if all hyperparameters are Python numbers."""
+        if self.rule.prepare is None or not self.has_numbers:
+            return None
+        own = [x for name, x in self.numbers.items() if name not in ("lr", "weight_decay")]
+        flat = [y for x in own for y in (x if isinstance(x, tuple | list) else (x,))]
+        try:
+            return self.rule.prepare()(*map(float, flat))
+        except (ArithmeticError, ValueError, TypeError):
+            return None
 
     def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
@@ -248,8 +253,8 @@ class FunctionalOptimizer:
         if self.needs_max_lr:
             self._check_max_lr()
         own: Any = self
-        if hasattr(own, "owner"):
-            return  # own rules have bounds of their own
+        if hasattr(self, "owner"):  # its fields have their checks
+            return
         if hasattr(self, "betas"):
             checks.check_betas(own.betas, len(type(own).betas))
         if not isinstance(getattr(type(own), "eps", ()), tuple):

@@ -223,7 +223,7 @@ def _fits(rule: Rule[Any, Any], p: Any, g: Any, s: Any) -> bool:
         or s.kahan_comp is not None
     ):
         return False
-    if not (isinstance(s.rule_state, rule.state) and isinstance(s.running, rule.running)):
+    if not (_is_like(s.rule_state, rule.state) and _is_like(s.running, rule.running)):
         return False
     if not isinstance(p, Tensor) or p.dtype not in _USUAL_DTYPES:
         return False
@@ -238,19 +238,24 @@ def _fits(rule: Rule[Any, Any], p: Any, g: Any, s: Any) -> bool:
     return True
 
 
+def _is_like(x: Any, kind: Any) -> bool:
+    """Return True for a NamedTuple with these fields, whose class had another name once."""
+    return isinstance(x, kind) or getattr(x, "_fields", None) == kind._fields
+
+
 _USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64, torch.float16}
 
 
 def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:
     if not isinstance(s, LeafState):
         raise TypeError(f"state.leaves{path} is {shown(s)}, which is not a LeafState")
-    if not isinstance(s.rule_state, rule.state):
+    if not _is_like(s.rule_state, rule.state):
         raise ValueError(
             f"state.leaves{path} holds {type(s.rule_state)._fields}, but "
             f"the optimizer needs {rule.state._fields}: make it with its own init and the "
             "same options"
         )
-    if not isinstance(s.running, rule.running):
+    if not _is_like(s.running, rule.running):
         raise ValueError(
             f"state.leaves{path} has the running scalars {s.running._fields}, but the "
             f"optimizer needs {rule.running._fields}: make it with its own init"

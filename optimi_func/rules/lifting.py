@@ -111,7 +111,8 @@ class Trace:
                     "part here: only `whole` is given whole tensors"
                 )
             inputs = node.all_input_nodes
-            if inputs and self.host.issuperset(inputs):
+            scalar = inputs and self.host.issuperset(inputs)
+            if scalar and node.target is not math.rounded:
                 self.host.add(node)
             if node.op != "placeholder":
                 self._choose(here, node)
@@ -207,6 +208,9 @@ class Trace:
 
         def on_tensors(*args: Any) -> Any:
             # A 0-d float64 would widen a bool tensor, and other functions refuse it.
+            first = next((x for x in args[count:] if isinstance(x, Tensor)), None)
+            if first is None or first.dtype == args[0].dtype:  # tensors of one dtype
+                return made(None, *args)
             dtype, scalars = args[0].dtype, args[count:]
             cast = [x.to(dtype) if isinstance(x, Tensor) else x for x in scalars]
             return made(None, *args[:count], *cast)
@@ -398,7 +402,8 @@ def _tried(where: str, graph: fx.Graph, *given: Any) -> Any:
         except Exception as error:
             here = where + node.meta.get("line", "")
             raise TypeError(f"{here} raises in {fn.__name__}: {error}") from error
-        if fn is _restored:
+        read = [at[x] for x in node.all_input_nodes]
+        if fn is _restored or (read and all(map(is_scalar, read))):
             continue
         if not isinstance(at[node], Tensor) or at[node].shape != given[0].shape:
             raise TypeError(

@@ -3,19 +3,22 @@
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import NEAREST
 from optimi_func.core.math import moment
 from optimi_func.core.rule import Direction, Means, NoRunning, NoState, Rule
 from optimi_func.core.storage import encode, field_of
+from optimi_func.rules.alike import other_scalars
+from optimi_func.rules.coefficients import prepared
 from optimi_func.rules.lifting import Trace, Traced, as_scalar, check_elementwise, is_scalar
 
 # The arguments that methods take, by name; direction may have others, its extras.
@@ -30,6 +33,10 @@ _TAKES = {
 }
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
+# Methods that are called with values.
+_CALLED = ("coeffs", "init", "refuses", "whole")
+# Names in a class body that make a rule.
+METHODS = {*_TAKES, *_CALLED, "State", "Running", "check", "mistakes", "usual_decay"}
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 RATES = ("lr", "weight_decay")
@@ -43,6 +50,7 @@ class Making:
     def __init__(self, cls: Any, numbers: dict[str, Any], statics: dict[str, Any]) -> None:
         """Make stand-ins; `numbers` are the hyperparameters with their defaults."""
         self.cls, self.name, self.statics = cls, cls.__name__, statics
+        self.read: set[str] = set()  # what methods have read of self
         self.trace = trace = Trace(self.name)
         self.defaults = {**numbers, **dict.fromkeys(RATES, 0.1)}
         self.scalars: dict[str, Any] = {
@@ -51,14 +59,14 @@ class Making:
             else trace.input(name, True)
             for name, x in self.defaults.items()
         }
-        self.me = cls.bare({**statics, **self.scalars})
+        self.me = cls.bare({**statics, **self.scalars, "_read": self.read})
         # hasattr of the class, because one of a property hides its AttributeError.
         self.kind: Any = self.me.State if hasattr(cls, "State") else NoState
         self.makers = _makers(self.name, self.kind)
         # On the meta device zeros_like would import sympy, which takes half a second.
         low = torch.empty(1, dtype=torch.bfloat16, device="cpu")
         wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
-        cls.pure.narrow = wide.index(True) if True in wide else None
+        self.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {x: trace.input(x) for x in (*"gxud", "decay")}
         self.given["t"] = trace.input("t", True)
@@ -155,8 +163,8 @@ class Making:
             )
         return flat
 
-    def rule(self) -> Rule[Any, Any]:
-        """Trace all methods, try them, and return the Rule."""
+    def rule(self, tried: bool = True) -> Rule[Any, Any]:
+        """Trace all methods, try them on tensors if `tried`, and return the Rule."""
         trace, me, kind = self.trace, self.given, self.kind
         given = [me["g"], *me["s"], me["x"], *[me[x] for x in self.extras]]
         inputs = {
@@ -181,27 +189,41 @@ class Making:
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
             divisor = [self.call("means", mean=mean, s=new)]
             inputs["means"] = [me["g"], me["x"], me["d"], me["decay"], *new]
+        # If accumulate differs in scalars alone, it is the direction with others.
+        others = other_scalars(trace, found["direction"], found.get("accumulate", []))
+        again = found.pop("accumulate") if others is not None else []
         trace.require([*chain(*found.values()), *divisor])
+        accumulate = self._accumulate(others) if others is not None else None
+        if again and accumulate is None:
+            found["accumulate"] = again
+            trace.require(again)
         whole = self._whole() if self.names("whole") else None
-        coeffs, names = self._coeffs(advanced)
+        n, more = len(trace.coeffs), len(self.extras)
         settled, _ = trace.function(averages, divisor)
-
+        made = {x: trace.function(inputs[x], results) for x, results in found.items()}
+        run = {method: fn for method, (fn, _) in made.items()}
+        by = "sum" if "decay" in self.names("means") else "direction"
+        code = repr((kind._fields, trace.code, by))
+        coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
         before = (0.1, self.running()) if advanced else ()
         now = coeffs(3.0, *before, **self.defaults)
-        now, n, more = now[0] if advanced else now, len(trace.coeffs), len(self.extras)
-        run = dict[str, Callable[..., Any]]()
-        for method, results in found.items():
-            run[method], graph = trace.function(inputs[method], results)
+        now = now[0] if advanced else now
+        for method, (_, graph) in made.items() if tried else ():
             first, count = _FIRST.get(method, "d"), len(inputs[method])
-            labels = [first] * len(results) if method == "means" else [first, *kind._fields]
+            many = method == "means"
+            labels = [first] * len(found[method]) if many else [first, *kind._fields]
             where = f"{self.name}.{method}"
             if views := check_elementwise(where, labels, graph, count, now[:n]):
                 run[method] = partial(_without_views, run[method], views)
 
-        by = "sum" if "decay" in self.names("means") else "direction"
-        code = repr((self.name, kind._fields, trace.code, by))
+        usual = run["direction"]
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
+            given = c if not more else (*c[n : n + more], *c[:n])
+            d, *state = usual(g, *s, x, *given)
+            return Direction(d, new := kind(*state), new)
+
+        def either(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]
             d, *state = fn(g, *s, x, *c[n : n + more], *c[:n])
             return Direction(d, new := kind(*state), new)
@@ -214,11 +236,12 @@ class Making:
             return list(run["means"](g, x, d, decaying, *s, *c[:n]))
 
         return Rule(
-            *(self.name, kind, self._init(), coeffs, direction),
+            *(self.cls._name or self.name, kind, self._init(), coeffs),
+            direction=either if "accumulate" in run else direction,
             after=after if "after" in run else None,
             accumulate=(lambda c: c._replace(further=(True,)))
             if "accumulate" in run
-            else None,
+            else accumulate,
             means=Means(
                 len(averages),
                 measure,
@@ -237,23 +260,53 @@ class Making:
             extras=tuple(self.extras),
             numbers=names,
             digest=sha256(code.encode()).hexdigest(),
+            narrow=self.narrow,
+            prepare=prepare,
         )
 
-    def _coeffs(self, more: list[Traced]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-        """Return `Rule.coeffs`, and the names of the hyperparameters that it takes."""
+    def _accumulate(self, others: dict[Node, Any]) -> Callable[[Any], Any] | None:
+        """Return `Rule.accumulate`, which replaces coefficients, or None if it cannot."""
+        coeffs = [Traced(node, self.trace._tracer) for node in self.trace.coeffs]
+        fixed = {a: x for a, x in others.items() if not isinstance(x, Node)}
+        rest = [(a, b) for a, b in others.items() if a not in fixed]
+        found = [(a, Traced(b, self.trace._tracer)) for a, b in rest]
+        try:
+            code = self.trace.code
+            compute, _ = self.trace.function(coeffs, [x for _, x in found], on_host=True)
+            self.trace.code = code
+        except TypeError:  # of scalars that are no coefficients
+            return None
+        places = {a: f"c{i}" for i, a in enumerate(self.trace.coeffs)}
+        n, names = len(coeffs), [places[a] for a, _ in found]
+        own = {places[a]: float(x) for a, x in fixed.items()}
+
+        def accumulate(c: Any) -> Any:
+            return c._replace(**own, **dict(zip(names, compute(*c[:n])[n:])))
+
+        return accumulate
+
+    def _coeffs(
+        self, more: list[Traced], further: bool
+    ) -> tuple[Callable[..., Any], tuple[str, ...], Any]:
+        """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`."""
         n, running = len(self.trace.coeffs), self.running
         explicit, named = self.explicit, self.named
         used = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
         rates = [
             x for x in RATES if self.scalars[x].node in used or x in self.names("coeffs")
         ]
-        names = [x for x in self.scalars if x not in RATES or x in rates]
+        # Methods that are not traced may read any.
+        reads = {x for x in self.scalars if used & self._nodes(x)}
+        reads |= {*self.scalars} if self.untraced else set()
+        names = [x for x in self.scalars if (x in reads if x not in RATES else x in rates)]
         scalars = pytree.tree_leaves([self.scalars[x] for x in names])
         given = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
-        host, _ = self.trace.function(given, more, on_host=True)
-        fields = [*[f"c{i}" for i in range(n)], *self.extras, "further"]
-        kind: Any = namedtuple("Coeffs", fields)  # pyright: ignore[reportUntypedNamedTuple]
-        empty = (None,) * len(self.extras)
+        host, graph = self.trace.function(given, more, on_host=True)
+        rest = [(x, None) for x in self.extras] + [("further", ())] * further
+        fields = [*[f"c{i}" for i in range(n)], *[x for x, _ in rest]]
+        kind: Any = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
+            "Coeffs", fields, defaults=[x for _, x in rest]
+        )
 
         def coeffs(t: Any, *before: Any, **given: Any) -> Any:
             values = [t]
@@ -263,10 +316,23 @@ class Making:
             r = before[1] if before else ()
             _, c = explicit(t, r, given, named) if explicit else ((), {})
             found = host(*values, *r, *[c[name] for name in named])
-            now = kind(*found[:n], *empty, ())
+            now = kind(*found[:n])
             return (now, running(*found[n:])) if before else now
 
-        return coeffs, tuple(names)
+        late = [self.given["t"], *[self.scalars[x] for x in RATES]]
+        prepare = None
+        if not explicit:
+            rates, r = ([x.node.name for x in y] for y in (late, self.given["r"]))
+            prepare = cache(partial(prepared, graph, rates, r, kind, running))
+        return coeffs, tuple(names), prepare
+
+    def _nodes(self, name: str) -> set[Node]:
+        return {x.node for x in pytree.tree_leaves(self.scalars[name])}
+
+    @property
+    def untraced(self) -> bool:
+        """True if the class has methods that are not traced, but called with values."""
+        return any([hasattr(self.cls, x) for x in _CALLED])
 
     def _init(self) -> Callable[..., Any]:
         """Return `Rule.init`: zeros, or what the class's own init returns."""

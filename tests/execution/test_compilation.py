@@ -1,5 +1,6 @@
 """What compiling promises, counted: graphs, kernels, allocations, autograd's notice."""
 
+import itertools
 import os
 import re
 import threading
@@ -28,12 +29,16 @@ SHAPES = [
 ]
 
 
+COUNT = itertools.count()
+
+
 def fresh(name: str, **options):
     """A rule of its own, so that another test's kernels do not count."""
     import dataclasses
 
     optimizer = getattr(optimi_func, name)(**options)
-    own = {"rule": dataclasses.replace(optimizer.rule)}
+    digest = optimizer.rule.digest and f"{optimizer.rule.digest} {next(COUNT)}"
+    own = {"rule": dataclasses.replace(optimizer.rule, digest=digest)}
     return type(name, (type(optimizer),), own)(**options)
 
 

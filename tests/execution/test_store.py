@@ -505,7 +505,7 @@ def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
 
 
 def test_rules_are_told_by_their_functions() -> None:
-    adam, other = optimi_func.adamw(lr=0.1).rule, optimi_func.lion(lr=0.1).rule
+    adam, other = optimi_func.radam(lr=0.1).rule, optimi_func.adopt(lr=0.1).rule
     assert kernels.identity(adam) == kernels.identity(replace(adam))
     assert kernels.identity(adam) != kernels.identity(other)
     assert kernels.identity(adam) != kernels.identity(replace(adam, after=other.direction))
@@ -518,8 +518,8 @@ def test_rules_are_told_by_their_functions() -> None:
     assert kernels.identity(replace(adam, direction=own)) is None
     assert kernels.identity(replace(adam, direction=functools.partial(own))) is None
     named = replace(adam, direction=own, digest="abc")
-    assert kernels.identity(named) == ["adam", "abc"]
-    assert kernels.identity(replace(named, digest="abd")) != ["adam", "abc"]
+    assert kernels.identity(named) == ["abc"]
+    assert kernels.identity(replace(named, digest="abd")) != ["abc"]
     plain, nesterov = (
         elementwise(muon(lr=0.1, nesterov=x).rule, True) for x in (False, True)
     )

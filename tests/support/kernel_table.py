@@ -37,6 +37,8 @@ TABLE = frozenset(
         "move_float32_write_in_place",
     }
 )
+# AdamW's kernels are Adam's, under the name of whichever is first.
+TABLE |= {x.replace("adam_", "adamw_", 1) for x in TABLE if x.startswith("adam_")}
 
 ADVICE = (
     "mark it `full` (`make test-full` then runs it), pass compile=False, or take a kernel "

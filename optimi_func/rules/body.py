@@ -1,0 +1,476 @@
+"""Optimizers that are written as class bodies: fields, a State, a direction."""
+
+import inspect
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, make_dataclass
+from functools import partial
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+)
+
+import torch
+from torch import Tensor, optim
+
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.fields import EMPTY, Field, Float, Floats, Params, read
+from optimi_func.classes.forms import (
+    TreeInit,
+    TreeStep,
+    check_calls,
+    step_function,
+    with_options,
+)
+from optimi_func.core.checks import bind_call, shown
+from optimi_func.core.rule import PyTree, Rule
+from optimi_func.core.storage import storage_of
+from optimi_func.core.torch_private import constant_in_graphs
+from optimi_func.pure.casts import resolve_tree
+from optimi_func.pure.functional import FunctionalOptimizer, derived
+from optimi_func.pure.tree import (
+    FlatTree,
+    Rewrite,
+    TreeState,
+    broadcast,
+    init_tree,
+    path_of,
+)
+from optimi_func.rules.making import METHODS, NAMES, RATES, Making
+from optimi_func.state.convert import Counterparts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Decay: TypeAlias = Literal["decoupled", "l2", "proximal"]
+# In place of a value for which methods are not traced, because it may be any number.
+NUMBER = "any number"
+
+
+class choice(Generic[T]):
+    """A property of hyperparameters that methods may branch on: they are traced for each.
+
+    A number, as a momentum, is a stand-in while they are traced. A choice is computed of
+    its value, before.
+    """
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: Any) -> T:
+        """Return the value of an instance that has one, else compute it."""
+        if instance is None:
+            return cast(T, self)
+        own = instance.__dict__
+        return read(own, self.name) if self.name in own else self.make(instance)
+
+    # Without this, an item of `__dict__` would be read unseen.
+    def __set__(self, instance: Any, x: T) -> None:
+        instance.__dict__[self.name] = x
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OwnRule(FunctionalOptimizer):
+    """Base class of the values of an optimizer: its rule with hyperparameters."""
+
+    owner: ClassVar[type["Body"]]
+    usual: ClassVar[Decay] = "decoupled"
+
+    @derived
+    def rule(self) -> Rule[Any, Any]:
+        """The mathematics, a rule for each combination of static options."""
+        owner, statics = self.owner, self.owner.statics_of(self)
+        _trace(owner, statics)
+        return owner._rules[key_of(statics)]
+
+    @derived
+    def decay(self) -> Any:
+        """The kind of weight decay."""
+        owner = self.owner
+        if owner.usual_decay is Body.usual_decay:
+            return self._decay_kind(owner._usual)
+        return self._decay_kind(owner.with_values(self).usual_decay())
+
+    @property
+    def narrow_betas(self) -> tuple[Any, ...]:
+        """The betas of moments that are stored in the parameter's dtype by default."""
+        return getattr(self, "betas", ())[: self.rule.narrow]
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, without defaults."""
+        shown = super().__repr__()
+        return shown if self.owner._name else shown.replace("(", ".pure(", 1)
+
+    def check(self) -> None:
+        """Raise if a hyperparameter is out of range, also by the class's own `check`."""
+        where = type(self).__name__
+        for name in self.choices:
+            x, usual = getattr(self, name), getattr(type(self), name, callable)
+            if isinstance(x, Tensor) or (callable(x) and not callable(usual)):
+                raise TypeError(
+                    f"{where}: {name}={shown(x)}, but {name} is static: a tensor or a "
+                    "schedule needs a field whose default is a float"
+                )
+        means = self.rule.means
+        if self.cautious and means is not None and means.divides == "sum":
+            raise ValueError(
+                f"{where}: cautious=True with means that take decay: allowed is False"
+            )
+        super().check()
+        # A class's `check` sets the bounds of fields that have none of their own.
+        bound = not hasattr(self.owner, "check")
+        for own in self.owner._own.values():
+            if own.name not in RATES:  # checked before, and may be a prefix of the tree
+                own.check(getattr(self, own.name), bound or not own.plain)
+        if not bound:
+            self.owner.with_values(self).check()
+
+    @property
+    def starting_rule(self) -> Rule[Any, Any]:
+        """The rule, with the class's `init` of these hyperparameters."""
+        if not hasattr(self.owner, "init"):
+            return self.rule
+        rule, own = copy(self.rule), cast(Any, self.rule.init)
+        numbers = resolve_tree("a number", self.numbers, torch.zeros(()), False)
+        object.__setattr__(rule, "init", partial(own, numbers=numbers))
+        return rule
+
+    def likely_mistakes(self) -> list[str]:
+        """Return warnings of options that are allowed, but probably a mistake."""
+        found = super().likely_mistakes()
+        if hasattr(self.owner, "mistakes"):
+            found += self.owner.with_values(self).mistakes()
+        return found
+
+    def step(
+        self,
+        params: T,
+        grads: PyTree,
+        state: TreeState,
+        *,
+        rewrite: Rewrite | None = None,
+        **extras: Any,
+    ) -> tuple[T, TreeState]:
+        """Return the parameters and the state: see `FunctionalOptimizer.step`.
+
+        Extras are what `direction` takes besides, by name: trees with a tensor for each
+        parameter, or prefixes of them.
+
+        Raises:
+            TypeError: An extra that `direction` lacks, or does not take.
+        """
+        if (extras or self.rule.extras) and {*self.rule.extras} != {*extras}:
+            raise TypeError(
+                f"{type(self).__name__}.pure(...).step got the extras {sorted(extras)}: "
+                f"its direction takes {sorted(self.rule.extras)}"
+            )
+        tree = FlatTree.of(params, grads, state).check(self.rule)
+        if not extras:
+            return self._step(tree, rewrite)
+        own: list[dict[str, Any]] = [{} for _ in tree.leaves]
+        for name, given in extras.items():
+            found, at = broadcast(name, given, tree)
+            for i, p in enumerate(tree.leaves):
+                own[i][name] = x = found[at[i]]
+                if isinstance(x, Tensor) and x.shape not in (p.shape, ()):
+                    raise ValueError(
+                        f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
+                        f"its parameter {tuple(p.shape)}: allowed are that and ()"
+                    )
+        return self._step(tree, rewrite, own)
+
+
+@constant_in_graphs
+def _trace(cls: "type[Body]", statics: tuple[Any, ...]) -> bool:
+    """Trace the methods, if they are new. A graph being compiled calls this at once."""
+    cls.rule_for(statics)
+    return True
+
+
+class Body(BaseOptimizer):
+    """Base class of optimizers that are written as class bodies: see `Optimizer`.
+
+    The package's have a `name`, that of their value. Their methods are traced when they are
+    first used, and tests try what `Optimizer` does at the definition.
+    """
+
+    pure: ClassVar[Callable[..., OwnRule]]
+    at_definition: ClassVar[bool] = False
+    _name: ClassVar[str] = ""
+    _own: ClassVar[dict[str, Field[Any, Any]]] = {}
+    _choices: ClassVar[tuple[str, ...]] = ()
+    _rules: ClassVar[dict[Any, Rule[Any, Any]]] = {}
+    # Traced rules with the choices that their methods have read.
+    _known: ClassVar[list[tuple[dict[str, Any], Rule[Any, Any]]]] = []
+    _usual: ClassVar[Decay] = "decoupled"
+
+    def __init_subclass__(cls, decay: Decay | None = None, name: str = "") -> None:
+        """Make `pure` and the constructor, and trace the methods."""
+        if not (name or decay or _is_rule(cls)):
+            super().__init_subclass__()
+            return
+        cls._name, cls._usual = name, decay or cls._usual
+        cls._own = {**cls._own, **_own_fields(cls)}
+        cls._choices = tuple([x for x in dir(cls) if isinstance(vars_of(cls, x), choice)])
+        cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
+        cls.pure = _lacks_direction(cls)
+        if traced:
+            cls.factory = cls.pure = _pure(cls)
+        super().__init_subclass__()
+        defaults = {own.name: own.default for own in cls._own.values()}
+        if traced and cls.at_definition and EMPTY not in defaults.values():
+            cls.rule_for(cls.statics_of(cls.bare(defaults)))
+
+    def usual_decay(self) -> Decay:
+        """Return the kind of decay without decouple_lr and corrected_decay."""
+        return self._usual
+
+    @classmethod
+    def bare(cls, values: dict[str, Any]) -> Any:
+        """Return an instance with hyperparameters as attributes, and nothing else."""
+        made: Any = object.__new__(cls)
+        made.__dict__.update(values)
+        return made
+
+    @classmethod
+    def with_values(cls, value: OwnRule) -> Any:
+        """Return an instance with the hyperparameters of a value as attributes."""
+        return cls.bare({f.name: getattr(value, f.name) for f in fields(value)})
+
+    @classmethod
+    def statics_of(cls, value: Any) -> tuple[Any, ...]:
+        """Return what methods may branch on: static options, and choices."""
+        found: list[Any] = []
+        for own in cls._own.values():
+            if own.static:
+                x = getattr(value, own.name)
+                found.append(x if own.is_static(x) else NUMBER)
+        if cls._choices:
+            given = value if isinstance(value, Body) else cls.with_values(value)
+            found += [getattr(given, name) for name in cls._choices]
+        return tuple(found)
+
+    @classmethod
+    def shaping(cls) -> list[str]:
+        """Return the names of the hyperparameters that State depends on."""
+        names: set[str] = set()
+        me = cls.bare({own.name: own.default for own in cls._own.values()})
+        me.__dict__["_read"] = names
+        getattr(me, "State", None)
+        return [own.name for own in cls._own.values() if own.name in names]
+
+    @classmethod
+    def rule_for(cls, statics: tuple[Any, ...]) -> Rule[Any, Any]:
+        """Return the rule of a combination of what methods may branch on."""
+        if key_of(statics) in cls._rules:
+            return cls._rules[key_of(statics)]
+        names = [own.name for own in cls._own.values() if own.static]
+        given = dict(zip((*names, *cls._choices), statics))
+        fixed = {name: x for name, x in given.items() if x is not NUMBER}
+        for known, rule in cls._known:
+            if all([repr(given[k]) == repr(x) and given[k] == x for k, x in known.items()]):
+                cls._rules[key_of(statics)] = rule
+                return rule
+        own = {own.name: own.default for own in cls._own.values()}
+        numbers = {name: x for name, x in own.items() if name not in fixed}
+        odd = bool, type(None), type
+        numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
+        making = Making(cls, numbers, fixed)
+        rule = making.rule(cls.at_definition)
+        if cls.at_definition:
+            again = Making(cls, numbers, fixed)
+            again.rule(tried=False)
+            if making.trace.code != again.trace.code:
+                raise TypeError(
+                    f"{cls.__name__} computes something else each time that it is traced, "
+                    "as with Python's random numbers: leave them out"
+                )
+        names = {*given} if making.untraced else making.read
+        cls._known.append(({k: x for k, x in given.items() if k in names}, rule))
+        cls._rules[key_of(statics)] = rule
+        return rule
+
+
+def key_of(statics: tuple[Any, ...]) -> Any:
+    """Return a key: 1, 1.0 and True are equal, but not the same."""
+    return statics, repr(statics)
+
+
+def vars_of(cls: type[Any], name: str) -> Any:
+    """Return an attribute of a class as it is written."""
+    return inspect.getattr_static(cls, name)
+
+
+def _is_rule(cls: type[Any]) -> bool:
+    """Return True if a class body has a part of a rule."""
+    kinds = inspect.get_annotations(cls).items()
+    own = [name for name, kind in kinds if name[0] != "_" and "ClassVar" not in str(kind)]
+    known = {*cls._own, *RATES}  # another default
+    own += [k for k, x in vars(cls).items() if isinstance(x, choice) or k in known]
+    return bool(own) or not METHODS.isdisjoint(vars(cls))
+
+
+def _own_fields(cls: type[Any]) -> dict[str, Field[Any, Any]]:
+    """Return the fields of a class body, and put them in the place of defaults."""
+    found: dict[str, Field[Any, Any]] = {}
+    annotations, keyword = inspect.get_annotations(cls), False
+    for name, x in vars(cls).items():
+        if name in {*cls._own, *RATES} - {*annotations} and not hasattr(x, "__get__"):
+            own = cls._own.get(name)  # another default
+            annotations[name] = float if own is None else own.argument
+    cls.__annotations__ = annotations
+    taken = {*dir(Body), *Body._parameters, "pure", "factory", "keywords"}
+    taken -= {*RATES, "usual_decay"}
+    if cls._name:
+        taken = {*Body._parameters} - {*RATES}
+    for name in [*annotations, *vars(cls)]:
+        kind = annotations.get(name)
+        keyword = keyword or kind in (KW_ONLY, "KW_ONLY")
+        if name.startswith("_") or "ClassVar" in str(kind) or name in found:
+            continue
+        if name not in annotations:
+            refused = taken - {*dir(optim.Optimizer)}  # methods may extend step
+        else:
+            refused = taken | {*dir(OwnRule)} | NAMES
+        if name in refused - {*RATES} and not (cls._name and name not in annotations):
+            raise TypeError(
+                f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
+                "argument of its methods: choose another name"
+            )
+        if name not in annotations:
+            continue
+        if isinstance(kind, InitVar):
+            if name not in RATES:
+                continue  # of the class alone
+            kind = kind.type
+        found[name] = own = _field(name, kind, cls.__dict__.get(name, EMPTY))
+        own.keyword = keyword
+        if type(own.default).__hash__ is None:
+            raise TypeError(
+                f"{cls.__name__}.{name} = {own.default!r} may change: write a tuple"
+            )
+        setattr(cls, name, own)
+    return found
+
+
+def _field(name: str, annotation: Any, default: Any) -> Field[Any, Any]:
+    """Return the field of an annotation and a default, which may be one."""
+    made = default
+    if not isinstance(default, Field):
+        several = isinstance(default, tuple)
+        floats = any([isinstance(x, float) for x in (default if several else (default,))])
+        some = [
+            x for x in (default if several else (default,)) if isinstance(x, float | int)
+        ]
+        bounds: dict[str, float] = {}
+        if min(some, default=0.0) < 0.0:
+            bounds["least"] = -math.inf
+        if math.inf in some:
+            bounds["most"] = math.inf
+        if several and floats:
+            if name == "betas" and max(some) < 1.0:
+                bounds["below"] = 1.0
+            made = Floats[Any, Any](*default, **bounds)
+        elif floats or ("float" in str(annotation) and default is not None):
+            made = cast(Any, Float)(default, **bounds)
+        else:
+            made = Field[Any, Any](default)
+            made.value = bool if annotation in (bool, "bool") else Any
+        made.argument, made.plain = annotation, True
+    made.name = name
+    return made
+
+
+def _lacks_direction(cls: type[Any]) -> Any:
+    """Make the constructor of a base raise, and return what raises, for its `pure`."""
+
+    def raises(*args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
+
+    type.__setattr__(cls, "__init__", raises)  # type checkers keep the one of the fields
+    return raises
+
+
+def _pure(cls: type[Body]) -> type[OwnRule]:
+    """Return the dataclass of the hyperparameters of a class."""
+    if (usual := cls._usual) not in get_args(Decay):
+        raise ValueError(f"{cls.__name__}: decay={usual!r}: allowed are {get_args(Decay)}")
+    coupled = {"decouple_wd": False} if usual == "l2" else {}  # saved groups lack it
+    counterparts = getattr(cls, "counterparts", None) or Counterparts(
+        our_options=lambda group: coupled if "decouple_lr" in group else {}
+    )
+    own = sorted(cls._own.values(), key=lambda x: x.keyword)
+    name = cls._name
+    made = make_dataclass(
+        name or cls.__name__,
+        [
+            (x.name, x.value, field() if x.default is EMPTY else field(default=x.default))
+            for x in own
+        ],
+        bases=(OwnRule,),
+        namespace={
+            "owner": cls,
+            "usual": usual,
+            "choices": tuple([x.name for x in own if not x.number]),
+            "counterparts": counterparts,
+            "__doc__": f"`{cls.__name__}` as a value: `init` and `step` over a tree of "
+            "parameters."
+            if name
+            else f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
+            "__module__": cls.__module__,
+            "__qualname__": name or f"{cls.__qualname__}.pure",
+        },
+        frozen=True,
+        kw_only=True,
+        repr=False,
+    )
+    check_calls(made)
+    return made
+
+
+def functions(
+    cls: Callable[Concatenate[Params, P], Body],
+) -> tuple[Callable[P, OwnRule], TreeInit, TreeStep[P]]:
+    """Return `lion`, `lion_init` and `lion_step`, for example: the value and its functions.
+
+    The init takes the options that its State depends on.
+    """
+    made: Any = cast(Any, cls).pure
+    return made, _init_function(made), step_function(made)
+
+
+def _init_function(made: type[OwnRule]) -> TreeInit:
+    names, own = made.owner.shaping(), inspect.signature(made).parameters
+
+    def init(params: PyTree, **options: Any) -> TreeState:
+        if not known.issuperset(options):
+            bind_call(init.__name__, inspect.signature(init), (params,), options)  # raises
+        chosen = {name: options.pop(name) for name in names if name in options}
+        rule = made(lr=0.0, **chosen).starting_rule
+        return init_tree(rule, params, storage_of(**options))
+
+    shown = inspect.signature(init)
+    first, last = shown.parameters.values()
+    more = [own[name] for name in names]
+    init.__signature__ = shown.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[first, *more, last]
+    )
+    init.__name__ = init.__qualname__ = f"{made.__name__}_init"
+    init.__module__ = made.__module__
+    init.__doc__ = (
+        f"Fresh {made.__name__} state for params: see `FunctionalOptimizer.init`."
+    )
+    with_options(init)
+    known = {*inspect.signature(init).parameters}
+    return init

@@ -1,0 +1,98 @@
+"""Coefficients of a step in plain Python, for hyperparameters that are Python numbers.
+
+What `lifting` makes of a rule's scalar work takes tensors too, and asks each number what it
+is. This writes the same work as a function of floats, and what does not depend on the step
+as constants around it.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from optimi_func.core import math as core
+from optimi_func.rules import lifting
+
+_EXPRESSIONS = {
+    core.choose: "{1} if {0} else {2}",
+    lifting._root: "sqrt({})",
+    lifting._OURS[operator.pow]: "pow({}, {})",
+    lifting._OURS[operator.truediv]: "{} / {}",
+    operator.add: "{} + {}",
+    operator.sub: "{} - {}",
+    operator.mul: "{} * {}",
+    operator.neg: "-{}",
+    operator.gt: "{} > {}",
+    operator.ge: "{} >= {}",
+    operator.lt: "{} < {}",
+    operator.le: "{} <= {}",
+    operator.eq: "{} == {}",
+    operator.ne: "{} != {}",
+}
+
+
+def prepared(
+    graph: fx.Graph, rates: Sequence[str], before: Sequence[str], kind: Any, running: Any
+) -> Callable[..., Callable[..., Any]]:
+    """Return `(*numbers) -> (t, lr, weight_decay, r) -> (coefficients, r)` for floats.
+
+    `rates` are the names of t, lr and weight_decay in the graph, and `before` those of the
+    running scalars r. Its results are those of `kind`, then those of `running`. Where
+    Python raises and torch does not, both functions raise ArithmeticError or ValueError.
+    """
+    space: dict[str, Any] = {"sqrt": math.sqrt, "pow": math.pow}
+    names: dict[fx.Node, str] = {}
+    known: dict[str, str] = {}  # the names of expressions
+    late, given, first, then = {*rates, *before}, list[str](), list[str](), list[str]()
+    results: list[str] = []
+
+    def term(x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return names[x]
+        if type(x) in (float, int) and math.isfinite(x):
+            return repr(float(x))
+        space[name := f"k{len(space)}"] = x
+        return name
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = node.name
+            given += [] if node.name in late else [node.name]
+            continue
+        if node.op == "output":
+            results = [term(x) for x in node.args[0]]
+            break
+        args = [term(x) for x in node.args]
+        if (text := _expression(node, args)) is None:
+            space[fn := f"f{len(space)}"] = node.target
+            args += [f"{k}={term(x)}" for k, x in node.kwargs.items()]
+            text = f"{fn}({', '.join(args)})"
+        if text not in known:
+            known[text] = f"x{len(known)}"
+            varies = any([names[x] in late for x in node.all_input_nodes])
+            (then if varies else first).append(f"{known[text]} = {text}")
+            late |= {known[text]} if varies else set()
+        names[node] = known[text]
+    count = len(kind._fields) - len(kind._field_defaults)
+    space["kind"], space["running"] = kind, running
+    now, after = f"kind({', '.join(results[:count])})", "r"
+    if late.isdisjoint(results[:count]):
+        first, now = [*first, f"now = {now}"], "now"
+    if before:
+        after = f"running({', '.join(results[count:])})"
+        then = [f"{', '.join(before)}, = r", *then]
+    lines = [*first, f"def at({', '.join([*rates, 'r'])}):", *[f"    {x}" for x in then]]
+    lines += [f"    return {now}, {after}", "return at"]
+    exec("\n    ".join([f"def prepare({', '.join(given)}):", *lines]), space)
+    return space["prepare"]
+
+
+def _expression(node: fx.Node, args: list[str]) -> str | None:
+    """Return an operation that Python has as an expression of its arguments."""
+    fn = node.target
+    if node.kwargs or not callable(fn):
+        return None
+    found = _EXPRESSIONS.get(fn)
+    return found and found.format(*args)

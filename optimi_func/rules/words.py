@@ -1,0 +1,34 @@
+"""Functions that the methods of a rule take scalars and tensors to alike."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func.core import math
+from optimi_func.rules.lifting import Traced
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """Return torch.where, also for a condition that is a bool."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    return torch.where(condition, yes, no)
+
+
+def rounded(x: Any) -> Any:
+    """Return a scalar as tensors take it, rounded to their dtype.
+
+    Scalar work is done in double precision, before the step. What is done with the result
+    of `rounded` is done with the tensors, and rounded as they are.
+    """
+    if isinstance(x, Traced):
+        return x.tracer.create_proxy("call_function", math.rounded, (x,), {})
+    return x
+
+
+def root(v: Any) -> Any:
+    """Return sqrt(v), elementwise, with a finite derivative at 0."""
+    if isinstance(v, Traced):
+        return v.tracer.create_proxy("call_function", math.root, (v,), {})
+    return math.root(v) if isinstance(v, Tensor) else math.sqrt(v)

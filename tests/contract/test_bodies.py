@@ -1,0 +1,258 @@
+"""The door of all optimizers: fields, choices, what methods read, functions of a class."""
+
+import inspect
+import math
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import optimi_func
+from optimi_func import functional, prepare_for_gradient_release
+from optimi_func.optimizers import adam as adam_file
+from optimi_func.pure.tree import LeafState, TreeState
+from optimi_func.rules import Betas, Body, Float, choice, functions, rounded, where
+from optimi_func.rules.making import Making
+
+BODIES = {
+    name: getattr(functional, name)
+    for name in sorted(functional.__dict__)
+    if hasattr(getattr(functional, name), "owner")
+}
+
+
+class Decaying(Body):
+    weight_decay: Float = Float(0.0)
+
+
+class Momentum(Decaying, name="momentum"):
+    """SGD with a choice, a number of bounds, and an option of the decay alone."""
+
+    betas: Betas = Betas(0.5, 0.75)
+    momentum: Float = Float(0.9, "momentum factor", below=1.0)
+    dampening: Float = Float(0.25, "", bool, type(None))
+    decouple_wd: bool = False
+
+    @choice
+    def averages(self) -> bool:
+        """True if there is a momentum."""
+        return callable(self.momentum) or bool(self.momentum != 0)
+
+    class Buffer(NamedTuple):
+        buffer: Tensor
+
+    class Nothing(NamedTuple):
+        pass
+
+    @property
+    def State(self) -> Any:
+        return self.Buffer if self.averages else self.Nothing
+
+    def usual_decay(self):
+        return "decoupled" if self.decouple_wd else "l2"
+
+    def direction(self, g: Tensor, s: Any, t: float):
+        if not self.averages:
+            return g, self.State()
+        tau = self.dampening
+        if tau is None or isinstance(tau, bool):
+            tau = 1 - self.momentum if tau else 0.0
+        b = self.momentum * s.buffer + where(t == 1, 1.0, 1.0 - tau) * g
+        return b, self.State(b)
+
+    def accumulate(self, g: Tensor, s: Any, t: float):
+        if not self.averages:
+            return g, self.State()
+        b = 1.0 * s.buffer + where(t == 1, 1.0, 1.0 - self.dampening) * g
+        return b, self.State(b)
+
+
+momentum, momentum_init, momentum_step = functions(Momentum)
+
+
+def test_numbers_are_those_that_methods_read() -> None:
+    assert momentum(lr=0.1).rule.numbers == ("momentum", "dampening")
+    assert momentum(lr=0.1, dampening=True).rule.numbers == ("momentum",)
+    assert momentum(lr=0.1, momentum=0.0).rule.numbers == ()
+    assert momentum(lr=0.1, momentum=lambda step: 0.0 * step).rule.state._fields
+    assert not momentum(lr=0.1, momentum=0.0).rule.state._fields
+
+
+def test_a_rule_is_shared_by_options_that_no_method_reads() -> None:
+    rule = momentum(lr=0.1).rule
+    assert momentum(lr=0.1, decouple_wd=True).rule is rule
+    assert momentum(lr=0.1, dampening=0.5).rule is rule
+    assert momentum(lr=0.1, dampening=False).rule is not rule
+    assert momentum(lr=0.1, decouple_wd=True).decay == "decoupled"
+    # adam and adamw differ in their decay alone.
+    assert optimi_func.adam(lr=0.1).rule.digest == optimi_func.adamw(lr=0.1).rule.digest
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"momentum": 1.0}, "Invalid momentum factor: momentum=1.0"),
+        ({"betas": (0.5, 1.0)}, "Invalid beta2 parameter"),
+        ({"betas": (0.5,)}, "2 numbers"),
+        ({"dampening": "no"}, "dampening='no'"),
+    ],
+    ids=str,
+)
+def test_fields_have_their_checks(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        momentum(lr=0.1, **given)
+    with pytest.raises((TypeError, ValueError), match=said.split(":")[-1].split("=")[0]):
+        Momentum([torch.ones(1, requires_grad=True)], lr=0.1, **given)
+
+
+def test_the_init_takes_what_the_state_depends_on() -> None:
+    assert [*inspect.signature(momentum_init).parameters][:2] == ["params", "momentum"]
+    params = {"w": torch.ones(2)}
+    assert not momentum_init(params, momentum=0.0).leaves["w"].rule_state
+    assert momentum_init(params).leaves["w"].buffer.tolist() == [0.0, 0.0]
+    with pytest.raises(TypeError, match="momentum_init has no argument 'momentun'"):
+        momentum_init(params, momentun=0.0)
+    assert [*inspect.signature(optimi_func.adam_init).parameters][1] == "amsgrad"
+
+
+def test_fields_are_no_attributes_of_an_optimizer() -> None:
+    optimizer = Momentum([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(AttributeError, match="'Momentum' object has no attribute 'betas'"):
+        optimizer.betas  # noqa: B018
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+
+
+def test_a_subclass_that_extends_a_step_is_the_same_optimizer() -> None:
+    class Counting(optimi_func.AdamW):
+        steps = 0
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1, compile=False)
+
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return super().step(*args, **kwargs)
+
+    assert Counting.factory is optimi_func.adamw
+    w = torch.ones(2, requires_grad=True)
+    optimizer = Counting([w])
+    optimizer.step(w.sum().backward)
+    assert optimizer.steps == 1 and w.detach().max() < 1.0
+
+
+class Twice(Decaying, name="twice"):
+    """Its accumulate does more than its direction does with other scalars."""
+
+    class State(NamedTuple):
+        buffer: Tensor
+
+    def direction(self, g: Tensor, s: Any):
+        return s.buffer + g, self.State(s.buffer + g)
+
+    def accumulate(self, g: Tensor, s: Any):
+        return s.buffer + 2 * g, self.State(s.buffer + g)
+
+
+def test_an_accumulate_of_other_scalars_is_the_same_kernel() -> None:
+    for value in optimi_func.lion(lr=0.1), optimi_func.adamw(lr=0.1), momentum(lr=0.1):
+        coeffs, _ = value.advance(2.0, value.rule.running())
+        again = value.rule.accumulate(coeffs)
+        assert "further" not in coeffs._fields
+        assert any([x != y for x, y in zip(coeffs, again)])
+    coeffs, _ = Twice.pure(lr=0.1).advance(2.0, ())
+    assert coeffs.further == () and Twice.pure(lr=0.1).rule.accumulate(coeffs).further
+
+
+@pytest.mark.parametrize("cls", [Momentum, Twice], ids=lambda x: x.__name__)
+def test_parts_of_a_gradient_in_the_state(cls: Any) -> None:
+    layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = cls(layer.parameters(), lr=1.0, gradient_release=True, compile=False)
+    options: Any = {"accumulation": "states", "accumulation_steps": 2}
+    before = layer.weight.detach().clone()
+    with prepare_for_gradient_release(layer, optimizer, **options):
+        for x in (1.0, 3.0):
+            layer(torch.full((1, 2), x)).sum().backward()
+    moved = before - layer.weight.detach()
+    torch.testing.assert_close(moved, torch.full((1, 2), 4.0 if cls is Momentum else 7.0))
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("betas", [None, 0.0, 0.9])
+def test_plain_coefficients_are_those_of_tensors_work(name: str, betas: Any) -> None:
+    """A function of floats, and the general one, to the bit."""
+    usual = inspect.signature(BODIES[name]).parameters["betas"].default
+    given = {} if betas is None else {"betas": (betas,) * len(usual)}
+    value = BODIES[name](lr=0.1, **given)
+    assert value._plain is not None
+    for t in (1.0, 2.0, 7.0, 5000.0):
+        coeffs, _ = value.advance(t, value.rule.running())
+        want, _ = value.rule.advance(t, 0.1, value.rule.running(), value.numbers)
+        assert coeffs == want and {*map(type, coeffs)} <= {float, tuple}
+
+
+def test_plain_coefficients_leave_to_tensors_where_python_raises() -> None:
+    class Inverse(Decaying, name="inverse"):
+        power: Float = Float(0.5)
+
+        def direction(self, g: Tensor, t: float):
+            return 1 / (t - 1) ** self.power * g
+
+    value = Inverse.pure(lr=0.1)
+    assert value.advance(1.0, ())[0] == (math.inf,)
+    assert value.advance(5.0, ())[0] == (0.5,)
+
+
+def test_rounded_work_is_left_to_the_tensors() -> None:
+    class Product(Decaying, name="product"):
+        factor: Float = Float(0.1)
+        other: Float = Float(0.3)
+
+        def direction(self, g: Tensor):
+            return rounded(self.factor) * self.other * g
+
+    coeffs, _ = Product.pure(lr=0.1).advance(1.0, ())
+    assert coeffs == (0.1, 0.3)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_methods_of_the_package_are_tried_here(name: str) -> None:
+    """At the first use they are not, which would take longer."""
+    cls = BODIES[name].owner
+    own = {x.name: x.default for x in cls._own.values()}
+    fixed = {x.name: own.pop(x.name) for x in cls._own.values() if x.static}
+    rule = Making(cls, own, fixed).rule()
+    assert rule.digest == BODIES[name](lr=0.1).rule.digest
+    assert rule.name == name
+
+
+def test_trees_that_were_saved_by_other_names_of_the_state() -> None:
+    assert adam_file.State is optimi_func.Adam.Plain
+    one, kind = torch.ones(2), namedtuple("State", ("exp_avg",))
+    state = TreeState(torch.ones(()), LeafState(kind(one), None))
+    found, state = optimi_func.lion_step(one, one, state, lr=0.1)
+    assert found.tolist() == pytest.approx([0.9, 0.9])
+    assert type(state.leaves.rule_state) is kind
+
+
+@pytest.mark.full
+def test_a_rule_that_a_graph_meets_first_is_traced_then() -> None:
+    class Late(Decaying, name="late"):
+        nesterov: bool = False
+
+        def direction(self, g: Tensor):
+            return 2 * g if self.nesterov else g
+
+    _, late_init, late_step = functions(Late)
+    params = {"w": torch.ones(2)}
+    state = late_init(params)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(params: Any, state: Any) -> Any:
+        return late_step(params, params, state, lr=0.25, nesterov=True)
+
+    assert len(Late._rules) == 1
+    assert step(params, state)[0]["w"].tolist() == [0.5, 0.5]
+    assert step(params, state)[0]["w"].tolist() == [0.5, 0.5]
+    assert len(Late._rules) == 2

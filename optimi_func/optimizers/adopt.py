@@ -1,82 +1,15 @@
-"""ADOPT (Taniguchi et al. 2024): the rule, the pure optimizer and the class."""
+"""ADOPT (Taniguchi et al. 2024)."""
 
-from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.math import choose, moment, root, slow_moment
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import _adam as adam
-from optimi_func.pure.functional import Number
+from optimi_func.rules import Betas, Body, Float, Moment, Wide, functions, root, where
 
 __all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 
 
-class State(NamedTuple):
-    exp_avg: Tensor  # m
-    exp_avg_sq: Tensor  # v, one gradient behind
-
-
-class Coeffs(NamedTuple):
-    beta1: Scalar
-    one_minus_beta1: Scalar
-    beta2: Scalar  # 0 at the first gradient
-    one_minus_beta2: Scalar
-    limit: Scalar  # (t - 1)^(1/4): of what joins m
-    moves: Scalar  # 0 at the first gradient, which sets v alone, then 1
-    eps: Scalar
-
-
-def init(p: Tensor, kept: MomentStorage) -> State:
-    return State(moment(p, kept), slow_moment(p))
-
-
-def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
-    b1, b2 = betas
-    later = t > 1
-    return Coeffs(
-        *(b1, 1.0 - b1),
-        beta2=choose(later, b2, 0.0),
-        one_minus_beta2=choose(later, 1.0 - b2, 1.0),
-        limit=(t - 1.0) ** 0.25,
-        moves=choose(later, 1.0, 0.0),
-        eps=eps,
-    )
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    scaled = g / root(s.exp_avg_sq).clamp_min(c.eps)
-    clipped = scaled.clamp_min(-c.limit).clamp_max(c.limit)
-    m = c.beta1 * s.exp_avg + c.one_minus_beta1 * clipped
-    v = c.beta2 * s.exp_avg_sq + c.one_minus_beta2 * (g * g)
-    return Direction(m, State(m, v))
-
-
-def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
-    del x
-    return c.moves * u, s
-
-
-adopt_rule = Rule("adopt", State, init, coeffs, direction, after=after)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class adopt(adam.AdamLikeValue, rule=adopt_rule):
-    """`ADOPT` as a value: `init` and `step` over a tree of parameters."""
-
-    narrow = 1
-
-    betas: tuple[Number, Number] = (0.9, 0.9999)
-    decouple_wd: bool = False
-
-
-adopt_init = init_function(adopt_rule)
-adopt_step = step_function(adopt)
-
-
-class ADOPT(adam.AdamLike):
+class ADOPT(Body, name="adopt"):
     """ADOPT: Adam that divides each gradient by the root mean square of those before it.
 
         m <- b1 * m + (1 - b1) * clip(g / max(sqrt(v), eps), (t - 1)^(1/4))
@@ -109,7 +42,30 @@ class ADOPT(adam.AdamLike):
     tensor([0.9900, 0.9900])
     """
 
-    factory = adopt
+    lr: Float = Float(1e-3)
+    betas: Betas = Betas(0.9, 0.9999)
+    weight_decay: Float = Float(0.0)
+    eps: Float = Float(1e-6, "epsilon")
+    decouple_wd: bool = False
 
-    betas: InitVar[tuple[float, float]] = (0.9, 0.9999)
-    decouple_wd: InitVar[bool] = False
+    class State(NamedTuple):
+        exp_avg: Moment  # m
+        exp_avg_sq: Wide  # v, one gradient behind
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2 = self.betas
+        limit = (t - 1) ** 0.25
+        scaled = g / root(s.exp_avg_sq).clamp_min(self.eps)
+        m = b1 * s.exp_avg + (1 - b1) * scaled.clamp_min(-limit).clamp_max(limit)
+        kept, added = where(t > 1, b2, 0.0), where(t > 1, 1 - b2, 1.0)
+        return m, self.State(m, kept * s.exp_avg_sq + added * (g * g))
+
+    def after(self, u: Tensor, s: State, t: float):
+        return where(t > 1, 1.0, 0.0) * u, s
+
+    def usual_decay(self):
+        return "decoupled" if self.decouple_wd else "l2"
+
+
+State = ADOPT.State  # its name in trees that were saved earlier
+adopt, adopt_init, adopt_step = functions(ADOPT)

@@ -367,7 +367,7 @@ def stepped() -> tuple[torch.Tensor, str]:
     for i in range(3):
         grads = [torch.full_like(p, i + 1.0) for p in params]
         compiled.step_(optimizer, params, grads, state)
-    made = list(kernels._kernels.values())[-1]
+    _, made = list(kernels._kernels.values())[-1]
     return torch.cat([p.flatten() for p in params]), getattr(made, "__name__", "list")
 
 

@@ -4,7 +4,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func.rules import Betas, Body, Float, Moment, Wide, functions, root, where
+from optimi_func.rules import (
+    Betas,
+    Body,
+    Float,
+    Moment,
+    Wide,
+    functions,
+    root,
+    rounded,
+    where,
+)
 
 __all__ = ["ADOPT", "adopt", "adopt_init", "adopt_step"]
 
@@ -54,7 +64,7 @@ class ADOPT(Body, name="adopt"):
 
     def direction(self, g: Tensor, s: State, t: float):
         b1, b2 = self.betas
-        limit = (t - 1) ** 0.25
+        limit = rounded((t - 1) ** 0.25)
         scaled = g / root(s.exp_avg_sq).clamp_min(self.eps)
         m = b1 * s.exp_avg + (1 - b1) * scaled.clamp_min(-limit).clamp_max(limit)
         kept, added = where(t > 1, b2, 0.0), where(t > 1, 1 - b2, 1.0)

@@ -1,122 +1,27 @@
-"""AdEMAMix (Pagliardini et al. 2024): the rule, the pure optimizer and the class."""
+"""AdEMAMix (Pagliardini et al. 2024)."""
 
 import math
-from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.fields import Float
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.checks import check_number
-from optimi_func.core.math import (
-    choose,
-    log,
-    moment,
-    power,
+from optimi_func.core.rule import Scalar
+from optimi_func.rules import (
+    Body,
+    Float,
+    Moment,
+    ThreeBetas,
+    Wide,
+    functions,
     root,
-    slow_moment,
-    sqrt,
-    warmed,
+    where,
 )
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = ["AdEMAMix", "ademamix", "ademamix_init", "ademamix_step"]
 
 
-class State(NamedTuple):
-    exp_avg: Tensor  # m1
-    exp_avg_slow: Tensor  # m2
-    exp_avg_sq: Tensor  # v
-
-
-class Coeffs(NamedTuple):
-    beta1: Scalar
-    one_minus_beta1: Scalar
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    beta3: Scalar  # of this step
-    one_minus_beta3: Scalar
-    inv_bias_correction1: Scalar  # 1 / (1 - b1^t)
-    inv_sqrt_bias_correction2: Scalar  # 1 / sqrt(1 - b2^t)
-    alpha: Scalar  # of this step
-    eps: Scalar
-
-
-def init(p: Tensor, kept: MomentStorage) -> State:
-    return State(moment(p, kept), slow_moment(p), slow_moment(p))
-
-
-def coeffs(
-    t: Scalar,
-    *,
-    betas: tuple[Scalar, Scalar, Scalar],
-    eps: Scalar,
-    alpha: Scalar,
-    alpha_warmup: Scalar,
-    beta3_warmup: Scalar,
-) -> Coeffs:
-    b1, b2, b3 = betas
-    # The half-life of m2 in steps, which grows linearly in t from that of b1 to that of b3.
-    first, last = _half_life(b1), _half_life(b3)
-    half_life = first + warmed(t, beta3_warmup) * (last - first)
-    none = half_life == 0
-    warming = choose(none, 0.0, 0.5 ** (1.0 / choose(none, 1.0, half_life)))
-    b3 = choose(t >= beta3_warmup, b3, warming)
-    inverses = 1.0 / (1.0 - power(b1, t)), 1.0 / sqrt(1.0 - power(b2, t))
-    alpha = alpha * warmed(t, alpha_warmup)
-    return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, b3, 1.0 - b3, *inverses, alpha, eps)
-
-
-def _half_life(beta: Scalar) -> Scalar:
-    none = beta == 0
-    return choose(none, 0.0, math.log(0.5) / log(choose(none, 0.5, beta)))
-
-
-def accumulate(c: Coeffs) -> Coeffs:
-    # Both means become those of the whole gradient: see Adam.
-    return c._replace(beta1=1.0, beta2=1.0, beta3=1.0)
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    fast = c.beta1 * s.exp_avg + c.one_minus_beta1 * g
-    slow = c.beta3 * s.exp_avg_slow + c.one_minus_beta3 * g
-    v = c.beta2 * s.exp_avg_sq + c.one_minus_beta2 * (g * g)
-    d = c.inv_bias_correction1 * fast + c.alpha * slow
-    d = d / (c.inv_sqrt_bias_correction2 * root(v) + c.eps)
-    return Direction(d, State(fast, slow, v))
-
-
-ademamix_rule = Rule("ademamix", State, init, coeffs, direction, accumulate=accumulate)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ademamix(FunctionalOptimizer, rule=ademamix_rule):
-    """`AdEMAMix` as a value: `init` and `step` over a tree of parameters."""
-
-    narrow = 1
-
-    lr: Number = 1e-3
-    betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999)
-    eps: Number = 1e-8
-    alpha: Number = 8.0
-    alpha_warmup: Number = 0
-    beta3_warmup: Number = 0
-
-    def check(self) -> None:
-        super().check()
-        check_number("share of the slow mean", "alpha", self.alpha)
-        check_number("warmup of alpha", "alpha_warmup", self.alpha_warmup)
-        check_number("warmup of beta3", "beta3_warmup", self.beta3_warmup)
-
-
-ademamix_init = init_function(ademamix_rule)
-ademamix_step = step_function(ademamix)
-
-
-class AdEMAMix(BaseOptimizer):
+class AdEMAMix(Body, name="ademamix"):
     """AdEMAMix: AdamW with a second, much slower mean of the gradients.
 
         m1 <- b1 * m1 + (1 - b1) * g,   m2 <- b3(t) * m2 + (1 - b3(t)) * g
@@ -149,12 +54,55 @@ class AdEMAMix(BaseOptimizer):
     tensor([0.8999, 0.8999])
     """
 
-    factory = ademamix
-
     lr: Float = Float(1e-3)
-    betas: InitVar[tuple[float, float, float]] = (0.9, 0.999, 0.9999)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-8
-    alpha: InitVar[float] = 8.0
-    alpha_warmup: InitVar[float] = 0
-    beta3_warmup: InitVar[float] = 0
+    betas: ThreeBetas = ThreeBetas(0.9, 0.999, 0.9999)
+    weight_decay: Float = Float(0.0)
+    eps: Float = Float(1e-8, "epsilon")
+    alpha: Float = Float(8.0, "share of the slow mean")
+    alpha_warmup: Float = Float(0, "warmup of alpha")
+    beta3_warmup: Float = Float(0, "warmup of beta3")
+
+    class State(NamedTuple):
+        exp_avg: Moment  # m1
+        exp_avg_slow: Wide  # m2
+        exp_avg_sq: Wide  # v
+
+    def direction(self, g: Tensor, s: State, t: float):
+        b1, b2, _ = self.betas
+        return self.with_moments(g, s, t, b1, b2, self.beta3(t))
+
+    def accumulate(self, g: Tensor, s: State, t: float):
+        # Both means become those of the whole gradient: see Adam.
+        return self.with_moments(g, s, t, 1.0, 1.0, 1.0)
+
+    def with_moments(self, g: Tensor, s: State, t: float, *kept: Scalar):
+        b1, b2, b3 = *self.betas[:2], self.beta3(t)
+        fast = kept[0] * s.exp_avg + (1 - b1) * g
+        slow = kept[2] * s.exp_avg_slow + (1 - b3) * g
+        v = kept[1] * s.exp_avg_sq + (1 - b2) * (g * g)
+        d = 1 / (1 - b1**t) * fast + self.alpha * warmed(t, self.alpha_warmup) * slow
+        d = d / (1 / (1 - b2**t) ** 0.5 * root(v) + self.eps)
+        return d, self.State(fast, slow, v)
+
+    def beta3(self, t: float) -> Scalar:
+        """Return b3(t)."""
+        # The half-life of m2 in steps grows linearly in t from that of b1 to that of b3.
+        b1, _, b3 = self.betas
+        first, last = half_life(b1), half_life(b3)
+        now = first + warmed(t, self.beta3_warmup) * (last - first)
+        warming = where(now == 0, 0.0, 0.5 ** (1 / where(now == 0, 1.0, now)))
+        return where(t >= self.beta3_warmup, b3, warming)
+
+
+def warmed(t: Scalar, warmup: Scalar) -> Scalar:
+    """Return the factor of a linear warmup at step t, in [0, 1]."""
+    return where(t < warmup, t / where(warmup > 0, warmup, 1.0), 1.0)
+
+
+def half_life(beta: Scalar) -> Scalar:
+    """Return the steps in which a mean forgets half of what it knew."""
+    return where(beta == 0, 0.0, math.log(0.5) / torch.log(where(beta == 0, 0.5, beta)))
+
+
+State = AdEMAMix.State  # its name in trees that were saved earlier
+ademamix, ademamix_init, ademamix_step = functions(AdEMAMix)

@@ -15,7 +15,7 @@ from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import is_differentiated, norm
 from optimi_func.core.rule import Direction, Rule, Scalar
-from optimi_func.optimizers import sgd
+from optimi_func.optimizers import _sgd as sgd
 from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
 from optimi_func.state.convert import Counterparts
 

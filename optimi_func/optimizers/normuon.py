@@ -11,8 +11,8 @@ from optimi_func.core.checks import check_number
 from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import norm, root
 from optimi_func.core.rule import MomentStorage, Rule, Scalar
+from optimi_func.optimizers import _sgd as sgd
 from optimi_func.optimizers import muon as muons
-from optimi_func.optimizers import sgd
 from optimi_func.pure.functional import Number, derived
 from optimi_func.state.convert import Counterparts
 

@@ -143,6 +143,8 @@ class Making:
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
         found: Any = self.call(method)
+        if found is None and method == "accumulate":
+            return []  # as if there was none
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         kinds = [x for x in kinds if x._fields and method != "eval_point"]
         said: Any = found if isinstance(found, tuple) else (found,)
@@ -174,6 +176,7 @@ class Making:
             "eval_point": [me["x"], *me["s"]],
         }
         found = {x: self.results(x) for x in inputs if self.names(x)}
+        found = {method: x for method, x in found.items() if x}
         advanced = found["direction"][1 + len(kind._fields) :]
         found = {method: x[: 1 + len(kind._fields)] for method, x in found.items()}
         averages: list[Traced] = []

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 import optimi_func
 from optimi_func import Muon, compiled, muon_init, muon_step, population
 from optimi_func.core.leaf import leaf_step, rates, whole_means
-from optimi_func.core.rule import Leaf, Means, Rule, Scalar, Scalars
+from optimi_func.core.math import moment
+from optimi_func.core.rule import Direction, Leaf, Means, Rule, Scalar, Scalars
 from optimi_func.execution import wholes
 from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
-from optimi_func.optimizers.sgd import Coeffs, State, accumulate, init, look_ahead
+from optimi_func.optimizers.sgd import SGD
 from optimi_func.pure.tree import LeafState
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -167,6 +168,26 @@ def test_a_flag_on_the_device_skips(kind: Any) -> None:
 
 
 # A rule with all that Muon has not: decay within the gradient, and a State of its own.
+State = SGD.Buffer
+
+
+class Coeffs(NamedTuple):
+    momentum: Scalar
+    rest: Scalar
+    ahead: Scalar
+
+
+def init(p: Tensor, kept: Any) -> State:
+    return State(moment(p, kept))
+
+
+def accumulate(c: Coeffs) -> Coeffs:
+    return c._replace(momentum=1.0)
+
+
+def look_ahead(g: Tensor, s: State, c: Coeffs) -> Direction:
+    b = c.momentum * s.momentum_buffer + c.rest * g
+    return Direction(g + c.ahead * b, State(b))
 
 
 def coeffs(t: Scalar) -> Coeffs:

@@ -7,28 +7,23 @@ parameter is y, where gradients are taken; the model is evaluated at x. x is not
 because x = (y - (1 - b1) * z) / b1.
 """
 
-from dataclasses import InitVar, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from optimi_func.classes.evaluation import Evaluated
-from optimi_func.classes.fields import Float
-from optimi_func.classes.forms import init_function, step_function
 from optimi_func.core.checks import check_number
-from optimi_func.core.math import (
-    choose,
-    power,
+from optimi_func.core.rule import Scalar
+from optimi_func.rules import (
+    Betas,
+    Body,
+    Float,
+    SlowSecondMoment,
+    Wide,
+    functions,
     root,
-    slow_moment,
-    slow_second_moment,
-    sqrt,
-    warmed,
+    where,
 )
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar, along_gradient
-from optimi_func.optimizers.radam import rectification
-from optimi_func.pure.functional import FunctionalOptimizer, Number
 
 __all__ = [
     "ScheduleFreeAdamW",
@@ -46,251 +41,14 @@ __all__ = [
 ]
 
 
-class Running(NamedTuple):
-    weight_sum: Scalar = 0.0  # W: the sum of all weights
-    lr_max: Scalar = 0.0  # the largest lr, after its warmup
-    beta1: Scalar = 0.0  # b1 of the last step, which made y; 0 while W is 0
-
-
 class Averaging(NamedTuple):
-    warmed: Scalar  # factor on lr, for its warmup
-    begins: Scalar  # 1 while W is 0, when nothing has moved and z is y; then 0
     weight: Scalar  # factor on z - y in the move of y: c, if b1 has not changed
     inner: Scalar  # factor on u in the move of y: 1 - b1 * (1 - c)
     beyond: Scalar  # (1 - b1) / b1, of the last step
+    running: Any  # after the step
 
 
-def averaging(
-    t: Scalar,
-    lr: Scalar,
-    running: Running,
-    warmed: Scalar,
-    beta1: Scalar,
-    r: Scalar,
-    weight_lr_power: Scalar,
-) -> tuple[Averaging, Running]:
-    """Return the averaging of step t, and `running` after it."""
-    now = lr * warmed
-    top = choose(now > running.lr_max, now, running.lr_max)
-    # The derivative of a power of 0 is not finite, so another base takes its place.
-    moved = top > 0
-    of_none = choose(weight_lr_power == 0, 1.0, 0.0)
-    w = choose(moved, choose(moved, top, 1.0) ** weight_lr_power, of_none) * t**r
-    total = running.weight_sum + w
-    some = total > 0
-    c = choose(some, w / choose(some, total, 1.0), 0.0)
-    begins = choose(running.weight_sum == 0, 1.0, 0.0)
-    inner = 1.0 - beta1 * (1.0 - c)
-    # x follows from y by the b1 that y was made with.
-    before = choose(running.beta1 == 0, beta1, running.beta1)
-    # A tensor may be 0, though no number may: x is lost then, but derivatives stay finite.
-    beyond = 1.0 / choose(before == 0, 1.0, before) - 1.0
-    weight = choose(before == beta1, c, inner - (1.0 - inner) * beyond)
-    found = Averaging(warmed, begins, weight, inner, beyond)
-    return found, Running(total, top, choose(some, beta1, running.beta1))
-
-
-def z_of(x: Tensor, z: Tensor, c: Averaging) -> Tensor:
-    """Return z before a step: the parameter itself if no step has moved it."""
-    return z + c.begins * (x - z)
-
-
-def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
-    a: Averaging = c.averaging
-    z = z_of(x, s.z, a)
-    u = a.warmed * u
-    return a.weight * (z - x) + a.inner * u, s._replace(z=z + u)
-
-
-def eval_point(x: Tensor, s: Any, c: Any) -> Tensor:
-    a: Averaging = c.averaging
-    return x + a.beyond * (x - z_of(x, s.z, a))
-
-
-class SGDState(NamedTuple):
-    z: Tensor  # at least float32; the parameter is y
-
-
-class State(NamedTuple):
-    z: Tensor  # at least float32; the parameter is y
-    exp_avg_sq: Tensor  # v
-
-
-class SGDCoeffs(NamedTuple):
-    averaging: Averaging
-
-
-class AdamWCoeffs(NamedTuple):
-    averaging: Averaging
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    inv_sqrt_bias_correction2: Scalar  # 1 / sqrt(1 - b2^t)
-    eps: Scalar
-
-
-class RAdamCoeffs(NamedTuple):
-    averaging: Averaging
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    inv_sqrt_bias_correction2: Scalar  # 1 / sqrt(1 - b2^t)
-    eps: Scalar
-    adaptive: Scalar  # 1 once rho > 4, before that 0
-    plain: Scalar  # 1 before that, then 0
-
-
-def sgd_init(p: Tensor, kept: MomentStorage) -> SGDState:
-    del kept
-    return SGDState(slow_moment(p))
-
-
-def init(p: Tensor, kept: MomentStorage) -> State:
-    return State(slow_moment(p), slow_second_moment(p, kept))
-
-
-def sgd_coeffs(
-    t: Scalar,
-    lr: Scalar,
-    running: Running,
-    *,
-    momentum: Scalar,
-    warmup_steps: Scalar,
-    r: Scalar,
-    weight_lr_power: Scalar,
-) -> tuple[SGDCoeffs, Running]:
-    share = warmed(t, warmup_steps)
-    average, running = averaging(t, lr, running, share, momentum, r, weight_lr_power)
-    return SGDCoeffs(average), running
-
-
-def adamw_coeffs(
-    t: Scalar,
-    lr: Scalar,
-    running: Running,
-    *,
-    betas: tuple[Scalar, Scalar],
-    eps: Scalar,
-    warmup_steps: Scalar,
-    r: Scalar,
-    weight_lr_power: Scalar,
-) -> tuple[AdamWCoeffs, Running]:
-    b1, b2 = betas
-    share = warmed(t, warmup_steps)
-    average, running = averaging(t, lr, running, share, b1, r, weight_lr_power)
-    rest = b2, 1.0 - b2, 1.0 / sqrt(1.0 - power(b2, t)), eps
-    return AdamWCoeffs(average, *rest), running
-
-
-def radam_coeffs(
-    t: Scalar,
-    lr: Scalar,
-    running: Running,
-    *,
-    betas: tuple[Scalar, Scalar],
-    eps: Scalar,
-    r: Scalar,
-    weight_lr_power: Scalar,
-    silent_sgd_phase: bool,
-) -> tuple[RAdamCoeffs, Running]:
-    b1, b2 = betas
-    enough, rectified = rectification(t, b2, 4.0)
-    share = choose(enough, rectified, 0.0 if silent_sgd_phase else 1.0)
-    average, running = averaging(t, lr, running, share, b1, r, weight_lr_power)
-    adaptive = choose(enough, 1.0, 0.0), choose(enough, 0.0, 1.0)
-    inverse = 1.0 / sqrt(1.0 - power(b2, t))
-    return RAdamCoeffs(average, b2, 1.0 - b2, inverse, eps, *adaptive), running
-
-
-def second_moment(
-    g: Tensor, s: State, c: AdamWCoeffs | RAdamCoeffs
-) -> tuple[Tensor, State]:
-    """Return the denominator sqrt(vhat) + eps, and the state with the new v."""
-    v = c.beta2 * s.exp_avg_sq + c.one_minus_beta2 * (g * g)
-    return c.inv_sqrt_bias_correction2 * root(v) + c.eps, State(s.z, v)
-
-
-def adamw_direction(g: Tensor, s: State, c: AdamWCoeffs) -> Direction:
-    denominator, new = second_moment(g, s, c)
-    return Direction(g / denominator, new)
-
-
-def radam_direction(g: Tensor, s: State, c: RAdamCoeffs) -> Direction:
-    denominator, new = second_moment(g, s, c)
-    # One of the two scalars is 0, because a branch would need another graph.
-    return Direction(g * (c.adaptive / denominator + c.plain), new)
-
-
-averaged = partial(Rule, after=after, running=Running, eval_point=eval_point)
-sgd_rule = averaged("schedule_free_sgd", SGDState, sgd_init, sgd_coeffs, along_gradient)
-adamw_rule = averaged("schedule_free_adamw", State, init, adamw_coeffs, adamw_direction)
-radam_rule = averaged("schedule_free_radam", State, init, radam_coeffs, radam_direction)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ScheduleFree(FunctionalOptimizer):
-    """Base class of the pure optimizers, with the checks of their hyperparameters."""
-
-    narrow = 0
-
-    lr: Number = 2.5e-3
-    r: Number = 0.0
-    weight_lr_power: Number = 2.0
-
-    def check(self) -> None:
-        super().check()
-        own: Any = self
-        if hasattr(self, "betas"):
-            label, name, beta = "beta1 parameter", "betas[0]", own.betas[0]
-        else:
-            label, name, beta = "momentum", "momentum", own.momentum
-        # If it were 0, x could not be computed from y.
-        check_number(label, name, beta, above=0.0, below=1.0)
-        if hasattr(self, "warmup_steps"):
-            check_number("warmup", "warmup_steps", own.warmup_steps)
-        if self.cautious:
-            raise ValueError(
-                "cautious=True with a direction that always has the gradient's sign, so "
-                "that there is nothing to leave out. Allowed is cautious=False"
-            )
-        check_number("power of the step", "r", self.r)
-        check_number("power of the learning rate", "weight_lr_power", self.weight_lr_power)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class schedule_free_sgd(ScheduleFree, rule=sgd_rule):
-    """`ScheduleFreeSGD` as a value: `init`, `step` and `eval_params` over a tree."""
-
-    lr: Number = 1.0
-    momentum: Number = 0.9
-    warmup_steps: Number = 0
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class schedule_free_adamw(ScheduleFree, rule=adamw_rule):
-    """`ScheduleFreeAdamW` as a value: `init`, `step` and `eval_params` over a tree."""
-
-    betas: tuple[Number, Number] = (0.9, 0.999)
-    eps: Number = 1e-8
-    warmup_steps: Number = 0
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class schedule_free_radam(ScheduleFree, rule=radam_rule):
-    """`ScheduleFreeRAdam` as a value: `init`, `step` and `eval_params` over a tree."""
-
-    betas: tuple[Number, Number] = (0.9, 0.999)
-    eps: Number = 1e-8
-    silent_sgd_phase: bool = True
-
-
-schedule_free_sgd_init = init_function(sgd_rule)
-schedule_free_sgd_step = step_function(schedule_free_sgd)
-schedule_free_adamw_init = init_function(adamw_rule)
-schedule_free_adamw_step = step_function(schedule_free_adamw)
-schedule_free_radam_init = init_function(radam_rule)
-schedule_free_radam_step = step_function(schedule_free_radam)
-
-
-class ScheduleFreeOptimizer(Evaluated):
+class ScheduleFreeOptimizer(Evaluated, Body):
     """Base class of the Schedule-Free optimizers.
 
     z is float32 whatever the storage, and so is v unless it is in 8 bits, because bfloat16
@@ -307,8 +65,76 @@ class ScheduleFreeOptimizer(Evaluated):
         weight_lr_power: The power of the largest lr so far, warmup in it, in that weight.
     """
 
+    class Running(NamedTuple):
+        weight_sum: Scalar = 0.0  # W: the sum of all weights
+        lr_max: Scalar = 0.0  # the largest lr, after its warmup
+        beta1: Scalar = 0.0  # b1 of the last step, which made y; 0 while W is 0
 
-class ScheduleFreeSGD(ScheduleFreeOptimizer):
+    def share(self: Any) -> Any:
+        """Return b1, the share of x in y."""
+        return self.betas[0]
+
+    def warmed(self: Any, t: Any) -> Any:
+        """Return the factor on lr at step t, for its warmup."""
+        warmup = self.warmup_steps
+        return where(t < warmup, t / where(warmup > 0, warmup, 1.0), 1.0)
+
+    def averaging(self: Any, t: Any, r: Any) -> Averaging:
+        """Return the averaging of step t."""
+        b1, now = self.share(), self.lr * self.warmed(t)
+        top = where(now > r.lr_max, now, r.lr_max)
+        # The derivative of a power of 0 is not finite, so another base takes its place.
+        moved = top > 0
+        of_none = where(self.weight_lr_power == 0, 1.0, 0.0)
+        w = where(moved, where(moved, top, 1.0) ** self.weight_lr_power, of_none)
+        w = w * t**self.r
+        total = r.weight_sum + w
+        some = total > 0
+        c = where(some, w / where(some, total, 1.0), 0.0)
+        inner = 1.0 - b1 * (1.0 - c)
+        # x follows from y by the b1 that y was made with.
+        before = where(r.beta1 == 0, b1, r.beta1)
+        # A tensor may be 0, though no number may: x is lost then, but derivatives stay
+        # finite.
+        beyond = 1.0 / where(before == 0, 1.0, before) - 1.0
+        weight = where(before == b1, c, inner - (1.0 - inner) * beyond)
+        after = self.Running(total, top, where(some, b1, r.beta1))
+        return Averaging(weight, inner, beyond, after)
+
+    def z_of(self, x: Tensor, s: Any, r: Any) -> Tensor:
+        """Return z before a step: the parameter itself if no step has moved it."""
+        return s.z + where(r.weight_sum == 0, 1.0, 0.0) * (x - s.z)
+
+    def after(self, x: Tensor, u: Tensor, s: Any, t: float, r: Any):
+        a, z, u = self.averaging(t, r), self.z_of(x, s, r), self.warmed(t) * u
+        return a.weight * (z - x) + a.inner * u, s._replace(z=z + u)
+
+    def eval_point(self, x: Tensor, s: Any, t: float, r: Any):
+        return x + self.averaging(t, r).beyond * (x - self.z_of(x, s, r))
+
+    def check(self: Any) -> None:
+        # If it were 0, x could not be computed from y.
+        check_number("beta1 parameter", "betas[0]", self.share(), above=0.0, below=1.0)
+        if self.cautious:
+            raise ValueError(
+                "cautious=True with a direction that always has the gradient's sign, so "
+                "that there is nothing to leave out. Allowed is cautious=False"
+            )
+
+
+def rectification(t: Any, beta2: Any, least: float) -> tuple[Any, Any]:
+    """Return rho > least, which must be at least 4, and r: see `ScheduleFreeRAdam`."""
+    decayed = beta2**t
+    rho_inf = 2.0 / (1.0 - beta2) - 1.0
+    rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
+    enough = rho > least
+    # If rho <= 4, r is undefined and its derivative not finite, so 6 takes rho's place.
+    x, x_inf = where(enough, rho, 6.0), where(enough, rho_inf, 6.0)
+    r = ((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x)) ** 0.5
+    return enough, r
+
+
+class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     """Schedule-Free SGD: SGD without a schedule, by an average of its past points.
 
         lr_t = lr * min(1, t / warmup_steps),   z <- z - lr_t * (g + weight_decay * y)
@@ -342,17 +168,47 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer):
     tensor([0.8500, 0.8500])
     """
 
-    factory = schedule_free_sgd
-
     lr: Float = Float(1.0)
-    momentum: InitVar[float] = 0.9
-    weight_decay: InitVar[float] = 0.0
-    warmup_steps: InitVar[int] = 0
-    r: InitVar[float] = 0.0
-    weight_lr_power: InitVar[float] = 2.0
+    momentum: Float = Float(0.9, "momentum", above=0.0, below=1.0)
+    weight_decay: Float = Float(0.0)
+    warmup_steps: Float = Float(0, "warmup", argument=int)
+    r: Float = Float(0.0, "power of the step")
+    weight_lr_power: Float = Float(2.0, "power of the learning rate")
+
+    class State(NamedTuple):
+        z: Wide  # the parameter is y
+
+    def share(self) -> Any:
+        return self.momentum
+
+    def direction(self, g: Tensor, s: State, t: float, r: Any):
+        return g, s, self.averaging(t, r).running
 
 
-class ScheduleFreeAdamW(ScheduleFreeOptimizer):
+class Squares(ScheduleFreeOptimizer):
+    """Base class of those with a second moment."""
+
+    lr: Float = Float(2.5e-3)
+    betas: Betas = Betas(0.9, 0.999)
+    weight_decay: Float = Float(0.0)
+    eps: Float = Float(1e-8, "epsilon")
+
+    class State(NamedTuple):
+        z: Wide  # the parameter is y
+        exp_avg_sq: SlowSecondMoment  # v
+
+    def direction(self, g: Tensor, s: State, t: float, r: Any):
+        _, b2 = self.betas
+        v = b2 * s.exp_avg_sq + (1 - b2) * (g * g)
+        d = self.divided(g, 1 / (1 - b2**t) ** 0.5 * root(v) + self.eps, t)
+        return d, self.State(s.z, v), self.averaging(t, r).running
+
+    def divided(self, g: Tensor, root: Tensor, t: float) -> Tensor:
+        """Return the gradient, divided by sqrt(vhat) + eps."""
+        return g / root
+
+
+class ScheduleFreeAdamW(Squares, name="schedule_free_adamw"):
     """Schedule-Free AdamW: AdamW without a schedule, by an average of its past points.
 
         v <- b2 * v + (1 - b2) * g^2,   lr_t = lr * min(1, t / warmup_steps)
@@ -386,18 +242,12 @@ class ScheduleFreeAdamW(ScheduleFreeOptimizer):
     tensor([0.8500, 0.8500])
     """
 
-    factory = schedule_free_adamw
-
-    lr: Float = Float(2.5e-3)
-    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-8
-    warmup_steps: InitVar[int] = 0
-    r: InitVar[float] = 0.0
-    weight_lr_power: InitVar[float] = 2.0
+    warmup_steps: Float = Float(0, "warmup", argument=int)
+    r: Float = Float(0.0, "power of the step")
+    weight_lr_power: Float = Float(2.0, "power of the learning rate")
 
 
-class ScheduleFreeRAdam(ScheduleFreeOptimizer):
+class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
     """Schedule-Free RAdam: Schedule-Free AdamW that warms up as RAdam does.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
@@ -430,12 +280,29 @@ class ScheduleFreeRAdam(ScheduleFreeOptimizer):
     tensor([0.9886, 0.9886])
     """
 
-    factory = schedule_free_radam
+    r: Float = Float(0.0, "power of the step")
+    weight_lr_power: Float = Float(2.0, "power of the learning rate")
+    silent_sgd_phase: bool = True
 
-    lr: Float = Float(2.5e-3)
-    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-8
-    r: InitVar[float] = 0.0
-    weight_lr_power: InitVar[float] = 2.0
-    silent_sgd_phase: InitVar[bool] = True
+    def warmed(self, t: Any) -> Any:
+        enough, rectified = rectification(t, self.betas[1], 4.0)
+        return where(enough, rectified, 0.0 if self.silent_sgd_phase else 1.0)
+
+    def divided(self, g: Tensor, root: Tensor, t: float) -> Tensor:
+        enough, _ = rectification(t, self.betas[1], 4.0)
+        # One of the two scalars is 0, because a branch would need another graph.
+        return g * (where(enough, 1.0, 0.0) / root + where(enough, 0.0, 1.0))
+
+
+# Their names in trees that were saved earlier.
+SGDState, State = ScheduleFreeSGD.State, Squares.State
+Running = ScheduleFreeOptimizer.Running
+schedule_free_sgd, schedule_free_sgd_init, schedule_free_sgd_step = functions(
+    ScheduleFreeSGD
+)
+schedule_free_adamw, schedule_free_adamw_init, schedule_free_adamw_step = functions(
+    ScheduleFreeAdamW
+)
+schedule_free_radam, schedule_free_radam_init, schedule_free_radam_step = functions(
+    ScheduleFreeRAdam
+)

@@ -342,7 +342,7 @@ def _own_fields(cls: type[Any]) -> dict[str, Field[Any, Any]]:
         if name not in annotations:
             refused = taken - {*dir(optim.Optimizer)}  # methods may extend step
         else:
-            refused = taken | {*dir(OwnRule)} | NAMES
+            refused = taken | {*dir(OwnRule)} | (METHODS if cls._name else NAMES)
         if name in refused - {*RATES} and not (cls._name and name not in annotations):
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
@@ -411,7 +411,9 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         our_options=lambda group: coupled if "decouple_lr" in group else {}
     )
     own = sorted(cls._own.values(), key=lambda x: x.keyword)
-    name = cls._name
+    name, parts, of = cls._name, "`init` and `step`", " of parameters"
+    if hasattr(cls, "eval_point"):
+        parts, of = "`init`, `step` and `eval_params`", ""
     made = make_dataclass(
         name or cls.__name__,
         [
@@ -424,8 +426,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
             "usual": usual,
             "choices": tuple([x.name for x in own if not x.number]),
             "counterparts": counterparts,
-            "__doc__": f"`{cls.__name__}` as a value: `init` and `step` over a tree of "
-            "parameters."
+            "__doc__": f"`{cls.__name__}` as a value: {parts} over a tree{of}."
             if name
             else f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
             "__module__": cls.__module__,

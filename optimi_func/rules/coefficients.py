@@ -17,8 +17,8 @@ from optimi_func.rules import lifting
 
 _EXPRESSIONS = {
     core.choose: "{1} if {0} else {2}",
-    lifting._root: "sqrt({})",
-    lifting._OURS[operator.pow]: "pow({}, {})",
+    lifting._root: "_sqrt({})",
+    lifting._OURS[operator.pow]: "_pow({}, {})",
     lifting._OURS[operator.truediv]: "{} / {}",
     operator.add: "{} + {}",
     operator.sub: "{} - {}",
@@ -41,8 +41,9 @@ def prepared(
     `rates` are the names of t, lr and weight_decay in the graph, and `before` those of the
     running scalars r. Its results are those of `kind`, then those of `running`. Where
     Python raises and torch does not, both functions raise ArithmeticError or ValueError.
+    Names here begin with _, because those of hyperparameters do not.
     """
-    space: dict[str, Any] = {"sqrt": math.sqrt, "pow": math.pow}
+    space: dict[str, Any] = {"_sqrt": math.sqrt, "_pow": math.pow}
     names: dict[fx.Node, str] = {}
     known: dict[str, str] = {}  # the names of expressions
     late, given, first, then = {*rates, *before}, list[str](), list[str](), list[str]()
@@ -53,7 +54,7 @@ def prepared(
             return names[x]
         if type(x) in (float, int) and math.isfinite(x):
             return repr(float(x))
-        space[name := f"k{len(space)}"] = x
+        space[name := f"_k{len(space)}"] = x
         return name
 
     for node in graph.nodes:
@@ -66,25 +67,25 @@ def prepared(
             break
         args = [term(x) for x in node.args]
         if (text := _expression(node, args)) is None:
-            space[fn := f"f{len(space)}"] = node.target
+            space[fn := f"_f{len(space)}"] = node.target
             args += [f"{k}={term(x)}" for k, x in node.kwargs.items()]
             text = f"{fn}({', '.join(args)})"
         if text not in known:
-            known[text] = f"x{len(known)}"
+            known[text] = f"_x{len(known)}"
             varies = any([names[x] in late for x in node.all_input_nodes])
             (then if varies else first).append(f"{known[text]} = {text}")
             late |= {known[text]} if varies else set()
         names[node] = known[text]
     count = len(kind._fields) - len(kind._field_defaults)
-    space["kind"], space["running"] = kind, running
-    now, after = f"kind({', '.join(results[:count])})", "r"
+    space["_kind"], space["_running"] = kind, running
+    now, after = f"_kind({', '.join(results[:count])})", "_r"
     if late.isdisjoint(results[:count]):
-        first, now = [*first, f"now = {now}"], "now"
+        first, now = [*first, f"_now = {now}"], "_now"
     if before:
-        after = f"running({', '.join(results[count:])})"
-        then = [f"{', '.join(before)}, = r", *then]
-    lines = [*first, f"def at({', '.join([*rates, 'r'])}):", *[f"    {x}" for x in then]]
-    lines += [f"    return {now}, {after}", "return at"]
+        after = f"_running({', '.join(results[count:])})"
+        then = [f"{', '.join(before)}, = _r", *then]
+    lines = [*first, f"def _at({', '.join([*rates, '_r'])}):", *[f"    {x}" for x in then]]
+    lines += [f"    return {now}, {after}", "return _at"]
     exec("\n    ".join([f"def prepare({', '.join(given)}):", *lines]), space)
     return space["prepare"]
 

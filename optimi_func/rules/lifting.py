@@ -44,9 +44,25 @@ class Traced(fx.Proxy):
 
 
 class _Tracer(GraphAppendingTracer):
+    def __init__(self, graph: fx.Graph, host: set[fx.Node]) -> None:
+        super().__init__(graph)
+        self._host, self._known = host, dict[Any, fx.Node]()
+
+    def create_node(self, kind: str, target: Any, *args: Any, **more: Any) -> fx.Node:
+        """Return a node, for scalar work the one that does the same, if there is one."""
+        node = super().create_node(kind, target, *args, **more)
+        inputs = node.all_input_nodes
+        if not inputs or target is math.rounded or not self._host.issuperset(inputs):
+            return node
+        key = kind, target, repr(node.args), repr(node.kwargs)
+        if (known := self._known.setdefault(key, node)) is not node:
+            self.graph.erase_node(node)
+        self._host.add(known)
+        return known
+
     def proxy(self, node: fx.Node) -> Traced:
         """Return the stand-in of a node's result, which knows the method's line."""
-        node.meta["line"] = _line(walk_stack(sys._getframe()))
+        node.meta.setdefault("line", _line(walk_stack(sys._getframe())))
         return Traced(node, self)
 
     def create_arg(self, a: Any) -> Any:
@@ -73,7 +89,7 @@ class Trace:
         self.host: set[fx.Node] = set()  # what depends on scalars alone
         self.coeffs: list[fx.Node] = []  # those of them that tensor work reads
         self._graph = fx.Graph()
-        self._tracer = _Tracer(self._graph)
+        self._tracer = _Tracer(self._graph, self.host)
 
     def input(self, name: str, scalar: bool = False) -> Traced:
         """Return the stand-in of a tensor, or of a scalar."""
@@ -110,10 +126,6 @@ class Trace:
                     f"{here} reads .{node.args[1]} of a tensor, which may be flat or a "
                     "part here: only `whole` is given whole tensors"
                 )
-            inputs = node.all_input_nodes
-            scalar = inputs and self.host.issuperset(inputs)
-            if scalar and node.target is not math.rounded:
-                self.host.add(node)
             if node.op != "placeholder":
                 self._choose(here, node)
         return found

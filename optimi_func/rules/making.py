@@ -25,8 +25,8 @@ from optimi_func.rules.lifting import Trace, Traced, as_scalar, check_elementwis
 _TAKES = {
     "direction": ["g", "s", "t", "x", "r", "c"],
     "accumulate": ["g", "s", "t", "x", "r", "c"],
-    "after": ["x", "u", "s", "t", "c"],
-    "eval_point": ["x", "s", "t", "c"],
+    "after": ["x", "u", "s", "t", "r", "c"],
+    "eval_point": ["x", "s", "t", "r", "c"],
     "means": ["mean", "g", "s", "x", "d", "t", "decay", "c"],
     "whole": ["d", "t"],
     "coeffs": ["t", "r", "lr", "weight_decay"],
@@ -302,7 +302,11 @@ class Making:
         reads = {x for x in self.scalars if used & self._nodes(x)}
         reads |= {*self.scalars} if self.untraced else set()
         names = [x for x in self.scalars if (x in reads if x not in RATES else x in rates)]
-        scalars = pytree.tree_leaves([self.scalars[x] for x in names])
+        # `Rule.coeffs` of rules with running scalars is given lr besides.
+        names = [x for x in names if x != "lr" or not running._fields]
+        scalars = [self.scalars[x] for x in names]
+        scalars += [self.scalars["lr"]] if running._fields else []
+        scalars = pytree.tree_leaves(scalars)
         given = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
         host, graph = self.trace.function(given, more, on_host=True)
         rest = [(x, None) for x in self.extras] + [("further", ())] * further
@@ -316,9 +320,10 @@ class Making:
             for name in names:
                 x = given[name]
                 values += x if isinstance(x, tuple | list) else [x]
-            r = before[1] if before else ()
+            lr, r = ([before[0]], before[1]) if before else ([], ())
+            given |= dict.fromkeys(["lr"] * len(lr), *lr)
             _, c = explicit(t, r, given, named) if explicit else ((), {})
-            found = host(*values, *r, *[c[name] for name in named])
+            found = host(*values, *lr, *r, *[c[name] for name in named])
             now = kind(*found[:n])
             return (now, running(*found[n:])) if before else now
 

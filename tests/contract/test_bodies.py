@@ -17,6 +17,7 @@ from optimi_func import functional, prepare_for_gradient_release
 from optimi_func.optimizers import adam as adam_file
 from optimi_func.pure.tree import LeafState, TreeState
 from optimi_func.rules import Betas, Body, Float, choice, functions, rounded, where
+from optimi_func.rules.making import Making
 
 BODIES = {
     name: getattr(functional, name)
@@ -212,6 +213,47 @@ def test_plain_coefficients_leave_to_tensors_where_python_raises() -> None:
     value = Inverse.pure(lr=0.1)
     assert value.advance(1.0, ())[0] == (math.inf,)
     assert value.advance(5.0, ())[0] == (0.5,)
+
+
+def test_hyperparameters_may_have_any_name() -> None:
+    class Named(Decaying, name="named"):
+        pow: Float = Float(2.0)
+        x0: Float = Float(0.5)
+        kind: Float = Float(0.25)
+        r: Float = Float(3.0)
+
+        class Running(NamedTuple):
+            total: float = 0.0
+
+        def direction(self, g: Tensor, t: float, r: Any):
+            total = r.total + self.lr
+            return (t**self.pow + self.x0 + self.kind) * self.r * g, self.Running(total)
+
+        def after(self, x: Tensor, u: Tensor, s: Any, r: Any):
+            return r.total * u, s
+
+    value = Named.pure(lr=0.5)
+    before = value.rule.running(2.0)
+    for found in (
+        value.advance(3.0, before),
+        value.rule.advance(3.0, 0.5, before, value.numbers),
+    ):
+        coeffs, after = found
+        assert {*coeffs} == {(9.0 + 0.75) * 3.0, 2.0} and after == (2.5,)
+
+
+def test_equal_scalar_work_is_done_once() -> None:
+    class Twice(Decaying, name="twice"):
+        beta: Float = Float(0.5)
+
+        def direction(self, g: Tensor, t: float):
+            return (
+                (1 - self.beta**t) * g + g / (1 - self.beta**t) + (1.0 - self.beta**t) * g
+            )
+
+    made = Making(Twice, {"beta": 0.5}, {})
+    assert len(made.rule().coeffs(1.0, beta=0.5)) == 2  # 1 and 1.0 are not the same
+    assert len([x for x in made.trace.host if x.op != "placeholder"]) == 3
 
 
 def test_rounded_work_is_left_to_the_tensors() -> None:

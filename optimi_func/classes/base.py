@@ -23,13 +23,14 @@ from optimi_func.classes.forms import document
 from optimi_func.classes.groups import (
     check_group,
     check_modes,
+    executor_of,
     likely_mistakes,
     path_of,
     plain_number,
     take_torchs,
     warn_of_torchs_order,
 )
-from optimi_func.classes.step import Steps, executor_of
+from optimi_func.classes.step import Steps
 from optimi_func.core.checks import (
     bind_call,
     check_accumulates,
@@ -42,7 +43,7 @@ from optimi_func.core.checks import (
 )
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
-from optimi_func.core.torch_private import uncompiled, unwrapped
+from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_needed
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
@@ -221,6 +222,7 @@ class BaseOptimizer(Fields, Steps):
                 for name in get_close_matches(key, known, 1, 0.85):
                     warn_user(f"a group has {key!r}, unused: did you mean {name!r}?")
 
+    @watched_if_needed
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Any] | None = None, param: Tensor | None = None
     ) -> Any:

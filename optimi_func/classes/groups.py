@@ -4,16 +4,19 @@ A group is torch.optim's dict of parameters, hyperparameters under torch's names
 options about how the step runs.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func.core import checks
+from optimi_func.core.distributed import redistribute_like
 from optimi_func.core.rule import Storage
 from optimi_func.core.storage import check_stored, group_storage
+from optimi_func.execution.executors import Executor
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Group
 
@@ -205,3 +208,52 @@ class path_of:
         index = next(i for i, q in enumerate(self._group["params"]) if q is self._p)
         names = self._group.get("param_names")
         return f"[{(names[index] if names else index)!r}]"
+
+
+def executor_of(group: Group) -> Executor:
+    """Return the executor that a group's options ask for."""
+    if group["foreach"]:
+        return "foreach"
+    if group["compile"] is False:
+        return "eager"
+    return "kernels" if group["compile"] or group["triton"] else "auto"
+
+
+def aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Return gradients with the placements of their parameters."""
+    for p, g in zip(params, grads):
+        checks.check_grad(path_of(group, p), p, g)
+    return [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]
+
+
+def check_capture(
+    group: Group, params: list[Tensor], states: Mapping[Any, Any], names: Collection[str]
+) -> None:
+    """Raise if the replays of a CUDA graph would differ from steps."""
+    if not group["capturable"]:
+        raise RuntimeError(
+            "a CUDA graph is being captured with capturable=False: all its replays "
+            "would take the same step, with the numbers of now. Make the optimizer "
+            "with capturable=True"
+        )
+    for p in params:
+        if not states.get(p):
+            raise RuntimeError(
+                f"a CUDA graph is being captured before the first step of params"
+                f"{path_of(group, p)}: each of its replays would make its state anew. "
+                "Take a step, or call init_state(), before the capture"
+            )
+    home = params[0].device
+    for name in names:
+        for x in pytree.tree_leaves(group[name]):
+            if isinstance(x, Tensor) and x.device != home:
+                raise RuntimeError(
+                    f"a CUDA graph is being captured with {name} a tensor on "
+                    f"{x.device}, which its replays could not read: move it to {home}"
+                )
+    if not isinstance(group["lr"], Tensor):
+        checks.warn_user(
+            f"a CUDA graph is being captured with lr={group['lr']}, which all its "
+            "replays will take: for a schedule make lr a tensor on the parameters' "
+            "device and write to it"
+        )

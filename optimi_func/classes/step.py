@@ -3,9 +3,8 @@
 Everything is checked and compiled before anything is written.
 """
 
-import gc
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, product
 from operator import attrgetter, is_, itemgetter
@@ -13,15 +12,20 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
-from optimi_func.classes.groups import Group, as_scalar, path_of
+from optimi_func.classes.groups import (
+    Group,
+    aligned,
+    as_scalar,
+    check_capture,
+    executor_of,
+    path_of,
+)
 from optimi_func.core.checks import check_grad, check_moves_state, warn_user
 from optimi_func.core.distributed import (
     any_distributed,
     comparable,
     is_distributed,
-    redistribute_like,
     to_local,
 )
 from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
@@ -29,12 +33,11 @@ from optimi_func.core.owners import Holders, agree, holders_of
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Microbatch, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
-from optimi_func.execution.executors import Executor
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.sums import Unit, join, write_running
-from optimi_func.execution.tensors import flat_leaf, is_capturing, write_back
+from optimi_func.execution.tensors import flat_leaf, is_capturing, uncollected, write_back
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Entry
@@ -61,6 +64,7 @@ class Steps(Checkpoints):
         """Drop what is kept, which is made again at the next step."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[Any, ClassPlan] = {}
+        self._wide: dict[Any, tuple[ClassPlan, dict[int, int]] | None] = {}
         self._has_stepped, self._idle = False, 0  # steps before the first gradient
 
     def _factory_of(
@@ -149,7 +153,7 @@ class Steps(Checkpoints):
             idle = [self.holders_of(group, p) for p in group["params"]]
             return lambda: None, True, [x for x in idle if x is not None]
         if _is_cuda(params[0]) and is_capturing(params[0].device):
-            self._check_capture(group, params)
+            check_capture(group, params, self.state, self._factory_of(group)[1])
         # A step that the device may skip is counted there.
         capturable, apart = group["capturable"], False
         if microbatches is not None:
@@ -166,18 +170,13 @@ class Steps(Checkpoints):
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
                 return partial(self._step_without_memory, work, write, count), False, []
-            with _uncollected(), kernel_context(params[0].device):
-                how = bound.starting_rule, group_storage(group), capturable
-                entries = [
-                    ensure_state(self.state, made, path_of(group, p), p, *how)
-                    for p in params
-                ]
-                holders = [self.holders_of(group, p, path_of(group, p)) for p in params]
-                plan = ClassPlan(bound.rule, capturable, apart, params, entries, holders)
+            with uncollected(), kernel_context(params[0].device):
+                plan = self._part(group, bound, params, capturable, apart)
+                plan = plan or self._plan(group, bound, params, capturable, apart, made)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.distributed:
-            grads = to_local(_aligned(group, params, grads))
+            grads = to_local(aligned(group, params, grads))
         counts = plan.counts.now(tensors)
         if bound.rule.join is not None:
             new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
@@ -190,7 +189,7 @@ class Steps(Checkpoints):
 
         def check() -> None:
             if any_distributed(grads):
-                _aligned(group, params, grads)  # raises, because their parameters are none
+                aligned(group, params, grads)  # raises, because their parameters are none
             for p, part, g in zip(params, inputs[0][0], grads):
                 check_grad(path_of(group, p), part, g)
 
@@ -201,35 +200,62 @@ class Steps(Checkpoints):
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
         return run, host, plan.holders
 
-    def _check_capture(self, group: Group, params: list[Tensor]) -> None:
-        """Raise if the replays of a CUDA graph would differ from steps."""
-        if not group["capturable"]:
-            raise RuntimeError(
-                "a CUDA graph is being captured with capturable=False: all its replays "
-                "would take the same step, with the numbers of now. Make the optimizer "
-                "with capturable=True"
-            )
-        for p in params:
-            if not self.state.get(p):
-                raise RuntimeError(
-                    f"a CUDA graph is being captured before the first step of params"
-                    f"{path_of(group, p)}: each of its replays would make its state anew. "
-                    "Take a step, or call init_state(), before the capture"
+    def _plan(
+        self,
+        group: Group,
+        bound: FunctionalOptimizer,
+        params: list[Tensor],
+        capturable: bool,
+        apart: bool,
+        made: dict[Tensor, Entry],
+    ) -> ClassPlan:
+        """Return a new plan. Entries that have to be made or changed are put in `made`."""
+        how = bound.starting_rule, group_storage(group), capturable
+        paths = [path_of(group, p) for p in params]
+        every = zip(paths, params)
+        entries = [ensure_state(self.state, made, path, p, *how) for path, p in every]
+        holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
+        return ClassPlan(bound.rule, capturable, apart, params, entries, holders)
+
+    def _part(
+        self,
+        group: Group,
+        bound: FunctionalOptimizer,
+        params: list[Tensor],
+        capturable: bool,
+        apart: bool,
+    ) -> ClassPlan | None:
+        """Return the plan of parameters as a part of a wider one, if they take turns.
+
+        The wider one has all parameters of the group with state. It is made at the second
+        list of parameters, and again when it is no longer true.
+        """
+        home = (*_asked(group), capturable, apart, id(group))
+        if home not in self._wide or not all(map(self.state.get, params)):
+            self._wide.setdefault(home, None)  # the first list, or one with a new state
+            return None
+        for kept in (self._wide[home], None):
+            if kept is None:
+                every, made = (
+                    list(filter(self.state.get, group["params"])),
+                    dict[Any, Any](),
                 )
-        home = params[0].device
-        for name in self._factory_of(group)[1]:
-            for x in pytree.tree_leaves(group[name]):
-                if isinstance(x, Tensor) and x.device != home:
-                    raise RuntimeError(
-                        f"a CUDA graph is being captured with {name} a tensor on "
-                        f"{x.device}, which its replays could not read: move it to {home}"
-                    )
-        if not isinstance(group["lr"], Tensor):
-            warn_user(
-                f"a CUDA graph is being captured with lr={group['lr']}, which all its "
-                "replays will take: for a schedule make lr a tensor on the parameters' "
-                "device and write to it"
-            )
+                try:
+                    plan = self._plan(group, bound, every, capturable, apart, made)
+                except (TypeError, ValueError, RuntimeError):
+                    return None  # of a parameter that takes no part in this step
+                if any([made[p] is not self.state[p] for p in every]):
+                    return None  # a step converts it to another storage
+                plan.made, places = [], {id(p): i for i, p in enumerate(every)}
+                self._wide[home] = kept = plan, places
+            plan, places = kept
+            every = [p for p in group["params"] if id(p) in places]
+            if plan.rule is bound.rule and len(every) == len(places):
+                tensors = plan.current(every, list(map(self.state.get, every)), False)
+                found = [places.get(id(p), -1) for p in params]
+                if tensors is not None and -1 not in found:
+                    return plan.part(found, tensors)
+        return None
 
     def _step_without_memory(self, work: _Work, write: bool, count: bool) -> None:
         """Step meta and fake tensors, which programs take to estimate memory."""
@@ -460,31 +486,3 @@ class Steps(Checkpoints):
 
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
 _on_host, _is_cuda, _params_of = attrgetter("on_host"), attrgetter("is_cuda"), itemgetter(1)
-
-
-def executor_of(group: Group) -> Executor:
-    """Return the executor that a group's options ask for."""
-    if group["foreach"]:
-        return "foreach"
-    if group["compile"] is False:
-        return "eager"
-    return "kernels" if group["compile"] or group["triton"] else "auto"
-
-
-@contextmanager
-def _uncollected() -> Generator[None]:
-    """Switch the garbage collector off, which many new objects would start often."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Return gradients with the placements of their parameters."""
-    for p, g in zip(params, grads):
-        check_grad(path_of(group, p), p, g)
-    return [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch.autograd import Variable
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils import _pytree as pytree
 
 P = ParamSpec("P")
@@ -51,6 +57,28 @@ def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
     if "torch._dynamo" in sys.modules or own.__code__ is not _UNCOMPILED.__code__:
         return method
     return MethodType(own.__wrapped__, own.__self__)
+
+
+def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
+    """Return an optimizer's step that runs hooks and is in profiles, where there are any.
+
+    torch wraps the step of every optimizer for both, which takes a third of a small step.
+    A step marked as `hooked` is left as it is, also where a subclass's own step calls it.
+    """
+    watched: Any = Optimizer.profile_hook_step(step)
+    first, last = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    profiling = cast(Any, torch._C)._autograd._profiler_enabled
+
+    @wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        needed = torch.compiler.is_compiling() or own or first or last or profiling()
+        if needed and type(self).step is wrapper:
+            return watched(self, *args, **kwargs)
+        return step(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    cast(Any, wrapper).hooked = True
+    return cast(Any, wrapper)
 
 
 def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:

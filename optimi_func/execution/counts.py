@@ -38,12 +38,27 @@ class Counts:
         apart: bool,
     ) -> None:
         self._rows, self._on_host, self._apart = rows, on_host, apart
+        self._shape = width, counted
         self._slices = [slice(rows + i, None, width) for i in range(counted)]
         tensors = self.tensors(given)
+        self._expected = array("d", [0.0] * len(tensors) if on_host else ())
+        self._addresses = array("q", map(Tensor.data_ptr, tensors))
+        wide = [torch.float32] * rows + [torch.float64] * (len(tensors) - rows)
+        plain = on_host and len(set(self._addresses)) == len(tensors)
+        # C++ may read and write them, once it is compiled.
+        self._plain = plain and [x.dtype for x in tensors] == wide
+        self.native: Native | None = None  # if C++ reads and writes them
+        self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
+        self.read(given)
+
+    def read(self, given: list[Any]) -> None:
+        """Read the counts, also again after something else has written to them."""
+        rows, tensors = self._rows, self.tensors(given)
         found: list[float] = []
-        if on_host:
+        if self._on_host:
             found = [x.item() for x in tensors]
-        elif not (apart or is_capturing(tensors[0].device)):
+            self._expected[:] = array("d", found)
+        elif not (self._apart or is_capturing(tensors[0].device)):
             # The host waits for the device once, here. Their dtypes differ.
             parts = [x for x in (tensors[:rows], tensors[rows:]) if x]
             found = [value for part in parts for value in torch.stack(part).tolist()]
@@ -55,15 +70,13 @@ class Counts:
         self._firsts = sorted(first.values())
         places = {keys[row]: i for i, row in enumerate(self._firsts)}
         self.at = [places[key] for key in keys]
-        self._expected = array("d", found if on_host else ())
         self._versions = list(map(_version, tensors))
-        self._addresses = array("q", map(Tensor.data_ptr, tensors))
-        wide = [torch.float32] * rows + [torch.float64] * (len(tensors) - rows)
-        plain = on_host and len(set(self._addresses)) == len(tensors)
-        # C++ may read and write them, once it is compiled.
-        self._plain = plain and [x.dtype for x in tensors] == wide
-        self.native: Native | None = None  # if C++ reads and writes them
-        self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
+
+    def part(self, given: list[Any], rows: int) -> "Counts":
+        """Return those of some parameters."""
+        made = Counts(given, rows, *self._shape, self._on_host, self._apart)
+        made.native = loaded() if self._plain else None
+        return made
 
     def tensors(self, given: list[Any]) -> list[Tensor]:
         """Return the step counts, then the first running scalar of each, and so on."""

@@ -32,12 +32,10 @@ from optimi_func.execution.launches import (
     Launch,
     ListLaunch,
     ShardedLaunch,
-    Update,
-    alike,
     plan_eager,
-    split_twins,
 )
 from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.slots import Update, alike, by_count, split_twins
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import elementwise, plan_wholes
@@ -72,8 +70,12 @@ def plan_launches(
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
     plan = (planners | {"foreach": plan_foreach, "eager": plan_eager})[executor]
 
+    # A list kernel takes rows of scalars, if it has to write no means behind them.
+    counted = executor in ("foreach", "eager") or rule.means is not None
+
     def planned(some: Iterator[Update]) -> list[Launch]:
-        return [x for group in alike(list(some)) for x in plan(rule, group, write)]
+        groups = alike(list(some), counted)
+        return [x for group in groups for x in plan(rule, group, write)]
 
     together = [
         write
@@ -150,7 +152,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
     launches = plan_eager(rule, list(compress(updates, [not x for x in fit])), write)
     direct = list(compress(updates, fit))
     if not isinstance(run, ListKernel | TritonListKernel):
-        return [*launches, KernelLaunch(run, mean, count, direct)] if direct else launches
+        return launches + [KernelLaunch(run, mean, count, x) for x in by_count(direct)]
     for some in split_twins(direct):
         if isinstance(run, ListKernel) and (mean is None or isinstance(mean, ListKernel)):
             parts = [some]
@@ -158,7 +160,7 @@ def _plan_kernels(rule: Rule[Any, Any], updates: list[Update], write: bool) -> l
                 parts = list(chunks(some, MEASURED, lambda u: u.slot.numel))
             launches += [ListLaunch(run, mean, count, part) for part in parts]
         else:
-            launches.append(KernelLaunch(run, mean, count, some))
+            launches += [KernelLaunch(run, mean, count, x) for x in by_count(some)]
     return launches
 
 

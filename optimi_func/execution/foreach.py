@@ -19,11 +19,10 @@ from optimi_func.execution.launches import (
     TEMPORARIES,
     Columns,
     Launch,
-    Update,
     plan_eager,
-    split_twins,
 )
 from optimi_func.execution.scalars import Packed
+from optimi_func.execution.slots import Update, split_twins
 from optimi_func.execution.tensors import chunks, leaf_of
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ class Guard:
     def __init__(self, tensors: Sequence[Tensor], addresses: bool) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
         self._facts = [list(map(fact, tensors)) for fact in _FACTS]
-        self._check = tensor_guards(tensors)
+        self._check: Callable[..., bool] | None = None  # made when it is first asked
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if these tensors have the same facts and, if kept, addresses."""

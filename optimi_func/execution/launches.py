@@ -1,10 +1,9 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +19,11 @@ from optimi_func.core.leaf import (
 )
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Rule, Scalars
-from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.execution.slots import Slot, scale_places
+from optimi_func.execution.slots import Update, scale_places
 from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
@@ -44,67 +42,6 @@ _Part: TypeAlias = tuple[Tensor | None, Tensor | None]
 Columns: TypeAlias = list[list[Any]]
 
 
-class Update(NamedTuple):
-    """One parameter to update, while its launch is planned."""
-
-    place: int  # index among the parameters of the plan
-    slot: Slot
-    p: Tensor
-    g: Tensor
-    at: int  # index of its scalars
-    scalars: Packed
-
-    @property
-    def aligned(self) -> bool:
-        """Return True if the gradient has the parameter's memory order."""
-        return same_order(self.p, self.g) and not self.g.is_neg()
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Return True if a part of memory is the same part of every tensor."""
-        return self.slot.dense and self.aligned and self.plain
-
-    @property
-    def plain(self) -> bool:
-        """Return True if a kernel can read everything from memory."""
-        return self.slot.plain and is_plain(self.g)
-
-
-def alike(updates: list[Update]) -> list[list[Update]]:
-    """Group updates that one launch can take. Empty tensors are dropped."""
-    groups: dict[Any, list[Update]] = {}
-    for u in updates:
-        slot = u.slot
-        if slot.numel:
-            tensors = slot.dtypes, slot.columns, slot.dense
-            kind = *tensors, u.plain, u.g.dtype, u.g.device, u.at
-            groups.setdefault(kind, []).append(u)
-    return list(groups.values())
-
-
-def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield updates that share no memory, then the others one by one: they take turns."""
-    seen = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
-    shared = {
-        i for i, u in enumerate(updates) if any([seen[x] > 1 for x in u.slot.addresses])
-    }
-    last, end = 0, 0
-    for start, stop, i in sorted([(*_span(u.p), i) for i, u in enumerate(updates)]):
-        shared |= {i, last} if start < end else set()
-        last, end = (i, stop) if stop > end else (last, end)
-    if len(shared) < len(updates):
-        yield [u for i, u in enumerate(updates) if i not in shared]
-    for i in sorted(shared):
-        yield [updates[i]]
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's memory, and the one after the last."""
-    last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
-    start = x.data_ptr()
-    return start, start + (last + 1) * x.element_size() if start else 0
-
-
 class Launch:
     """A call that updates some of a plan's parameters; nothing happens before `run`.
 
@@ -118,7 +55,7 @@ class Launch:
     def __init__(self, updates: Sequence[Update]) -> None:
         first = updates[0]
         self.places = [u.place for u in updates]
-        self._at = first.at
+        self._at, self._each = first.at, [u.at for u in updates]
         self.dtype = compute_dtype(first.g.dtype, *first.slot.dtypes)
         self._columns, self._codes = first.slot.columns, first.slot.codes
         self._in_place = first.slot.in_place
@@ -390,7 +327,7 @@ class ListLaunch(Launch):
     ) -> None:
         super().__init__(updates)
         self._kernel, self._mean, self._count = kernel, mean, count
-        self._dithers = any(self._codes)
+        self._dithers, self._several = any(self._codes), {*self._each}
         self.host = self._aligned and mean is None
         lengths = self._lengths
         # For each piece that is measured, its row and its share of that.
@@ -431,11 +368,23 @@ class ListLaunch(Launch):
         table = self._table(columns, grads)
         if self._mean is not None and means is None:
             means = self.taken = self.measure(columns, packed)
-        if means is None and own.on_host:
+        if means is None and all([packed[i].on_host for i in self._several]):
             values = own.array(self.dtype)
+            if len(self._several) > 1:
+                lines = {i: packed[i].array(self.dtype, ALIGNMENT) for i in self._several}
+                per_row = len(lines[self._at]) * values.itemsize
+                values = array(values.typecode, b"".join([lines[i] for i in self._each]))
             at, _ = values.buffer_info()
         else:
             values = own.tensor(self.dtype, grads[0].device)
+            if means is None and len(self._several) > 1:
+                found = {
+                    i: packed[i].tensor(self.dtype, values.device) for i in self._several
+                }
+                values, means = (
+                    torch.stack([found[i] for i in self._each]),
+                    values.new_empty(len(grads), 0),
+                )
             if means is not None:
                 values = rows(values, means)
                 per_row = values.stride(0) * values.element_size()
@@ -486,7 +435,7 @@ class ShardedLaunch(Launch):
 
 def rows(values: Tensor, last: Tensor) -> Tensor:
     """Append `values` and each row of `last`; every row begins where kernels expect it."""
-    own, unit = len(values), ALIGNMENT // values.element_size()
+    own, unit = values.shape[-1], ALIGNMENT // values.element_size()
     count = own + last.shape[1]
     made = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
     made[:, :own] = values

@@ -5,6 +5,7 @@ edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
 from collections.abc import Callable
+from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -21,9 +22,9 @@ from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, Launch, Update, run_launches
+from optimi_func.execution.launches import Columns, Launch, run_launches
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Slot, make_slots
+from optimi_func.execution.slots import Slot, Update, make_slots
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
 _KINDS = 8
@@ -132,6 +133,24 @@ class ClassPlan(Plan):
         self.holders = [x for x in holders if x is not None]
         super().__init__(rule, slots)
 
+    def part(self, places: list[int], tensors: list[Any]) -> "ClassPlan | None":
+        """Return the plan of some of the parameters, or None if states have several names.
+
+        It is made without a look at each of them, after `current` has returned `tensors`.
+        """
+        if not self._all:
+            return None
+        made, count, width = copy(self), len(self._lengths), len(self._names)
+        made._lengths, made._known = [self._lengths[i] for i in places], {}
+        made.slots = [self.slots[i] for i in places]
+        made.holders = [x.holders for x in made.slots if x.holders is not None]
+        starts = [count + i * width for i in places]
+        made.made = [tensors[i] for i in places]
+        made.made += chain.from_iterable([tensors[i : i + width] for i in starts])
+        made._guard = Guard(made.made, addresses=True)
+        made.counts = self.counts.part(made.made, len(places))
+        return made
+
     def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
 
@@ -139,11 +158,15 @@ class ClassPlan(Plan):
         return tensors if self._all else [x for x in tensors if x is not None]
 
     def current(
-        self, params: list[Tensor], entries: list[dict[str, Any] | None]
+        self,
+        params: list[Tensor],
+        entries: list[dict[str, Any] | None],
+        counted: bool = True,
     ) -> list[Any] | None:
         """Return the local tensors, or None if the plan is no longer true.
 
-        They are the parameters, then for each its counts, state and compensation.
+        They are the parameters, then for each its counts, state and compensation. Counts
+        are read again if something else has written to them, unless counted=False.
         """
         try:
             whole: Any = entries
@@ -153,7 +176,9 @@ class ClassPlan(Plan):
             if self.distributed:
                 tensors = to_local(tensors)
             same = self._guard.holds(tensors if self._all else self._present(tensors))
-            return tensors if same and self.counts.hold(tensors) else None
+            if same and counted and not self.counts.hold(tensors):
+                self.counts.read(tensors)  # of another plan's steps, or as written
+            return tensors if same else None
         except (KeyError, TypeError):
             return None  # a field or a whole entry is missing, or is no tensor
 

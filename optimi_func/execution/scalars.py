@@ -46,9 +46,11 @@ class Packed:
         # True if all are Python numbers.
         self.on_host = not any([issubclass(kind, Tensor) for kind in kinds])
 
-    def array(self, dtype: torch.dtype) -> "array[float]":
-        """Return Python numbers in an array, each rounded once."""
-        return array("d" if dtype == torch.float64 else "f", self._values)
+    def array(self, dtype: torch.dtype, unit: int = 1) -> "array[float]":
+        """Return Python numbers in an array of whole units of bytes, each rounded once."""
+        kind, size = ("d", 8) if dtype == torch.float64 else ("f", 4)
+        more = -len(self._values) % (unit // size or 1)
+        return array(kind, [*self._values, *[0.0] * more])
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return them as a 1-D tensor, each rounded once."""

@@ -1,5 +1,8 @@
-"""Slots: the facts about a parameter and its state that launches are planned by."""
+"""Slots and updates: the facts about a parameter that launches are planned by."""
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +12,8 @@ from optimi_func.core.codes import is_dense, same_order
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
+from optimi_func.core.torch_private import is_plain
+from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import is_plainly_strided
 
 
@@ -120,3 +125,73 @@ def _make_slot(
         shards[0],
         shards[1:],
     )
+
+
+class Update(NamedTuple):
+    """One parameter to update, while its launch is planned."""
+
+    place: int  # index among the parameters of the plan
+    slot: Slot
+    p: Tensor
+    g: Tensor
+    at: int  # index of its scalars
+    scalars: Packed
+
+    @property
+    def aligned(self) -> bool:
+        """Return True if the gradient has the parameter's memory order."""
+        return same_order(self.p, self.g) and not self.g.is_neg()
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Return True if a part of memory is the same part of every tensor."""
+        return self.slot.dense and self.aligned and self.plain
+
+    @property
+    def plain(self) -> bool:
+        """Return True if a kernel can read everything from memory."""
+        return self.slot.plain and is_plain(self.g)
+
+
+def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
+    """Group updates of one kind, if `counted` of one step count. Empty ones are dropped."""
+    groups: dict[Any, list[Update]] = {}
+    for u in updates:
+        slot = u.slot
+        if slot.numel:
+            tensors = slot.dtypes, slot.columns, slot.dense
+            own = u.at if counted or slot.coded else u.scalars.statics
+            kind = *tensors, u.plain, u.g.dtype, u.g.device, own
+            groups.setdefault(kind, []).append(u)
+    return list(groups.values())
+
+
+def by_count(updates: list[Update]) -> list[list[Update]]:
+    """Group updates by the index of their scalars."""
+    groups: dict[int, list[Update]] = {}
+    for u in updates:
+        groups.setdefault(u.at, []).append(u)
+    return list(groups.values())
+
+
+def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
+    """Yield updates that share no memory, then the others one by one: they take turns."""
+    seen = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
+    shared = {
+        i for i, u in enumerate(updates) if any([seen[x] > 1 for x in u.slot.addresses])
+    }
+    last, end = 0, 0
+    for start, stop, i in sorted([(*_span(u.p), i) for i, u in enumerate(updates)]):
+        shared |= {i, last} if start < end else set()
+        last, end = (i, stop) if stop > end else (last, end)
+    if len(shared) < len(updates):
+        yield [u for i, u in enumerate(updates) if i not in shared]
+    for i in sorted(shared):
+        yield [updates[i]]
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's memory, and the one after the last."""
+    last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
+    start = x.data_ptr()
+    return start, start + (last + 1) * x.element_size() if start else 0

@@ -1,6 +1,8 @@
 """Facts about tensors: memory, layout and order of elements."""
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -63,3 +65,15 @@ def leaf_of(
     left = iter(rest)
     state = state_of(rule.state, left, codes or (False,) * len(rule.state._fields))
     return Leaf(p, state, next(left, None))
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Switch the garbage collector off, which many new objects would start often."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

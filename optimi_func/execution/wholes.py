@@ -27,9 +27,9 @@ from optimi_func.core.rule import (
     gradient_rule,
 )
 from optimi_func.core.torch_private import share
-from optimi_func.execution.launches import Columns, Launch, Update
+from optimi_func.execution.launches import Columns, Launch
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Slot
+from optimi_func.execution.slots import Slot, Update
 from optimi_func.execution.tensors import chunks
 
 _Planner: TypeAlias = Callable[[Rule[Any, Any], list[Update], bool], list[Launch]]

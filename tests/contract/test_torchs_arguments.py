@@ -12,7 +12,7 @@ from cases import CLASSES, MATRICES, NAMES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimi_func import SGD, Adam, AdamW, Lion, Mixed, Muon, RAdam, adam, adamw
-from optimi_func.classes.step import executor_of
+from optimi_func.classes.groups import executor_of
 from optimi_func.rules import Optimizer
 
 EAGER = {"compile": False}

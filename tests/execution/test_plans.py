@@ -19,6 +19,7 @@ from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
+from optimi_func.classes import step as step_
 from optimi_func.core import checks
 from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
@@ -427,6 +428,122 @@ def test_lists_that_take_turns_have_a_plan_each(how) -> None:
         plain.state[q]["step"].item() for q in qs
     ]
     assert len(plans(ours)) == 2
+
+
+def some_of(ps: list[Tensor], t: int) -> list[int]:
+    """Three lists in turn, then one that has not been before at each step."""
+    if t < 9:
+        return [[0, 1, 2, 3], [0, 1, 4, 5], [3, 4, 6]][t % 3]
+    return [i for i in range(len(ps)) if (t * 7 + i * i) % 3]
+
+
+def test_plans_of_lists_that_take_turns_are_kept(how, monkeypatch) -> None:
+    made: list[int] = []
+    plan = plans_.plan_launches
+    monkeypatch.setattr(
+        plans_, "plan_launches", lambda *given: made.append(1) or plan(*given)
+    )
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **how)
+    for t in range(9):
+        before = len(made)
+        fill(ps, t)
+        for i in {*range(len(ps))} - {*some_of(ps, t)}:
+            ps[i].grad = None
+        optimizer.step()
+        # In the second round the counts differ from those of the first.
+        assert t < 6 or len(made) == before
+
+
+EDITS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
+    "none": lambda optimizer, ps: None,
+    "a count": lambda optimizer, ps: optimizer.state[ps[1]]["step"].add_(5),
+    "a moment": lambda optimizer, ps: optimizer.state[ps[1]].update(
+        exp_avg=optimizer.state[ps[1]]["exp_avg"] * 2
+    ),
+    "an entry": lambda optimizer, ps: optimizer.state.pop(ps[2]),
+    "loaded": lambda optimizer, ps: optimizer.load_state_dict(optimizer.state_dict()),
+    "lr": lambda optimizer, ps: optimizer.param_groups[0].update(lr=torch.tensor(0.07)),
+    "a list": lambda optimizer, ps: optimizer.param_groups[0].update(params=ps[::-1]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_any_part_of_the_parameters_steps_as_one_by_one(how, edit: str) -> None:
+    ends = []
+    for way in (how, EAGER):
+        ps = params()
+        optimizer = AdamW(ps, lr=0.05, weight_decay=0.1, **way)
+        for t in range(24):
+            fill(ps, t)
+            for i in {*range(len(ps))} - {*some_of(ps, t)}:
+                ps[i].grad = None
+            optimizer.step()
+            if t in (7, 14):
+                EDITS[edit](optimizer, ps)
+        ends.append((ps, optimizer))
+    (ps, ours), (qs, plain) = ends
+    assert_alike(ps, qs)
+    assert [ours.state[p]["step"].item() for p in ps] == [
+        plain.state[q]["step"].item() for q in qs
+    ]
+
+
+def test_a_part_of_a_wider_plan_looks_at_no_state_alone(monkeypatch) -> None:
+    looked: list[Any] = []
+    ensure = step_.ensure_state
+    monkeypatch.setattr(
+        step_, "ensure_state", lambda *given: looked.append(given) or ensure(*given)
+    )
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, foreach=True)
+    train(optimizer, ps, 0, 1)
+    for t in range(9, 24):
+        fill(ps, t)
+        for i in {*range(len(ps))} - {*some_of(ps, t)}:
+            ps[i].grad = None
+        optimizer.step()
+    # For the first list, and for the wider one.
+    assert len(looked) == 2 * len(ps)
+
+
+def test_an_odd_state_of_one_without_a_gradient_is_no_matter(how) -> None:
+    ps = params()
+    optimizer = AdamW(ps, lr=0.05, **how)
+    train(optimizer, ps, 0, 1)
+    optimizer.state[ps[0]]["exp_avg"] = torch.ones(17)
+    for t in range(1, 4):
+        fill(ps, t)
+        ps[0].grad = ps[t].grad = None
+        optimizer.step()
+    assert optimizer.state[ps[5]]["step"] == 4
+    fill(ps, 4)
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.step()
+    assert optimizer.state[ps[5]]["step"] == 4
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
+def test_several_step_counts_are_one_call_of_a_list_kernel(lr: Any, monkeypatch) -> None:
+    calls: list[int] = []
+    run = ListKernel.run
+    monkeypatch.setattr(
+        ListKernel, "run", lambda self, *a, **k: calls.append(1) or run(self, *a, **k)
+    )
+    ends = []
+    for way in ({"compile": None}, EAGER):
+        ps = params(torch.float32)
+        optimizer = AdamW(ps, lr=lr, **way)
+        for t in range(6):
+            fill(ps, t)
+            for p in ps[t + 1 :] if t < 5 else ():
+                p.grad = None
+            calls.clear()
+            optimizer.step()
+        ends.append(ps)
+        assert len(calls) == (way is not EAGER)
+    assert_alike(*ends, 1e-6)
 
 
 def test_only_equal_step_counts_share_numbers(how) -> None:

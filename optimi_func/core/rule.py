@@ -186,9 +186,9 @@ class NoState(NamedTuple):
     """State and coefficients of a rule that steps along the gradient."""
 
 
-def along_gradient(g: Tensor, s: Any, c: Any) -> Direction:
+def along_gradient(g: Tensor, s: Any, c: Any, *x: Tensor) -> Direction:
     """Return the gradient as direction, and the same state."""
-    del c
+    del c, x
     return Direction(g, s)
 
 

@@ -1,22 +1,16 @@
-"""Muon (Jordan et al. 2024): the rule, the pure optimizer and the class."""
+"""Muon (Jordan et al. 2024)."""
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from dataclasses import KW_ONLY, InitVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.fields import Float
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.checks import check_number
 from optimi_func.core.math import is_differentiated, norm
-from optimi_func.core.rule import Direction, Rule, Scalar
-from optimi_func.optimizers import _sgd as sgd
-from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
+from optimi_func.core.rule import Scalar
+from optimi_func.rules import Body, Field, Float, Moment, choice, functions
 from optimi_func.state.convert import Counterparts
 
 Triple: TypeAlias = tuple[float, float, float]
@@ -55,110 +49,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 }
 
 __all__ = ["Muon", "muon", "muon_init", "muon_step"]
-
-
-class Coeffs(NamedTuple):
-    momentum: Scalar
-    one_minus_dampening: Scalar  # the dampening is the momentum
-    nesterov_momentum: Scalar  # the momentum again, as Nesterov looks ahead with it
-    eps: Scalar
-
-
-class Iteration(NamedTuple):
-    """The constants of the map of directions; other constants make another rule."""
-
-    table: tuple[Triple, ...]
-    scale: str
-    dtype: torch.dtype | None
-    split: Split
-
-
-def coeffs(t: Scalar, *, momentum: Scalar, eps: Scalar) -> Coeffs:
-    del t
-    return Coeffs(momentum, 1.0 - momentum, momentum, eps)
-
-
-def look_ahead(g: Tensor, s: sgd.State, c: Coeffs) -> Direction:
-    b, new, _ = sgd.direction(g, s, c)
-    return Direction(c.one_minus_dampening * g + c.nesterov_momentum * b, new)
-
-
-def matrices(x: Tensor, split: Split) -> tuple[Tensor, ...]:
-    """Return the matrices, or stacks of matrices, of a tensor."""
-    x = x.flatten(1) if x.dim() > 3 else x
-    if split is None:
-        return (x,)
-    if isinstance(split, int):
-        return (x.unflatten(-2, (split, -1)),)
-    return x.split(split, -2)
-
-
-def orthogonalized(x: Tensor, eps: Scalar, how: Iteration) -> Tensor:
-    """Return U f(S) V^T of each matrix U S V^T; the polynomial f makes S about 1."""
-    wide, shape = x.dtype, x.shape
-    dtype, (m, n) = how.dtype or iterated_in(x), shape[-2:]
-    if dtype.itemsize < wide.itemsize and is_differentiated(x):
-        dtype = wide  # else the derivative would be noise
-    length = norm(x, dim=(-2, -1), keepdim=True)
-    x = x / length.clamp_min(eps).clamp_min(torch.finfo(wide).tiny)
-    x = (x.mT if m > n else x).to(dtype)
-    x = x.flatten(0, -3) if x.dim() > 2 else x
-    multiply = torch.baddbmm if x.dim() > 2 else torch.addmm
-    for a, b, c in how.table:
-        gram = x @ x.mT
-        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if m > n else x).to(wide).reshape(shape)
-
-
-def iterated_in(x: Tensor) -> torch.dtype:
-    return x.dtype if x.device.type == "cpu" or x.dtype == torch.float64 else torch.bfloat16
-
-
-def whole(
-    d: Tensor, x: Any, fields: tuple[()], c: Coeffs, how: Iteration
-) -> tuple[Tensor, tuple[()]]:
-    found = [orthogonalized(y, c.eps, how) for y in matrices(d, how.split)]
-    return joined([scaled(y, how) for y in found], d), fields
-
-
-def scaled(x: Tensor, how: Iteration) -> Tensor:
-    m, n = x.shape[-2:]
-    return x * SCALES[how.scale](m, max(n, 1))
-
-
-def joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Return the tensor of these `matrices`."""
-    return (torch.cat(parts, -2) if len(parts) > 1 else parts[0]).reshape(like.shape)
-
-
-def refuses(p: Tensor, split: Split) -> str | None:
-    if p.dim() < 2:
-        return (
-            "Muon takes matrices, stacks of them and convolutions. Give vectors and "
-            "scalars to another optimizer, as optimi_func.Mixed does"
-        )
-    rows = p.shape[0] if p.dim() > 3 else p.shape[-2]
-    if isinstance(split, int) and rows % split:
-        return f"split={split} does not divide its {rows} rows"
-    if isinstance(split, tuple) and sum(split) != rows:
-        return f"split={split} adds up to {sum(split)}, not to its {rows} rows"
-    return None
-
-
-def muon_rule(nesterov: bool, how: Iteration) -> Rule[sgd.State, Coeffs]:
-    key = nesterov, *how
-    if key not in _rules:  # Dynamo does not trace into functools.cache
-        _rules[key] = Rule(
-            *("muon", sgd.State, sgd.init, coeffs),
-            look_ahead if nesterov else sgd.direction,
-            accumulate=sgd.accumulate,
-            whole=partial(whole, how=how),
-            refuses=partial(refuses, split=how.split),
-        )
-    return _rules[key]
-
-
-_rules: dict[Any, Rule[sgd.State, Coeffs]] = {}
 
 
 def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
@@ -238,58 +128,7 @@ def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
     return {"ns_coefficients": table[0], "ns_steps": len(table)}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class muon(FunctionalOptimizer):
-    """`Muon` as a value: `init` and `step` over a tree of parameters."""
-
-    counterparts = Counterparts(
-        in_torch=torch.optim.Muon,
-        torch_counts_steps=False,
-        torch_options=torchs_options,
-    )
-
-    choices: ClassVar[tuple[str, ...]] = (
-        *("ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_dtype", "split"),
-    )
-
-    lr: Number = 1e-3
-    weight_decay: Number = 0.1
-    momentum: Number = 0.95
-    nesterov: bool = True
-    ns_coefficients: Any = TABLES["standard"][0]
-    eps: Number = 1e-7
-    ns_steps: int | None = None
-    adjust_lr_fn: str | None = "match_rms_adamw"
-    ns_dtype: torch.dtype | str | None = None
-    split: Any = None
-
-    @derived
-    def rule(self) -> Rule[Any, Any]:
-        return muon_rule(self.nesterov, self.iteration)
-
-    @property
-    def iteration(self) -> Iteration:
-        """The constants of the map of directions."""
-        table = as_table(self.ns_coefficients, self.ns_steps)
-        dtype, split = as_dtype(self.ns_dtype), as_split(self.split)
-        return Iteration(table, self.adjust_lr_fn or "original", dtype, split)
-
-    def check(self) -> None:
-        super().check()
-        check_number("momentum", "momentum", self.momentum, below=1.0)
-        if self.adjust_lr_fn not in (None, *SCALES):
-            raise ValueError(
-                f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
-                f"{list(SCALES)} and None, which is 'original'"
-            )
-        self.rule  # noqa: B018  # computing it checks the other options
-
-
-muon_init = init_function(muon(lr=0.0).rule)
-muon_step = step_function(muon)
-
-
-class Muon(BaseOptimizer):
+class Muon(Body, name="muon"):
     """Muon: step along the momentum with all its singular values made about 1.
 
         b <- momentum * b + (1 - momentum) * g
@@ -341,18 +180,121 @@ class Muon(BaseOptimizer):
             [0.0000, 0.9687]])
     """
 
-    factory = muon
     _positional = ()
 
     lr: Float = Float(1e-3)
-    weight_decay: InitVar[float] = 0.1
-    momentum: InitVar[float] = 0.95
-    nesterov: InitVar[bool] = True
-    ns_coefficients: InitVar[Any] = TABLES["standard"][0]
-    eps: InitVar[float] = 1e-7
-    ns_steps: InitVar[int | None] = None
-    adjust_lr_fn: InitVar[str | None] = "match_rms_adamw"
+    weight_decay: Float = Float(0.1)
+    momentum: Float = Float(0.95, "momentum", below=1.0)
+    nesterov: bool = True
+    ns_coefficients: Any = Field(TABLES["standard"][0])
+    eps: Float = Float(1e-7, "epsilon")
+    ns_steps: int | None = None
+    adjust_lr_fn: str | None = "match_rms_adamw"
     _: KW_ONLY
-    ns_dtype: InitVar[torch.dtype | str | None] = None
-    split: InitVar[int | tuple[int, ...] | None] = None
+    ns_dtype: torch.dtype | str | None = None
+    split: Any = Field(None, Split, Any)
     process_group: InitVar[Any] = None
+
+    counterparts = Counterparts(
+        in_torch=torch.optim.Muon,
+        torch_counts_steps=False,
+        torch_options=torchs_options,
+    )
+
+    class State(NamedTuple):
+        momentum_buffer: Moment  # b
+
+    @choice
+    def table(self) -> tuple[Triple, ...]:
+        """The coefficients of each iteration."""
+        return as_table(self.ns_coefficients, self.ns_steps)
+
+    @choice
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the iteration."""
+        return as_dtype(self.ns_dtype)
+
+    @choice
+    def parts(self) -> Split:
+        """The checked option split."""
+        return as_split(self.split)
+
+    def check(self) -> None:
+        if self.adjust_lr_fn not in (None, *SCALES):
+            raise ValueError(
+                f"Invalid adjust_lr_fn: adjust_lr_fn={self.adjust_lr_fn!r}: allowed are "
+                f"{list(SCALES)} and None, which is 'original'"
+            )
+
+    def direction(self, g: Tensor, s: Any):
+        return self.averaged(g, s, self.momentum)
+
+    def accumulate(self, g: Tensor, s: Any):
+        # In Nesterov's g + momentum * b, b has the whole gradient and g is the last part.
+        return self.averaged(g, s, 1.0)
+
+    def averaged(self, g: Tensor, s: Any, kept: Scalar):
+        b = kept * s.momentum_buffer + (1 - self.momentum) * g
+        new = s._replace(momentum_buffer=b)
+        if not self.nesterov:
+            return b, new
+        # A coefficient of its own, because accumulate has another share that is kept.
+        return (1 - self.momentum) * g + (1.0 * self.momentum) * b, new
+
+    def whole(self, d: Tensor) -> Any:
+        found = [self.scaled(self.orthogonalized(x)) for x in self.matrices(d)]
+        return joined(found, d)
+
+    def matrices(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the matrices, or stacks of matrices, of a tensor."""
+        x = x.flatten(1) if x.dim() > 3 else x
+        if self.parts is None:
+            return (x,)
+        if isinstance(self.parts, int):
+            return (x.unflatten(-2, (self.parts, -1)),)
+        return x.split(self.parts, -2)
+
+    def orthogonalized(self, x: Tensor) -> Tensor:
+        """Return U f(S) V^T of each matrix U S V^T; the polynomial f makes S about 1."""
+        wide, shape = x.dtype, x.shape
+        dtype, (m, n) = self.dtype or iterated_in(x), shape[-2:]
+        if dtype.itemsize < wide.itemsize and is_differentiated(x):
+            dtype = wide  # else the derivative would be noise
+        length = norm(x, dim=(-2, -1), keepdim=True)
+        x = x / length.clamp_min(self.eps).clamp_min(torch.finfo(wide).tiny)
+        x = (x.mT if m > n else x).to(dtype)
+        x = x.flatten(0, -3) if x.dim() > 2 else x
+        multiply = torch.baddbmm if x.dim() > 2 else torch.addmm
+        for a, b, c in self.table:
+            gram = x @ x.mT
+            x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return (x.mT if m > n else x).to(wide).reshape(shape)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        m, n = x.shape[-2:]
+        return x * SCALES[self.adjust_lr_fn or "original"](m, max(n, 1))
+
+    def refuses(self, p: Tensor) -> str | None:
+        if p.dim() < 2:
+            return (
+                "Muon takes matrices, stacks of them and convolutions. Give vectors and "
+                "scalars to another optimizer, as optimi_func.Mixed does"
+            )
+        split, rows = self.parts, p.shape[0] if p.dim() > 3 else p.shape[-2]
+        if isinstance(split, int) and rows % split:
+            return f"split={split} does not divide its {rows} rows"
+        if isinstance(split, tuple) and sum(split) != rows:
+            return f"split={split} adds up to {sum(split)}, not to its {rows} rows"
+        return None
+
+
+def iterated_in(x: Tensor) -> torch.dtype:
+    return x.dtype if x.device.type == "cpu" or x.dtype == torch.float64 else torch.bfloat16
+
+
+def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Return the tensor of these matrices."""
+    return (torch.cat(parts, -2) if len(parts) > 1 else parts[0]).reshape(like.shape)
+
+
+muon, muon_init, muon_step = functions(Muon)

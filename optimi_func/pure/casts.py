@@ -51,6 +51,17 @@ class Casts:
         self, scalars: Scalars, dtype: torch.dtype, device: torch.device
     ) -> Scalars:
         """Return the scalars of a leaf."""
+        found = self._cast_all(scalars, dtype, device)
+        if own := getattr(scalars.coeffs, "whole", ()):
+            # What maps whole tensors computes with them, in double precision.
+            wide = scalar_dtype(device)
+            own = pytree.tree_map_only(Tensor, lambda x: _cast(x, wide, device), own)
+            found = found._replace(coeffs=found.coeffs._replace(whole=own))
+        return found
+
+    def _cast_all(
+        self, scalars: Scalars, dtype: torch.dtype, device: torch.device
+    ) -> Scalars:
         made = self._made
         if made is None:
             return pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)

@@ -10,9 +10,11 @@ from typing import Annotated, ClassVar, TypeAlias
 from torch import Tensor
 
 from optimi_func.classes.fields import Betas as Betas
+from optimi_func.classes.fields import Field as Field
 from optimi_func.classes.fields import Float as Float
 from optimi_func.classes.fields import ThreeBetas as ThreeBetas
 from optimi_func.core.checks import check_number as check_number
+from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import (
     moment,
     second_moment,
@@ -31,11 +33,13 @@ from optimi_func.rules.words import where as where
 
 __all__ = [
     "Betas",
+    "Field",
     "Float",
     "Moment",
     "Optimizer",
     "OwnRule",
     "SecondMoment",
+    "Shaped",
     "Wide",
     "check_number",
     "choice",
@@ -54,6 +58,8 @@ SlowSecondMoment: TypeAlias = Annotated[Tensor, slow_second_moment]
 # Never in codes: a former gradient, and a maximum of squares.
 Former: TypeAlias = Annotated[Tensor, wide_moment]
 Largest: TypeAlias = Annotated[Tensor, wide_second_moment]
+# Of the shape that `init` gives, float32 or wider, for `whole` alone. These come last.
+Shaped: TypeAlias = Annotated[Tensor, whole_field]
 
 
 class Optimizer(Body):
@@ -83,11 +89,13 @@ class Optimizer(Body):
     - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u.
     - `means(self, mean, g, s, x, d, t)` returns what d is divided by. If it takes `decay`,
       what decay adds to d, it divides their sum. s is the new state.
-    - `whole(self, d, t) -> d` maps the direction of a whole tensor, as Muon does.
+    - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With
+      fields that are `Shaped`, it takes s and returns (d, State), as SOAP does.
       `refuses(self, p)` returns why it does not take a parameter, or None.
     - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
     - `coeffs(self, t, r, lr, weight_decay)` returns scalars at every step, c for others.
-    - `init(self, p) -> State` returns the first values, and None for zeros.
+    - `init(self, p) -> State` returns the first values, None for zeros, and for a field
+      that is `Shaped` its shape or its values.
     - `check(self)` raises for hyperparameters out of range, and sets all bounds.
 
     The class line takes `decay`: "decoupled", "l2" (it joins the gradient) or "proximal".

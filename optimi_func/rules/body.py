@@ -45,7 +45,8 @@ from optimi_func.pure.tree import (
     init_tree,
     path_of,
 )
-from optimi_func.rules.making import METHODS, NAMES, RATES, Making
+from optimi_func.rules.called import RATES
+from optimi_func.rules.making import METHODS, NAMES, Making
 from optimi_func.state.convert import Counterparts
 
 P = ParamSpec("P")
@@ -255,7 +256,7 @@ class Body(BaseOptimizer):
         for own in cls._own.values():
             if own.static:
                 x = getattr(value, own.name)
-                found.append(x if own.is_static(x) else NUMBER)
+                found.append(_hashable(x) if own.is_static(x) else NUMBER)
         if cls._choices:
             given = value if isinstance(value, Body) else cls.with_values(value)
             found += [getattr(given, name) for name in cls._choices]
@@ -265,9 +266,12 @@ class Body(BaseOptimizer):
     def shaping(cls) -> list[str]:
         """Return the names of the hyperparameters that State depends on."""
         names: set[str] = set()
-        me = cls.bare({own.name: own.default for own in cls._own.values()})
-        me.__dict__["_read"] = names
+        usual = {own.name: own.default for own in cls._own.values()}
+        me, other = cls.bare({**usual, "_read": names}), cls.bare(usual)
         getattr(me, "State", None)
+        for shape in ((2, 2, 2), (2,)) if hasattr(cls, "init") else ():
+            if not hasattr(cls, "refuses") or other.refuses(torch.empty(shape)) is None:
+                me.init(torch.empty(shape))
         return [own.name for own in cls._own.values() if own.name in names]
 
     @classmethod
@@ -305,6 +309,11 @@ class Body(BaseOptimizer):
 def key_of(statics: tuple[Any, ...]) -> Any:
     """Return a key: 1, 1.0 and True are equal, but not the same."""
     return statics, repr(statics)
+
+
+def _hashable(x: Any) -> Any:
+    """Return tuples for lists."""
+    return tuple(map(_hashable, x)) if type(x) in (tuple, list) else x
 
 
 def vars_of(cls: type[Any], name: str) -> Any:
@@ -386,7 +395,7 @@ def _field(name: str, annotation: Any, default: Any) -> Field[Any, Any]:
             made = cast(Any, Float)(default, **bounds)
         else:
             made = Field[Any, Any](default)
-            made.value = bool if annotation in (bool, "bool") else Any
+            made.value = bool if annotation == "bool" else annotation
         made.argument, made.plain = annotation, True
     made.name = name
     return made

@@ -8,6 +8,7 @@ as constants around it.
 import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import fx
@@ -88,6 +89,31 @@ def prepared(
     lines += [f"    return {now}, {after}", "return _at"]
     exec("\n    ".join([f"def prepare({', '.join(given)}):", *lines]), space)
     return space["prepare"]
+
+
+def with_numbers(
+    made: Callable[[], Callable[..., Any]], own: dict[str, Any], mapped: Sequence[str]
+) -> Callable[..., Callable[..., Any]]:
+    """Return what `made()` returns, with t and the numbers of `mapped` for `whole`.
+
+    `own` are the numbers, of which those in tuples are several.
+    """
+    first = made()
+
+    def prepare(*flat: float) -> Callable[..., Any]:
+        at, rest = first(*flat), iter(flat)
+        several = [len(x) if isinstance(x, tuple) else 0 for x in own.values()]
+        rows = [tuple(islice(rest, n)) if n else next(rest) for n in several]
+
+        def found(t: float, lr: float, weight_decay: float, r: Any) -> Any:
+            c, r = at(t, lr, weight_decay, r)
+            rates = {"lr": lr, "weight_decay": weight_decay}
+            late = [rates[x] for x in mapped if x in rates]
+            return c._replace(whole=(t, *rows, *late)), r
+
+        return found
+
+    return prepare
 
 
 def _expression(node: fx.Node, args: list[str]) -> str | None:

@@ -6,20 +6,28 @@ from collections.abc import Callable
 from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.codes import NEAREST
+from optimi_func.core.distributed import whole_field
 from optimi_func.core.math import moment
-from optimi_func.core.rule import Direction, Means, NoRunning, NoState, Rule
-from optimi_func.core.storage import encode, field_of
+from optimi_func.core.rule import (
+    Direction,
+    Means,
+    NoRunning,
+    NoState,
+    Rule,
+    along_gradient,
+)
+from optimi_func.core.storage import field_of
 from optimi_func.rules.alike import other_scalars
-from optimi_func.rules.coefficients import prepared
-from optimi_func.rules.lifting import Trace, Traced, as_scalar, check_elementwise, is_scalar
+from optimi_func.rules.called import RATES, Explicit, make_init, make_refuses, make_whole
+from optimi_func.rules.coefficients import prepared, with_numbers
+from optimi_func.rules.lifting import Trace, Traced, check_elementwise
 
 # The arguments that methods take, by name; direction may have others, its extras.
 _TAKES = {
@@ -28,8 +36,8 @@ _TAKES = {
     "after": ["x", "u", "s", "t", "r", "c"],
     "eval_point": ["x", "s", "t", "r", "c"],
     "means": ["mean", "g", "s", "x", "d", "t", "decay", "c"],
-    "whole": ["d", "t"],
-    "coeffs": ["t", "r", "lr", "weight_decay"],
+    "whole": ["d", "s", "t", "x", *RATES],
+    "coeffs": ["t", "r", *RATES],
 }
 # Names of the first result, if it is no direction d.
 _FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
@@ -39,7 +47,6 @@ _CALLED = ("coeffs", "init", "refuses", "whole")
 METHODS = {*_TAKES, *_CALLED, "State", "Running", "check", "mistakes", "usual_decay"}
 # Names of an entry that are not the rule's.
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
-RATES = ("lr", "weight_decay")
 # Names that a field cannot have, because they are those of methods and of their arguments.
 NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())} - {"c"}
 
@@ -65,12 +72,24 @@ class Making:
         self.makers = _makers(self.name, self.kind)
         # On the meta device zeros_like would import sympy, which takes half a second.
         low = torch.empty(1, dtype=torch.bfloat16, device="cpu")
-        wide = [make(low, low.dtype).dtype != low.dtype for make in self.makers]
+        wide = [
+            x is whole_field or x(low, low.dtype).dtype != low.dtype for x in self.makers
+        ]
         self.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {x: trace.input(x) for x in (*"gxud", "decay")}
         self.given["t"] = trace.input("t", True)
-        self.given["s"] = self.kind(*[trace.input(f"s_{f}") for f in self.kind._fields])
+        # Fields in shapes of their own are the last, and `whole` alone has them.
+        self.count = len(self.kind._fields) - self.makers.count(whole_field)
+        own = [trace.input(f"s_{f}") for f in self.kind._fields[: self.count]]
+        self.given["s"] = self.kind(*own, *[None] * self.makers.count(whole_field))
+        if whole_field in self.makers[: self.count] or not (
+            self.makers == self.makers[: self.count] or hasattr(cls, "whole")
+        ):
+            raise TypeError(
+                f"{self.name}.State{self.kind._fields}: fields that are Shaped come last, "
+                "and are for a class with `whole`"
+            )
         taken = set(_TAKEN)
         for part, kind in ("State", self.kind), ("Running", self.running):
             for name in kind._fields:
@@ -84,10 +103,10 @@ class Making:
             )
         r = [trace.input(f"r_{f}", True) for f in self.running._fields]
         self.given["r"] = self.running(*r)
-        self.explicit: _Explicit | None = None
+        self.explicit: Explicit | None = None
         self.named: dict[str, Traced] = {}  # the stand-ins of its results
         if hasattr(cls, "coeffs"):
-            self.explicit = _Explicit(cls, statics, self.names("coeffs"))
+            self.explicit = Explicit(cls, statics, self.names("coeffs"))
             found, first = self.explicit(3.0, self.running(), self.defaults)
             self.named = {name: trace.input(f"c_{name}", True) for name in first}
             self.given["c"] = type(found)(**self.named)
@@ -104,11 +123,11 @@ class Making:
         """Return the names of a method's arguments; none if the class lacks it."""
         if not hasattr(self.cls, method):
             return []
-        _, *found = inspect.signature(getattr(self.cls, method)).parameters.values()
+        found = inspect.signature(getattr(self.me, method)).parameters.values()
         names, known = [p.name for p in found], self._known(method)
         if method in ("direction", "accumulate"):
             # The gradient and the state may have names of their own.
-            first = ["g", "s"][: 1 + bool(self.kind._fields)]
+            first = ["g", "s"][: 1 + bool(self.count)]
             if len(names) < len(first):
                 raise TypeError(f"{self.name}.{method} takes {names}: it has to take g, s")
             names[: len(first)] = first
@@ -146,15 +165,18 @@ class Making:
         if found is None and method == "accumulate":
             return []  # as if there was none
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
-        kinds = [x for x in kinds if x._fields and method != "eval_point"]
+        size = {self.kind: self.count, self.running: len(self.running._fields)}
+        kinds = [x for x in kinds if size[x] and method != "eval_point"]
         said: Any = found if isinstance(found, tuple) else (found,)
-        said = [x for x in said if not (isinstance(x, self.kind) and x == ())]  # no State
-        flat, first = pytree.tree_leaves(found), _FIRST.get(method, "d")
+        if not self.count:  # a State of nothing that a direction has
+            said = [x for x in said if not isinstance(x, self.kind)]
+        own = [x[: self.count] if isinstance(x, self.kind) else x for x in said]
+        flat, first = pytree.tree_leaves(own), _FIRST.get(method, "d")
         # A property may make the State anew.
         found = [getattr(type(x), "_fields", type(x)) for x in said]
         right = found == [Traced, *[x._fields for x in kinds]]
         right = right and {Traced} == {*map(type, flat)}
-        host = [x is self.running for x in kinds for _ in x._fields]
+        host = [x is self.running for x in kinds for _ in range(size[x])]
         if not right or [x.node in self.trace.host for x in flat] != [False, *host]:
             names = ", ".join([type(x).__name__ for x in said])
             texts = {self.kind: ", self.State(...)", self.running: ", self.Running(...)"}
@@ -167,8 +189,8 @@ class Making:
 
     def rule(self, tried: bool = True) -> Rule[Any, Any]:
         """Trace all methods, try them on tensors if `tried`, and return the Rule."""
-        trace, me, kind = self.trace, self.given, self.kind
-        given = [me["g"], *me["s"], me["x"], *[me[x] for x in self.extras]]
+        trace, me, kind, count = self.trace, self.given, self.kind, self.count
+        given = [me["g"], *me["s"][:count], me["x"], *[me[x] for x in self.extras]]
         inputs = {
             "direction": given,
             "accumulate": given,
@@ -177,8 +199,8 @@ class Making:
         }
         found = {x: self.results(x) for x in inputs if self.names(x)}
         found = {method: x for method, x in found.items() if x}
-        advanced = found["direction"][1 + len(kind._fields) :]
-        found = {method: x[: 1 + len(kind._fields)] for method, x in found.items()}
+        advanced = found["direction"][1 + count :]
+        found = {method: x[: 1 + count] for method, x in found.items()}
         averages: list[Traced] = []
         divisor: list[Traced] = []
         if self.names("means"):
@@ -200,7 +222,6 @@ class Making:
         if again and accumulate is None:
             found["accumulate"] = again
             trace.require(again)
-        whole = self._whole() if self.names("whole") else None
         n, more = len(trace.coeffs), len(self.extras)
         settled, _ = trace.function(averages, divisor)
         made = {x: trace.function(inputs[x], results) for x, results in found.items()}
@@ -208,28 +229,31 @@ class Making:
         by = "sum" if "decay" in self.names("means") else "direction"
         code = repr((kind._fields, trace.code, by))
         coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
+        cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
+        if mapped is not None:
+            whole = make_whole(cls, statics, kind, count, self.names("whole"), mapped)
         before = (0.1, self.running()) if advanced else ()
         now = coeffs(3.0, *before, **self.defaults)
         now = now[0] if advanced else now
         for method, (_, graph) in made.items() if tried else ():
-            first, count = _FIRST.get(method, "d"), len(inputs[method])
+            first, size = _FIRST.get(method, "d"), len(inputs[method])
             many = method == "means"
             labels = [first] * len(found[method]) if many else [first, *kind._fields]
             where = f"{self.name}.{method}"
-            if views := check_elementwise(where, labels, graph, count, now[:n]):
+            if views := check_elementwise(where, labels, graph, size, now[:n]):
                 run[method] = partial(_without_views, run[method], views)
 
         usual = run["direction"]
 
         def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
-            given = c if not more else (*c[n : n + more], *c[:n])
-            d, *state = usual(g, *s, x, *given)
-            return Direction(d, new := kind(*state), new)
+            given = (*c[n : n + more], *c[:n]) if more or whole else c
+            d, *state = usual(g, *s[:count], x, *given)
+            return Direction(d, new := kind(*state, *s[count:]), new)
 
         def either(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
             fn = run["accumulate" if c.further else "direction"]
-            d, *state = fn(g, *s, x, *c[n : n + more], *c[:n])
-            return Direction(d, new := kind(*state), new)
+            d, *state = fn(g, *s[:count], x, *c[n : n + more], *c[:n])
+            return Direction(d, new := kind(*state, *s[count:]), new)
 
         def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
             u, *state = run["after"](x, u, *s, *c[:n])
@@ -238,9 +262,14 @@ class Making:
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
             return list(run["means"](g, x, d, decaying, *s, *c[:n]))
 
-        return Rule(
-            *(self.cls._name or self.name, kind, self._init(), coeffs),
-            direction=either if "accumulate" in run else direction,
+        usually: Any = either if "accumulate" in run else direction
+        alone = found["direction"][0].node is me["g"].node and not (count or advanced)
+        if whole and alone and not more:
+            usually = along_gradient  # whose kernel all such rules share
+        init = make_init(cls, statics, self.defaults, kind, self.makers)
+        rule: Rule[Any, Any] = Rule(
+            *(cls._name or self.name, kind, init, coeffs),
+            direction=usually,
             after=after if "after" in run else None,
             accumulate=(lambda c: c._replace(further=(True,)))
             if "accumulate" in run
@@ -254,18 +283,22 @@ class Making:
             if divisor
             else None,
             whole=whole,
-            refuses=self._refuses(whole, now),
+            whole_fields=kind._fields[count:],
             running=self.running,
             eval_point=(lambda x, s, c: run["eval_point"](x, *s, *c[:n])[0])
             if "eval_point" in run
             else None,
-            reads_param="x" in self.names("direction") + self.names("accumulate"),
+            reads_param=any(
+                ["x" in self.names(x) for x in ("direction", "accumulate", "whole")]
+            ),
             extras=tuple(self.extras),
             numbers=names,
             digest=sha256(code.encode()).hexdigest(),
             narrow=self.narrow,
             prepare=prepare,
         )
+        object.__setattr__(rule, "refuses", make_refuses(cls, statics, rule, now))
+        return rule
 
     def _accumulate(self, others: dict[Node, Any]) -> Callable[[Any], Any] | None:
         """Return `Rule.accumulate`, which replaces coefficients, or None if it cannot."""
@@ -292,12 +325,11 @@ class Making:
         self, more: list[Traced], further: bool
     ) -> tuple[Callable[..., Any], tuple[str, ...], Any]:
         """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`."""
-        n, running = len(self.trace.coeffs), self.running
+        n, running, mapped = len(self.trace.coeffs), self.running, self.mapped
         explicit, named = self.explicit, self.named
         used = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
-        rates = [
-            x for x in RATES if self.scalars[x].node in used or x in self.names("coeffs")
-        ]
+        taken = {*self.names("coeffs"), *self.names("whole")}
+        rates = [x for x in RATES if self.scalars[x].node in used or x in taken]
         # Methods that are not traced may read any.
         reads = {x for x in self.scalars if used & self._nodes(x)}
         reads |= {*self.scalars} if self.untraced else set()
@@ -310,6 +342,7 @@ class Making:
         given = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
         host, graph = self.trace.function(given, more, on_host=True)
         rest = [(x, None) for x in self.extras] + [("further", ())] * further
+        rest += [("whole", ())] * (mapped is not None)
         fields = [*[f"c{i}" for i in range(n)], *[x for x, _ in rest]]
         kind: Any = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
             "Coeffs", fields, defaults=[x for _, x in rest]
@@ -319,12 +352,16 @@ class Making:
             values = [t]
             for name in names:
                 x = given[name]
-                values += x if isinstance(x, tuple | list) else [x]
+                # One of several numbers may be None, for `whole`.
+                several = isinstance(x, tuple | list)
+                values += [0.0 if y is None else y for y in x] if several else [x]
             lr, r = ([before[0]], before[1]) if before else ([], ())
             given |= dict.fromkeys(["lr"] * len(lr), *lr)
             _, c = explicit(t, r, given, named) if explicit else ((), {})
             found = host(*values, *lr, *r, *[c[name] for name in named])
             now = kind(*found[:n])
+            if mapped is not None:
+                now = now._replace(whole=(t, *[_fixed(given[x]) for x in mapped]))
             return (now, running(*found[n:])) if before else now
 
         late = [self.given["t"], *[self.scalars[x] for x in RATES]]
@@ -332,7 +369,17 @@ class Making:
         if not explicit:
             rates, r = ([x.node.name for x in y] for y in (late, self.given["r"]))
             prepare = cache(partial(prepared, graph, rates, r, kind, running))
+            if mapped is not None:
+                own = {x: self.scalars[x] for x in names if x not in RATES}
+                prepare = partial(with_numbers, prepare, own, mapped)
         return coeffs, tuple(names), prepare
+
+    @property
+    def mapped(self) -> list[str] | None:
+        """The names of the numbers that `whole` is called with, if there is one."""
+        taken = self.names("whole")
+        own = [x for x in self.scalars if x not in RATES]
+        return own + [x for x in RATES if x in taken] if taken else None
 
     def _nodes(self, name: str) -> set[Node]:
         return {x.node for x in pytree.tree_leaves(self.scalars[name])}
@@ -342,76 +389,6 @@ class Making:
         """True if the class has methods that are not traced, but called with values."""
         return any([hasattr(self.cls, x) for x in _CALLED])
 
-    def _init(self) -> Callable[..., Any]:
-        """Return `Rule.init`: zeros, or what the class's own init returns."""
-        kind, where, makers = self.kind, f"{self.name}.init", self.makers
-        cls, statics, usual = self.cls, self.statics, self.defaults
-
-        def init(p: Tensor, kept: Any, numbers: Any = None) -> Any:
-            fields = [make(p, kept) for make in makers]
-            if not hasattr(cls, "init"):
-                return kind(*fields)
-            try:
-                found = cls.bare({**statics, **(usual if numbers is None else numbers)})
-                found = found.init(p)
-            except (TypeError, RuntimeError) as error:  # vmap raises the second
-                hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
-                raise TypeError(f"{where}: {error} ({hint})") from error
-            right = getattr(found, "_fields", None) == kind._fields
-            if not right or any([x is not None and x.shape != p.shape for x in found]):
-                raise TypeError(
-                    f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
-                    "allowed is self.State of tensors of its shape, and None for zeros"
-                )
-            # Clones, because fields share no memory with p.
-            pairs = zip(found, fields)
-            return kind(
-                *[z if x is None else encode(x.clone(), z, NEAREST) for x, z in pairs]
-            )
-
-        return init
-
-    def _whole(self) -> Callable[..., tuple[Tensor, tuple[()]]]:
-        """Return `Rule.whole`, which has the hyperparameters as attributes of self."""
-        cls, statics, names = self.cls, self.statics, self.names("whole")
-        own = {name: x for name, x in self.scalars.items() if name not in RATES}
-        own |= {"t": self.given["t"]} if "t" in names else {}
-        leaves, spec = pytree.tree_flatten(own)
-        coeffs = self.trace.coeffs
-        coeffs += [x.node for x in leaves if x.node not in coeffs]
-        places = [coeffs.index(x.node) for x in leaves]
-
-        def whole(d: Tensor, x: Any, fields: tuple[()], c: Any) -> tuple[Tensor, tuple[()]]:
-            now = pytree.tree_unflatten([c[i] for i in places], spec)
-            given = {"d": d, "t": now.pop("t", None)}
-            found = cls.bare({**statics, **now}).whole(*[given[x] for x in names])
-            if not isinstance(found, Tensor) or found.shape != d.shape:
-                raise TypeError(
-                    f"{cls.__name__}.whole returned {found!r} for a direction of shape "
-                    f"{tuple(d.shape)}: allowed are tensors of its shape"
-                )
-            return found.to(d.dtype), fields
-
-        return whole
-
-    def _refuses(self, whole: Any, now: Any) -> Callable[[Tensor], str | None] | None:
-        """Return `Rule.refuses`, which also tries `whole` on a parameter's shape."""
-        own = getattr(self.cls.bare(self.statics), "refuses", lambda p: None)
-
-        def refuses(p: Tensor) -> str | None:
-            why = own(p)
-            if why is None and whole is not None:
-                try:
-                    d = torch.empty(p.shape, dtype=torch.float32, device="meta")
-                    whole(d, None, (), now)
-                except NotImplementedError:
-                    return None  # an operation that the meta device lacks
-                except Exception as error:
-                    return f"whole raises {type(error).__name__}: {error}"
-            return why
-
-        return refuses
-
 
 def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) -> list[Any]:
     """Call fn, with the bases of views in their place, which the pipeline copies."""
@@ -420,35 +397,8 @@ def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) ->
     return [every[views.get(i, len(args) + i)] for i in range(len(found))]
 
 
-class _Explicit(NamedTuple):
-    """The `coeffs` of a class that has one."""
-
-    cls: Any
-    statics: dict[str, Any]
-    takes: list[str]
-
-    def __call__(self, t: Any, r: Any, hyper: dict[str, Any], known: Any = None) -> Any:
-        """Return the result and its scalars by name. Raise if it is another."""
-        where = f"{self.cls.__name__}.coeffs"
-        own = {name: x for name, x in hyper.items() if name not in RATES}
-        given = {**hyper, "t": t, "r": r}
-        try:
-            me = self.cls.bare({**self.statics, **own})
-            found = me.coeffs(*[given[name] for name in self.takes])
-        except Exception as error:
-            raise TypeError(
-                f"{where} raises {type(error).__name__}: {error} (self has the fields, "
-                f"further arguments are {', '.join(_TAKES['coeffs'])}, and torch.where is "
-                "for an if over tensors)"
-            ) from error
-        named = found._asdict() if hasattr(found, "_asdict") else found
-        right = isinstance(named, dict) and all(map(is_scalar, named.values()))
-        if not right or named.keys() != (known or named).keys():
-            raise TypeError(
-                f"{where} returned {found!r}: allowed are a NamedTuple and a dict of "
-                "numbers and 0-d tensors, with the same names at each step"
-            )
-        return found, {name: as_scalar(x) for name, x in named.items()}
+def _fixed(x: Any) -> Any:
+    return tuple(x) if isinstance(x, list) else x
 
 
 def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:
@@ -463,7 +413,7 @@ def _makers(owner: str, kind: Any) -> list[Callable[..., Any]]:
         if getattr(hint := hints.get(name), "__origin__", hint) is not Tensor:
             raise TypeError(
                 f"{owner}.State.{name} is annotated {getattr(hint, '__name__', hint)}: "
-                "allowed are Tensor, SecondMoment and Wide; scalars of a step go to Running"
+                "allowed are Tensor, SecondMoment, Wide and Shaped; scalars go to Running"
             )
     for name, x in kind._field_defaults.items():
         raise TypeError(

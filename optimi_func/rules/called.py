@@ -1,0 +1,161 @@
+"""The methods of a class body that are not traced, but called: coeffs, init, whole."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.core.codes import NEAREST, to
+from optimi_func.core.distributed import distribute_like, whole, whole_field
+from optimi_func.core.rule import Rule
+from optimi_func.core.storage import encode
+from optimi_func.rules.lifting import as_scalar, is_scalar
+
+RATES = ("lr", "weight_decay")
+
+
+class Explicit(NamedTuple):
+    """The `coeffs` of a class that has one."""
+
+    cls: Any
+    statics: dict[str, Any]
+    takes: list[str]
+
+    def __call__(self, t: Any, r: Any, hyper: dict[str, Any], known: Any = None) -> Any:
+        """Return the result and its scalars by name. Raise if it is another."""
+        where = f"{self.cls.__name__}.coeffs"
+        own = {name: x for name, x in hyper.items() if name not in RATES}
+        given = {**hyper, "t": t, "r": r}
+        try:
+            me = self.cls.bare({**self.statics, **own})
+            found = me.coeffs(*[given[name] for name in self.takes])
+        except Exception as error:
+            raise TypeError(
+                f"{where} raises {type(error).__name__}: {error} (self has the fields, "
+                "further arguments are t, r, lr, weight_decay, and torch.where is for an "
+                "if over tensors)"
+            ) from error
+        named = found._asdict() if hasattr(found, "_asdict") else found
+        right = isinstance(named, dict) and all(map(is_scalar, named.values()))
+        if not right or named.keys() != (known or named).keys():
+            raise TypeError(
+                f"{where} returned {found!r}: allowed are a NamedTuple and a dict of "
+                "numbers and 0-d tensors, with the same names at each step"
+            )
+        return found, {name: as_scalar(x) for name, x in named.items()}
+
+
+def make_init(
+    cls: Any, statics: dict[str, Any], usual: dict[str, Any], kind: Any, makers: list[Any]
+) -> Callable[..., Any]:
+    """Return `Rule.init`: zeros, or what the class's own init returns."""
+    where = f"{cls.__name__}.init"
+
+    def field(p: Tensor, kept: Any, make: Any, x: Any) -> Any:
+        if make is not whole_field:
+            zeros = make(p, kept)
+            # Clones, because fields share no memory with p.
+            return zeros if x is None else encode(x.clone(), zeros, NEAREST)
+        zeros = whole_field(p, p.shape if x is None else getattr(x, "shape", x))
+        if not isinstance(x, Tensor):
+            return zeros
+        return distribute_like(zeros, whole(x).clone().to(zeros.device, zeros.dtype))
+
+    def fits(p: Tensor, make: Any, x: Any) -> bool:
+        if make is whole_field and isinstance(x, tuple | list):
+            return all([isinstance(n, int) and n >= 0 for n in x])
+        return x is None or (
+            isinstance(x, Tensor) and (make is whole_field or x.shape == p.shape)
+        )
+
+    def init(p: Tensor, kept: Any, numbers: Any = None) -> Any:
+        if not hasattr(cls, "init"):
+            return kind(*[field(p, kept, make, None) for make in makers])
+        try:
+            found = cls.bare({**statics, **(usual if numbers is None else numbers)})
+            found = found.init(p)
+        except (TypeError, RuntimeError) as error:  # vmap raises the second
+            hint = "None is for zeros, and torch.zeros_like(p) + self.x for full_like"
+            raise TypeError(f"{where}: {error} ({hint})") from error
+        right = getattr(found, "_fields", None) == kind._fields
+        if not right or not all([fits(p, *pair) for pair in zip(makers, found)]):
+            raise TypeError(
+                f"{where} returned {found!r} for a parameter of {tuple(p.shape)}: "
+                "allowed is self.State of tensors of its shape, and None for zeros"
+                f"{', and in Shaped fields of any, and shapes' * (whole_field in makers)}"
+            )
+        return kind(*[field(p, kept, *pair) for pair in zip(makers, found)])
+
+    return init
+
+
+def make_whole(
+    cls: Any,
+    statics: dict[str, Any],
+    kind: Any,
+    count: int,
+    takes: Sequence[str],
+    numbers: Sequence[str],
+) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+    """Return `Rule.whole`: the class's, of an instance that has numbers of the step.
+
+    `Coeffs.whole` has t and these numbers, and `count` fields of `kind` are not the map's.
+    """
+    names, rest = kind._fields[count:], (None,) * count
+
+    def mapped(d: Tensor, x: Any, fields: tuple[Tensor, ...], c: Any) -> Any:
+        t, *values = c.whole
+        now = dict(zip(numbers, values))
+        given = {"d": d, "s": kind(*rest, *fields), "t": t, "x": x, **now}
+        found = cls.bare({**statics, **now}).whole(*[given[name] for name in takes])
+        own, state = found if names and isinstance(found, tuple) else (found, ())
+        right = isinstance(own, Tensor) and own.shape == d.shape
+        if names and (not right or getattr(state, "_fields", ()) != kind._fields):
+            raise TypeError(
+                f"{cls.__name__}.whole returned {found!r}: allowed is (d, self.State(...)) "
+                f"with a direction of shape {tuple(d.shape)}"
+            )
+        if not right:
+            raise TypeError(
+                f"{cls.__name__}.whole returned {found!r} for a direction of shape "
+                f"{tuple(d.shape)}: allowed are tensors of its shape"
+            )
+        new: list[Tensor] = []
+        for name, before, x in zip(names, fields, state[count:]):
+            if not isinstance(x, Tensor) or x.shape != before.shape:
+                raise TypeError(
+                    f"{cls.__name__}.whole returned {name}={x!r}: allowed are tensors of "
+                    f"the shape {tuple(before.shape)}, which init gave it"
+                )
+            new.append(to(x, before.dtype))
+        return to(own, d.dtype), tuple(new)
+
+    return mapped
+
+
+def make_refuses(
+    cls: Any, statics: dict[str, Any], rule: Rule[Any, Any], now: Any
+) -> Callable[[Tensor], str | None] | None:
+    """Return `Rule.refuses`, which also tries a user's `whole` on a parameter's shape."""
+    me, map_of = cls.bare(statics), rule.whole
+    own = getattr(cls, "refuses", None)
+    tried = map_of is not None and cls.at_definition
+    if own is None and not tried:
+        return None
+
+    def refuses(p: Tensor) -> str | None:
+        why = None if own is None else me.refuses(p)
+        if why is None and tried:
+            try:
+                d = torch.empty(p.shape, dtype=torch.float32, device="meta")
+                fields = rule.init(d, d.dtype)[len(rule.fields) :]
+                assert map_of is not None
+                map_of(d, d if rule.reads_param else None, tuple(fields), now)
+            except NotImplementedError:
+                return None  # an operation that the meta device lacks
+            except Exception as error:
+                return f"whole raises {type(error).__name__}: {error}"
+        return why
+
+    return refuses

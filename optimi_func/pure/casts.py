@@ -51,20 +51,10 @@ class Casts:
         self, scalars: Scalars, dtype: torch.dtype, device: torch.device
     ) -> Scalars:
         """Return the scalars of a leaf."""
-        found = self._cast_all(scalars, dtype, device)
-        if own := getattr(scalars.coeffs, "whole", ()):
-            # What maps whole tensors computes with them, in double precision.
-            wide = scalar_dtype(device)
-            own = pytree.tree_map_only(Tensor, lambda x: _cast(x, wide, device), own)
-            found = found._replace(coeffs=found.coeffs._replace(whole=own))
-        return found
-
-    def _cast_all(
-        self, scalars: Scalars, dtype: torch.dtype, device: torch.device
-    ) -> Scalars:
         made = self._made
         if made is None:
-            return pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)
+            found = pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)
+            return _with_whole(found, scalars, device)
         key = id(scalars), dtype, device
         if key in made:
             return made[key]
@@ -83,6 +73,7 @@ class Casts:
         found = self._as_tensors(cast, convert, scalars) if self._at_once else None
         if passed or found is None:
             found = _each(cast, scalars)
+        found = _with_whole(found, scalars, device)
         if not passed:
             made[key] = found
         return found
@@ -116,6 +107,18 @@ class Casts:
         after, device = self._rule.join(running, sums, scalars[0].coeffs), rows[0].device
         every = [running_tensors(after, device) for _ in states]
         return [LeafState(s.rule_state, s.kahan_comp, x) for s, x in zip(states, every)]
+
+
+def _with_whole(found: Scalars, scalars: Scalars, device: torch.device) -> Scalars:
+    """Return scalars with those of `Rule.whole` in double precision: it computes more."""
+    if not hasattr(found.coeffs, "whole"):
+        return found
+    wide = scalar_dtype(device)
+    own = _each(
+        lambda x: _cast(x, wide, device) if isinstance(x, Tensor) else x,
+        scalars.coeffs.whole,
+    )
+    return found._replace(coeffs=found.coeffs._replace(whole=own))
 
 
 @lru_cache(256)

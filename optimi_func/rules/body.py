@@ -123,6 +123,8 @@ class OwnRule(FunctionalOptimizer):
                     f"{where}: {name}={shown(x)}, but {name} is static: a tensor or a "
                     "schedule needs a field whose default is a float"
                 )
+        if not torch.compiler.is_compiling():
+            self.__dict__["rule"] = self.rule  # which is looked up once
         means = self.rule.means
         if self.cautious and means is not None and means.divides == "sum":
             raise ValueError(

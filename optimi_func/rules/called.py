@@ -105,9 +105,8 @@ def make_whole(
     names, rest = kind._fields[count:], (None,) * count
 
     def mapped(d: Tensor, x: Any, fields: tuple[Tensor, ...], c: Any) -> Any:
-        t, *values = c.whole
-        now = dict(zip(numbers, values))
-        given = {"d": d, "s": kind(*rest, *fields), "t": t, "x": x, **now}
+        now = dict(zip(numbers, c.whole[1:]))
+        given = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
         found = cls.bare({**statics, **now}).whole(*[given[name] for name in takes])
         own, state = found if names and isinstance(found, tuple) else (found, ())
         right = isinstance(own, Tensor) and own.shape == d.shape

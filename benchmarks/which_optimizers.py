@@ -72,9 +72,8 @@ class MuonAdamW(ForMatrices):
     def make(self, model: nn.Module, lr: float, steps: int, compile: bool) -> Any:
         """Return the optimizer of a model."""
         del steps
-        given = {"row_beta": 0.95} if self.pure == "normuon" else {}
-        given |= self.options
-        return optimi_func.MuonAdamW(model, lr=lr, compile=compile, **given)
+        of_model = getattr(optimi_func, self.name)
+        return of_model(model, lr=lr, compile=compile, **self.options)
 
 
 # A warmup is part of the schedule.

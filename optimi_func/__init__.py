@@ -24,6 +24,7 @@ from optimi_func.gradient_release import (
 from optimi_func.gradient_release import remove_gradient_release as remove_gradient_release
 from optimi_func.optimizers import Mixed as Mixed
 from optimi_func.optimizers import MuonAdamW as MuonAdamW
+from optimi_func.optimizers import NorMuonAdamW as NorMuonAdamW
 from optimi_func.optimizers import hidden_matrices as hidden_matrices
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.pure.implicit import implicit_root as implicit_root

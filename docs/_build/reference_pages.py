@@ -57,6 +57,7 @@ def classes() -> str:
         ),
         "::: optimi_func.optimizers.LBFGS",
         "::: optimi_func.optimizers.MuonAdamW\n    options:\n      members: false",
+        "::: optimi_func.optimizers.NorMuonAdamW\n    options:\n      members: false",
         "::: optimi_func.optimizers.Mixed",
         "::: optimi_func.optimizers.hidden_matrices",
         f"::: optimi_func.optimizers.{base}\n    options:\n      inherited_members: true\n"

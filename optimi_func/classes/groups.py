@@ -20,6 +20,9 @@ from optimi_func.execution.executors import Executor
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Group
 
+# Hyperparameters that are no schedules of the parameter's step in a class.
+UNSCHEDULED = ("lr", "weight_decay", "max_lr")
+
 
 def plain_number(x: Any) -> Any:
     """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
@@ -97,7 +100,8 @@ def check_group(group: Group, defaults: dict[str, Any]) -> None:
         # The pure optimizer checks how many betas there are.
         many = isinstance(default, tuple) and isinstance(x, tuple | list)
         numbers = x if many else (x,)
-        fit = all([isinstance(n, Real | Tensor | None) for n in numbers])
+        called = name not in UNSCHEDULED and any(map(callable, numbers))
+        fit = called or all([isinstance(n, Real | Tensor | None) for n in numbers])
         fit = fit and (x is not None or default is None)
         many = any([isinstance(n, Tensor) and n.numel() != 1 for n in numbers])
         if many or not fit or (name == "lr" and isinstance(x, bool)):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from optimi_func.classes.groups import (
+    UNSCHEDULED,
     Group,
     aligned,
     as_scalar,
@@ -95,7 +96,7 @@ class Steps(Checkpoints):
                 return bound
         chosen = [as_scalar(x, params, capturable) for x in given[:-1]]
         for name, x in zip(keywords, chosen):
-            if callable(x):
+            if name in UNSCHEDULED and callable(x):
                 raise TypeError(
                     f"a group has {name}={x!r}: allowed are numbers and tensors of one "
                     "element; for a schedule use torch.optim.lr_scheduler"

@@ -14,6 +14,7 @@ from optimi_func.optimizers.lion import Lion as Lion
 from optimi_func.optimizers.mixed import Mixed as Mixed
 from optimi_func.optimizers.muon import Muon as Muon
 from optimi_func.optimizers.muonadamw import MuonAdamW as MuonAdamW
+from optimi_func.optimizers.muonadamw import NorMuonAdamW as NorMuonAdamW
 from optimi_func.optimizers.normuon import NorMuon as NorMuon
 from optimi_func.optimizers.prodigy import Prodigy as Prodigy
 from optimi_func.optimizers.radam import RAdam as RAdam

@@ -1,25 +1,38 @@
 """`hidden_matrices`: select the matrices of a model's hidden layers."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 
 from optimi_func.state.convert import without_wrappers
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+HIDDEN = "hidden matrices"
 # Weights of three dimensions that are no stacks of matrices.
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
+# Last words of the names of output layers, and of those that are children of the model.
+_OUTPUTS = re.compile(
+    r"(^|_)(heads?|lmhead|embed_out|unembed(ding)?|logits?|classifier|policy|actor|critic|"
+    r"action_net|mean|mu|pi|log_?std)$"
+)
+_OUTERMOST = ("output", "score")
+_ROUTER, _GATE = re.compile("(^|_)router"), re.compile(r"(^|_)(gate|gating)$")
+# Parameters of three dimensions that are no stacks of matrices, if none is a weight.
+_NO_BANK = re.compile("embed|pos|tok|bias|mask|prompt")
 
 
 class HiddenMatrices:
-    """The predicate that `hidden_matrices` makes."""
+    """The predicate that `hidden_matrices` makes. Its `str` has a line for each kind."""
 
     __name__ = "hidden_matrices"
 
-    def __init__(self, names: Iterable[str], others: Iterable[str]) -> None:
-        self.names = frozenset(names)
-        self.others = frozenset(others)
+    def __init__(self, kinds: Mapping[str, list[str]]) -> None:
+        self.kinds = dict(kinds)
+        self.names = frozenset(kinds.get(HIDDEN, ()))
+        self.others = frozenset(n for some in kinds.values() for n in some) - self.names
 
     def __call__(self, path: str, p: Tensor) -> bool:
         """Return True if the parameter of this name is a hidden matrix."""
@@ -30,22 +43,44 @@ class HiddenMatrices:
                 return name in self.names
         raise ValueError(f"hidden_matrices: the model has no parameter {path!r}")
 
+    def __str__(self) -> str:
+        """Return a line for each kind of parameter, with repeated layers once."""
+        lines: list[str] = []
+        for kind, names in self.kinds.items():
+            alike: dict[str, list[str]] = {}
+            for name in names:
+                alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+            shown = [some[0] if len(some) == 1 else key for key, some in alike.items()]
+            lines.append(f"{len(names)} {kind}: {', '.join(shown)}")
+        return "\n".join(lines)
+
 
 def hidden_matrices(
-    model: nn.Module, head: str | Iterable[str] | None = None
+    model: nn.Module,
+    *,
+    exclude: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
 ) -> HiddenMatrices:
     """Make a predicate for the matrices of hidden layers, for `Mixed` and `partition`.
 
-    It selects every weight of at least two dimensions except embeddings, weights tied to
-    one, the output layer, and the weights of 1-d convolutions. Parameters that are not
-    called a weight (class tokens, positions) are not selected. The shape alone does not
-    decide, so print `optimizer.describe()` and look.
+    It selects weights of at least two dimensions, stacks of matrices (three dimensions, as
+    the weights of experts), and matrices of experts. Not selected are embeddings and
+    weights tied to one, output layers, routers and gates, matrices of one row or column,
+    weights of 1-d convolutions, and other parameters that are not called a weight (class
+    tokens, positions).
+
+    Output layers are what the model says (get_output_embeddings of transformers,
+    get_classifier of timm), layers that are called so (lm_head, mtp_heads, unembed, logits,
+    classifier, policy, actor, ...), the last layer of a head of several, and an nn.Linear
+    with the shape of the largest embedding. If there is none, it is the last nn.Linear.
+    A layer is a router if it is called so, and a gate if it has a shape of its own beside
+    its neighbours: that of a gated MLP does not. `print(hidden_matrices(model))` says what
+    was found.
 
     Args:
         model: The model with the parameters.
-        head: The output layer's weight, as names or patterns (`fnmatch`); () for none.
-            None asks the model (get_output_embeddings of transformers, get_classifier of
-            timm), or else takes its last nn.Linear.
+        exclude: Names or patterns (`fnmatch`) of parameters that are not selected.
+        include: Names or patterns of parameters that are selected, unless excluded.
 
     Raises:
         ValueError: A name or pattern that no parameter has.
@@ -54,42 +89,96 @@ def hidden_matrices(
     >>> chosen = hidden_matrices(model)
     >>> [name for name, p in model.named_parameters() if chosen(name, p)]
     ['1.weight']
+    >>> print(chosen)
+    1 hidden matrices: 1.weight
+    1 embeddings: 0.weight
+    2 vectors: *.bias
+    1 output layers: 2.weight
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    apart = _head_by_name(named, head) if head is not None else _head_of(model)
-    hidden: list[str] = []
+    plain = {without_wrappers(name): p for name, p in named.items()}
+    asked = dict.fromkeys(_matching("include", include, plain), HIDDEN)
+    asked |= dict.fromkeys(_matching("exclude", exclude, plain), "excluded")
+    tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
+    tied = {id(p) for table in tables for p in table.parameters(recurse=False)}
+    outputs = _outputs(model, tables)
+    kinds: dict[str, list[str]] = {HIDDEN: []}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, EMBEDDINGS + _CONVOLUTIONS):
-            apart |= {id(p) for p in own.values()}
-            continue
-        weights = [n for n, p in own.items() if "weight" in n and p.dim() > 1]
-        hidden += [f"{prefix}.{n}" if prefix else n for n in weights]
-    hidden = [name for name in hidden if id(named[name]) not in apart]
-    chosen = {without_wrappers(name) for name in hidden}
-    return HiddenMatrices(chosen, {without_wrappers(name) for name in named} - chosen)
+        for short, p in module.named_parameters(recurse=False):
+            name = without_wrappers(f"{prefix}.{short}" if prefix else short)
+            kind = asked.get(name) or _kind(name, p, module, plain)
+            if name not in asked and id(p) in tied:
+                kind = "embeddings"
+            elif name not in asked and id(p) in outputs and p.dim() > 1:
+                kind = "output layers"
+            kinds.setdefault(kind, []).append(name)
+    return HiddenMatrices(kinds)
 
 
-def _head_by_name(named: dict[str, nn.Parameter], head: str | Iterable[str]) -> set[int]:
-    found: set[int] = set()
-    for pattern in [head] if isinstance(head, str) else list(head):
-        hits = [
-            p for name, p in named.items() if fnmatchcase(without_wrappers(name), pattern)
-        ]
+def _matching(
+    option: str, patterns: str | Iterable[str], named: Mapping[str, Tensor]
+) -> list[str]:
+    found: list[str] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = [name for name in named if fnmatchcase(name, pattern)]
         if not hits:
             raise ValueError(
-                f"head={pattern!r} is no parameter: allowed are names and patterns of "
+                f"{option}={pattern!r} is no parameter: allowed are names and patterns of "
                 f"{list(named)[-5:]} and the others"
             )
-        found |= set(map(id, hits))
+        found += hits
     return found
 
 
-def _head_of(model: nn.Module) -> set[int]:
+def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) -> str:
+    """Return what a parameter is, if it is no embedding and no output layer."""
+    *above, short = name.split(".")
+    called = next((x for x in reversed(above) if not x.isdigit()), "")
+    if p.dim() < 2:
+        return "vectors"
+    if isinstance(module, _CONVOLUTIONS):
+        return "weights of 1-d convolutions"
+    bank = (p.dim() == 3 and p.shape[0] > 1) or any("expert" in x for x in above)
+    if "weight" not in short and not (bank and not _NO_BANK.search(short.lower())):
+        return "parameters not called a weight"
+    if _ROUTER.search(called.lower()) or _ROUTER.search(short.lower()):
+        return "routers and gates"
+    if _GATE.search(called.lower()):
+        beside = ".".join(above[: len(above) - above[::-1].index(called) - 1])
+        near = [q for n, q in named.items() if n.startswith(beside and f"{beside}.")]
+        if not any(q is not p and q.shape == p.shape for q in near):
+            return "routers and gates"
+    rows, columns = p.shape[-2:] if p.dim() < 4 else (p.shape[0], p.shape[1:].numel())
+    return HIDDEN if min(rows, columns) > 1 else "matrices of one row or column"
+
+
+def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of the parameters of output layers."""
+    found: list[nn.Module] = []
     for name in ("get_output_embeddings", "get_classifier"):
         getter = getattr(model, name, None)
-        found = getter() if callable(getter) else None
-        if isinstance(found, nn.Module):
-            return set(map(id, found.parameters()))
+        layer = getter() if callable(getter) else None
+        found += [layer] if isinstance(layer, nn.Module) else []
+    for path, module in model.named_modules():
+        *above, name = without_wrappers(path).removeprefix("module.").split(".")
+        outermost = not above and name in _OUTERMOST
+        if outermost or _OUTPUTS.search(name.lower().rstrip("0123456789_")):
+            found += _last_layers(module, any(x.isdigit() for x in above))
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return set(map(id, linear[-1].parameters())) if linear else set()
+    shapes = [table.weight.shape for table in tables if isinstance(table.weight, Tensor)]
+    largest = max(shapes, default=torch.Size())
+    if len({*largest}) == 2:  # a square is that of hidden layers too
+        found += [m for m in linear if m.weight.shape == largest]
+    return {id(p) for m in found or linear[-1:] for p in m.parameters()}
+
+
+def _last_layers(head: nn.Module, repeated: bool) -> Sequence[nn.Module]:
+    """Return the layers of a head that have its results; `repeated`: it is in a block."""
+    inside = [*head.children()]
+    if not inside:
+        return [head] if any(p.dim() == 2 for p in head.parameters()) else []
+    if repeated and not isinstance(head, nn.Sequential):
+        return []  # they may be attention's
+    if isinstance(head, nn.ModuleList | nn.ModuleDict):
+        return [m for child in inside for m in _last_layers(child, repeated)]
+    return [m for m in head.modules() if isinstance(m, nn.Linear)][-1:]

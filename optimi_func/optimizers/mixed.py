@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.classes.fields import Params
-from optimi_func.classes.groups import Group
+from optimi_func.classes.groups import UNSCHEDULED, Group
 from optimi_func.core.rule import StorageLike
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
@@ -63,17 +62,18 @@ class Mixed(Evaluated):
 
     Args:
         params: Named parameters, as model.named_parameters(), or groups of them.
-        *parts: Pairs of a pattern or predicate, and an optimizer as adamw(lr=...). A
-            pattern (`fnmatch`) is for the name; a predicate takes name and parameter.
+        *parts: Pairs of a pattern or predicate, and an optimizer as adamw(lr=...), for what
+            it selects and no part before it. A pattern (`fnmatch`) is for the name; a
+            predicate takes name and parameter.
         rest: The optimizer of all parameters that nothing selects. None: there are none.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
     Raises:
-        TypeError: A part is no such pair, or its optimizer has schedules in it, which are
+        TypeError: A part is no such pair, or its lr or weight_decay is a schedule, which is
             for the pure API; use torch's.
-        ValueError: Parameters without names, a part that selects nothing, or a parameter
-            that is selected twice, or not at all and there is no rest.
+        ValueError: Parameters without names, a part that is left nothing, or a parameter
+            that is not selected if there is no rest.
 
     >>> from optimi_func import adamw, lion
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
@@ -290,7 +290,7 @@ def _checked_value(value: Any) -> FunctionalOptimizer:
             "optimi_func.adamw(lr=1e-3), and no transforms of them"
         )
     for name, x in _numbers_of(value).items():
-        if any(map(callable, pytree.tree_leaves(x))) or isinstance(x, dict):
+        if isinstance(x, dict) or (name in UNSCHEDULED and callable(x)):
             raise TypeError(
                 f"Mixed got {rule_name(value)} with {name}={x!r}: allowed are numbers and "
                 "tensors of one element; for a schedule use torch.optim.lr_scheduler"

@@ -1,19 +1,25 @@
 """`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from optimi_func.core.checks import check_process_group
+from optimi_func.core.checks import check_number, check_process_group
 from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
 from optimi_func.optimizers.mixed import Mixed, Named
 from optimi_func.optimizers.muon import TABLES, muon
 from optimi_func.optimizers.normuon import normuon
+from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.state.convert import without_wrappers
+
+_log = logging.getLogger("optimi_func")
 
 
 def MuonAdamW(  # noqa: D417
@@ -21,52 +27,75 @@ def MuonAdamW(  # noqa: D417
     lr: float = 1e-3,
     weight_decay: float = 0.1,
     *,
+    adamw_lr: float | None = None,
     adamw_weight_decay: float | None = None,
-    momentum: float = 0.95,
+    lr_multipliers: Mapping[str, float] | None = None,
+    exclude: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    momentum: Number = 0.95,
     nesterov: bool = True,
     ns_coefficients: Any = TABLES["standard"][0],
+    ns_steps: int | None = None,
     adjust_lr_fn: str | None = "match_rms_adamw",
     ns_dtype: torch.dtype | str | None = None,
-    betas: tuple[float, float] = (0.9, 0.99),
+    split: Mapping[str, Any] | None = None,
+    betas: tuple[Number, Number] = (0.9, 0.99),
     eps: float = 1e-6,
-    head: str | Iterable[str] | None = None,
     row_beta: float | None = None,
+    decouple_lr: bool = False,
+    max_lr: float | None = None,
     kahan_sum: bool | None = None,
     foreach: bool | None = None,
+    triton: bool | None = None,
     gradient_release: bool = False,
     compile: bool | None = None,
+    maximize: bool = False,
     capturable: bool = False,
     state_dtype: torch.dtype | str | None = None,
     storage: StorageLike | None = None,
+    cautious_decay: bool = False,
+    corrected_decay: bool = False,
+    cautious: bool = False,
     process_group: Any = None,
 ) -> Mixed:
-    """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest, at one lr.
+    """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest.
 
-    With transformers: Trainer(..., optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr":
-    1e-3})).
+    Which parameter is what goes to the log "optimi_func" at level INFO, in a line for each
+    kind, and `describe()` lists each. With transformers: Trainer(...,
+    optimizer_cls_and_kwargs=(lambda: MuonAdamW, {"lr": 1e-3})).
 
     Args:
         model: Its trainable parameters are taken.
-        lr: Learning rate of both; with another adjust_lr_fn they need different ones.
+        lr: Learning rate of Muon's part, and of AdamW's unless adamw_lr is given. With
+            another adjust_lr_fn they need different ones.
         weight_decay: Decay of matrices and of an output layer not tied to an embedding.
+        adamw_lr: Learning rate of AdamW's part. None: lr.
         adamw_weight_decay: Decay of all that AdamW updates, as torch's. None: embeddings,
             norms, biases and others that are not called a weight do not decay.
-        momentum: Muon's.
+        lr_multipliers: Factors on lr or adamw_lr, by name or pattern (`fnmatch`) of
+            parameters; the first that matches counts. Parameters of one factor are groups.
+        exclude: Names or patterns of parameters that AdamW takes: see `hidden_matrices`.
+        include: Names or patterns of parameters that Muon takes.
+        momentum: Muon's, or a schedule, as schedules.linear(0.85, 0.95, 300).
         nesterov: Muon's.
         ns_coefficients: Muon's.
+        ns_steps: Muon's.
         adjust_lr_fn: Muon's.
         ns_dtype: Muon's.
+        split: Muon's, by name or pattern, as {"*.qkv.weight": 3}.
         betas: AdamW's.
         eps: AdamW's.
-        head: The output layer, for AdamW: see `hidden_matrices`.
         row_beta: `NorMuon`'s, which it takes in the place of Muon. None: Muon.
+        max_lr: The largest lr that will be scheduled; adamw_lr and multipliers scale it.
         process_group: Muon's.
 
-    The other arguments are those of every optimizer: see `BaseOptimizer`.
+    The other arguments are those of every optimizer: see `BaseOptimizer`. Muon refuses
+    cautious=True.
 
     Raises:
         TypeError: model is missing, or is no module.
-        ValueError: A hyperparameter out of its range, or a model without hidden matrices.
+        ValueError: A hyperparameter out of its range, a pattern that selects nothing, or a
+            model without hidden matrices.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     >>> print(MuonAdamW(model, lr=1e-3).describe())
@@ -89,22 +118,100 @@ def MuonAdamW(  # noqa: D417
         )
     own: dict[str, Any] = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
-    hidden, rest = hidden_matrices(model, head), partial(adamw, lr=lr, betas=betas, eps=eps)
+    both: dict[str, Any] = dict(decouple_lr=decouple_lr, maximize=maximize)
+    both |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
     matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
-    parts: list[Any] = [(hidden, matrices(lr=lr, weight_decay=weight_decay, **own))]
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    left = {name: p for name, p in named if not hidden(name, p)}
-    if adamw_weight_decay is None:
-        tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
-        tied = {id(p) for table in tables for p in table.parameters()}
-        weights = [n for n, p in left.items() if p.dim() > 1 and id(p) not in tied]
-        decayed = Named([n for n in weights if "weight" in n.split(".")[-1]])
-        parts += [(decayed, rest(weight_decay=weight_decay))] if decayed.names else []
-        left = left.keys() - decayed.names
+    of_muon = partial(matrices, ns_steps=ns_steps, cautious=cautious, **own, **both)
+    of_adamw = partial(adamw, betas=betas, eps=eps, cautious=cautious, **both)
+    second_lr = lr if adamw_lr is None else adamw_lr
+
+    def made(rule: Any, rate: Any, factor: float, **more: Any) -> FunctionalOptimizer:
+        scale = factor if rate is lr or not lr else factor * rate / lr
+        most = max_lr if max_lr is None or scale == 1 else max_lr * scale
+        return rule(lr=rate if factor == 1 else rate * factor, max_lr=most, **more)
+
+    chosen = hidden_matrices(model, exclude=exclude, include=include)
+    params = dict(model.named_parameters())
+    matrix = [name for name, p in params.items() if chosen(name, p)]
+    factors = _by_pattern("lr_multipliers", lr_multipliers, list(params), 1.0)
+    parts_of = _by_pattern("split", split, matrix, None)
+    tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
+    tied = {id(p) for table in tables for p in table.parameters()}
+    # Parameters of one kind, decay, split and factor are a part, Muon's before AdamW's.
+    kinds: dict[Any, list[str]] = {}
+    for name, p in params.items():
+        weight = p.dim() > 1 and id(p) not in tied and "weight" in name.split(".")[-1]
+        decays = adamw_weight_decay is not None or weight
+        rows = parts_of.get(name)
+        rows = tuple(rows) if isinstance(rows, list) else rows
+        kind = 0 if name in parts_of else 2 - decays
+        kinds.setdefault((kind, rows, factors[name]), []).append(name)
+    parts: list[tuple[Named, FunctionalOptimizer]] = []
+    for kind, rows, factor in sorted(kinds, key=lambda key: key[0]):
+        names = kinds[kind, rows, factor]
+        if not any(params[name].requires_grad for name in names):
+            continue
+        check_number("multiplier of lr", "lr_multipliers", factor)
+        if kind == 0:
+            value = made(of_muon, lr, factor, weight_decay=weight_decay, split=rows)
+        else:
+            usual = weight_decay if adamw_weight_decay is None else adamw_weight_decay
+            decay = usual if kind == 1 else 0.0
+            value = made(of_adamw, second_lr, factor, weight_decay=decay)
+        parts.append((Named(names), value))
+    if not any(params[name].requires_grad for name in matrix):
+        raise ValueError(
+            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{chosen}"
+        )
+    for line in str(chosen).splitlines():
+        _log.info("MuonAdamW: %s", line)
     how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
-    how |= dict(gradient_release=gradient_release, capturable=capturable)
+    how |= dict(gradient_release=gradient_release, capturable=capturable, triton=triton)
     how |= dict(state_dtype=state_dtype, storage=storage)
-    decay = rest(weight_decay=adamw_weight_decay or 0.0) if left else None
-    made = Mixed(named, *parts, rest=decay, **how)
-    made.process_group = check_process_group(process_group)
-    return made
+    named = [(name, p) for name, p in params.items() if p.requires_grad]
+    optimizer = Mixed(named, *parts, **how)
+    optimizer.process_group = check_process_group(process_group)
+    return optimizer
+
+
+def NorMuonAdamW(  # noqa: D417
+    model: nn.Module | None = None,
+    lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    *,
+    row_beta: float = 0.95,
+    **options: Any,
+) -> Mixed:
+    """`MuonAdamW` with `NorMuon` in the place of Muon.
+
+    Args:
+        model: Its trainable parameters are taken.
+        lr: As of `MuonAdamW`, as are weight_decay and options.
+        row_beta: NorMuon's.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+    >>> [group["rule"] for group in NorMuonAdamW(model, lr=1e-3).param_groups]
+    ['normuon', 'adamw', 'adamw']
+    """
+    return MuonAdamW(model, lr, weight_decay, row_beta=row_beta, **options)
+
+
+def _by_pattern(
+    option: str, given: Mapping[str, Any] | None, names: list[str], usual: Any
+) -> dict[str, Any]:
+    """Return, for each name, the value of the first pattern that it matches."""
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"{option}={given!r}: allowed is a dict of names or patterns")
+    found: dict[str, Any] = {}
+    rest = dict(given or {})
+    for name in names:
+        hits = [k for k in given or {} if fnmatchcase(without_wrappers(name), k)]
+        found[name] = (given or {})[hits[0]] if hits else usual
+        for pattern in hits:
+            rest.pop(pattern, None)
+    if rest:
+        raise ValueError(
+            f"{option} has {next(iter(rest))!r}, which is none of its parameters: allowed "
+            f"are names and patterns of {names[-5:]} and the others"
+        )
+    return found

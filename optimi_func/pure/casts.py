@@ -140,6 +140,19 @@ def _cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return x.as_strided((), ()) if torch.compiler.is_compiling() else x
 
 
+def called(optimizer: Any, t: Scalar) -> dict[str, Any]:
+    """Return an optimizer's numbers at step t (1-based), with schedules called."""
+    numbers: dict[str, Any] = optimizer.numbers
+    flat = [y for x in numbers.values() for y in (x if type(x) is tuple else (x,))]
+    if not any(map(callable, flat)):
+        return numbers
+    own = pytree.tree_map(lambda x: x(t - 1.0) if callable(x) else x, numbers)
+    now = object.__new__(type(optimizer))
+    now.__dict__.update(optimizer.__dict__, **own)
+    now.check()  # the values that schedules have at this step
+    return own
+
+
 def resolve_tree(name: str, numbers: PyTree, step: Tensor, used: bool = True) -> PyTree:
     """Return a tree of hyperparameters at a step: see `resolve`."""
     return pytree.tree_map(lambda x: resolve(name, x, step, used), numbers)

@@ -34,7 +34,7 @@ from optimi_func.core.rule import (
     StorageLike,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.pure.casts import Casts, resolve, resolve_tree
+from optimi_func.pure.casts import Casts, called, resolve, resolve_tree
 from optimi_func.pure.casts import derived as derived
 from optimi_func.pure.tree import (
     NO_RUNNING,
@@ -146,7 +146,7 @@ class FunctionalOptimizer:
     def advance(self, t: Scalar, running: Any) -> tuple[Any, Any]:
         """Return the rule's coefficients at step t (1-based), and `running` after it.
 
-        No hyperparameter may be a schedule, nor lr a tree.
+        lr and weight_decay may be neither schedules nor trees.
         """
         lr = cast(Scalar, self.lr)
         if type(t) is float and self._plain is not None:
@@ -154,7 +154,7 @@ class FunctionalOptimizer:
                 return self._plain(t, lr, self.weight_decay, running)
             except (ArithmeticError, ValueError):
                 pass  # tensors have a result
-        return self.rule.advance(t, lr, running, self.numbers)
+        return self.rule.advance(t, lr, running, called(self, t))
 
     @cached_property
     def _plain(self) -> Callable[..., tuple[Any, Any]] | None:

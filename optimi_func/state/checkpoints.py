@@ -34,6 +34,8 @@ def counterparts_of(owner: Any) -> Counterparts:
 def _as_strings(optimizer: Any, packed: dict[str, Any]) -> None:
     """Save dtypes and Storage as strings, and what a group shows of its state as numbers.
 
+    Schedules are not saved, as torch's do not save their functions.
+
     torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
     """
     for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
@@ -43,6 +45,8 @@ def _as_strings(optimizer: Any, packed: dict[str, Any]) -> None:
         for name in ("state_dtype", "storage"):
             if group[name] is not None:
                 group[name] = str(group[name])
+        for name in optimizer.scheduled(mine):
+            del group[name]
 
 
 class Checkpoints(Optimizer):
@@ -51,11 +55,18 @@ class Checkpoints(Optimizer):
     keywords: ClassVar[tuple[str, ...]]  # the factory's, lr first
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
+    _factory_of: Callable[[Group], tuple[Any, tuple[str, ...]]]
     init_state: Callable[[], None]
 
     def rule_of(self, group: Group) -> Rule[Any, Any]:
         """Return a group's rule. Raise if a hyperparameter is out of range."""
         return self.bound_of(group).starting_rule
+
+    def scheduled(self, group: Group) -> list[str]:
+        """Return the hyperparameters of a group that are schedules."""
+        found = {k: group[k] for k in self._factory_of(group)[1]}
+        flat = {k: x if isinstance(x, tuple) else (x,) for k, x in found.items()}
+        return [k for k, some in flat.items() if any(map(callable, some))]
 
     def rules(self) -> list[Rule[Any, Any]]:
         """Return the rule of each group."""
@@ -246,7 +257,8 @@ class Checkpoints(Optimizer):
         for mine, options, entries in zip(self.param_groups, found.groups, found.entries):
             first = sum(len(group["params"]) for group in loaded)
             places = list(range(first, first + len(entries)))
-            group = {**mine, **options, "params": places}
+            kept = {name: mine[name] for name in self.scheduled(mine)}
+            group = {**mine, **options, **kept, "params": places}
             check_options(mine, options)
             bound = self.bound_of(group)
             convert.check_kind(options, bound.decay)

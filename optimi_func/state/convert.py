@@ -377,6 +377,9 @@ def as_torchs(
         made = {k: v for k, v in group.items() if k not in _OURS_ALONE}
         if made["max_lr"] is None:
             del made["max_lr"]  # some schedules add an option of the same name
+        if lost := [k for k in keywords if k not in group]:
+            name = f"torch.optim.{cls.__name__}"
+            raise ValueError(f"{name} cannot go on with a schedule for {lost[0]}")
         if group["cautious"]:
             raise ValueError(f"torch.optim.{cls.__name__} cannot go on with cautious=True")
         kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]

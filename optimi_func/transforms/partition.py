@@ -86,8 +86,7 @@ class Partition(Transform):
         """Return fresh state, with the part of each leaf: see `FunctionalOptimizer.init`.
 
         Raises:
-            ValueError: A pattern or predicate selects nothing, two select one leaf, or
-                none does.
+            ValueError: A pattern or predicate is left nothing, or none selects a leaf.
         """
         tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
@@ -187,17 +186,14 @@ def place(
     paths: Sequence[str],
     tensors: Sequence[Tensor],
 ) -> list[int]:
-    """Return the part of each parameter; `len(selects)` is the rest.
+    """Return the part of each parameter, the first that selects it.
 
-    Raises if one is selected twice, or not at all and there is no rest. `name` is that of
-    the caller, for errors.
+    `len(selects)` is the rest. Raises if a parameter is not selected and there is no rest.
+    `name` is that of the caller, for errors.
     """
     found: list[int] = []
     for path, p in zip(paths, tensors):
         hits = [i for i, s in enumerate(selects) if _selects(s, path, p)]
-        if len(hits) > 1:
-            both = " and ".join(_called(selects[i]) for i in hits)
-            raise ValueError(f"{name}: {path!r} is selected twice, by {both}")
         found.append(hits[0] if hits else len(selects))
     at_rest = [path for path, i in zip(paths, found) if i == len(selects)]
     if at_rest and not has_rest:
@@ -219,7 +215,10 @@ def check_each(
     known = f"the parameters are {_listed(paths)}"
     for i, select in enumerate(selects):
         if i not in found:
-            raise ValueError(f"{name}: {_called(select)} selects no parameter: {known}")
+            left = " that the parts before it leave" if i else ""
+            raise ValueError(
+                f"{name}: {_called(select)} selects no parameter{left}: {known}"
+            )
     if has_rest and len(selects) not in found:
         raise ValueError(f"{name}: no parameter is left for rest=: {known}")
 
@@ -241,15 +240,15 @@ def partition(
 
     Args:
         *parts: Pairs of a pattern or predicate, and the optimizer of the leaves that it
-            selects. A pattern (`fnmatch`) is for the leaf's path, its keys joined by dots,
-            as "body.0.weight"; a predicate takes that path and the parameter, and only
-            `init` calls it.
+            selects and no part before it. A pattern (`fnmatch`) is for the leaf's path, its
+            keys joined by dots, as "body.0.weight"; a predicate takes that path and the
+            parameter, and only `init` calls it.
         rest: The optimizer of all leaves that nothing selects. None: there are none.
 
     Raises:
         TypeError: A part is no such pair.
-        ValueError: There is no part. `init` raises it if a part selects nothing, a leaf is
-            selected twice, or not at all and there is no rest.
+        ValueError: There is no part. `init` raises it if a part is left nothing, or a leaf
+            is not selected and there is no rest.
 
     >>> from optimi_func import adamw, lion
     >>> opt = partition((lambda path, p: p.dim() == 2, lion(lr=0.1)), rest=adamw(lr=0.2))

@@ -29,7 +29,7 @@ def test_public_names() -> None:
     modules = {path.stem for path in PACKAGE.iterdir()}
     functions = {f"{n}{end}" for n in NAMES for end in ("", "_init", "_step")}
     types = {"FunctionalOptimizer", "GradientRelease", "LeafState", "PureOptimizer"}
-    types |= {"Mixed", "MuonAdamW", "Storage", "TreeState", "Unrolled"}
+    types |= {"Mixed", "MuonAdamW", "NorMuonAdamW", "Storage", "TreeState", "Unrolled"}
     utilities = {"param_groups_weight_decay", "to_low_precision", "unroll", "detach"}
     utilities |= {"hidden_matrices", "LBFGS", "lbfgs", "implicit_root"}
     utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}

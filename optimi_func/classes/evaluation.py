@@ -16,6 +16,7 @@ from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import to
 from optimi_func.core.distributed import from_local, is_distributed, leaf_to_local, to_local
 from optimi_func.core.leaf import leaf_eval_point
+from optimi_func.core.pairs import as_complex
 from optimi_func.core.rule import Leaf
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import reshard
@@ -205,6 +206,7 @@ class Evaluated(BaseOptimizer):
                 some = [] if group["train_mode"] else self._eval_params(group)
                 for p, x in some:
                     if p in names:
+                        x = as_complex(x, p)
                         x = to(x, torch.promote_types(p.dtype, torch.float32))
                         found[names[p]] = from_local(x, p)
         return found

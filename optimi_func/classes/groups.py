@@ -224,10 +224,11 @@ def executor_of(group: Group) -> Executor:
 
 
 def aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Return gradients with the placements of their parameters."""
+    """Return gradients with the placements of their parameters, not lazily conjugated."""
     for p, g in zip(params, grads):
         checks.check_grad(path_of(group, p), p, g)
-    return [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]
+    found = [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]
+    return list(map(Tensor.resolve_conj, found))
 
 
 def check_capture(

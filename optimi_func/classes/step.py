@@ -176,7 +176,7 @@ class Steps(Checkpoints):
                 plan = plan or self._plan(group, bound, params, capturable, apart, made)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
-        if plan.distributed:
+        if plan.viewed:
             grads = to_local(aligned(group, params, grads))
         counts = plan.counts.now(tensors)
         if bound.rule.join is not None:
@@ -197,7 +197,7 @@ class Steps(Checkpoints):
         launches, host = plan.launches(executor_of(group), *inputs, write, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
         # Autograd has not seen that the local shards of these were written.
-        moved = params if write and plan.distributed else []
+        moved = params if write and plan.viewed else []
         run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
         return run, host, plan.holders
 
@@ -457,7 +457,7 @@ class Steps(Checkpoints):
         if self.process_group is None or self._has_stepped:
             return {}
         params = [p.detach() for group in self.param_groups for p in group["params"]]
-        plain = [p for p in params if p.numel() and not is_distributed(p)]
+        plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
         found = [str(torch.hash_tensor(p)) for p in plain]
         return {"hashes of parameters, which process_group= says are copies": found}
 

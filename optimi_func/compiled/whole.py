@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
-from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.leaf import held_dtype
 from optimi_func.core.math import total_norm
+from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.execution.cpp import with_vectors
@@ -157,7 +158,7 @@ class StepGraph:
             return self._run(program, dry, inputs, None, True)
         used_params, mutated_buffers, *_ = dry
         params = [inputs.params[i] for i in used_params]
-        sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
+        sums = [torch.zeros_like(p, dtype=held_dtype(p.dtype)) for p in params]
         # The buffers are written last, because the last part's graph may fail to compile.
         buffers = [x.clone() for x in inputs.buffers]
         given = inputs._replace(buffers=buffers)
@@ -275,8 +276,9 @@ class StepGraph:
         if self.clip is None:
             if self.accumulate == 1:
                 return None, None
-            return torch.full((), share, dtype=grads[0].dtype, device=grads[0].device), None
-        norm = total_norm(norms_of(grads)) * share
+            first = as_real(grads[0])
+            return torch.full((), share, dtype=first.dtype, device=first.device), None
+        norm = total_norm(norms_of(list(map(as_real, grads)))) * share
         return clip_factor(self.clip, norm) * share, norm
 
 

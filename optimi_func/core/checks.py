@@ -180,7 +180,7 @@ def check_no_module(params: object) -> None:
 
 
 def check_param(path: object, p: Any) -> None:
-    """Raise if p is not a strided, real, floating tensor of at least 16 bits."""
+    """Raise if p is no strided, floating or complex tensor of at least 16 bits a number."""
     if isinstance(p, torch.nn.Module):
         raise TypeError(
             f"params{path} is the module {type(p).__name__}: pass its parameters, "
@@ -194,13 +194,10 @@ def check_param(path: object, p: Any) -> None:
             instead = ": register its class by torch.utils._pytree.register_dataclass"
         raise TypeError(f"params{path} is {shown(p)}, which is not a tensor{instead}")
     why = ""
-    if p.is_complex():
-        why = f"dtype {p.dtype}: make nn.Parameter(torch.view_as_real(w.detach())) of it, "
-        why += "and use torch.view_as_complex of that in forward"
-    elif not p.is_floating_point():
-        why = f"dtype {p.dtype}: allowed are floating ones"
-    elif torch.finfo(p.dtype).bits < 16:
-        why = f"dtype {p.dtype}: allowed are those of 16 bits or more"
+    if not (p.is_floating_point() or p.is_complex()):
+        why = f"dtype {p.dtype}: allowed are floating and complex ones"
+    elif torch.finfo(p.dtype).bits < 16 or p.dtype == torch.complex32:
+        why = f"dtype {p.dtype}: allowed are those of 16 bits or more, and not complex32"
     elif p.layout != torch.strided:
         why = f"layout {p.layout}: allowed is strided"
     if why:
@@ -219,7 +216,12 @@ def missing(name: str) -> Any:
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
-    """Raise if the rule refuses the parameter's shape."""
+    """Raise if the rule refuses the parameter's shape, or complex numbers."""
+    if p.is_complex() and rule.whole is not None:
+        raise TypeError(
+            f"params{path} has dtype {p.dtype}: {rule.name} maps whole matrices of real "
+            "numbers. Allowed are elementwise rules, such as AdamW, for complex parameters"
+        )
     why = None if rule.refuses is None else rule.refuses(p)
     if why is not None:
         raise ValueError(f"params{path} has shape {tuple(p.shape)}: {why}")
@@ -233,8 +235,12 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
         raise TypeError(f"grads{path} is {shown(g)}, which is neither a tensor nor None")
     if g.layout != torch.strided:
         raise TypeError(f"grads{path} has layout {g.layout}: allowed is strided")
-    if not g.is_floating_point():
-        raise TypeError(f"grads{path} has dtype {g.dtype}: allowed are floating ones")
+    if not (g.is_complex() if p.is_complex() else g.is_floating_point()):
+        kind = "complex" if p.is_complex() else "floating"
+        raise TypeError(
+            f"grads{path} has dtype {g.dtype}, its parameter {p.dtype}: allowed are {kind} "
+            "ones"
+        )
     if torch.finfo(g.dtype).bits < torch.finfo(p.dtype).bits:
         raise TypeError(
             f"grads{path} has dtype {g.dtype}, narrower than its parameter's {p.dtype}: "

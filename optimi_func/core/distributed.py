@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Leaf
 
 
@@ -24,7 +25,7 @@ class ShardSpec(NamedTuple):
     mesh: Any  # a DeviceMesh
     dims: tuple[int, ...]
     placements: tuple[Any, ...]
-    shape: tuple[int, ...]  # global
+    shape: tuple[int, ...]  # global, of real numbers
     stride: tuple[int, ...]  # global
 
     @property
@@ -59,18 +60,29 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def to_local(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the local shard of each DTensor, uncopied, and other tensors as they are."""
-    if not any_distributed(tensors):
+    """Return the local shard of each DTensor, and complex tensors as real pairs, uncopied.
+
+    Other tensors, and None, are returned as they are.
+    """
+    if not (any_distributed(tensors) or any_complex(tensors)):
         return tensors
-    kind = _dtensor()
     with torch.no_grad():
-        return [_part(x) if isinstance(x, kind) else x for x in tensors]
+        return [_part(x) if is_distributed(x) else _pairs(x) for x in tensors]
+
+
+def any_complex(tensors: list[Any]) -> bool:
+    """Return True if any tensor is complex."""
+    return any([x is not None and x.is_complex() for x in tensors])
+
+
+def _pairs(x: Any) -> Any:
+    return as_real(x.detach()) if x is not None and x.is_complex() else x
 
 
 def _part(x: Any) -> Tensor:
     part = x.to_local()
     # The shard may be the result of an asynchronous collective.
-    return part.wait() if hasattr(part, "wait") else part
+    return _pairs(part.wait() if hasattr(part, "wait") else part)
 
 
 def whole(x: Any) -> Tensor:
@@ -116,7 +128,7 @@ def shard_of(part: Tensor | None, spec: ShardSpec) -> Any:
 
 
 def leaf_to_local(leaf: Leaf) -> Leaf:
-    """Return a leaf with the local shards of its tensors."""
+    """Return a leaf with the local shards of its tensors, as real numbers."""
     tensors, spec = pytree.tree_flatten(leaf)
     return pytree.tree_unflatten(to_local(tensors), spec)
 
@@ -135,6 +147,7 @@ def _spec(x: Any, dims: Iterable[int]) -> ShardSpec | None:
     if mesh.get_coordinate() is None:
         return None  # this process is not in the mesh
     several = tuple(i for i in dims if mesh.size(i) > 1)
+    x = as_real(x)
     where = mesh, several, x.placements
     return ShardSpec(*where, tuple(x.shape), x.stride()) if several else None
 

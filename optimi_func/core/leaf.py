@@ -5,14 +5,17 @@ differ in where they compute and write, but not in the formula.
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import narrow, remainder_dtype, round_to, to, widen
 from optimi_func.core.distributed import on_whole, whole
 from optimi_func.core.math import plus, scalar_dtype, times
+from optimi_func.core.pairs import as_complex, as_real, stored
 from optimi_func.core.rule import (
     WHOLE_BATCH,
     DecayKind,
@@ -41,6 +44,7 @@ def leaf_sums(
     rule: Rule[Any, Any], leaf: Leaf, coeffs: Any, means: list[Tensor] | None
 ) -> Tensor:
     """Return the sums that a rule joins; without means the gradient counts as 0."""
+    leaf = _real(leaf)
     p, wide = leaf.p, leaf_dtype(leaf, leaf.p)
     if means is not None:
         found = torch.stack([whole(x) for x in means])
@@ -53,8 +57,14 @@ def leaf_sums(
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic: float64 if any dtype is, else float32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+    """Return the dtype of the arithmetic: float64 if a dtype is that wide, else float32."""
+    wide = torch.float64 in dtypes or torch.complex128 in dtypes
+    return torch.float64 if wide else torch.float32
+
+
+def held_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype that holds results of the arithmetic: complex if any dtype is."""
+    return reduce(torch.promote_types, dtypes, compute_dtype(*dtypes))
 
 
 def leaf_dtype(leaf: Leaf, g: Tensor) -> torch.dtype:
@@ -109,6 +119,8 @@ def leaf_move(
     wide: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
     """Return the u and x of `leaf_step` before `after`, and the function that adds u."""
+    if leaf.p.dtype.is_complex:
+        return _complex_move(rule, leaf, g, scalars, write, take_means, wide)
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
@@ -141,6 +153,27 @@ def leaf_move(
     return d, x, add
 
 
+def _complex_move(
+    rule: Rule[Any, Any], leaf: Leaf, g: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
+    """Return `leaf_move` of real pairs, with complex results."""
+    own = _real(leaf)
+    u, x, add_pairs = leaf_move(rule, own, as_real(g.resolve_conj()), *rest)
+
+    def as_before(new: Any, pairs: Any, old: Any) -> Any:
+        return old if new is pairs else as_complex(new, old)
+
+    def add(u: Tensor) -> Leaf:
+        return pytree.tree_map(as_before, add_pairs(as_real(u)), own, leaf)
+
+    return as_complex(u, leaf.p), as_complex(x, leaf.p), add
+
+
+def _real(leaf: Leaf) -> Leaf:
+    """Return a leaf with complex tensors as real pairs."""
+    return pytree.tree_map(as_real, leaf) if leaf.p.dtype.is_complex else leaf
+
+
 def _apart(fields: list[Any], old: list[Any], x: Any, lr: Scalar) -> list[Any]:
     """Copy fields that are another tensor of the step, which may be written before them."""
     taken = [x, *old]
@@ -163,11 +196,12 @@ def leaf_eval_point(rule: Rule[Any, Any], leaf: Leaf, coeffs: Any) -> Tensor:
 
     `coeffs` are those of the next step; the rule has an `eval_point`.
     """
-    p, state, comp = leaf
+    p, state, comp = _real(leaf)
     wide = leaf_dtype(leaf, p)
     _, x, _ = widen(p, comp, wide)
     assert rule.eval_point is not None
-    return rule.eval_point(x, type(state)(*[decode(s, wide) for s in state]), coeffs)
+    found = rule.eval_point(x, type(state)(*[decode(s, wide) for s in state]), coeffs)
+    return as_complex(found, leaf.p)
 
 
 def _delta(
@@ -249,7 +283,8 @@ def init_leaf(rule: Rule[Any, Any], p: Tensor, storage: Storage) -> Leaf:
     """Return a leaf with fresh state."""
     dtype = remainder_dtype(p, storage.param)
     comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
-    return Leaf(p, rule.init(p, storage.moments or p.dtype), comp)
+    x = as_real(p)
+    return Leaf(p, stored(p, rule.init(x, storage.moments or x.dtype)), comp)
 
 
 def microbatch_scalars(

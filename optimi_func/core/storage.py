@@ -30,6 +30,7 @@ from optimi_func.core.codes import (
     refuse_derivatives,
     to,
 )
+from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Scalar, Storage, StorageLike
 
 STORAGES: dict[str, Storage] = {
@@ -223,6 +224,8 @@ def check_entry(
     torch.optim's load_state_dict does. ValueError for another shape or device. any_device
     is for entries that will be copied.
     """
+    if p.is_complex():
+        p, entry = as_real(p), {name: as_real(x) for name, x in entry.items()}
     counts = ("step", *rule.running._fields)
     shapes = dict.fromkeys(counts, torch.Size()) | _own_shapes(rule, p)
     for name, x in entry.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func.core.distributed import any_distributed, shards_of, to_local
+from optimi_func.core.distributed import any_complex, any_distributed, shards_of, to_local
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import names_in
@@ -117,10 +117,11 @@ class ClassPlan(Plan):
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
-        self.distributed = any_distributed(params)
+        # True if local tensors are others than the parameters.
+        self.viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
         tensors = [*params, *chain.from_iterable(map(self._getter, entries))]
-        tensors = self.made = to_local(tensors) if self.distributed else tensors
+        tensors = self.made = to_local(tensors) if self.viewed else tensors
         self._guard = Guard(self._present(tensors), addresses=True)
         shape = len(params), len(self._names), self._counted
         self.counts = Counts(tensors, *shape, not capturable, apart)
@@ -173,7 +174,7 @@ class ClassPlan(Plan):
             if list(map(len, whole)) != self._lengths:
                 return None
             tensors = [*params, *chain.from_iterable(map(self._getter, whole))]
-            if self.distributed:
+            if self.viewed:
                 tensors = to_local(tensors)
             same = self._guard.holds(tensors if self._all else self._present(tensors))
             if same and counted and not self.counts.hold(tensors):

@@ -111,7 +111,7 @@ class TreeStep:
                     f"replays: state.step is on {step.device}, params{path} on "
                     f"{p.device}. Move it there before the capture"
                 )
-            grads.append(redistribute_like(path, p, g))
+            grads.append(redistribute_like(path, p, g).resolve_conj())
         end = len(columns) - 1
         mapped = columns[end - len(self._rule.whole_fields) : end]
         shards = [tuple(map(shards_of, row)) for row in zip(columns[0], *mapped)]
@@ -224,7 +224,8 @@ def _step(
     kinds = set(map(type, [*tensors, *gs]))
     if torch.is_grad_enabled():
         _check_undifferentiated(instead, optimizer, tree, own)
-    # Trees of transformed tensors, DTensors or a GPU's have a new plan at each step.
+    # Trees of transformed or complex tensors, DTensors or a GPU's have a new plan at each
+    # step.
     kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu
     # Kernels of one tensor are compiled for a number of threads.
     how = in_place, torch.get_num_threads(), *names
@@ -242,7 +243,7 @@ def _step(
         step = TreeStep(optimizer, tree, "kernels")
         if found is None:
             plan, columns, targets = step.plan(places, names, columns, results, True)
-            if kept and all([x.is_cpu for x in tensors]):
+            if kept and all([x.is_cpu and not x.is_complex() for x in tensors]):
                 guard = Guard(tensors, addresses=in_place)
                 known[:] = [(guard, plan), *known[:3]]
         else:

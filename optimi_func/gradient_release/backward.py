@@ -50,13 +50,12 @@ class Accumulation:
         held = self.buffer.get(p)
         if held is not None:
             return held.add_(g)
-        dtype = dtype or torch.promote_types(g.dtype, torch.float32)
-        self.buffer[p] = g.to(dtype, copy=copy)
+        self.buffer[p] = g.to(_sum_dtype(g, dtype), copy=copy)
         return self.buffer[p]
 
     def zeros(self, params: Iterable[Tensor], dtype: Any) -> dict[Tensor, Tensor]:
         """Return zeros in the place of sums."""
-        wide = {p: dtype or torch.promote_types(p.dtype, torch.float32) for p in params}
+        wide = {p: _sum_dtype(p, dtype) for p in params}
         return {p: torch.zeros_like(p.detach(), dtype=d) for p, d in wide.items()}
 
     def whole(self, p: Tensor, g: Tensor) -> Tensor:
@@ -67,6 +66,13 @@ class Accumulation:
         record([held])
         wide = torch.promote_types(held.dtype, g.dtype)
         return g.add_(held) if g.dtype == wide else held + g
+
+
+def _sum_dtype(g: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of sums of a gradient, for a `buffer_dtype`."""
+    if dtype is None:
+        return torch.promote_types(g.dtype, torch.float32)
+    return dtype.to_complex() if g.is_complex() else dtype
 
 
 class Backward:

@@ -20,7 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
-from optimi_func.core.distributed import check_same, comparable, is_distributed, lost
+from optimi_func.core.distributed import (
+    check_same,
+    comparable,
+    is_distributed,
+    lost,
+    to_local,
+)
 from optimi_func.core.torch_private import assert_later, uncompiled
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.gradient_release import backward as streams
@@ -161,6 +167,9 @@ class ReplicaRunner(Runner):
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
             if is_distributed(x):
                 raise ValueError(f"process_group= is not for {name}, a DTensor: omit it")
+            if x in self.names and x.is_complex() and self.replicas.reduce_dtype:
+                given = f"reduce_dtype={self.replicas.reduce_dtype} with {name}"
+                raise ValueError(f"{given}, which is complex: allowed is None")
             if isinstance(x, nn.Parameter) and x.requires_grad and x not in self.names:
                 said = f"process_group= would not average {name}, of another optimizer"
                 raise ValueError(f"{said}: freeze it, or make one Mixed optimizer for all")
@@ -180,7 +189,7 @@ class ReplicaRunner(Runner):
                 if self.optimizer.state:
                     kept: list[Any] = [p.detach(), *state.values()]
                     kept = [x for x in kept if isinstance(x, Tensor) and x.numel()]
-                    found = [str(torch.hash_tensor(x)) for x in kept]
+                    found = [str(torch.hash_tensor(x)) for x in to_local(kept)]
                     mine[f"hashes of {name} and its state"] = found
         check_same(mine | self._shared(Tensor.tolist), self.group)
 

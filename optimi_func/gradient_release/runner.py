@@ -85,6 +85,13 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
+        numbers = [name for name, p in self.params.items() if p.is_complex()]
+        if numbers and (options.clip_value or options.buffer_dtype == torch.bfloat16):
+            given = f"clip_value={options.clip_value}, buffer_dtype={options.buffer_dtype}"
+            raise ValueError(
+                f"{given} with {numbers[0]}, which is complex: allowed are clipping by "
+                "norms, and sums of None, float32 or float64"
+            )
         rules = self.optimizer.rules()
         joins = [rule.name for rule in rules if rule.join is not None]
         if joins and options.clip_global_norm is not None:
@@ -194,7 +201,7 @@ class Runner:
                     check_grad(f"[{self.names[p]!r}]", p, g)
                 if p in self._distributed:
                     g = redistribute_like(f"[{self.names[p]!r}]", p, g)
-                self._take(self._enter(p), p, g)
+                self._take(self._enter(p), p, g.resolve_conj())
             except BaseException:
                 self._running = None  # the traceback keeps the backward alive
                 raise

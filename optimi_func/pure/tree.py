@@ -243,7 +243,10 @@ def _is_like(x: Any, kind: Any) -> bool:
     return isinstance(x, kind) or getattr(x, "_fields", None) == kind._fields
 
 
-_USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64, torch.float16}
+_USUAL_DTYPES = {
+    *(torch.float32, torch.bfloat16, torch.float64, torch.float16),
+    *(torch.complex64, torch.complex128),
+}
 
 
 def _check_state(rule: Rule[Any, Any], path: object, p: Tensor, s: Any) -> None:

@@ -297,7 +297,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.run, tensors = inputs[0], inputs[1:]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.counts = [i for i, x in enumerate(output) if not x.is_floating_point()]
+        ctx.counts = [i for i, x in enumerate(output) if not _is_number(x)]
         ctx.mark_non_differentiable(*(output[i] for i in ctx.counts))
 
     @staticmethod
@@ -332,15 +332,19 @@ def _of_floats(
     run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]
 ) -> tuple[list[int], Callable[..., tuple[Tensor, ...]]]:
     """Return the indices of floating tensors, and `run` from these to floating results."""
-    floats = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+    floats = [i for i, x in enumerate(tensors) if _is_number(x)]
 
     def of_floats(*some: Tensor) -> tuple[Tensor, ...]:
         whole = list(tensors)
         for i, x in zip(floats, some):
             whole[i] = x
-        return tuple(x for x in run(*whole) if x.is_floating_point())
+        return tuple(x for x in run(*whole) if _is_number(x))
 
     return floats, of_floats
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)

@@ -10,7 +10,9 @@ from torch.optim.optimizer import Optimizer
 
 from optimi_func.core.checks import check_module, shown
 from optimi_func.core.distributed import distribute_like
-from optimi_func.core.rule import Rule
+from optimi_func.core.leaf import init_leaf
+from optimi_func.core.pairs import as_real
+from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import group_storage, own_names
 from optimi_func.core.torch_private import unwrapped
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -155,6 +157,12 @@ class Checkpoints(Optimizer):
                     f"state_dict[{name!r}] has shape {tuple(shape)}, its parameter "
                     f"{tuple(p.shape)}"
                 )
+            if (complex_ := p.is_complex()) != state_dict[name].is_complex():
+                kind = "complex" if complex_ else "real"
+                raise TypeError(
+                    f"state_dict[{name!r}] has dtype {state_dict[name].dtype}, its "
+                    f"parameter {p.dtype}: allowed are {kind} ones"
+                )
         self.init_state()
         with torch.no_grad():
             for name, p in params.items():
@@ -162,10 +170,11 @@ class Checkpoints(Optimizer):
                 set_master(p, entry.get("kahan_comp"), state_dict[name])
                 if "step" in entry and entry["step"] == 0:
                     # Fields that begin as the parameter would be those of another one.
-                    fresh = self.rule_of(self.group_of(p)).init(p.detach(), p.dtype)
+                    rule = self.rule_of(self.group_of(p))
+                    fresh = init_leaf(rule, p.detach(), Storage("plain")).state
                     for field, x in fresh._asdict().items():
                         if field in entry:
-                            entry[field].copy_(x)
+                            as_real(entry[field]).copy_(as_real(x))
 
     def _find(self, state_dict: dict[str, Any], strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""

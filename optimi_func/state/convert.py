@@ -313,7 +313,8 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
         for name, beta in pairs:
             if name in entry:
                 whole = 1.0 - group[beta] ** float(step)
-                entry[name] = entry[name].double().mul(whole).to(entry[name].dtype)
+                wide = torch.promote_types(entry[name].dtype, torch.float64)
+                entry[name] = entry[name].to(wide).mul(whole).to(entry[name].dtype)
     for name in counterparts.optimi_negated:
         if name in entry:
             entry[name] = -entry[name]
@@ -429,7 +430,8 @@ def checked(
     every = entry if before is None else {**entry, TRAIN_PARAM: before}
     check_entry(rule, root, path, p, every, any_device=True)
     for key, x in every.items():
-        if x.is_meta or (key == TRAIN_PARAM and not x.is_floating_point()):
+        number = x.is_floating_point() or (x.is_complex() and p.is_complex())
+        if x.is_meta or (key == TRAIN_PARAM and not number):
             raise ValueError(
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"

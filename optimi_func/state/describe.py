@@ -77,7 +77,7 @@ def _kept(
     coded = any(key.endswith("_q") for key in local)
     moments = ["8bit"] if coded else []
     others = ("kahan_comp", "_q", "_scale")
-    moments += [_name(x.dtype) for k, x in local.items() if not k.endswith(others)]
+    moments += [_name(x.dtype) for k, x in entry.items() if not k.endswith(others)]
     numel = part.numel()
     held = part.nbytes + sum(x.nbytes for x in local.values())
     return name, ", ".join(sorted(set(moments))), numel, numel if coded else 0, held

@@ -12,6 +12,7 @@ from optimi_func.core.codes import (
     NEAREST,
     alike,
     in_own_order,
+    is_low,
     moment_codes,
     narrow,
     recast_remainder,
@@ -28,6 +29,7 @@ from optimi_func.core.distributed import (
     whole,
 )
 from optimi_func.core.leaf import init_leaf, leaf_dtype
+from optimi_func.core.pairs import as_real, stored
 from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import (
     codes_of,
@@ -93,11 +95,15 @@ def owned(
 def has_codes(rule: Rule[Any, Any], entry: Entry) -> bool:
     """Return True if a moment or the compensation of an entry is in codes."""
     names = names_in(rule.state._fields, entry)
-    return not all(entry[name].is_floating_point() for name in names)
+    kinds = [entry[name] for name in names]
+    return not all(x.is_floating_point() or x.is_complex() for x in kinds)
 
 
 def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> Any:
     """Copy a field of a state to the dtype or the codes of `like`, in p's memory order."""
+    if p.is_complex():
+        real = pytree.tree_map(as_real, (p.detach(), field, like))
+        return stored(p, _kept(*real, keep_dtypes))
     if isinstance(field, Tensor):
         x = field
     else:
@@ -159,10 +165,12 @@ def decoded(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Entry:
         elif key in names and key.endswith("_q"):
             name = key.removesuffix("_q")
             codes = codes_of(*to_local([x, entry[name + "_scale"]]))
-            found[name] = from_local(codes.decode(torch.float32), p)
+            found[name] = from_local(codes.decode(torch.float32), as_real(p))
         elif key not in names or not key.endswith("_scale"):
-            found[key] = x
-    return found
+            # A complex tensor cannot be of pairs in 16 bits.
+            low = p.is_complex() and key in rule.state._fields and is_low(x)
+            found[key] = x.float() if low else x
+    return {k: stored(p, x) if k in rule.state._fields else x for k, x in found.items()}
 
 
 def master(p: Tensor, rest: Tensor | None) -> Tensor:
@@ -220,6 +228,7 @@ def rows_of(rule: Rule[Any, Any], path: object, p: Tensor, rows: Any) -> Tensor:
 
 def mask_like(p: Tensor, rows: Tensor) -> Tensor:
     """Return the local shard of a mask of p's elements, from a bool for each p[i]."""
+    p = as_real(p.detach())
     wide = rows.to(p.device).view(-1, *[1] * (p.dim() - 1)).expand(p.shape)
     return to_local([distribute_like(p, wide)])[0]
 
@@ -240,7 +249,8 @@ def begin(
     made of one; None means all. If not `moments`, only fields that follow the parameter do,
     such as z. `coeffs` are those of a first step.
     """
-    leaf = leaf_to_local(init_leaf(rule, p.detach(), storage))
+    p, entry = as_real(p.detach()), {name: as_real(x) for name, x in entry.items()}
+    leaf = leaf_to_local(init_leaf(rule, p, storage))
     new, following = entry_of(leaf.state, leaf.comp), ["kahan_comp"]
     if mask is not None and rule.after is not None:
         # Counts stay, by which a first step would tell that z is the parameter.

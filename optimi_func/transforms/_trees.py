@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_grad
-from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.leaf import held_dtype
 from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Scalar
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.pure.tree import flatten_params, match_tree, path_of, step_of, without_none
@@ -102,7 +102,7 @@ class Trees(NamedTuple):
     def wide_grads(self) -> list[Tensor | None]:
         """Return the gradients in the dtype of the arithmetic of their steps."""
         return [
-            None if g is None else g.to(compute_dtype(p.dtype, g.dtype))
+            None if g is None else g.to(held_dtype(p.dtype, g.dtype))
             for p, g in zip(self.params, self.grads)
         ]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_number, check_whole
-from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.leaf import held_dtype
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PureOptimizer, PyTree, check_pure
 from optimi_func.pure.casts import resolve
@@ -36,7 +36,7 @@ class Every(Around[EveryState], state=EveryState, name="every_k"):
 
     def _around(self, params: PyTree, inner: Any) -> EveryState:
         tensors, spec = flatten_params(params)
-        zeros = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in tensors]
+        zeros = [torch.zeros_like(p, dtype=held_dtype(p.dtype)) for p in tensors]
         return EveryState(count_from(params), pytree.tree_unflatten(zeros, spec), inner)
 
     def step(
@@ -199,7 +199,7 @@ class Averaged(Around[EmaState], state=EmaState, name="ema"):
     def _around(self, params: PyTree, inner: Any) -> EmaState:
         tensors, spec = flatten_params(params)
         # Not detached, because the mean depends on p_0 if a_0 is p_0.
-        wide = [p.to(compute_dtype(p.dtype), copy=True) for p in tensors]
+        wide = [p.to(held_dtype(p.dtype), copy=True) for p in tensors]
         step = count_from(params)
         # float32 has too few digits for a decay of 0.99999.
         weight = torch.full_like(

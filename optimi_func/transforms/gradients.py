@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_number, shown, value_of
 from optimi_func.core.distributed import distribute_like
-from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.leaf import held_dtype
 from optimi_func.core.math import norm, scalar_dtype, total_norm
+from optimi_func.core.pairs import as_complex, as_real
 from optimi_func.core.rule import PureOptimizer, PyTree, Scalar, check_pure
 from optimi_func.core.torch_private import clip_factor
 from optimi_func.pure.casts import resolve
@@ -151,7 +152,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
         taken = {name for transform in self.transforms for name in transform.takes}
         known = {**extras, "params": trees.params}
         if any(["params" in x.takes for x in self.transforms[: self.before]]):
-            known["params"] = [p.to(compute_dtype(p.dtype)) for p in trees.params]
+            known["params"] = [p.to(held_dtype(p.dtype)) for p in trees.params]
         if "paths" in taken:
             known["paths"] = dotted_paths(params)
         inner: Any = self.optimizer
@@ -293,7 +294,8 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
 def _clip_param_norm(grads: Grads, state: Any, step: Tensor, max_norm: Scalar) -> Rewritten:
     del step
     return [
-        None if g is None else clip_factor(like(max_norm, g), norm(g)) * g for g in grads
+        None if g is None else clip_factor(like(max_norm, n := norm(g)), n) * g
+        for g in grads
     ], state
 
 
@@ -417,8 +419,10 @@ def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
 def _add_noise(grads: Grads, state: NoiseState, step: Tensor, std: Scalar) -> Rewritten:
     del step
     noisy = [
-        None if g is None or z is None else g + like(std, g) * distribute_like(g, z)
-        for g, z in zip(grads, normals(*state, grads))
+        None
+        if g is None or z is None
+        else g + like(std, g) * distribute_like(g, as_complex(z, g))
+        for g, z in zip(grads, normals(*state, list(map(as_real, grads))))
     ]
     return noisy, NoiseState(state.seed.clone(), state.step + 1)
 

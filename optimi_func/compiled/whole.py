@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
-from optimi_func.core.leaf import held_dtype
+from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import total_norm
-from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.execution.cpp import with_vectors
@@ -27,6 +26,7 @@ from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
 from optimi_func.execution.tensors import chunks
+from optimi_func.pure.tree import path_of
 
 # Parameters are updated in about this many calls a step. More calls cost host time. Fewer
 # hold more memory, because a gradient waits until all gradients of its call are ready.
@@ -130,6 +130,13 @@ class StepGraph:
         batch: PyTree,
     ) -> Outcome:
         """Take a step. A new graph is compiled before anything is written."""
+        for i, p in enumerate(params):
+            if p.is_complex():
+                where = path_of(pytree.tree_unflatten(params, program.params), i)
+                raise TypeError(
+                    f"params{where} has dtype {p.dtype}, for which torch's compiler makes "
+                    "no graph of a training step: call backward and the optimizer's step"
+                )
         parts = split(batch, self.accumulate)
         opaque_true = torch.ones((), dtype=torch.bool, device=params[0].device)
         inputs = Inputs(params, buffers, state, opaque_true, parts[0])
@@ -158,7 +165,7 @@ class StepGraph:
             return self._run(program, dry, inputs, None, True)
         used_params, mutated_buffers, *_ = dry
         params = [inputs.params[i] for i in used_params]
-        sums = [torch.zeros_like(p, dtype=held_dtype(p.dtype)) for p in params]
+        sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
         # The buffers are written last, because the last part's graph may fail to compile.
         buffers = [x.clone() for x in inputs.buffers]
         given = inputs._replace(buffers=buffers)
@@ -276,9 +283,8 @@ class StepGraph:
         if self.clip is None:
             if self.accumulate == 1:
                 return None, None
-            first = as_real(grads[0])
-            return torch.full((), share, dtype=first.dtype, device=first.device), None
-        norm = total_norm(norms_of(list(map(as_real, grads)))) * share
+            return torch.full((), share, dtype=grads[0].dtype, device=grads[0].device), None
+        norm = total_norm(norms_of(grads)) * share
         return clip_factor(self.clip, norm) * share, norm
 
 

@@ -119,7 +119,7 @@ class TreeStep:
         if write and not results:
             named = zip(paths, columns[0])
             check_apart(named, "params{}".format, "call the pure step")
-        targets = list(map(to_local, results))
+        targets = list(map(to_local, [results[0], grads, *results[2:]] if results else []))
         slots = make_slots(names, self._rule, columns, targets, shards)
         return Plan(self._rule, slots), columns, targets
 

@@ -20,13 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
-from optimi_func.core.distributed import (
-    check_same,
-    comparable,
-    is_distributed,
-    lost,
-    to_local,
-)
+from optimi_func.core.distributed import check_same, comparable, is_distributed, lost
+from optimi_func.core.pairs import as_real
 from optimi_func.core.torch_private import assert_later, uncompiled
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.gradient_release import backward as streams
@@ -189,7 +184,7 @@ class ReplicaRunner(Runner):
                 if self.optimizer.state:
                     kept: list[Any] = [p.detach(), *state.values()]
                     kept = [x for x in kept if isinstance(x, Tensor) and x.numel()]
-                    found = [str(torch.hash_tensor(x)) for x in to_local(kept)]
+                    found = [str(torch.hash_tensor(x)) for x in map(as_real, kept)]
                     mine[f"hashes of {name} and its state"] = found
         check_same(mine | self._shared(Tensor.tolist), self.group)
 

@@ -71,7 +71,7 @@ class _Root(torch.autograd.Function):
             tensors[i] = x
         count = ctx.count
         params, given = tensors[:count], tensors[count:]
-        floats = [i for i, x in enumerate(given) if isinstance(x, Tensor) and _moves(x)]
+        floats = [i for i, x in enumerate(given) if isinstance(x, Tensor) and moves(x)]
 
         def optimal(p: list[Tensor], xs: list[Any]) -> list[Tensor]:
             now = [*given]
@@ -93,7 +93,8 @@ class _Root(torch.autograd.Function):
         return (None, None, None, None, *[None] * count, *grads)
 
 
-def _moves(x: Tensor) -> bool:
+def moves(x: Tensor) -> bool:
+    """Return True if derivatives pass through x."""
     return x.is_floating_point() or x.is_complex()
 
 

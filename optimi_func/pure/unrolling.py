@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core import checks, torch_private
 from optimi_func.core.rule import PyTree
+from optimi_func.pure.implicit import moves
 from optimi_func.pure.tree import grads_and_value, step_of, without_none
 
 T = TypeVar("T")
@@ -297,7 +298,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.run, tensors = inputs[0], inputs[1:]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.counts = [i for i, x in enumerate(output) if not _is_number(x)]
+        ctx.counts = [i for i, x in enumerate(output) if not moves(x)]
         ctx.mark_non_differentiable(*(output[i] for i in ctx.counts))
 
     @staticmethod
@@ -332,19 +333,15 @@ def _of_floats(
     run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]
 ) -> tuple[list[int], Callable[..., tuple[Tensor, ...]]]:
     """Return the indices of floating tensors, and `run` from these to floating results."""
-    floats = [i for i, x in enumerate(tensors) if _is_number(x)]
+    floats = [i for i, x in enumerate(tensors) if moves(x)]
 
     def of_floats(*some: Tensor) -> tuple[Tensor, ...]:
         whole = list(tensors)
         for i, x in zip(floats, some):
             whole[i] = x
-        return tuple(x for x in run(*whole) if _is_number(x))
+        return tuple(x for x in run(*whole) if moves(x))
 
     return floats, of_floats
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)

@@ -152,16 +152,10 @@ class Checkpoints(Optimizer):
         if said := [f"{text} {names}" for text, names in lacking.items() if names]:
             raise ValueError(f"state_dict: {', and '.join(said)}")
         for name, p in params.items():
-            if (shape := state_dict[name].shape) != p.shape:
+            shape, own = (tuple(as_real(x).shape) for x in (state_dict[name], p))
+            if shape != own:
                 raise ValueError(
-                    f"state_dict[{name!r}] has shape {tuple(shape)}, its parameter "
-                    f"{tuple(p.shape)}"
-                )
-            if (complex_ := p.is_complex()) != state_dict[name].is_complex():
-                kind = "complex" if complex_ else "real"
-                raise TypeError(
-                    f"state_dict[{name!r}] has dtype {state_dict[name].dtype}, its "
-                    f"parameter {p.dtype}: allowed are {kind} ones"
+                    f"state_dict[{name!r}] has shape {shape}, its parameter {own}"
                 )
         self.init_state()
         with torch.no_grad():

@@ -102,8 +102,8 @@ def has_codes(rule: Rule[Any, Any], entry: Entry) -> bool:
 def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> Any:
     """Copy a field of a state to the dtype or the codes of `like`, in p's memory order."""
     if p.is_complex():
-        real = pytree.tree_map(as_real, (p.detach(), field, like))
-        return stored(p, _kept(*real, keep_dtypes))
+        field, like = pytree.tree_map(as_real, (field, like))
+        return stored(p, _kept(as_real(p.detach()), field, like, keep_dtypes))
     if isinstance(field, Tensor):
         x = field
     else:

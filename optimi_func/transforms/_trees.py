@@ -102,7 +102,7 @@ class Trees(NamedTuple):
     def wide_grads(self) -> list[Tensor | None]:
         """Return the gradients in the dtype of the arithmetic of their steps."""
         return [
-            None if g is None else g.to(held_dtype(p.dtype, g.dtype))
+            None if g is None else g.to(held_dtype(p.dtype, g.dtype)).resolve_conj()
             for p, g in zip(self.params, self.grads)
         ]
 

@@ -264,6 +264,9 @@ def _clip_value(grads: Grads, state: Any, step: Tensor, limit: Scalar) -> Rewrit
     del step
 
     def clip(g: Tensor) -> Tensor:
+        if g.is_complex():
+            text = "clip_value of a complex gradient: allowed are clip_param_norm and "
+            raise TypeError(f"{text}clip_global_norm, of moduli")
         high = tensor_of(limit, g.dtype, g.device)
         return g.clamp(-high, high)
 

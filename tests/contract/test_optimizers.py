@@ -301,12 +301,8 @@ def test_bad_arguments(options, error, text: str) -> None:
 def test_bad_parameters() -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         AdamW([], lr=0.1)
-    for dtype, text in (
-        (torch.complex64, "view_as_real"),
-        (torch.float8_e5m2, "16 bits or more"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            AdamW([torch.nn.Parameter(torch.ones(2).to(dtype))], lr=0.1)
+    with pytest.raises(TypeError, match="16 bits or more"):
+        AdamW([torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))], lr=0.1)
     codes = torch.zeros(2, dtype=torch.int64)
     optimizer = AdamW([codes], lr=0.1, **EAGER)  # frozen, as integers are
     codes.grad = torch.ones_like(codes)

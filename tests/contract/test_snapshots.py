@@ -618,7 +618,7 @@ ValueError: Invalid lookahead period: k=0: allowed is finite, at least 1.0""",
             lambda: optimi_func.lion_step(params, ones, state, lr=0.1),
             lambda: optimi_func.adamw_step(params, ones, state, lr=torch.ones(3)),
             lambda: optimi_func.adamw_init({"w": torch.ones(2, dtype=torch.int64)}),
-            lambda: optimi_func.adamw_init(torch.ones(2, dtype=torch.complex64)),
+            lambda: optimi_func.soap(lr=0.1).init(torch.ones(2, dtype=torch.complex64)),
         ]
         self.assertExpectedInline(
             "\n".join(map(message, calls)),
@@ -630,6 +630,6 @@ TypeError: grads['b'] has dtype torch.int64: allowed are floating ones
 TypeError: grads['b'] has layout torch.sparse_coo: allowed is strided
 ValueError: state.leaves['w'] holds ('exp_avg', 'exp_avg_sq'), but the optimizer needs ('exp_avg',): make it with its own init and the same options
 ValueError: a hyperparameter of shape (3,) reached the step, which takes numbers and 0-d tensors. Under vmap, keyword arguments are not batched. Pass it positionally, as in vmap(lambda p, g, s, lr: adamw_step(p, g, s, lr=lr))
-TypeError: params['w'] has dtype torch.int64: allowed are floating ones
-TypeError: params has dtype torch.complex64: make nn.Parameter(torch.view_as_real(w.detach())) of it, and use torch.view_as_complex of that in forward""",
+TypeError: params['w'] has dtype torch.int64: allowed are floating and complex ones
+TypeError: params has dtype torch.complex64: soap maps whole matrices of real numbers. Allowed are elementwise rules, such as AdamW, for complex parameters""",
         )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import complex_worlds
 import owned_worlds
 import pytest
 import stored_worlds
@@ -56,6 +57,8 @@ TWO = [
     stored_worlds.stored_resume,
     stored_worlds.stored_from_one,
     stored_worlds.gathered,
+    complex_worlds.complex_shards,
+    complex_worlds.complex_replicas,
 ]
 # What two processes cannot have, and what others go on from.
 FOUR = [

@@ -437,38 +437,6 @@ def test_narrow_gradients_are_told_what_to_do() -> None:
     assert adamw_step(p, cast, state, lr=0.1)[0]["w"][0] < 1
 
 
-class Spectral(torch.nn.Module):
-    """A complex weight, as its real and imaginary part in one real parameter."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.view_as_real(weight.detach()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_complex(self.weight) * x
-
-
-def test_the_advice_for_complex_parameters_trains_them() -> None:
-    weight = torch.tensor([1.0 + 2.0j, -1.0 - 1.0j], requires_grad=True)
-    with pytest.raises(
-        TypeError, match=r"dtype torch\.complex64: make nn\.Parameter\(torch"
-    ):
-        AdamW([weight], compile=False)
-    found: list[Tensor] = []
-    model, how = Spectral(weight), {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    for p, run, optimizer in (
-        (weight, weight.__mul__, torch.optim.AdamW([weight], lr=0.1, **how)),
-        (model.weight, model, AdamW(model.parameters(), lr=0.1, compile=False, **how)),
-    ):
-        for _ in range(5):
-            optimizer.zero_grad()
-            (run(torch.tensor([1.0, 2.0j])) - 1).abs().square().sum().backward()
-            optimizer.step()
-        found.append(torch.view_as_real(p.detach()) if p.is_complex() else p.detach())
-    torch.testing.assert_close(*found)
-    assert (found[0] - torch.tensor([[1.0, 2.0], [-1.0, -1.0]])).abs().min() > 0.01
-
-
 def test_a_detached_loop_records_nothing() -> None:
     """As the docs advise; attached parameters record every step."""
     model = torch.nn.Linear(2, 1)

@@ -1,0 +1,270 @@
+"""Complex leaves in pure steps: derivatives, vmap, graphs, kernels, transforms."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import ELEMENTWISE, FACTORIES, MAPPED
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.utils import _pytree as pytree
+
+import optimi_func
+from optimi_func import adamw, compiled, population, transforms, unroll
+
+Tree = dict[str, Tensor]
+
+
+def drawn(*shape: int, seed: int = 0, dtype: Any = torch.complex64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+P = {"w": drawn(4, 3), "b": drawn(4, 3, seed=1).real.contiguous(), "c": drawn(5, seed=2)}
+G = {"w": drawn(4, 3, seed=3).conj(), "b": P["b"] * 2, "c": drawn(5, seed=4)}
+
+
+def pairs(tree: Any) -> Any:
+    """A copy of a tree, of real numbers."""
+    return pytree.tree_map_only(
+        Tensor,
+        lambda x: (
+            torch.view_as_real(x.resolve_conj()).clone() if x.is_complex() else x.clone()
+        ),
+        tree,
+    )
+
+
+def stepped(optimizer: Any, params: Any, grads: Any, steps: int = 4, **how: Any) -> Any:
+    state = optimizer.init(params, **how)
+    for _ in range(steps):
+        params, state = optimizer.step(params, grads, state)
+    return params, state
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for x, y in zip(
+        pytree.tree_leaves(pairs(ours)), pytree.tree_leaves(theirs), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_steps_are_those_of_real_pairs_bit_for_bit(name: str) -> None:
+    optimizer = (FACTORIES.get(name) or getattr(optimi_func, name))(lr=0.02)
+    params, state = stepped(optimizer, P, G)
+    theirs, kept = stepped(optimizer, pairs(P), pairs(G))
+    assert_same(params, theirs)
+    assert_same(state, kept)
+    assert params["w"].is_complex() and not params["b"].is_complex()
+    assert_same(optimizer.eval_params(params, state), optimizer.eval_params(theirs, kept))
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float64, "8bit"], ids=str)
+def test_moments_in_storages(kept: Any) -> None:
+    params, grads = {"w": drawn(16, 8, 64)}, {"w": drawn(16, 8, 64, seed=1)}
+    how = {"storage": optimi_func.Storage(moments=kept)}
+    ours, state = stepped(adamw(lr=0.02), params, grads, **how)
+    theirs, wanted = stepped(adamw(lr=0.02), pairs(params), pairs(grads), **how)
+    assert_same(ours, theirs)
+    assert_same(state, wanted)
+
+
+def test_a_step_writes_to_nothing_and_shares_nothing() -> None:
+    params, grads, state = pairs(P), pairs(G), adamw(lr=0.02).init(P)
+    before, sgd = pairs(state), optimi_func.sgd(lr=0.1, momentum=0.9)
+    new, _ = adamw(lr=0.02).step(P, G, state)
+    assert_same((P, G), (params, grads))
+    assert_same(state, before)
+    assert new["w"].data_ptr() != P["w"].data_ptr()
+    # Ranger returns its slow weights unchanged at most steps.
+    for optimizer in (optimi_func.ranger(lr=0.1), sgd):
+        _, first = stepped(optimizer, P, G, 2)
+        _, second = optimizer.step(P, G, first)
+        known = {x.data_ptr() for x in pytree.tree_leaves(first.leaves)}
+        assert known.isdisjoint([x.data_ptr() for x in pytree.tree_leaves(second.leaves)])
+
+
+def test_members_of_any_axis_are_steps_of_one() -> None:
+    optimizer = adamw(lr=0.02)
+    (one, _), factors = stepped(optimizer, P, G, 1), torch.tensor([1.0, 3.0])
+    for dim in (0, -1):
+        params = pytree.tree_map(lambda x, d=dim: torch.stack([x, x], d), P)
+        grads = pytree.tree_map(lambda x, d=dim: torch.stack([x, 2 * x], d), G)
+        step = lambda p, g, lr: stepped(adamw(lr=lr), p, g, 1)  # noqa: E731
+        found, state = vmap(step, in_dims=(dim, dim, 0), out_dims=(dim, 0))(
+            params, grads, 0.02 * factors
+        )
+        for name, x in one.items():
+            torch.testing.assert_close(found[name].select(dim, 0), x)
+        assert state.leaves["w"].exp_avg.shape == (2, 4, 3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "schedule_free_adamw", "lamb"])
+def test_derivatives(name: str) -> None:
+    p, g = drawn(3, dtype=torch.complex128), drawn(3, seed=1, dtype=torch.complex128)
+
+    def after(p: Tensor, g: Tensor, lr: Tensor) -> Tensor:
+        q, _ = stepped(getattr(optimi_func, name)(lr=lr, weight_decay=0.1), p, g * p, 2)
+        return (q * q.abs()).real.sum()
+
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    given = [x.clone().requires_grad_() for x in (p, g, lr)]
+    assert torch.autograd.gradcheck(after, given)
+    real = grad(lambda p, g, lr: after(*map(torch.view_as_complex, (p, g)), lr), (0, 1, 2))
+    ours, theirs = grad(after, (0, 1, 2))(p, g, lr), real(*pairs((p, g)), lr)
+    for x, y in zip(pairs(ours), theirs):
+        torch.testing.assert_close(x, y)
+    assert ours[0].abs().min() > 0 and ours[2].abs() > 0
+
+
+def test_unrolled_steps_differentiate_recomputed_or_not() -> None:
+    start = {"w": drawn(3, dtype=torch.complex128)}
+    batches = [drawn(3, seed=i, dtype=torch.complex128) for i in range(4)]
+
+    def loss(params: Tree, x: Tensor) -> Tensor:
+        return (params["w"] * x - 1).abs().square().sum()
+
+    def outer(lr: Tensor, w: Tensor, **how: Any) -> Tensor:
+        state = adamw(lr=0.1).init(start)
+        done = unroll(adamw, loss, {"w": w}, state, batches, hyper={"lr": lr}, **how)
+        return done.params["w"].abs().sum()
+
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    kept, again = (
+        grad(lambda lr, w, how=how: outer(lr, w, **how), (0, 1))(lr, start["w"])
+        for how in ({}, {"checkpoint_every": 2})
+    )
+    torch.testing.assert_close(kept, again)
+    assert kept[1].abs().min() > 0
+    along = [
+        jvp(lambda w, h=h: outer(lr, w, **h), (start["w"],), (batches[1],))[1]
+        for h in ({}, {"checkpoint_every": 2})
+    ]
+    torch.testing.assert_close(*along)
+
+
+def test_a_population_trains_complex_parameters() -> None:
+    def loss(params: Tree, x: Tensor) -> Tensor:
+        return (params["w"] * x).abs().square().sum()
+
+    members = population.init(adamw, {"w": drawn(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
+    _, grads = population.loss_and_grad(loss, members, drawn(3, seed=1))
+    found = population.step(adamw, members, grads)
+    one = {"w": drawn(3)}
+    g = grad(loss)(one, drawn(3, seed=1))
+    (wanted, _) = stepped(adamw(lr=0.2), one, g, 1)
+    torch.testing.assert_close(found.params["w"][1], wanted["w"])
+    assert (
+        population.perturb(found, noise=0.1)
+        .params["w"]
+        .imag.ne(found.params["w"].imag)
+        .all()
+    )
+
+
+AROUND: dict[str, Any] = {
+    "global norm": lambda: transforms.chain(
+        transforms.clip_global_norm(0.5), adamw(lr=0.02)
+    ),
+    "param norm": lambda: transforms.chain(
+        transforms.clip_param_norm(torch.tensor(0.5)), adamw(lr=0.02)
+    ),
+    "updates": lambda: transforms.chain(adamw(lr=0.02), transforms.clip_global_norm(1e-3)),
+    "noise": lambda: transforms.chain(transforms.add_noise(0.1, seed=0), adamw(lr=0.02)),
+    "every_k": lambda: transforms.every_k(adamw(lr=0.02), 2),
+    "finite": lambda: transforms.apply_if_finite(adamw(lr=0.02)),
+    "ema": lambda: transforms.ema(adamw(lr=0.02), 0.9),
+    "inject": lambda: transforms.inject(adamw(lr=0.02)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_transforms_are_those_of_real_pairs(name: str) -> None:
+    optimizer, usual = AROUND[name](), stepped(adamw(lr=0.02), P, G)[0]
+    params, state = stepped(optimizer, P, G)
+    theirs, kept = stepped(optimizer, pairs(P), pairs(G))
+    assert_same(params, theirs)
+    assert_same(state, kept)
+    if name in ("updates", "noise", "every_k"):
+        assert not torch.equal(params["w"], usual["w"])
+
+
+def test_centralized_gradients_lose_their_complex_mean() -> None:
+    sgd = optimi_func.sgd(lr=1.0)
+    optimizer = transforms.chain(transforms.centralize(), sgd)
+    params, _ = stepped(optimizer, P, G, 1)
+    wanted = G["w"] - G["w"].mean(1, keepdim=True)
+    torch.testing.assert_close(P["w"] - params["w"], wanted.resolve_conj())
+
+
+def test_what_complex_leaves_are_refused() -> None:
+    for name in MAPPED:
+        with pytest.raises(
+            TypeError, match=r"params\['w'\] has dtype torch.complex64: .* maps"
+        ):
+            getattr(optimi_func, name)(lr=0.1).init({"w": drawn(4, 4)})
+    clipped = transforms.chain(transforms.clip_value(0.1), adamw(lr=0.1))
+    with pytest.raises(TypeError, match="clip_value of a complex gradient"):
+        clipped.step(P, G, clipped.init(P))
+    state = adamw(lr=0.1).init(P)
+    with pytest.raises(
+        TypeError, match=r"grads\['w'\] has dtype torch.float32: .* complex"
+    ):
+        adamw(lr=0.1).step(P, {**G, "w": torch.ones(4, 3)}, state)
+    with pytest.raises(
+        TypeError, match=r"grads\['b'\] has dtype torch.complex64: .* floating"
+    ):
+        adamw(lr=0.1).step(P, {**G, "b": drawn(4, 3)}, state)
+
+
+def test_a_graph_takes_the_step() -> None:
+    optimizer = adamw(lr=0.02)
+    step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+    found, state = step(P, G, optimizer.init(P))
+    wanted, kept = stepped(optimizer, P, G, 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    assert state.leaves["w"].exp_avg.dtype == kept.leaves["w"].exp_avg.dtype
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
+def test_inductor_takes_the_step_and_refuses_a_training_step() -> None:
+    optimizer = adamw(lr=0.02)
+    wanted, _ = stepped(optimizer, P, G, 1)
+    for step in (optimizer.step, vmap(optimizer.step)):
+        many = step is not optimizer.step
+        given = (P, G, optimizer.init(P))
+        if many:
+            given = pytree.tree_map(lambda x: torch.stack([x, x]), given)
+        found, _ = torch.compile(step, fullgraph=True)(*given)
+        torch.testing.assert_close(found["w"][0] if many else found["w"], wanted["w"])
+    model = torch.nn.Linear(3, 2, dtype=torch.complex64)
+    before = model.weight.detach().clone()
+    for made in (optimi_func.AdamW(model.parameters(), lr=0.1), adamw(lr=0.1)):
+        step: Any = compiled.train_step(model, lambda y, x: y.abs().sum(), made)
+        given = (drawn(4, 3),) if not hasattr(step, "init") else (step.init(), drawn(4, 3))
+        with pytest.raises(
+            TypeError, match=r"params\['weight'\] has dtype torch.complex64"
+        ):
+            step(*given)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.kernels
+def test_kernels_step_trees_into_new_tensors_and_in_place() -> None:
+    optimizer = adamw(lr=0.02)
+    wanted, kept = stepped(optimizer, P, G, 3)
+    params, state = P, optimizer.init(P)
+    for _ in range(3):
+        params, state = compiled.step(optimizer, params, G, state)
+    own, at = pytree.tree_map(torch.clone, P), optimizer.init(P)
+    places = [x.data_ptr() for x in own.values()]
+    for _ in range(3):
+        own, at = compiled.step_(optimizer, own, G, at)
+    for found, mine in ((params, state), (own, at)):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            mine.leaves["w"].exp_avg_sq, kept.leaves["w"].exp_avg_sq, rtol=1e-5, atol=1e-9
+        )
+    assert [x.data_ptr() for x in own.values()] == places and own["w"]._version > 0
+    assert_same(P, pairs(P))

@@ -94,7 +94,7 @@ class BaseOptimizer(Fields, Steps):
 
     Raises:
         ValueError: A hyperparameter out of its range, or options that exclude each other.
-        TypeError: A parameter that is not a dense real floating tensor.
+        TypeError: A parameter that is no dense floating or complex tensor.
     """
 
     params: InitVar[Params]
@@ -179,7 +179,7 @@ class BaseOptimizer(Fields, Steps):
         """Add a group; options that it does not set are those of the constructor.
 
         Raises:
-            TypeError: A parameter that is not a dense real floating tensor.
+            TypeError: A parameter that is no dense floating or complex tensor.
             ValueError: A hyperparameter out of its range; nothing is added then.
         """
         count = len(self.param_groups)

@@ -220,7 +220,7 @@ def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
     if p.is_complex() and rule.whole is not None:
         raise TypeError(
             f"params{path} has dtype {p.dtype}: {rule.name} maps whole matrices of real "
-            "numbers. Allowed are elementwise rules, such as AdamW, for complex parameters"
+            "numbers. Allowed for complex parameters are elementwise rules, such as adamw"
         )
     why = None if rule.refuses is None else rule.refuses(p)
     if why is not None:

@@ -631,5 +631,5 @@ TypeError: grads['b'] has layout torch.sparse_coo: allowed is strided
 ValueError: state.leaves['w'] holds ('exp_avg', 'exp_avg_sq'), but the optimizer needs ('exp_avg',): make it with its own init and the same options
 ValueError: a hyperparameter of shape (3,) reached the step, which takes numbers and 0-d tensors. Under vmap, keyword arguments are not batched. Pass it positionally, as in vmap(lambda p, g, s, lr: adamw_step(p, g, s, lr=lr))
 TypeError: params['w'] has dtype torch.int64: allowed are floating and complex ones
-TypeError: params has dtype torch.complex64: soap maps whole matrices of real numbers. Allowed are elementwise rules, such as AdamW, for complex parameters""",
+TypeError: params has dtype torch.complex64: soap maps whole matrices of real numbers. Allowed for complex parameters are elementwise rules, such as adamw""",
         )

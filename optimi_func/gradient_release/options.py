@@ -1,5 +1,6 @@
 """The options of a gradient release, and the combinations that are refused."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -91,6 +92,16 @@ class ReleaseOptions:
                 f"accumulation={self.accumulation!r} never holds the whole gradient that "
                 "clipping would measure: use accumulation='buffer'"
             )
+
+    def check_complex(self, params: Mapping[str, Tensor]) -> None:
+        """Raise for options that complex gradients cannot have."""
+        limit, dtype = self.clip_value, self.buffer_dtype
+        for name, p in params.items() if limit or dtype == torch.bfloat16 else ():
+            if p.is_complex():
+                raise ValueError(
+                    f"clip_value={limit}, buffer_dtype={dtype} with {name}, which is "
+                    "complex: allowed are norms, and sums in float32 and float64"
+                )
 
     @cached_property
     def clipping(self) -> str | None:

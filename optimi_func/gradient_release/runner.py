@@ -85,13 +85,7 @@ class Runner:
                     f"skip_nonfinite=True with accumulation='states' would have to wait "
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
-        dtype = options.buffer_dtype
-        for name, p in self.params.items() if options.clip_value or dtype else ():
-            if p.is_complex() and (options.clip_value or dtype == torch.bfloat16):
-                raise ValueError(
-                    f"clip_value={options.clip_value}, buffer_dtype={dtype} with {name}, "
-                    "which is complex: allowed are norms, and sums in float32 and float64"
-                )
+        options.check_complex(self.params)
         rules = self.optimizer.rules()
         joins = [rule.name for rule in rules if rule.join is not None]
         if joins and options.clip_global_norm is not None:

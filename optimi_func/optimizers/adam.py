@@ -1,7 +1,7 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad."""
 
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,27 +32,18 @@ __all__ = [
 
 
 class Moments(Body):
-    """Base class of Adam and AdamW: mean and mean square of the gradients."""
+    """Base class of optimizers with Adam's hyperparameters and moments."""
 
     lr: Float = Float(1e-3)
     betas: Betas = Betas(0.9, 0.99)
     weight_decay: Float = Float(0.0)
     eps: Float = Float(1e-6, "epsilon")
-    _: KW_ONLY
-    amsgrad: bool = False
 
     class Plain(NamedTuple):
         exp_avg: Moment  # m
         exp_avg_sq: SecondMoment  # v
 
-    class AMSGrad(NamedTuple):
-        exp_avg: Moment
-        exp_avg_sq: SecondMoment
-        max_exp_avg_sq: Largest  # the largest v so far
-
-    @property
-    def State(self) -> Any:
-        return self.AMSGrad if self.amsgrad else self.Plain
+    State: ClassVar[Any] = Plain
 
     def direction(self, g: Tensor, s: Any, t: float):
         return self.with_moments(g, s, t, *self.betas)
@@ -66,12 +57,39 @@ class Moments(Body):
         b1, b2 = self.betas
         m = kept1 * s.exp_avg + (1 - b1) * g
         v = kept2 * s.exp_avg_sq + (1 - b2) * (g * g)
-        new = (m, v, torch.maximum(s.max_exp_avg_sq, v)) if self.amsgrad else (m, v)
-        d = 1 / (1 - b1**t) * m / (1 / (1 - b2**t) ** 0.5 * root(new[-1]) + self.eps)
-        return d, self.State(*new)
+        new = s._replace(exp_avg=m, exp_avg_sq=v)
+        if "max_exp_avg_sq" in s._fields:
+            v = torch.maximum(s.max_exp_avg_sq, v)
+            new = new._replace(max_exp_avg_sq=v)
+        return self.scaled(1 / (1 - b1**t) * m, self.root(v, t), t), new
+
+    def root(self, v: Tensor, t: float) -> Tensor:
+        """Return the root of v, corrected for bias."""
+        return 1 / (1 - self.betas[1] ** t) ** 0.5 * root(v)
+
+    def scaled(self, mhat: Tensor, root: Tensor, t: float) -> Tensor:
+        """Return the direction of a mean gradient, given the root of v."""
+        del t
+        return mhat / (root + self.eps)
 
 
-class Adam(Moments, name="adam"):
+class WithLargest(Moments):
+    """Base class of Adam and AdamW, which may be AMSGrad."""
+
+    _: KW_ONLY
+    amsgrad: bool = False
+
+    class AMSGrad(NamedTuple):
+        exp_avg: Moment
+        exp_avg_sq: SecondMoment
+        max_exp_avg_sq: Largest  # the largest v so far
+
+    @property
+    def State(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.AMSGrad if self.amsgrad else self.Plain
+
+
+class Adam(WithLargest, name="adam"):
     """Adam: step along the mean gradient, measured in its own root mean square.
 
         m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
@@ -108,7 +126,7 @@ class Adam(Moments, name="adam"):
         return "decoupled" if self.decouple_wd else "l2"
 
 
-class AdamW(Moments, name="adamw"):
+class AdamW(WithLargest, name="adamw"):
     """AdamW: Adam with weight decay that does not go through the moments.
 
         p <- p - lr * mhat / (sqrt(vhat) + eps) - lr * weight_decay * p
@@ -140,6 +158,6 @@ class AdamW(Moments, name="adamw"):
     )
 
 
-State, AMSGradState = Moments.Plain, Moments.AMSGrad  # in trees that were saved earlier
+State, AMSGradState = Moments.Plain, WithLargest.AMSGrad  # in trees that were saved earlier
 adam, adam_init, adam_step = functions(Adam)
 adamw, adamw_init, adamw_step = functions(AdamW)

@@ -1,73 +1,41 @@
-"""RAdam (Liu et al. 2020): the rule, the pure optimizer and the class."""
+"""RAdam (Liu et al. 2020)."""
 
-from dataclasses import InitVar, dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.math import choose, power, root, sqrt
-from optimi_func.core.rule import Direction, Rule, Scalar
-from optimi_func.optimizers import _adam as adam
+from optimi_func.core.rule import Scalar
+from optimi_func.optimizers.adam import Moments
+from optimi_func.rules import functions, where
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
 
-class Coeffs(NamedTuple):
-    adam: adam.Coeffs
-    rectification: Scalar  # r once rho > 5, before that 0
-    unrectified: Scalar  # 1 before that, then 0
-
-
-def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[bool | Tensor, Scalar]:
+def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[Any, Scalar]:
     """Return rho > least, which must be at least 4, and r."""
-    decayed = power(beta2, t)
+    decayed = beta2**t
     rho_inf = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
     enough = rho > least
     # If rho <= 4, r is undefined and its derivative not finite, so 6 takes rho's place.
-    x, x_inf = choose(enough, rho, 6.0), choose(enough, rho_inf, 6.0)
-    r = sqrt((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x))
+    x, x_inf = where(enough, rho, 6.0), where(enough, rho_inf, 6.0)
+    r = ((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x)) ** 0.5
     return enough, r
 
 
-def coeffs(t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar) -> Coeffs:
-    enough, r = rectification(t, betas[1], 5.0)
-    inner = adam.coeffs(t, betas=betas, eps=eps)
-    return Coeffs(inner, choose(enough, r, 0.0), choose(enough, 0.0, 1.0))
+class Rectified(Moments):
+    """Base class of RAdam and Ranger."""
+
+    def scaled(self, mhat: Tensor, root: Tensor, t: float) -> Tensor:
+        enough, r = rectification(t, self.betas[1], 5.0)
+        # One of the two scalars is 0, because a branch would need another graph.
+        adapted = where(enough, r, 0.0) / (root + self.eps)
+        return mhat * (adapted + where(enough, 0.0, 1.0))
 
 
-def accumulate(c: Coeffs) -> Coeffs:
-    return c._replace(adam=adam.accumulate(c.adam))
-
-
-def direction(g: Tensor, s: adam.State, c: Coeffs) -> Direction:
-    m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c.adam)
-    mhat = c.adam.inv_bias_correction1 * m
-    # One of the two scalars is 0, because a branch would need another graph.
-    denominator = c.adam.inv_sqrt_bias_correction2 * root(v) + c.adam.eps
-    return Direction(mhat * (c.rectification / denominator + c.unrectified), new)
-
-
-radam_rule = Rule("radam", adam.State, adam.init, coeffs, direction, accumulate=accumulate)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class radam(adam.AdamLikeValue, rule=radam_rule):
-    """`RAdam` as a value: `init` and `step` over a tree of parameters."""
-
-    counterparts = Counterparts(in_torch=torch.optim.RAdam)
-
-    decouple_wd: bool = False
-
-
-radam_init = init_function(radam_rule)
-radam_step = step_function(radam)
-
-
-class RAdam(adam.AdamLike):
+class RAdam(Rectified, name="radam"):
     """RAdam: Adam that uses v only after enough gradients.
 
         rho_inf = 2 / (1 - b2) - 1,   rho = rho_inf - 2 * t * b2^t / (1 - b2^t)
@@ -94,6 +62,12 @@ class RAdam(adam.AdamLike):
     tensor([0.9000, 0.9000])
     """
 
-    factory = radam
+    decouple_wd: bool = False
 
-    decouple_wd: InitVar[bool] = False
+    counterparts = Counterparts(in_torch=torch.optim.RAdam)
+
+    def usual_decay(self):
+        return "decoupled" if self.decouple_wd else "l2"
+
+
+radam, radam_init, radam_step = functions(RAdam)

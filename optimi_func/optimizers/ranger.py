@@ -1,91 +1,17 @@
-"""Ranger (Wright 2019): RAdam with lookahead: rule, pure optimizer and class."""
+"""Ranger (Wright 2019): RAdam with lookahead."""
 
-from dataclasses import InitVar, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.checks import check_number
-from optimi_func.core.math import choose, scalar_dtype
-from optimi_func.core.rule import Direction, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import _adam as adam
-from optimi_func.optimizers import radam
-from optimi_func.pure.functional import Number
+from optimi_func.optimizers.radam import Rectified
+from optimi_func.rules import Float, Moment, SecondMoment, Wide, functions
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Ranger", "ranger", "ranger_init", "ranger_step"]
 
 
-class State(NamedTuple):
-    exp_avg: Tensor  # m
-    exp_avg_sq: Tensor  # v
-    slow_param: Tensor  # at least float32, because it has no compensation
-
-
-class Coeffs(NamedTuple):
-    radam: radam.Coeffs
-    sync: bool | Scalar  # True at every k-th step; of a traced t 1.0, else 0.0
-    alpha: Scalar  # alpha at a sync, else 0
-
-
-def init(p: Tensor, kept: MomentStorage) -> State:
-    wide = torch.promote_types(p.dtype, torch.float32)
-    m, v = adam.init(p, kept)
-    return State(m, v, p.to(wide, copy=True))
-
-
-def coeffs(
-    t: Scalar, *, betas: tuple[Scalar, Scalar], eps: Scalar, k: Scalar, alpha: Scalar
-) -> Coeffs:
-    due = t % k == 0
-    sync = due.to(scalar_dtype(due.device)) if isinstance(due, Tensor) else bool(due)
-    return Coeffs(radam.coeffs(t, betas=betas, eps=eps), sync, choose(due, alpha, 0.0))
-
-
-def accumulate(c: Coeffs) -> Coeffs:
-    return c._replace(radam=radam.accumulate(c.radam))
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    d, new, _ = radam.direction(g, adam.State(s.exp_avg, s.exp_avg_sq), c.radam)
-    return Direction(d, State(new.exp_avg, new.exp_avg_sq, s.slow_param))
-
-
-def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
-    if c.sync is False:
-        return u, s
-    slow = s.slow_param + c.alpha * (x + u - s.slow_param)
-    return u + c.sync * (slow - x - u), s._replace(slow_param=slow)
-
-
-ranger_rule = Rule("ranger", State, init, coeffs, direction, after, accumulate)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ranger(adam.AdamLikeValue, rule=ranger_rule):
-    """`Ranger` as a value: `init` and `step` over a tree of parameters."""
-
-    counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
-
-    k: Number = 6
-    alpha: Number = 0.5
-    decouple_wd: bool = True
-
-    def check(self) -> None:
-        super().check()
-        check_number("lookahead period", "k", self.k, least=1.0)
-        if isinstance(self.k, int | float) and self.k % 1:
-            raise ValueError(f"k={self.k}: allowed are whole numbers, of steps")
-        check_number("lookahead alpha", "alpha", self.alpha, most=1.0)
-
-
-ranger_init = init_function(ranger_rule)
-ranger_step = step_function(ranger)
-
-
-class Ranger(adam.AdamLike):
+class Ranger(Rectified, name="ranger"):
     """Ranger: RAdam, pulled back every k steps towards a slow copy of the weights.
 
         slow <- slow + alpha * (p - slow),   p <- slow      every k-th step of RAdam
@@ -111,8 +37,35 @@ class Ranger(adam.AdamLike):
     tensor([0.9500, 0.9500])
     """
 
-    factory = ranger
+    k: Float = Float(6, "lookahead period", least=1.0, argument=int)
+    alpha: Float = Float(0.5, "lookahead alpha", most=1.0)
+    decouple_wd: bool = True
 
-    k: InitVar[int] = 6
-    alpha: InitVar[float] = 0.5
-    decouple_wd: InitVar[bool] = True
+    counterparts = Counterparts(optimi_names={"la_param": "slow_param"})
+
+    class State(NamedTuple):
+        exp_avg: Moment  # m
+        exp_avg_sq: SecondMoment  # v
+        slow_param: Wide  # at least float32, because it has no compensation
+
+    def check(self) -> None:
+        if isinstance(self.k, int | float) and self.k % 1:
+            raise ValueError(f"k={self.k}: allowed are whole numbers, of steps")
+
+    def init(self, p: Tensor):
+        kind: Any = self.State
+        return kind(None, None, p)
+
+    def due(self, t: float):
+        return t % self.k == 0
+
+    def after(self, x: Tensor, u: Tensor, s: State):
+        slow = s.slow_param + self.alpha * (x + u - s.slow_param)
+        return u + (slow - x - u), s._replace(slow_param=slow)
+
+    def usual_decay(self):
+        return "decoupled" if self.decouple_wd else "l2"
+
+
+State = Ranger.State  # its name in trees that were saved earlier
+ranger, ranger_init, ranger_step = functions(Ranger)

@@ -14,6 +14,7 @@ from torch import Tensor
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.core.checks import check_number
 from optimi_func.core.rule import Scalar
+from optimi_func.optimizers.radam import rectification
 from optimi_func.rules import (
     Betas,
     Body,
@@ -120,18 +121,6 @@ class ScheduleFreeOptimizer(Evaluated, Body):
                 "cautious=True with a direction that always has the gradient's sign, so "
                 "that there is nothing to leave out. Allowed is cautious=False"
             )
-
-
-def rectification(t: Any, beta2: Any, least: float) -> tuple[Any, Any]:
-    """Return rho > least, which must be at least 4, and r: see `ScheduleFreeRAdam`."""
-    decayed = beta2**t
-    rho_inf = 2.0 / (1.0 - beta2) - 1.0
-    rho = rho_inf - 2.0 * t * decayed / (1.0 - decayed)
-    enough = rho > least
-    # If rho <= 4, r is undefined and its derivative not finite, so 6 takes rho's place.
-    x, x_inf = where(enough, rho, 6.0), where(enough, rho_inf, 6.0)
-    r = ((x - 4.0) * (x - 2.0) * x_inf / ((x_inf - 4.0) * (x_inf - 2.0) * x)) ** 0.5
-    return enough, r
 
 
 class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):

@@ -312,12 +312,12 @@ class FunctionalOptimizer:
     def _on_host(self) -> bool:
         """True if a step's scalars can be computed in Python, with the same results.
 
-        A rule may leave out operations for a bool that it computes of a Python number.
+        For a bool a rule leaves out operations, in class bodies those without effect.
         """
         if not self.has_numbers or self.rule.running._fields:
             return False
-        coeffs, _ = self.advance(1.0, NO_RUNNING)
-        return not any([isinstance(x, bool) for x in pytree.tree_leaves(coeffs)])
+        found = pytree.tree_leaves(self.advance(1.0, NO_RUNNING)[0])
+        return hasattr(self, "owner") or not any([isinstance(x, bool) for x in found])
 
     def init(
         self,

@@ -86,7 +86,8 @@ class Optimizer(Body):
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
       names. With a `Running` of floats it takes r, and returns one as third result.
     - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
-    - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u.
+    - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u, at the steps
+      for which `due(self, t)`, if there is one, is True.
     - `means(self, mean, g, s, x, d, t)` returns what d is divided by. If it takes `decay`,
       what decay adds to d, it divides their sum. s is the new state.
     - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With

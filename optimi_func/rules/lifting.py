@@ -88,6 +88,7 @@ class Trace:
         self.owner, self.code = owner, ""
         self.host: set[fx.Node] = set()  # what depends on scalars alone
         self.coeffs: list[fx.Node] = []  # those of them that tensor work reads
+        self.chosen: fx.Node | None = None  # a coefficient that is a bool, if it can be
         self._graph = fx.Graph()
         self._tracer = _Tracer(self._graph, self.host)
 
@@ -206,10 +207,11 @@ class Trace:
             at[node].meta["line"] = node.meta["line"]
         # As a coefficient, a bool would choose a graph.
         floats = [not on_host or _kind(x) == torch.float64 for x in outputs]
+        kinds = [as_choice if x is self.chosen else as_scalar for x in outputs]
         graph.output(
             tuple(
-                at[x] if is_float else graph.call_function(as_scalar, (at[x],))
-                for x, is_float in zip(outputs, floats)
+                at[x] if is_float else graph.call_function(kind, (at[x],))
+                for x, is_float, kind in zip(outputs, floats, kinds)
             )
         )
         code = graph.python_code("self")
@@ -275,6 +277,11 @@ def is_scalar(x: Any) -> bool:
 def as_scalar(x: Any) -> Scalar:
     """Return a number or a 0-d tensor in double precision; a bool would choose a graph."""
     return x.to(math.scalar_dtype(x.device)) if isinstance(x, Tensor) else float(x)
+
+
+def as_choice(x: Any) -> Scalar:
+    """Return a bool, which chooses a graph, or a 0-d tensor as a number."""
+    return as_scalar(x) if isinstance(x, Tensor) else bool(x)
 
 
 def _in_double(fn: Any) -> Callable[..., Any]:

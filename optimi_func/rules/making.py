@@ -34,6 +34,7 @@ _TAKES = {
     "direction": ["g", "s", "t", "x", "r", "c"],
     "accumulate": ["g", "s", "t", "x", "r", "c"],
     "after": ["x", "u", "s", "t", "r", "c"],
+    "due": ["t", "c"],
     "eval_point": ["x", "s", "t", "r", "c"],
     "means": ["mean", "g", "s", "x", "d", "t", "decay", "c"],
     "whole": ["d", "s", "t", "x", *RATES],
@@ -222,12 +223,13 @@ class Making:
         if again and accumulate is None:
             found["accumulate"] = again
             trace.require(again)
+        chosen = self._chosen()
         n, more = len(trace.coeffs), len(self.extras)
         settled, _ = trace.function(averages, divisor)
         made = {x: trace.function(inputs[x], results) for x, results in found.items()}
         run = {method: fn for method, (fn, _) in made.items()}
         by = "sum" if "decay" in self.names("means") else "direction"
-        code = repr((kind._fields, trace.code, by))
+        code = repr((kind._fields, trace.code, by, chosen))
         coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
         cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
         if mapped is not None:
@@ -256,7 +258,14 @@ class Making:
             return Direction(d, new := kind(*state, *s[count:]), new)
 
         def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
-            u, *state = run["after"](x, u, *s, *c[:n])
+            due = chosen is None or c[chosen]
+            if due is False:
+                return u, s
+            moved, *state = run["after"](x, u, *s, *c[:n])
+            if due is True:
+                return moved, kind(*state)
+            pairs = [*zip((moved, *state), (u, *s))]  # of a t that is a tensor
+            u, *state = [a if a is b else torch.where(due != 0, a, b) for a, b in pairs]
             return u, kind(*state)
 
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
@@ -299,6 +308,21 @@ class Making:
         )
         object.__setattr__(rule, "refuses", make_refuses(cls, statics, rule, now))
         return rule
+
+    def _chosen(self) -> int | None:
+        """Make a coefficient of `due`, whether `after` acts, and return its place."""
+        if not self.names("due"):
+            return None
+        found: Any = self.call("due")
+        node = getattr(found, "node", None)
+        if node not in self.trace.host or node.meta["value"].dtype != torch.bool:
+            raise TypeError(
+                f"{self.name}.due returned {found!r}: allowed is a condition on t and on "
+                "hyperparameters, as t % self.k == 0"
+            )
+        self.trace.chosen, coeffs = node, self.trace.coeffs
+        coeffs += [] if node in coeffs else [node]
+        return coeffs.index(node)
 
     def _accumulate(self, others: dict[Node, Any]) -> Callable[[Any], Any] | None:
         """Return `Rule.accumulate`, which replaces coefficients, or None if it cannot."""

@@ -199,7 +199,7 @@ def test_plain_coefficients_are_those_of_tensors_work(case: Case, kept: Any) -> 
     for t in (1.0, 2.0, 7.0, 5000.0):
         found = value.advance(t, running)
         assert found == value.rule.advance(t, 0.1, running, value.numbers)
-        assert {*map(type, chain(*found))} <= {float, tuple}
+        assert {*map(type, chain(*found))} <= {float, tuple, bool}
         running = found[1]
 
 
@@ -254,6 +254,56 @@ def test_equal_scalar_work_is_done_once() -> None:
     made = Making(Twice, {"beta": 0.5}, {})
     assert len(made.rule().coeffs(1.0, beta=0.5)) == 2  # 1 and 1.0 are not the same
     assert len([x for x in made.trace.host if x.op != "placeholder"]) == 3
+
+
+class Pulled(Decaying, name="pulled"):
+    """SGD that goes back to its start at every k-th step."""
+
+    k: Float = Float(3.0, least=1.0)
+
+    class State(NamedTuple):
+        start: Tensor
+
+    def init(self, p: Tensor) -> Any:
+        return self.State(p)
+
+    def direction(self, g: Tensor, s: State):
+        return g, s
+
+    def due(self, t: float):
+        return t % self.k == 0
+
+    def after(self, x: Tensor, u: Tensor, s: State):
+        return s.start - x, s
+
+
+def test_after_acts_at_the_steps_that_are_due() -> None:
+    value = Pulled.pure(lr=0.5)
+    w, many = torch.ones(2), torch.ones(3, 2)
+    state, states = value.init(w), torch.vmap(value.init)(many)
+    capturable = torch.ones(2, requires_grad=True)
+    optimizer = Pulled([capturable], lr=0.5, capturable=True, compile=False)
+    for t, want in (1.0, 0.5), (2.0, 0.0), (3.0, 1.0), (4.0, 0.5):
+        coeffs, _ = value.advance(t, ())
+        assert [x for x in coeffs if isinstance(x, bool)] == [t == 3.0]
+        w, state = value.step(w, torch.ones(2), state)
+        many, states = torch.vmap(value.step)(many, torch.ones(3, 2), states)
+        capturable.grad = torch.ones(2)
+        optimizer.step()
+        assert {*w.tolist(), *many.flatten().tolist(), *capturable.tolist()} == {want}
+
+
+def test_due_is_a_condition_of_scalars() -> None:
+    class Odd(Pulled):
+        k: Float = Float(2.0)
+
+        def due(self, t: float):
+            return t % self.k
+
+    with pytest.raises(
+        TypeError, match=r"Odd\.due returned .*: allowed is a condition on t"
+    ):
+        Odd.pure(lr=0.1)
 
 
 def test_rounded_work_is_left_to_the_tensors() -> None:

@@ -17,7 +17,7 @@ from optimi_func.pure import casts, functional, tree
 # Operations of a leaf of float32, with the default hyperparameters.
 OPERATIONS = {
     **{"adam": 18, "adamw": 19, "adan": 29, "ademamix": 23, "adopt": 20, "lamb": 43},
-    **{"lion": 12, "muon": 41, "radam": 20, "ranger": 28, "sgd": 8, "stableadamw": 26},
+    **{"lion": 12, "muon": 41, "radam": 20, "ranger": 21, "sgd": 8, "stableadamw": 26},
     **{"adafactor": 43, "normuon": 60, "prodigy": 35, "soap": 77},
     **{"schedule_free_adamw": 23, "schedule_free_radam": 25, "schedule_free_sgd": 14},
 }

@@ -90,6 +90,13 @@ CONTENDERS = (
     Contender("LAMB", "lamb", 3.0),
     Contender("Lion", "lion", 1 / 9),
     Contender("SGD", "sgd", 27.0, options={"momentum": 0.9, "nesterov": True}),
+    Contender("RMSprop", "rmsprop"),
+    Contender("Adagrad", "adagrad", 10.0),
+    Contender("Adadelta", "adadelta", 1e3, untuned=1.0),
+    Contender("Adamax", "adamax", 2.0),
+    Contender("NAdam", "nadam"),
+    Contender("ASGD", "asgd", 27.0),
+    Contender("Rprop", "rprop"),
     MuonAdamW("MuonAdamW", "muon", options={"weight_decay": 0.0}),
     MuonAdamW("NorMuonAdamW", "normuon", options={"weight_decay": 0.0}),
     # A population computes its bases in every step, not in every tenth.

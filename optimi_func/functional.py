@@ -13,19 +13,26 @@ may also be prefixes of the parameter tree, with a number for each subtree.
 """
 
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.optimizers.adadelta import *
 from optimi_func.optimizers.adafactor import *
+from optimi_func.optimizers.adagrad import *
 from optimi_func.optimizers.adam import *
+from optimi_func.optimizers.adamax import *
 from optimi_func.optimizers.adan import *
 from optimi_func.optimizers.ademamix import *
 from optimi_func.optimizers.adopt import *
+from optimi_func.optimizers.asgd import *
 from optimi_func.optimizers.lamb import *
 from optimi_func.optimizers.lbfgs import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
+from optimi_func.optimizers.nadam import *
 from optimi_func.optimizers.normuon import *
 from optimi_func.optimizers.prodigy import *
 from optimi_func.optimizers.radam import *
 from optimi_func.optimizers.ranger import *
+from optimi_func.optimizers.rmsprop import *
+from optimi_func.optimizers.rprop import *
 from optimi_func.optimizers.schedule_free import *
 from optimi_func.optimizers.sgd import *
 from optimi_func.optimizers.soap import *

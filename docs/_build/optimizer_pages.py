@@ -50,6 +50,19 @@ UNITS = {
     "dampening": "share, of 1",
     "alpha": "share, of 1",
     "ademamix.alpha": "ratio of two means",
+    "rmsprop.alpha": "share, of 1; remembers 1 / (1 - alpha) steps",
+    "asgd.alpha": "power of the step count",
+    "adadelta.lr": "factor on a step",
+    "adadelta.eps": "gradient², and parameter²",
+    "asgd.lr": "parameter², of the loss",
+    "rho": "share, of 1; remembers 1 / (1 - rho) steps",
+    "lr_decay": "share of lr, a step",
+    "initial_accumulator_value": "gradient²",
+    "momentum_decay": "power of 0.96, a step",
+    "lambd": "share, times the step size, a step",
+    "t0": "steps",
+    "etas": "factor on a step size",
+    "step_sizes": "parameter, a step",
     "alpha_warmup": "steps",
     "beta3_warmup": "steps",
     "warmup_steps": "steps",
@@ -157,7 +170,7 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 
 def arxiv(text: str) -> str:
     """Papers as links."""
-    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
 def cell(text: str) -> str:

@@ -206,13 +206,19 @@ def check_param(path: object, p: Any) -> None:
 
 def missing(name: str) -> Any:
     """Raise for a name that the package lacks: this is its `__getattr__`."""
-    text, kind = f"module 'optimi_func' has no attribute {name!r}", AttributeError
+    text, instead = f"module 'optimi_func' has no attribute {name!r}", ""
     if name[0] != "_" and hasattr(torch.optim, name):
         own = ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
-        text += f": use torch.optim.{name}{own}"
-        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-            kind = ImportError  # `from ... import` would replace the other's text
-    raise kind(text, name=name)
+        instead = f": use torch.optim.{name}{own}"
+    elif name[0] != "_":
+        names = [x for x in vars(sys.modules["optimi_func"]) if x[0] != "_"]
+        known = {x.lower(): x for x in names if x[0].isupper() == name[0].isupper()}
+        if name.lower() in known:
+            instead = f": did you mean {known[name.lower()]!r}?"
+    kind = AttributeError
+    if instead and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+        kind = ImportError  # `from ... import` would replace the other's text
+    raise kind(text + instead, name=name)
 
 
 def check_taken(rule: Rule[Any, Any], path: object, p: Tensor) -> None:
@@ -234,7 +240,9 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
     if not isinstance(g, Tensor):
         raise TypeError(f"grads{path} is {shown(g)}, which is neither a tensor nor None")
     if g.layout != torch.strided:
-        raise TypeError(f"grads{path} has layout {g.layout}: allowed is strided")
+        sparse = ". Sparse gradients are for torch.optim.SparseAdam"
+        text = f"grads{path} has layout {g.layout}: allowed is strided"
+        raise TypeError(text + sparse * (g.layout == torch.sparse_coo))
     if not (g.is_complex() if p.is_complex() else g.is_floating_point()):
         kind = "complex" if p.is_complex() else "floating"
         raise TypeError(f"grads{path} has dtype {g.dtype}: allowed are {kind} ones")

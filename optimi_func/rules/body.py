@@ -32,7 +32,7 @@ from optimi_func.classes.forms import (
     with_options,
 )
 from optimi_func.core.checks import bind_call, shown
-from optimi_func.core.rule import PyTree, Rule
+from optimi_func.core.rule import PyTree, Rates, Rule
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.pure.casts import resolve_tree
@@ -102,6 +102,13 @@ class OwnRule(FunctionalOptimizer):
         if owner.usual_decay is Body.usual_decay:
             return self._decay_kind(owner._usual)
         return self._decay_kind(owner.with_values(self).usual_decay())
+
+    def rates(self, lr: Any, weight_decay: Any, max_lr: Any) -> Rates:
+        """Return the rates of a step; if max_lr is None, lr is the largest."""
+        found = super().rates(lr, weight_decay, max_lr)
+        if self.owner.lr_is_factor:
+            return found
+        return found._replace(lr=1.0, undecayed_lr=found.undecayed_lr and (1.0,))
 
     @property
     def narrow_betas(self) -> tuple[Any, ...]:
@@ -210,6 +217,8 @@ class Body(BaseOptimizer):
 
     pure: ClassVar[Callable[..., OwnRule]]
     at_definition: ClassVar[bool] = False
+    # False: the direction is the whole move, which lr does not multiply.
+    lr_is_factor: ClassVar[bool] = True
     _name: ClassVar[str] = ""
     _own: ClassVar[dict[str, Field[Any, Any]]] = {}
     _choices: ClassVar[tuple[str, ...]] = ()

@@ -92,7 +92,8 @@ def test_optimizer_page(name: str, monkeypatch) -> None:
     note = optimizer_pages.Note.of(name)
     for section in note.text.values():
         assert section in page
-    assert re.search(r"\]\(https://arxiv.org/abs/|ICML 2013", page)
+    papers = r"\]\(https://arxiv.org/abs/|ICML 2013|Coursera|JMLR|ICLR|SIAM|ICNN"
+    assert re.search(papers, page)
     cls = optimizer_pages.class_of(name)
     constructor = cls.__init__
 

@@ -38,6 +38,11 @@ SLOW = {
     "lamb": {"exp_avg_sq"},
     "normuon": {"second_momentum_buffer"},
     "prodigy": {"s", "p0"},
+    "adagrad": {"sum"},
+    "adamax": {"exp_inf"},
+    "nadam": {"exp_avg_sq"},
+    "asgd": {"ax"},
+    "rprop": {"step_size"},
 }
 SLOW |= {name: {"z"} for name in SCHEDULE_FREE}
 
@@ -52,7 +57,11 @@ ROWS = [
     )
     for kind in KEPT
     for name, options in [
-        *[(name, {}) for name in CLASSES if name not in NO_CODES],
+        *[
+            (name, {"lr": 1.0} if name == "adadelta" else {})
+            for name in CLASSES
+            if name not in NO_CODES
+        ],
         ("sgd", {}),  # with momentum
         ("adam", {"amsgrad": True}),
         ("adamw", {"maximize": True, "decouple_lr": True, "weight_decay": 1e-4}),

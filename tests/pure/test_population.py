@@ -15,6 +15,7 @@ from cases import (
     SENSITIVE,
     SOME,
     TOLERANCE,
+    TORCHS,
     assert_moved_alike,
     count_betas,
 )
@@ -42,6 +43,17 @@ def numbers_of(name: str) -> dict:
         momentum, eps = torch.tensor([[0.0, 0.5, 0.9], [50, 70, 90]], dtype=DOUBLE)
         hyper |= {"row_beta": momentum + 0.05} if name == "normuon" else {}
         return {**hyper, "momentum": momentum, "eps": eps}
+    if name in TORCHS and not count_betas(name):
+        a, b = torch.tensor([[0.5, 0.7, 0.9], [0.0, 2.0, 4.0]], dtype=DOUBLE)
+        sizes = (0.8 * LRS, 1.1 * LRS)
+        own = {
+            "rmsprop": {"alpha": a, "eps": 0.1 * a, "momentum": DECAYS},
+            "adagrad": {"lr_decay": a, "eps": 0.1 * a},
+            "adadelta": {"rho": a, "eps": 0.1 * a},
+            "asgd": {"lambd": a, "alpha": a, "t0": b},
+            "rprop": {"step_sizes": sizes, "weight_decay": DECAYS},
+        }
+        return hyper | own[name]
     if name == "adafactor":
         numbers = torch.tensor([[1e-3, 1e-2, 0.1], [0.1, 0.2, 0.3]], dtype=DOUBLE)
         own = {"eps": (numbers[0], 20 * numbers[1]), "clip_threshold": numbers[1]}
@@ -61,6 +73,8 @@ def numbers_of(name: str) -> dict:
     hyper["betas"] = tuple(betas[: count_betas(name)])
     if name != "lion":
         hyper["eps"] = torch.tensor([1e-8, 1e-6, 1e-2], dtype=DOUBLE)
+    if name == "nadam":
+        hyper["momentum_decay"] = torch.tensor([0.0, 0.5, 5.0], dtype=DOUBLE)
     if name == "adopt":  # where it divides by eps it counts
         hyper["eps"] = torch.tensor([0.1, 1.0, 10.0], dtype=DOUBLE)
     if name == "ademamix":
@@ -94,9 +108,10 @@ def members_of(name: str, dtype: torch.dtype) -> Population:
     }
     params = pytree.tree_map(lambda x: x.to(dtype), params)
     made = population.init(factory_of(name), params, numbers_of(name))
-    # Of different ages.
+    # Of different ages, unless the first step makes what the others need.
     first = 0.0 if name not in SENSITIVE else 1.0
-    return replace(made, state=made.state._replace(step=torch.tensor([first, 3.0, 7.0])))
+    ages = torch.tensor([first, 3.0, 7.0]) * (name not in ("asgd", "rprop"))
+    return replace(made, state=made.state._replace(step=ages))
 
 
 def train(factory, members, x, y):

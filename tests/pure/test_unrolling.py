@@ -6,7 +6,16 @@ import warnings
 
 import pytest
 import torch
-from cases import MATRICES, NAMES, NO_EPS, SCHEDULE_FREE, SOME, Case, count_betas
+from cases import (
+    MATRICES,
+    NAMES,
+    NO_EPS,
+    SCHEDULE_FREE,
+    SOME,
+    TORCHS,
+    Case,
+    count_betas,
+)
 from tiers import few, row
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.profiler import profile
@@ -175,7 +184,7 @@ def test_nothing_is_nan_where_gradients_are_zero(name: str, betas: float, dtype)
         hyper["betas"] = (number(betas),) * count_betas(name)
     elif name == "adafactor":
         hyper["beta1"] = number(betas)
-    else:
+    elif name not in TORCHS or name == "rmsprop":
         hyper["momentum"] = number(betas)
     if name not in NO_EPS:
         hyper["eps"] = number(1e-6)

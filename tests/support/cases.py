@@ -105,6 +105,13 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
     "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
     "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
+    "rmsprop": optimi_func.RMSprop,
+    "adagrad": optimi_func.Adagrad,
+    "adadelta": optimi_func.Adadelta,
+    "adamax": optimi_func.Adamax,
+    "nadam": optimi_func.NAdam,
+    "asgd": optimi_func.ASGD,
+    "rprop": optimi_func.Rprop,
 }
 NAMES = list(CLASSES)
 # Four that differ in form: two moments, means, two kernels, running scalars. What takes a
@@ -116,12 +123,25 @@ ELEMENTWISE = [name for name in NAMES if name not in MAPPED]
 MATRICES = ("muon", "normuon")
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
 SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
+# Those of torch.optim that optimi does not have.
+TORCHS = ("rmsprop", "adagrad", "adadelta", "adamax", "nadam", "asgd", "rprop")
+# Those whose decay joins the gradient, unless they are told otherwise.
+COUPLED = ("sgd", "adam", "radam", "adopt", *TORCHS[:-1])
 # Those that optimi does not have.
-NEWER = ("ademamix", "adopt", "lamb", "prodigy", *MAPPED, *SCHEDULE_FREE)
+NEWER = (*TORCHS, "ademamix", "adopt", "lamb", "prodigy", *MAPPED, *SCHEDULE_FREE)
 # The rules that take means over a tensor.
 MEASURED = ("stableadamw", "lamb", "prodigy")
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = ("sgd", "adan", "adopt", "adafactor", "prodigy", "soap", *SCHEDULE_FREE)
+REFUSE_STATES = (
+    *TORCHS,
+    "sgd",
+    "adan",
+    "adopt",
+    "adafactor",
+    "prodigy",
+    "soap",
+    *SCHEDULE_FREE,
+)
 
 
 # Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
@@ -132,14 +152,15 @@ SENSITIVE = ("soap",)
 # How many first gradients move nothing, or (SOAP) nothing but decay.
 STILL = {"adopt": 1, "soap": 1, "schedule_free_radam": 4}
 # Those that by default keep nothing in codes.
-NO_CODES = ("sgd", "schedule_free_sgd", "adafactor", "soap")
+NO_CODES = ("sgd", "schedule_free_sgd", "adafactor", "soap", "adagrad", "asgd", "rprop")
 # Those that divide by nothing.
-NO_EPS = ("sgd", "lion", "schedule_free_sgd")
+NO_EPS = ("sgd", "lion", "schedule_free_sgd", "asgd", "rprop")
 
 
 def count_betas(name: str) -> int:
     """How many betas a rule has."""
-    none = dict.fromkeys(("sgd", "schedule_free_sgd", "adafactor", *MATRICES), 0)
+    none = dict.fromkeys(("sgd", "schedule_free_sgd", "adafactor", *MATRICES, *TORCHS), 0)
+    none |= {"adamax": 2, "nadam": 2}
     return {**none, "adan": 3, "ademamix": 3}.get(name, 2)
 
 
@@ -158,7 +179,7 @@ def _decays(name: str) -> list[Case]:
         Case(name, _FULLY_OPTIONS, _FULLY),
         Case(name, _CORRECTED_OPTIONS, _CORRECTED),
     ]
-    if name in ("sgd", "adam", "radam", "adopt"):
+    if name in COUPLED:
         # Without momentum, SGD's L2 and decoupled decay are one and the same.
         more = {"momentum": 0.9} if name == "sgd" else {}
         cases.append(Case(name, {**_L2[0], **more}, {**_L2[1], **more}))
@@ -188,7 +209,13 @@ def _decays(name: str) -> list[Case]:
     more = [Case(name, c.options | cautious, c.ref | cautious) for c in some]
     if name in ELEMENTWISE and name not in (*SCHEDULE_FREE, "prodigy"):
         # Together with what changes the signs, or is measured, once.
-        once = {"adam": cases[-2:], "adamw": [cases[-1], more[-1]], "lamb": [*cases, *more]}
+        # The signs of three never differ.
+        once: dict[str, list[Case]] = {"rmsprop": [], "adagrad": [], "adadelta": []}
+        once |= {
+            "adam": cases[-2:],
+            "adamw": [cases[-1], more[-1]],
+            "lamb": [*cases, *more],
+        }
         some, updates = once.get(name, cases[-1:]), {"cautious": True}
         more = more + [Case(name, c.options | updates, c.ref | updates) for c in some]
     return [*cases, *more]
@@ -250,6 +277,19 @@ OPTIONS = [
     _same("prodigy", growth_rate=1.02),
     _same("prodigy", use_bias_correction=True),
     _same("prodigy", safeguard_warmup=True),
+    _same("rmsprop", alpha=0.9),
+    _same("rmsprop", momentum=0.8),
+    _same("rmsprop", centered=True),
+    _same("rmsprop", tf_like=True),
+    _same("rmsprop", centered=True, momentum=0.8, tf_like=True),
+    _same("adagrad", lr_decay=0.1),
+    _same("adagrad", initial_accumulator_value=0.5),
+    _same("adadelta", rho=0.7),
+    _same("nadam", momentum_decay=0.5),
+    _same("asgd", lambd=0.1),
+    _same("asgd", lambd=0.1, alpha=0.5),
+    _same("rprop", etas=(0.3, 1.5)),
+    _same("rprop", step_sizes=(1e-3, 0.1)),
     _same("ranger", k=4),
     _same("ranger", alpha=0.8),
     _same("sgd", momentum=0.9),

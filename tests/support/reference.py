@@ -333,6 +333,168 @@ def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
 radam = _path_of(radam_move, "m", "v", betas=(0.9, 0.99), decay="l2")
 
 
+def rmsprop_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+    centered: bool = False,
+    tf_like: bool = False,
+) -> Moved:
+    """RMSprop (Hinton's lecture 6e; centered: Graves, arXiv 1308.0850, eq. 38 to 45).
+
+    v_t = alpha * v_{t-1} + (1 - alpha) * g_t^2,   m_t likewise of g_t
+    q_t = g_t / (sqrt(v_t) + eps), centered: g_t / (sqrt(v_t - m_t^2) + eps)
+    b_t = momentum * b_{t-1} + q_t,   p_t = p_{t-1} - lr * b_t - lambda_t * p_{t-1}
+
+    tf_like: v_0 = 1, and sqrt(v_t + eps) in place of sqrt(v_t) + eps.
+    """
+    before = torch.ones_like(p) if tf_like and at.t == 1 else s["v"]
+    v = alpha * before + (1 - alpha) * g**2
+    m = alpha * s["m"] + (1 - alpha) * g
+    spread = v - m**2 if centered else v
+    b = momentum * s["b"] + g / ((spread + eps).sqrt() if tf_like else spread.sqrt() + eps)
+    return -at.lr * at.masked(b, g) - at.lam * p, {"v": v, "m": m, "b": b}
+
+
+rmsprop = _path_of(rmsprop_move, "v", "m", "b", decay="l2")
+
+
+def adagrad_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    lr_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+) -> Moved:
+    """Adagrad (Duchi, Hazan & Singer 2011, figure 1, diagonal).
+
+    v_0 = the initial value,   v_t = v_{t-1} + g_t^2
+    p_t = p_{t-1} - lr / (1 + (t - 1) * lr_decay) * g_t / (sqrt(v_t) + eps) - ...
+    """
+    v = s["v"] + (at.t == 1) * initial_accumulator_value + g**2
+    d = g / (v.sqrt() + eps) / (1 + (at.t - 1) * lr_decay)
+    return -at.lr * at.masked(d, g) - at.lam * p, {"v": v}
+
+
+adagrad = _path_of(adagrad_move, "v", decay="l2")
+
+
+def adadelta_move(
+    p: Tensor, s: State, g: Tensor, at: At, rho: float = 0.9, eps: float = 1e-6
+) -> Moved:
+    """Adadelta (Zeiler, arXiv 1212.5701, Algorithm 1), whose step is multiplied by lr.
+
+    v_t = rho * v_{t-1} + (1 - rho) * g_t^2
+    d_t = sqrt(a_{t-1} + eps) / sqrt(v_t + eps) * g_t
+    a_t = rho * a_{t-1} + (1 - rho) * d_t^2
+    """
+    v = rho * s["v"] + (1 - rho) * g**2
+    d = (s["a"] + eps).sqrt() / (v + eps).sqrt() * g
+    new = {"v": v, "a": rho * s["a"] + (1 - rho) * d**2}
+    return -at.lr * at.masked(d, g) - at.lam * p, new
+
+
+adadelta = _path_of(adadelta_move, "v", "a", decay="l2")
+
+
+def adamax_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-8) -> Moved:
+    """Adamax (Kingma & Ba, arXiv 1412.6980, Algorithm 2), with torch's eps.
+
+    u_t = max(b2 * u_{t-1}, |g_t| + eps),   d_t = m_t / (1 - b1^t) / u_t
+    """
+    b1, b2 = at.betas
+    m = b1 * s["m"] + (1 - b1) * g
+    u = torch.maximum(b2 * s["u"], g.abs() + eps)
+    d = m / (1 - b1**at.t) / u
+    return -at.lr * at.masked(d, g) - at.lam * p, {"m": m, "u": u}
+
+
+adamax = _path_of(adamax_move, "m", "u", betas=(0.9, 0.999), decay="l2")
+
+
+def nadam_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-8,
+    momentum_decay: float = 4e-3,
+) -> Moved:
+    """NAdam (Dozat 2016, Algorithm 2), with the warmup of mu that torch has from Keras.
+
+    mu_t = b1 * (1 - 0.96^(t * momentum_decay) / 2),   M_t = mu_1 * ... * mu_t
+    d_t = ((1 - mu_t) / (1 - M_t) * g_t + mu_{t+1} / (1 - M_{t+1}) * m_t)
+          / (sqrt(v_t / (1 - b2^t)) + eps)
+    """
+    b1, b2 = at.betas
+    mu, ahead = (b1 * (1 - 0.96 ** (i * momentum_decay) / 2) for i in (at.t, at.t + 1))
+    product = mu * (1.0 if at.t == 1 else s["M"])
+    m, v = _averages(s, g, b1, b2)
+    d = (1 - mu) / (1 - product) * g + ahead / (1 - product * ahead) * m
+    d = d / ((v / (1 - b2**at.t)).sqrt() + eps)
+    new = {"m": m, "v": v, "M": torch.as_tensor(product, dtype=torch.float64)}
+    return -at.lr * at.masked(d, g) - at.lam * p, new
+
+
+nadam = _path_of(nadam_move, "m", "v", betas=(0.9, 0.999), decay="l2")
+
+
+def asgd_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    lambd: float = 1e-4,
+    alpha: float = 0.75,
+    t0: float = 1e6,
+) -> Moved:
+    """ASGD (Polyak & Juditsky 1992), with Bottou's steps, as in torch.
+
+    eta_1 = lr,   eta_{t+1} = lr_t / (1 + lambd * lr_t * t)^alpha
+    p_t = p_{t-1} - eta_t * (g_t + lambd * p_{t-1}) - lambda_t * p_{t-1}
+    ax_t = ax_{t-1} + mu_t * (p_t - ax_{t-1}),   mu_t = 1 / max(1, t - 1 - t0)
+    """
+    eta = at.lr if at.t == 1 else s["eta"].item()
+    u = -eta * at.masked(g + lambd * p, g) - at.lam * p
+    mu = 1 / max(1, at.t - 1 - t0)
+    after = torch.full((), at.lr / (1 + lambd * at.lr * at.t) ** alpha, dtype=torch.float64)
+    return u, {"eta": after, "ax": s["ax"] + mu * (p + u - s["ax"])}
+
+
+asgd = _path_of(asgd_move, "eta", "ax", decay="l2")
+
+
+def rprop_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    etas: Pair = (0.5, 1.2),
+    step_sizes: Pair = (1e-6, 50.0),
+) -> Moved:
+    """Rprop (Riedmiller & Braun 1993), without the weight's way back, as in torch.
+
+    size_0 = lr;   size <- the bounded size * (b where g_t * g_{t-1} > 0, a where < 0)
+    g_t <- 0 where g_t * g_{t-1} < 0;   p_t = p_{t-1} - sign(g_t) * size - ...
+    """
+    size = torch.full_like(p, at.lr) if at.t == 1 else s["size"]
+    turned, kept = ((sign * g * s["g"] > 0).double() for sign in (-1, 1))
+    size = size * (1 + turned * (etas[0] - 1) + kept * (etas[1] - 1))
+    size = size.clamp(*step_sizes)
+    now = g * (1 - turned)
+    u = -at.masked(now.sign() * size, g) - at.lam * p
+    return u, {"g": now, "size": size}
+
+
+rprop = _path_of(rprop_move, "g", "size")
+
+
 def ranger_move(
     p: Tensor,
     s: State,

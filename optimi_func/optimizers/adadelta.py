@@ -1,0 +1,61 @@
+"""Adadelta (Zeiler 2012)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.optimizers._coupled import Coupled
+from optimi_func.rules import Float, SecondMoment, functions, root
+from optimi_func.state.convert import Counterparts
+
+__all__ = ["Adadelta", "adadelta", "adadelta_init", "adadelta_step"]
+
+
+class Adadelta(Coupled, name="adadelta"):
+    """Adadelta: RMSprop whose step has the size of its own recent steps.
+
+        v <- rho * v + (1 - rho) * g^2
+        d = sqrt(a + eps) / sqrt(v + eps) * g,   p <- p - lr * d
+        a <- rho * a + (1 - rho) * d^2
+
+    The units of p are those of d, so that lr is 1. The first steps are of size sqrt(eps).
+
+    Args:
+        rho: Share of v and a that a step keeps, at most 1.
+        eps: Added to v and a, within the roots.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    References:
+        Zeiler, "ADADELTA: An Adaptive Learning Rate Method", arXiv:1212.5701.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> Adadelta([w], eps=0.1, compile=False).step(w.sum().backward)
+    >>> w.detach()
+    tensor([0.2929, 0.2929])
+    """
+
+    lr: Float = Float(1.0)
+    rho: Float = Float(0.9, most=1.0)
+    eps: Float = Float(1e-6, "epsilon")
+    weight_decay: Float = Float(0.0)
+
+    counterparts = Counterparts(in_torch=torch.optim.Adadelta)
+    _positional = ("foreach",)
+
+    class State(NamedTuple):
+        square_avg: SecondMoment  # v
+        acc_delta: SecondMoment  # a
+
+    def direction(self, g: Tensor, s: State):
+        v = self.rho * s.square_avg + (1 - self.rho) * (g * g)
+        d = root(s.acc_delta + self.eps) / root(v + self.eps) * g
+        return d, self.State(v, self.rho * s.acc_delta + (1 - self.rho) * (d * d))
+
+
+State = Adadelta.State  # a name to pickle it by
+adadelta, adadelta_init, adadelta_step = functions(Adadelta)

@@ -1,0 +1,65 @@
+"""Adagrad (Duchi, Hazan & Singer 2011)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.optimizers._coupled import Coupled
+from optimi_func.rules import Float, Wide, functions, root
+from optimi_func.state.convert import Counterparts
+
+__all__ = ["Adagrad", "adagrad", "adagrad_init", "adagrad_step"]
+
+
+class Adagrad(Coupled, name="adagrad"):
+    """Adagrad: step along the gradient, divided by the root of the sum of all squares.
+
+        v <- v + g^2
+        p <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
+
+    Steps become shorter as v grows, and stay long where gradients are rare.
+
+    Args:
+        lr_decay: Share of lr by which lr is divided more at each step.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        initial_accumulator_value: First value of v, a square of gradients.
+        eps: Added to the root.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    References:
+        Duchi, Hazan & Singer, "Adaptive Subgradient Methods for Online Learning and
+        Stochastic Optimization", JMLR 12, 2011.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> Adagrad([w], lr=0.1, compile=False).step(w.sum().backward)
+    >>> w.detach()
+    tensor([0.9000, 0.9000])
+    """
+
+    lr: Float = Float(1e-2)
+    lr_decay: Float = Float(0.0)
+    weight_decay: Float = Float(0.0)
+    initial_accumulator_value: Float = Float(0.0)
+    eps: Float = Float(1e-10, "epsilon")
+
+    counterparts = Counterparts(in_torch=torch.optim.Adagrad)
+    _positional = ("foreach",)
+
+    class State(NamedTuple):
+        sum: Wide  # v, which grows by less than bfloat16 could show
+
+    def init(self, p: Tensor):
+        return self.State(torch.zeros_like(p) + self.initial_accumulator_value)
+
+    def direction(self, g: Tensor, s: State, t: float):
+        v = s.sum + g * g
+        d = 1 / (1 + (t - 1) * self.lr_decay) * g / (root(v) + self.eps)
+        return d, self.State(v)
+
+
+State = Adagrad.State  # a name to pickle it by
+adagrad, adagrad_init, adagrad_step = functions(Adagrad)

@@ -1,0 +1,75 @@
+"""ASGD (Polyak & Juditsky 1992)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.core.rule import Scalar
+from optimi_func.optimizers._coupled import Coupled
+from optimi_func.rules import Float, Wide, functions, where
+from optimi_func.state.convert import Counterparts
+
+__all__ = ["ASGD", "asgd", "asgd_init", "asgd_step"]
+
+
+class ASGD(Coupled, name="asgd"):
+    """ASGD: step against the gradient, and keep the average of the parameters.
+
+        p <- p - eta * (g + lambd * p),   ax <- ax + mu * (p - ax)
+        eta <- lr / (1 + lambd * lr * t)^alpha,   mu <- 1 / max(1, t - t0)
+
+    with eta = lr at the first step. The average `ax` is the result. It begins after t0
+    steps; before, it is p.
+
+    Args:
+        lambd: Decay of p, and of the step size with t.
+        alpha: Power by which the step size falls.
+        t0: Number of steps before the average begins.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    References:
+        Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging",
+        SIAM Journal on Control and Optimization 30, 1992.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> optimizer = ASGD([w], lr=0.1, lambd=0.0, compile=False)
+    >>> optimizer.step(w.sum().backward)
+    >>> w.detach(), optimizer.state[w]["ax"]
+    (tensor([0.9000, 0.9000]), tensor([0.9000, 0.9000]))
+    """
+
+    lr: Float = Float(1e-2)
+    lambd: Float = Float(1e-4)
+    alpha: Float = Float(0.75)
+    t0: Float = Float(1e6)
+    weight_decay: Float = Float(0.0)
+
+    counterparts = Counterparts(in_torch=torch.optim.ASGD)
+    lr_is_factor = False
+    _positional = ("foreach", "maximize")
+
+    class State(NamedTuple):
+        ax: Wide
+
+    class Running(NamedTuple):
+        eta: Scalar = 0.0  # of the next step, of this step's lr
+        mu: Scalar = 1.0
+
+    def direction(self, g: Tensor, s: State, t: float, x: Tensor, r: Running):
+        eta = where(t == 1, self.lr, r.eta)
+        after = self.lr / (1 + self.lambd * self.lr * t) ** self.alpha
+        began = where(t - self.t0 > 1, t - self.t0, 1.0)
+        return eta * (g + self.lambd * x), s, self.Running(after, 1 / began)
+
+    def after(self, x: Tensor, u: Tensor, s: State, t: float):
+        mu = 1 / where(t - 1 - self.t0 > 1, t - 1 - self.t0, 1.0)
+        return u, self.State((1 - mu) * s.ax + mu * (x + u))
+
+
+State, Running = ASGD.State, ASGD.Running  # names to pickle them by
+asgd, asgd_init, asgd_step = functions(ASGD)

@@ -1,0 +1,74 @@
+"""NAdam (Dozat 2016)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimi_func.core.rule import Scalar
+from optimi_func.optimizers._coupled import Coupled
+from optimi_func.rules import Betas, Float, Moment, SlowSecondMoment, functions, root
+from optimi_func.state.convert import Counterparts
+
+__all__ = ["NAdam", "nadam", "nadam_init", "nadam_step"]
+
+
+class NAdam(Coupled, name="nadam"):
+    """NAdam: Adam that looks ahead along its momentum, as Nesterov does.
+
+        m <- b1 * m + (1 - b1) * g,   v <- b2 * v + (1 - b2) * g^2
+        mu_t = b1 * (1 - 0.96^(t * momentum_decay) / 2),   M_t = mu_1 * ... * mu_t
+        d = (1 - mu_t) / (1 - M_t) * g + mu_{t+1} / (1 - M_{t+1}) * m
+        p <- p - lr * d / (sqrt(vhat) + eps)
+
+    with vhat = v / (1 - b2^t). The momentum mu rises from b1 / 2 to b1.
+
+    Args:
+        betas: b1 and b2, each in [0, 1): how much of m and v a step keeps.
+        eps: Added to the root, after the bias correction.
+        weight_decay: Decay coefficient: added to the gradient as weight_decay * p, or
+            (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
+        momentum_decay: How fast mu rises, by step.
+        decouple_wd: Subtract decay from the parameter, not through the gradient.
+
+    Arguments not named here are those of every optimizer: see `BaseOptimizer`.
+
+    References:
+        Dozat, "Incorporating Nesterov Momentum into Adam", ICLR workshop 2016.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> NAdam([w], lr=0.1, momentum_decay=0.0, compile=False).step(w.sum().backward)
+    >>> w.detach()
+    tensor([0.8944, 0.8944])
+    """
+
+    lr: Float = Float(2e-3)
+    betas: Betas = Betas(0.9, 0.999)
+    eps: Float = Float(1e-8, "epsilon")
+    weight_decay: Float = Float(0.0)
+    momentum_decay: Float = Float(4e-3)
+
+    counterparts = Counterparts(in_torch=torch.optim.NAdam)
+    _positional = ("decouple_wd",)
+
+    class State(NamedTuple):
+        exp_avg: Moment  # m
+        exp_avg_sq: SlowSecondMoment  # v
+
+    class Running(NamedTuple):
+        mu_product: Scalar = 1.0  # M
+
+    def direction(self, g: Tensor, s: State, t: float, r: Running):
+        b1, b2 = self.betas
+        mu = b1 * (1 - 0.5 * 0.96 ** (t * self.momentum_decay))
+        ahead = b1 * (1 - 0.5 * 0.96 ** ((t + 1) * self.momentum_decay))
+        product = r.mu_product * mu
+        m = b1 * s.exp_avg + (1 - b1) * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * (g * g)
+        d = (1 - mu) / (1 - product) * g + ahead / (1 - product * ahead) * m
+        d = d / (1 / (1 - b2**t) ** 0.5 * root(v) + self.eps)
+        return d, self.State(m, v), self.Running(product)
+
+
+State, Running = NAdam.State, NAdam.Running  # names to pickle them by
+nadam, nadam_init, nadam_step = functions(NAdam)

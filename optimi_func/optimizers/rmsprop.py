@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.optimizers._coupled import Coupled, is_on
+from optimi_func.optimizers._coupled import Coupled
+from optimi_func.optimizers.sgd import is_on
 from optimi_func.rules import (
     Float,
     Moment,

@@ -627,7 +627,7 @@ ValueError: grads and params differ in structure: params['b'] has no counterpart
 ValueError: grads['b'] has shape (4,), its parameter (3,)
 TypeError: grads['b'] has dtype torch.float16, narrower than its parameter's torch.float32: allowed are that or wider, such as g.to(torch.float32)
 TypeError: grads['b'] has dtype torch.int64: allowed are floating ones
-TypeError: grads['b'] has layout torch.sparse_coo: allowed is strided
+TypeError: grads['b'] has layout torch.sparse_coo: allowed is strided. Sparse gradients are for torch.optim.SparseAdam
 ValueError: state.leaves['w'] holds ('exp_avg', 'exp_avg_sq'), but the optimizer needs ('exp_avg',): make it with its own init and the same options
 ValueError: a hyperparameter of shape (3,) reached the step, which takes numbers and 0-d tensors. Under vmap, keyword arguments are not batched. Pass it positionally, as in vmap(lambda p, g, s, lr: adamw_step(p, g, s, lr=lr))
 TypeError: params['w'] has dtype torch.int64: allowed are floating and complex ones

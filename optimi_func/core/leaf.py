@@ -49,7 +49,7 @@ def leaf_sums(
     if means is not None:
         found = torch.stack([whole(x) for x in means])
         return found.to(scalar_dtype(p.device)) * p.numel()
-    none = torch.zeros((), dtype=wide, device=p.device)
+    none = torch.zeros((), dtype=wide, device=p.device).expand(p.shape)
     state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
     assert rule.means is not None
     measured = rule.means.measure(none, to(p, wide), none, none, state, coeffs)

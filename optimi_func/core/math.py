@@ -57,16 +57,6 @@ def sqrt(x: Scalar) -> Scalar:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
-def warmed(t: Scalar, warmup: Scalar) -> Scalar:
-    """Return the factor of a linear warmup at step t, in [0, 1]."""
-    return choose(t < warmup, t / choose(warmup > 0, warmup, 1.0), 1.0)
-
-
-def log(x: Scalar) -> Scalar:
-    """Return the natural logarithm of a scalar."""
-    return x.log() if isinstance(x, Tensor) else math.log(x)
-
-
 def root(v: Tensor) -> Tensor:
     """Return sqrt(v), elementwise, with a finite derivative at 0."""
     return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()

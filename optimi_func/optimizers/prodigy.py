@@ -1,181 +1,31 @@
-"""Prodigy (Mishchenko & Defazio 2023): the rule, the pure optimizer and the class."""
+"""Prodigy (Mishchenko & Defazio 2023)."""
 
 import math
-from dataclasses import InitVar, dataclass
-from typing import Any, NamedTuple
+from dataclasses import InitVar
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.fields import Float
-from optimi_func.classes.forms import init_function, step_function
 from optimi_func.classes.groups import Group
-from optimi_func.core.checks import check_flag, check_number, warn_user
+from optimi_func.core.checks import check_flag, warn_user
 from optimi_func.core.codes import is_eligible
-from optimi_func.core.math import (
-    choose,
-    moment,
-    power,
-    root,
-    slow_moment,
-    slow_second_moment,
-    sqrt,
-)
-from optimi_func.core.rule import Direction, Means, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import _adam as adam
-from optimi_func.pure.functional import FunctionalOptimizer, Number
+from optimi_func.core.math import moment, slow_second_moment
+from optimi_func.core.rule import MomentStorage, Scalar
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
+from optimi_func.rules import Betas, Body, Float, Wide, functions, root, where
 
 __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
 
-class State(NamedTuple):
-    exp_avg: Tensor  # m, of d * g
-    exp_avg_sq: Tensor  # v, of (d * g)^2
-    s: Tensor  # at least float32
-    p0: Tensor  # x0, exact in the parameter's dtype, because its compensation was 0
-
-
-class Running(NamedTuple):
-    d: Scalar = 0.0  # 0 before the first step, which begins with d0
-    d_max: Scalar = 0.0  # the largest estimate so far
-    d_numerator: Scalar = 0.0  # r
-
-
-class Coeffs(NamedTuple):
-    beta1: Scalar
-    of_m: Scalar  # (1 - b1) * d
-    beta2: Scalar
-    of_v: Scalar  # (1 - b2) * d^2
-    beta3: Scalar
-    of_s: Scalar  # d / d0 * lr_t, or d / d0 * d (safeguard_warmup)
-    weight: Scalar  # of <g, x0 - x> in r: d / d0 * lr_t
-    eps: Scalar  # d * eps
-    move: Scalar  # lr_t / lr
-    d0: Scalar
-    d_coef: Scalar
-    growth_rate: Scalar
-
-
-def init(p: Tensor, kept: MomentStorage) -> State:
+def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
+    """Return float32 for float16, in which d * g would be 0 as long as d is small."""
     own = p.dtype if kept == "8bit" and not is_eligible(p) else kept
-    if own == torch.float16:
-        kept = torch.float32  # in float16 d * g would be 0 as long as d is small
-    return State(moment(p, kept), slow_second_moment(p, kept), slow_moment(p), p.clone())
+    return torch.float32 if own == torch.float16 else kept
 
 
-def coeffs(
-    t: Scalar,
-    lr: Scalar,
-    running: Running,
-    *,
-    betas: tuple[Scalar, Scalar],
-    beta3: Scalar | None,
-    eps: Scalar,
-    d0: Scalar,
-    d_coef: Scalar,
-    growth_rate: Scalar,
-    use_bias_correction: bool,
-    safeguard_warmup: bool,
-) -> tuple[Coeffs, Running]:
-    b1, b2 = betas
-    # The derivative of a root of 0 is not finite.
-    root2 = choose(b2 > 0, sqrt(choose(b2 > 0, b2, 1.0)), 0.0)
-    b3 = root2 if beta3 is None else beta3
-    d = choose(running.d == 0, d0, running.d)
-    d_max = choose(running.d == 0, d0, running.d_max)
-    move = d
-    if use_bias_correction:
-        move = d * sqrt(1.0 - power(b2, t)) / (1.0 - power(b1, t))
-    weight = d / d0 * (move * lr)
-    # Where lr is 0, gradients have no part in the estimate.
-    of_s = choose(lr == 0, 0.0, d / d0 * d) if safeguard_warmup else weight
-    found = Coeffs(
-        *(b1, (1.0 - b1) * d, b2, (1.0 - b2) * (d * d), b3, of_s, weight, d * eps, move),
-        *(d0, d_coef, growth_rate),
-    )
-    return found, Running(d, d_max, running.d_numerator)
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    m = c.beta1 * s.exp_avg + c.of_m * g
-    v = c.beta2 * s.exp_avg_sq + c.of_v * (g * g)
-    new = State(m, v, c.beta3 * s.s + c.of_s * g, s.p0)
-    # d is that of the step before, because the sums that follow from this gradient are not
-    # known yet. The authors' code takes the new d here, their paper this.
-    return Direction(m / (root(v) + c.eps), new, new)
-
-
-def after(x: Tensor, u: Tensor, s: State, c: Coeffs) -> tuple[Tensor, State]:
-    del x
-    return c.move * u, s
-
-
-def measure(
-    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, shared: State, c: Coeffs
-) -> list[Tensor]:
-    return [c.weight * (g * (shared.p0 - x)), shared.s.abs()]
-
-
-def join(running: Running, sums: list[Scalar], c: Coeffs) -> Running:
-    some = sums[1] > 0  # else all gradients have been 0 so far
-    r = c.beta3 * running.d_numerator + sums[0]
-    estimate = c.d_coef * r / choose(some, sums[1], 1.0)
-    larger = estimate > running.d_max
-    d_max = choose(some, choose(larger, estimate, running.d_max), running.d_max)
-    # The first estimate may be any factor above d0.
-    base = choose(running.d == c.d0, choose(larger, estimate, running.d), running.d)
-    unlimited = c.growth_rate == math.inf
-    grown = base * choose(unlimited, 1.0, c.growth_rate)
-    d = choose(unlimited | (grown > d_max), d_max, grown)
-    return Running(choose(some, d, running.d), d_max, r)
-
-
-prodigy_rule: Rule[Any, Any] = Rule(
-    *("prodigy", State, init, coeffs, direction, after),
-    means=Means(2, measure, None),
-    running=Running,
-    join=join,
-)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class prodigy(adam.AdamLikeValue, rule=prodigy_rule):
-    """`Prodigy` as a value: `init` and `step` over a tree of parameters."""
-
-    narrow = 1
-
-    lr: Number = 1.0
-    betas: tuple[Number, Number] = (0.9, 0.999)
-    eps: Number = 1e-8
-    beta3: Number | None = None
-    d0: Number = 1e-6
-    d_coef: Number = 1.0
-    growth_rate: Number = math.inf
-    use_bias_correction: bool = False
-    safeguard_warmup: bool = False
-
-    def check(self) -> None:
-        super().check()
-        if self.beta3 is not None:
-            check_number("beta parameter", "beta3", self.beta3, below=1.0)
-        check_number("first d", "d0", self.d0, above=0.0)
-        check_number("factor on d", "d_coef", self.d_coef, above=0.0)
-        if not self.growth_rate == math.inf:
-            check_number("growth of d", "growth_rate", self.growth_rate, least=1.0)
-        if self.cautious:
-            raise ValueError(
-                "cautious=True with Prodigy, which estimates d for moves along "
-                "m / sqrt(v), and cautious updates are up to 1000 times as long. Allowed "
-                "is cautious=False"
-            )
-
-
-prodigy_init = init_function(prodigy_rule)
-prodigy_step = step_function(prodigy)
-
-
-class Prodigy(adam.AdamLike):
+class Prodigy(Body, name="prodigy"):
     """Prodigy: Adam with a learning rate d that it estimates itself.
 
         lr_t = d * lr,   m <- b1 * m + (1 - b1) * d * g
@@ -229,19 +79,90 @@ class Prodigy(adam.AdamLike):
     0.419
     """
 
-    factory = prodigy
-
     lr: Float = Float(1.0)
-    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
-    weight_decay: InitVar[float] = 0.0
-    eps: InitVar[float] = 1e-8
-    beta3: InitVar[float | None] = None
-    d0: InitVar[float] = 1e-6
-    d_coef: InitVar[float] = 1.0
-    growth_rate: InitVar[float] = math.inf
-    use_bias_correction: InitVar[bool] = False
-    safeguard_warmup: InitVar[bool] = False
+    betas: Betas = Betas(0.9, 0.999)
+    weight_decay: Float = Float(0.0)
+    eps: Float = Float(1e-8, "epsilon")
+    beta3: float | None = cast(Any, Float)(
+        None, "beta parameter", type(None), argument=float | None, below=1.0
+    )
+    d0: Float = Float(1e-6, "first d", above=0.0)
+    d_coef: Float = Float(1.0, "factor on d", above=0.0)
+    growth_rate: Float = Float(math.inf, "growth of d", least=1.0, most=math.inf)
+    use_bias_correction: bool = False
+    safeguard_warmup: bool = False
     share_d: InitVar[bool] = False
+
+    class State(NamedTuple):
+        # m of d * g, and v of (d * g)^2
+        exp_avg: Annotated[Tensor, lambda p, kept: moment(p, kept_for(p, kept))]
+        exp_avg_sq: Annotated[
+            Tensor, lambda p, kept: slow_second_moment(p, kept_for(p, kept))
+        ]
+        s: Wide
+        # x0, exact in the parameter's dtype, because its compensation was 0
+        p0: Annotated[Tensor, lambda p, kept: p.clone()]
+
+    class Running(NamedTuple):
+        d: Scalar = 0.0  # 0 before the first step, which begins with d0
+        d_max: Scalar = 0.0  # the largest estimate so far
+        d_numerator: Scalar = 0.0  # r
+
+    def direction(self, g: Tensor, s: State, t: float, r: Running):
+        b1, b2 = self.betas
+        d, d_max = where(r.d == 0, self.d0, r.d), where(r.d == 0, self.d0, r.d_max)
+        m = b1 * s.exp_avg + (1 - b1) * d * g
+        v = b2 * s.exp_avg_sq + (1 - b2) * (d * d) * (g * g)
+        of_s = self.weight(t, d)
+        if self.safeguard_warmup:
+            # Where lr is 0, gradients have no part in the estimate.
+            of_s = where(self.lr == 0, 0.0, d / self.d0 * d)
+        new = self.State(m, v, self.kept() * s.s + of_s * g, s.p0)
+        # d is that of the step before, because the sums that follow from this gradient are
+        # not known yet. The authors' code takes the new d here, their paper this.
+        return m / (root(v) + d * self.eps), new, self.Running(d, d_max, r.d_numerator)
+
+    def after(self, x: Tensor, u: Tensor, s: State, t: float, r: Running):
+        return self.move(t, where(r.d == 0, self.d0, r.d)) * u, s
+
+    def sums(self, g: Tensor, s: State, x: Tensor, t: float, r: Running):
+        weight = self.weight(t, where(r.d == 0, self.d0, r.d))
+        return weight * (g * (s.p0 - x)), s.s.abs()
+
+    def join(self, r: Running, sums: tuple[Any, Any]):
+        along, size = sums
+        some = size > 0  # else all gradients have been 0 so far
+        total = self.kept() * r.d_numerator + along
+        estimate = self.d_coef * total / where(some, size, 1.0)
+        larger = estimate > r.d_max
+        d_max = where(some, where(larger, estimate, r.d_max), r.d_max)
+        # The first estimate may be any factor above d0.
+        base = where(r.d == self.d0, where(larger, estimate, r.d), r.d)
+        unlimited = self.growth_rate == math.inf
+        grown = base * where(unlimited, 1.0, self.growth_rate)
+        d = where(unlimited | (grown > d_max), d_max, grown)
+        return self.Running(where(some, d, r.d), d_max, total)
+
+    def kept(self) -> Any:
+        """Return b3."""
+        return self.betas[1] ** 0.5 if self.beta3 is None else self.beta3
+
+    def move(self, t: Any, d: Any) -> Any:
+        """Return lr_t / lr."""
+        b1, b2 = self.betas
+        return d * (1 - b2**t) ** 0.5 / (1 - b1**t) if self.use_bias_correction else d
+
+    def weight(self, t: Any, d: Any) -> Any:
+        """Return the factor of <g, x0 - x> in r."""
+        return d / self.d0 * (self.move(t, d) * self.lr)
+
+    def check(self: Any) -> None:
+        if self.cautious:
+            raise ValueError(
+                "cautious=True with Prodigy, which estimates d for moves along "
+                "m / sqrt(v), and cautious updates are up to 1000 times as long. Allowed "
+                "is cautious=False"
+            )
 
     def _unit_of(self, group: Group) -> list[Group]:
         """Return the groups that have one d with a group."""
@@ -272,3 +193,7 @@ class Prodigy(adam.AdamLike):
                 "with a part for each group, whose functional() is a partition"
             )
         return super().functional()
+
+
+State, Running = Prodigy.State, Prodigy.Running  # in trees that were saved earlier
+prodigy, prodigy_init, prodigy_step = functions(Prodigy)

@@ -86,14 +86,16 @@ class Optimizer(Body):
     - `direction(self, g, s, ...) -> (d, State)` may take t, x, and extras under other
       names. With a `Running` of floats it takes r, and returns one as third result.
     - `accumulate(self, g, s, ...) -> (d, State)`: for a further part of a step's gradient.
-    - `after(self, x, u, s, t) -> (u, State)` rewrites the finished delta u, at the steps
+    - `after(self, x, u, s, t, r) -> (u, State)` rewrites the finished delta u, at the steps
       for which `due(self, t)`, if there is one, is True.
     - `means(self, mean, g, s, x, d, t)` returns what d is divided by. If it takes `decay`,
       what decay adds to d, it divides their sum. s is the new state.
     - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With
       fields that are `Shaped`, it takes s and returns (d, State), as SOAP does.
       `refuses(self, p)` returns why it does not take a parameter, or None.
-    - `eval_point(self, x, s, t) -> x` returns the parameter to evaluate with.
+    - `sums(self, g, s, x, t, r)` returns tensors, s being the new state. `join(self, r,
+      sums)` makes the next Running of their sums over all parameters.
+    - `eval_point(self, x, s, t, r) -> x` returns the parameter to evaluate with.
     - `coeffs(self, t, r, lr, weight_decay)` returns scalars at every step, c for others.
     - `init(self, p) -> State` returns the first values, None for zeros, and for a field
       that is `Shaped` its shape or its values.

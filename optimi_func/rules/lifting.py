@@ -150,6 +150,11 @@ class Trace:
             chosen = fn
         node.meta["call"] = chosen, args, kwargs
 
+    @property
+    def coefficients(self) -> list[Traced]:
+        """The stand-ins of `coeffs`."""
+        return [Traced(node, self._tracer) for node in self.coeffs]
+
     def require(self, results: Iterable[Traced]) -> None:
         """Make coefficients of the scalars that tensor work reads for these results."""
         nodes = self.needed([x.node for x in results])
@@ -175,13 +180,10 @@ class Trace:
     ) -> tuple[Callable[..., Any], fx.Graph]:
         """Return `(*given, *coefficients) -> results`, and its graph.
 
-        With `on_host`, `(*given) -> (*coefficients, *results)` for numbers and 0-d tensors.
+        With `on_host`, `(*given) -> results` for numbers and 0-d tensors.
         """
         inputs, outputs = [x.node for x in given], [x.node for x in results]
-        if on_host:
-            outputs = [*self.coeffs, *outputs]
-        else:
-            inputs += self.coeffs
+        inputs += [] if on_host else self.coeffs
         graph, count = fx.Graph(), len(given)
         at = {node: graph.placeholder(node.name) for node in inputs}
         needed = self.needed(outputs, inputs)
@@ -222,12 +224,16 @@ class Trace:
 
         def on_tensors(*args: Any) -> Any:
             # A 0-d float64 would widen a bool tensor, and other functions refuse it.
-            first = next((x for x in args[count:] if isinstance(x, Tensor)), None)
-            if first is None or first.dtype == args[0].dtype:  # tensors of one dtype
-                return made(None, *args)
-            dtype, scalars = args[0].dtype, args[count:]
-            cast = [x.to(dtype) if isinstance(x, Tensor) else x for x in scalars]
-            return made(None, *args[:count], *cast)
+            dtype = args[0].dtype
+            for x in args[count:]:
+                if isinstance(x, Tensor) and x.dtype == dtype:
+                    break  # tensors of one dtype
+                if isinstance(x, Tensor):
+                    cast = [
+                        x.to(dtype) if isinstance(x, Tensor) else x for x in args[count:]
+                    ]
+                    return made(None, *args[:count], *cast)
+            return made(None, *args)
 
         def on_scalars(*args: Any) -> Any:
             return made(None, *[x if type(x) is float else as_scalar(x) for x in args])
@@ -276,7 +282,9 @@ def is_scalar(x: Any) -> bool:
 
 def as_scalar(x: Any) -> Scalar:
     """Return a number or a 0-d tensor in double precision; a bool would choose a graph."""
-    return x.to(math.scalar_dtype(x.device)) if isinstance(x, Tensor) else float(x)
+    if not isinstance(x, Tensor):
+        return float(x)
+    return x if x.dtype == torch.float64 else x.to(math.scalar_dtype(x.device))
 
 
 def as_choice(x: Any) -> Scalar:

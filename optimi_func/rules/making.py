@@ -27,6 +27,7 @@ from optimi_func.core.storage import field_of
 from optimi_func.rules.alike import other_scalars
 from optimi_func.rules.called import RATES, Explicit, make_init, make_refuses, make_whole
 from optimi_func.rules.coefficients import prepared, with_numbers
+from optimi_func.rules.joining import sums_and_join
 from optimi_func.rules.lifting import Trace, Traced, check_elementwise
 
 # The arguments that methods take, by name; direction may have others, its extras.
@@ -36,12 +37,14 @@ _TAKES = {
     "after": ["x", "u", "s", "t", "r", "c"],
     "due": ["t", "c"],
     "eval_point": ["x", "s", "t", "r", "c"],
+    "sums": ["g", "s", "x", "t", "r", "c"],
+    "join": ["r", "sums"],
     "means": ["mean", "g", "s", "x", "d", "t", "decay", "c"],
     "whole": ["d", "s", "t", "x", *RATES],
     "coeffs": ["t", "r", *RATES],
 }
 # Names of the first result, if it is no direction d.
-_FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given"}
+_FIRST = {"after": "u", "eval_point": "x", "means": "what mean is given", "sums": "a sum"}
 # Methods that are called with values.
 _CALLED = ("coeffs", "init", "refuses", "whole")
 # Names in a class body that make a rule.
@@ -215,6 +218,11 @@ class Making:
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
             divisor = [self.call("means", mean=mean, s=new)]
             inputs["means"] = [me["g"], me["x"], me["d"], me["decay"], *new]
+        join = None
+        if self.names("sums") or self.names("join"):
+            new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
+            found["sums"], join = sums_and_join(self, new)
+            inputs["sums"] = [me["g"], me["x"], *new]
         # If accumulate differs in scalars alone, it is the direction with others.
         others = other_scalars(trace, found["direction"], found.get("accumulate", []))
         again = found.pop("accumulate") if others is not None else []
@@ -239,7 +247,7 @@ class Making:
         now = now[0] if advanced else now
         for method, (_, graph) in made.items() if tried else ():
             first, size = _FIRST.get(method, "d"), len(inputs[method])
-            many = method == "means"
+            many = method in ("means", "sums")
             labels = [first] * len(found[method]) if many else [first, *kind._fields]
             where = f"{self.name}.{method}"
             if views := check_elementwise(where, labels, graph, size, now[:n]):
@@ -271,6 +279,9 @@ class Making:
         def measure(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
             return list(run["means"](g, x, d, decaying, *s, *c[:n]))
 
+        def summed(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
+            return list(run["sums"](g, x, *s, *c[:n]))
+
         usually: Any = either if "accumulate" in run else direction
         alone = found["direction"][0].node is me["g"].node and not (count or advanced)
         if whole and alone and not more:
@@ -290,7 +301,10 @@ class Making:
                 by,
             )
             if divisor
+            else Means(len(found["sums"]), summed, None)
+            if join
             else None,
+            join=join,
             whole=whole,
             whole_fields=kind._fields[count:],
             running=self.running,
@@ -326,7 +340,7 @@ class Making:
 
     def _accumulate(self, others: dict[Node, Any]) -> Callable[[Any], Any] | None:
         """Return `Rule.accumulate`, which replaces coefficients, or None if it cannot."""
-        coeffs = [Traced(node, self.trace._tracer) for node in self.trace.coeffs]
+        coeffs = self.trace.coefficients
         fixed = {a: x for a, x in others.items() if not isinstance(x, Node)}
         rest = [(a, b) for a, b in others.items() if a not in fixed]
         found = [(a, Traced(b, self.trace._tracer)) for a, b in rest]
@@ -341,7 +355,7 @@ class Making:
         own = {places[a]: float(x) for a, x in fixed.items()}
 
         def accumulate(c: Any) -> Any:
-            return c._replace(**own, **dict(zip(names, compute(*c[:n])[n:])))
+            return c._replace(**own, **dict(zip(names, compute(*c[:n]))))
 
         return accumulate
 
@@ -364,7 +378,8 @@ class Making:
         scalars += [self.scalars["lr"]] if running._fields else []
         scalars = pytree.tree_leaves(scalars)
         given = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
-        host, graph = self.trace.function(given, more, on_host=True)
+        results = [*self.trace.coefficients, *more]
+        host, graph = self.trace.function(given, results, on_host=True)
         rest = [(x, None) for x in self.extras] + [("further", ())] * further
         rest += [("whole", ())] * (mapped is not None)
         fields = [*[f"c{i}" for i in range(n)], *[x for x, _ in rest]]

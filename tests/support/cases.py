@@ -5,7 +5,7 @@ A new optimizer is rows here; what they are run through stands in the tests.
 
 import re
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import reference
@@ -67,23 +67,14 @@ class Case:
 USUAL = {"d0": 0.05, "d_coef": 4.0}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class prodigy(optimi_func.prodigy):
-    """Prodigy's value with other defaults."""
-
-    d0: Any = 0.05
-    d_coef: Any = 4.0
-
-
-class Prodigy(optimi_func.Prodigy):
+class Prodigy(optimi_func.Prodigy, name="prodigy"):
     """Prodigy with other defaults."""
 
-    factory = prodigy
-
-    d0: InitVar[float] = 0.05
-    d_coef: InitVar[float] = 4.0
+    d0 = 0.05
+    d_coef = 4.0
 
 
+prodigy: Any = Prodigy.pure
 FACTORIES: dict[str, Any] = {"prodigy": prodigy}
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": optimi_func.SGD,

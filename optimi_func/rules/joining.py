@@ -1,0 +1,59 @@
+"""Running scalars that follow from sums over all parameters: `sums` and `join`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func.rules.lifting import Traced
+
+
+def sums_and_join(making: Any, new: Any) -> tuple[list[Traced], Callable[..., Any]]:
+    """Trace both methods; return the tensors to sum, and `Rule.join`.
+
+    `making` is the `Making` of the class, and `new` the stand-in of the new state. The
+    hyperparameters that `join` reads become coefficients.
+    """
+    trace, where, names = making.trace, making.name, making.running._fields
+    lacks = [x for x in ("sums", "join") if not making.names(x)]
+    lacks += [] if names else ["Running"]
+    if lacks or making.names("means"):
+        raise TypeError(
+            f"{where} has {'no ' + lacks[0] if lacks else 'means'}: `sums` go with a "
+            "`join`, which returns a Running, and without `means`"
+        )
+    if twice := {*names} & {*making.defaults, *making.statics}:
+        raise TypeError(
+            f"{where}.Running has a field {min(twice)!r}, which is an option: a group "
+            "shows both, so choose another name"
+        )
+    found = making.call("sums", s=new)
+    tensors, spec = pytree.tree_flatten(found)
+    if not tensors or any([not _is_traced(x) or x.node in trace.host for x in tensors]):
+        raise TypeError(
+            f"{where}.sums returned {found!r}: allowed are tensors in the gradient's shape"
+        )
+    sums = [trace.input(f"sum_{i}", True) for i in range(len(tensors))]
+    r = making.running(*[trace.input(f"joined_{name}", True) for name in names])
+    after = making.call("join", r=r, sums=pytree.tree_unflatten(sums, spec))
+    right = getattr(type(after), "_fields", None) == names
+    if not right or any([not _is_traced(x) or x.node not in trace.host for x in after]):
+        raise TypeError(
+            f"{where}.join returned {after!r}: allowed is self.Running(...) of scalars, "
+            "computed of r, of the sums and of hyperparameters"
+        )
+    used = trace.needed([x.node for x in after])
+    own = [x for x in pytree.tree_leaves(making.scalars) if x.node in used]
+    trace.coeffs += [x.node for x in own if x.node not in trace.coeffs]
+    places = [trace.coeffs.index(x.node) for x in own]
+    compute, _ = trace.function([*r, *sums, *own], [*after], on_host=True)
+
+    def join(running: Any, sums: list[Tensor | float], c: Any) -> Any:
+        return making.running(*compute(*running, *sums, *[c[i] for i in places]))
+
+    return tensors, join
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, Traced)

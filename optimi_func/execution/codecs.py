@@ -29,7 +29,7 @@ class Argument(NamedTuple):
 # Indices in CODECS: of moments and parameters, by the dtype of the codes or compensation.
 _MOMENTS = {torch.int8: 1, torch.uint8: 2}
 _PARAMS = {torch.int8: 3, torch.int16: 4}
-_BFLOAT16 = 5
+_BFLOAT16, _HALVES = 5, 6
 
 
 def can_run(slot: Slot) -> bool:
@@ -66,6 +66,24 @@ def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Arg
     if slot.compensated and rest[-1].is_floating_point:
         found.append(Argument(0, column, column, False))
     return found
+
+
+def with_halves_apart(
+    roles: list[int], widths: list[int], ours: list[Argument]
+) -> tuple[list[int], list[Argument]]:
+    """Return roles and arguments of a kernel whose results go to their targets' origins.
+
+    Those of 2 bytes go to a buffer first.
+    """
+    ours, given, sizes = list(ours), len(ours), dict(zip(roles, widths))
+    places = [0, *range(2, given)]  # of the arguments that have a target
+    into: dict[int, int] = {}
+    for target, place in enumerate(places, given):
+        into[target] = place
+        if ours[place].codec == 0 and sizes.get(target) == 2:
+            into[target] = len(ours)
+            ours.append(ours[place]._replace(codec=_HALVES, written=True))
+    return [into.get(i, i) for i in roles], ours
 
 
 @cache

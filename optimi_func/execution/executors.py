@@ -14,9 +14,14 @@ import torch
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP
-from optimi_func.core.leaf import count_means
+from optimi_func.core.leaf import compute_dtype, count_means
 from optimi_func.core.rule import Rule
-from optimi_func.execution.codecs import are_exact, arguments_of, can_run, widens_gradients
+from optimi_func.execution.codecs import (
+    are_exact,
+    arguments_of,
+    can_run,
+    widens_gradients,
+)
 from optimi_func.execution.foreach import plan_foreach
 from optimi_func.execution.kernels import (
     CaptureError,
@@ -34,7 +39,7 @@ from optimi_func.execution.launches import (
     ShardedLaunch,
     plan_eager,
 )
-from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
 from optimi_func.execution.slots import Update, alike, by_count, split_twins
 from optimi_func.execution.tensors import chunks, is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
@@ -184,6 +189,15 @@ def _kernel(
     widens = around and has_means and widens_gradients(slot, u.g)
     if widens:
         key = key._replace(dtypes=(p, torch.float32, *rest))
+    # Inductor stores 16 halves under a mask, and waits for that at the next vector's load.
+    mixed = len({x in (torch.bfloat16, torch.float16) for x in (p, *rest)}) > 1
+    listed = has_list_kernels(u.g.device)
+    if mixed and listed and slot.in_place and write and not has_means:
+        found = kernel(key._replace(in_place=False), u.scalars.scalars)
+        wide = compute_dtype(u.g.dtype, *slot.dtypes)
+        count = len(u.scalars.array(wide))
+        if isinstance(found, ListKernel) and may_replace(found, count, wide, key.dtypes):
+            return replacing(found, arguments_of(slot, write, True, widens))
     found = kernel(key._replace(measures=measures), u.scalars.scalars)
     if around and isinstance(found, ListKernel):
         ours = arguments_of(slot, write, not measures, widens)

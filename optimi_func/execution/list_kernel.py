@@ -13,7 +13,7 @@ a kernel is called for each tensor.
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.core.codes import NEAREST
-from optimi_func.execution.codecs import Argument
+from optimi_func.execution.codecs import Argument, with_halves_apart
 from optimi_func.execution.cpp import MOST, SLOT, SLOTS, address, native
 from optimi_func.execution.store import LOADED
 
@@ -80,6 +80,32 @@ class ListKernel:
         pointers, threads = table.buffer_info()[0], torch.get_num_threads()
         own = self._kernel, rows, at, pointers
         self._run_list(*own, scalars, per_row, per_piece, dither, threads)
+
+
+def replacing(kernel: ListKernel, ours: list[Argument]) -> ListKernel:
+    """Return a kernel whose results replace what they are made of, in place of targets."""
+    path, roles, widths = kernel.made_of
+    own, arguments = with_halves_apart(roles, widths, ours)
+    return ListKernel(path, own, widths, arguments)
+
+
+@cache
+def may_replace(
+    kernel: ListKernel, count: int, wide: torch.dtype, dtypes: tuple[torch.dtype, ...]
+) -> bool:
+    """Return True if a kernel reads a vector whole before it writes to it, on a trial.
+
+    Inductor does not know that results replace anything. The kernel takes so many scalars.
+    """
+    own = torch.Generator().manual_seed(0)
+    scalars = torch.rand(count, generator=own).add_(0.25).to(wide)
+    given = [torch.rand(TRIAL, generator=own).add_(0.25).to(x) for x in dtypes]
+    results = [torch.empty_like(x) for x in (given[0], *given[2:])]
+    kernel(scalars, *given, *results)
+    replacing(kernel, [Argument(0, i, i, False) for i in range(len(given))])(
+        scalars, *given
+    )
+    return all(map(torch.equal, results, (given[0], *given[2:])))
 
 
 def list_kernel_of(

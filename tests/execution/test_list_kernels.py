@@ -12,7 +12,7 @@ from tiers import few, row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimi_func import AdamW, StableAdamW, compiled, stableadamw
+from optimi_func import AdamW, StableAdamW, Storage, compiled, stableadamw
 from optimi_func.execution import cpp, executors, guards, kernels, list_kernel
 from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.guards import Guard, tensor_guards
@@ -387,3 +387,28 @@ def test_guards_that_notice_nothing_are_not_used(monkeypatch) -> None:
         assert guard.holds([torch.ones(8)]) and not guard.holds([torch.ones(9)])
     finally:
         guards._guards_work.cache_clear()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("early", [False, True])
+def test_a_kernel_that_writes_too_early_replaces_nothing(early: bool, monkeypatch) -> None:
+    """Results with targets replace their origins if a trial gives the same bits."""
+    made: list[Any] = []
+    replacing = list_kernel.replacing
+
+    def replaced(kernel: Any, ours: Any) -> Any:
+        made.append(kernel)
+        return (lambda *_: None) if early else replacing(kernel, ours)
+
+    monkeypatch.setattr(list_kernel, "replacing", replaced)
+    monkeypatch.setattr(executors, "replacing", replaced)
+    list_kernel.may_replace.cache_clear()
+    ends = []
+    for how in ({"compile": None}, {"compile": False}):
+        ps = [torch.ones(300, 7, dtype=torch.bfloat16, requires_grad=True)]
+        optimizer = AdamW(ps, lr=0.05, storage=Storage("plain", torch.float32), **how)
+        train(optimizer, ps)
+        ends.append([*ps, *optimizer.state[ps[0]].values()])
+    list_kernel.may_replace.cache_clear()
+    assert all(map(torch.equal, *ends))
+    assert len(made) == (1 if early else 2)

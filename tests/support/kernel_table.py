@@ -23,6 +23,7 @@ TABLE = frozenset(
         "adam_bfloat16_write_in_place_compensated",
         # Of a compact state, which is decoded before and encoded after it.
         "adam_float32_bfloat16_write_in_place",
+        "adam_float32_bfloat16_write",
         "stableadamw_float32_write_in_place",
         "stableadamw_float32_write_in_place_mean",
         "ranger_float32_write_in_place_False",

@@ -107,7 +107,7 @@ class Float(Field[Scalar, Number]):
 
     def __init__(
         self,
-        default: float = EMPTY,
+        default: float | None = EMPTY,
         label: str = "",
         *static: type,
         argument: Any = float,
@@ -133,9 +133,11 @@ class Floats(Field[Got, Given]):
 
     number, static = True, False
 
-    def __init__(self, *default: float, **bounds: float) -> None:
+    def __init__(
+        self, *default: float, argument: Any = None, value: Any = None, **bounds: float
+    ) -> None:
         kinds = [tuple[(kind,) * len(default)] for kind in (float, Number)]
-        super().__init__(default, *kinds)
+        super().__init__(default, argument or kinds[0], value or kinds[1])
         self._bounds = bounds
 
     def check(self, x: Any, bound: bool = True) -> None:

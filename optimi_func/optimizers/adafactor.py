@@ -1,148 +1,21 @@
-"""Adafactor (Shazeer and Stern 2018): the rule, the pure optimizer and the class."""
+"""Adafactor (Shazeer and Stern 2018)."""
 
 import math
-from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import KW_ONLY
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.fields import Float
-from optimi_func.classes.forms import step_function, with_options
+from optimi_func.classes.fields import Floats
 from optimi_func.core.checks import check_number
-from optimi_func.core.distributed import whole_field
-from optimi_func.core.math import choose, norm, root, sqrt
-from optimi_func.core.rule import Direction, MomentStorage, PyTree, Rule, Scalar
-from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
-from optimi_func.pure.tree import TreeState
+from optimi_func.core.math import choose, norm, sqrt
+from optimi_func.core.rule import Scalar
+from optimi_func.pure.functional import Number
+from optimi_func.rules import Body, Float, Shaped, choice, functions, root
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
-
-
-class State(NamedTuple):
-    """Fields that a parameter does not need have no elements."""
-
-    row_var: Tensor  # R, of a matrix
-    col_var: Tensor  # C
-    variance: Tensor  # V, of a vector
-    exp_avg: Tensor  # with beta1
-
-
-class Coeffs(NamedTuple):
-    kept: Scalar  # share of R, C and V
-    one_minus_kept: Scalar
-    eps1: Scalar
-    eps1_squared: Scalar
-    eps2: Scalar
-    clip_threshold: Scalar
-    relative: Scalar  # the step's length, as a share of lr
-    beta1: Scalar
-    one_minus_beta1: Scalar
-
-
-class Form(NamedTuple):
-    """The options that choose a rule."""
-
-    averages: bool  # by beta1
-    scales: bool  # by the parameter's RMS
-    relative: bool  # lr is the most
-    outside: bool  # eps1 is not added to squares
-    machine_eps: bool
-    flatten: bool
-
-    def shape(self, p: Tensor) -> list[int]:
-        """Return the shape of the matrices that a tensor is."""
-        first, *rest = p.shape
-        return [first, math.prod(rest)] if self.flatten else [first, *rest]
-
-
-def init(p: Tensor, kept: MomentStorage, form: Form) -> State:
-    del kept  # all are float32 at least
-    every, none = list(p.shape), [0]
-    shapes = [none, none, every]
-    if p.dim() > 1:
-        *stack, m, n = form.shape(p)
-        shapes = [[*stack, m, 1], [*stack, 1, n], none]
-    shapes.append(every if form.averages else none)
-    return State(*[whole_field(p, shape) for shape in shapes])
-
-
-def coeffs(
-    t: Scalar,
-    *,
-    eps: tuple[Scalar | None, Scalar],
-    clip_threshold: Scalar,
-    decay_rate: Scalar,
-    lr: Scalar = 0.0,
-    beta1: Scalar = 0.0,
-) -> Coeffs:
-    eps1 = 0.0 if eps[0] is None else eps[0]
-    share, longer = t**decay_rate, lr * sqrt(t)
-    relative = 1.0 / choose(longer > 1.0, longer, 1.0)
-    numbers = eps1, eps1 * eps1, eps[1], clip_threshold, relative, beta1, 1.0 - beta1
-    return Coeffs(1.0 - share, share, *numbers)
-
-
-def mean(x: Tensor, dim: int) -> Tensor:
-    return x.sum(dim, keepdim=True) / max(1, x.shape[dim])
-
-
-def rms(x: Tensor) -> Tensor:
-    return norm(x) / math.sqrt(max(1, x.numel()))
-
-
-def whole(
-    d: Tensor, x: Tensor, fields: tuple[Tensor, ...], c: Coeffs, form: Form
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    row, col, var, avg = fields
-    found, (eps1, eps1_squared) = torch.finfo(d.dtype), c[2:4]
-    if form.machine_eps:
-        eps1, eps1_squared = found.eps, found.eps**2
-    u = d.reshape(form.shape(d)) if d.dim() > 1 else d
-    squares = u * u if form.outside else u * u + eps1
-    if d.dim() > 1:
-        row = c.kept * row + c.one_minus_kept * mean(squares, -1)
-        col = c.kept * col + c.one_minus_kept * mean(squares, -2)
-        total = mean(row, -2)
-        total = total.clamp_min(eps1) if form.outside else total
-        parts = [row / total.clamp_min(found.tiny), col]
-        # Without a least value their product may underflow.
-        parts = [parts[0] * col] if form.outside else parts
-    else:
-        var = c.kept * var + c.one_minus_kept * squares
-        parts = [var]
-    for v in parts:
-        u = u / root(v.clamp_min(eps1_squared) if form.outside else v)
-    length = c.relative / (rms(u) / c.clip_threshold).clamp_min(1.0)
-    if form.scales:
-        length = length * rms(x).clamp_min(c.eps2)
-    u = u.reshape(d.shape) * length.to(d.dtype)
-    if form.averages:
-        u = avg = c.beta1 * avg + c.one_minus_beta1 * u
-    return u, (row, col, var, avg)
-
-
-def direction(g: Tensor, s: State, c: Coeffs, *x: Tensor) -> Direction:
-    return Direction(g, s)
-
-
-def adafactor_rule(form: Form) -> Rule[State, Coeffs]:
-    if form not in _rules:  # Dynamo does not trace into functools.cache
-        used = ["lr"] * form.relative + ["beta1"] * form.averages
-        _rules[form] = Rule(
-            *("adafactor", State, partial(init, form=form), coeffs, direction),
-            whole=partial(whole, form=form),
-            whole_fields=State._fields,
-            reads_param=form.scales,
-            numbers=("eps", "clip_threshold", "decay_rate", *used),
-        )
-    return _rules[form]
-
-
-_rules: dict[Form, Rule[State, Coeffs]] = {}
 
 
 def torchs_options(group: dict[str, Any]) -> dict[str, Any]:
@@ -162,67 +35,19 @@ def our_options(group: dict[str, Any]) -> dict[str, Any]:
     return {**own, "torch_form": True, "flatten": False, "beta1": None}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class adafactor(FunctionalOptimizer):
-    """`Adafactor` as a value: `init` and `step` over a tree of parameters."""
+class Epsilons(Floats[Any, tuple[Number | None, Number]]):
+    """eps1, which may be None for torch's form, and eps2."""
 
-    counterparts = Counterparts(
-        in_torch=torch.optim.Adafactor,
-        torch_options=torchs_options,
-        our_options=our_options,
-        unused=State._fields,
-    )
-    choices: ClassVar[tuple[str, ...]] = ("beta1",)
-
-    lr: Number = 1e-3
-    eps: tuple[Number | None, Number] = (1e-30, 1e-3)
-    clip_threshold: Number = 1.0
-    decay_rate: Number = -0.8
-    beta1: Number | None = None
-    weight_decay: Number = 0.0
-    scale_parameter: bool = False
-    relative_step: bool = False
-    torch_form: bool = False
-    flatten: bool = False
-
-    @derived
-    def rule(self) -> Rule[Any, Any]:
-        torchs, averages = self.torch_form, self.beta1 is not None
-        scales, relative = self.scale_parameter or torchs, self.relative_step or torchs
-        machine_eps = self.eps[0] is None
-        form = Form(averages, scales, relative, torchs, machine_eps, self.flatten)
-        return adafactor_rule(form)
-
-    def check(self) -> None:
-        eps = self.eps
-        if not isinstance(eps, tuple | list) or len(eps) != 2:
-            raise ValueError(f"Invalid eps: eps={eps!r}: allowed are two numbers")
-        for i, x in enumerate(eps):
-            if x is not None or i == 1 or not self.torch_form:
-                check_number("epsilon", f"eps[{i}]", x)
-        super().check()
-        check_number("clipping threshold", "clip_threshold", self.clip_threshold, above=0.0)
-        check_number("decay rate", "decay_rate", self.decay_rate, least=-1.0, below=0.0)
-        if self.beta1 is not None:
-            check_number("beta1 parameter", "beta1", self.beta1, below=1.0)
+    def check(self, x: Any, bound: bool = True) -> None:
+        del bound
+        if not isinstance(x, tuple | list) or len(x) != 2:
+            raise ValueError(f"Invalid eps: eps={x!r}: allowed are two numbers")
+        for i, number in enumerate(x):
+            if number is not None or i == 1:
+                check_number("epsilon", f"eps[{i}]", number)
 
 
-@with_options
-def adafactor_init(
-    params: PyTree, *, beta1: Any = None, flatten: bool = False, **options: Any
-) -> TreeState:
-    """Fresh state for params. Raise ValueError for a beta1 out of its range.
-
-    beta1 and flatten are those of the steps, which have to be known here. The other options
-    are those of `FunctionalOptimizer.init`.
-    """
-    return adafactor(lr=0.0, beta1=beta1, flatten=flatten).init(params, **options)
-
-
-adafactor_step = step_function(adafactor)
-
-
-class Adafactor(BaseOptimizer):
+class Adafactor(Body, name="adafactor"):
     """Adafactor: a second moment that is two vectors for each matrix.
 
         b = 1 - t^decay_rate
@@ -275,16 +100,123 @@ class Adafactor(BaseOptimizer):
     (tensor([0.9000, 0.9000, 0.9000]), torch.Size([1, 3]))
     """
 
-    factory = adafactor
-
     lr: Float = Float(1e-3)
-    eps: InitVar[tuple[float | None, float]] = (1e-30, 1e-3)
-    clip_threshold: InitVar[float] = 1.0
-    decay_rate: InitVar[float] = -0.8
-    beta1: InitVar[float | None] = None
-    weight_decay: InitVar[float] = 0.0
-    scale_parameter: InitVar[bool] = False
-    relative_step: InitVar[bool] = False
+    eps: Epsilons = Epsilons(
+        *(1e-30, 1e-3),
+        argument=tuple[float | None, float],
+        value=tuple[Number | None, Number],
+    )
+    clip_threshold: Float = Float(1.0, "clipping threshold", above=0.0)
+    decay_rate: Float = Float(-0.8, "decay rate", least=-1.0, below=0.0)
+    beta1: Float = Float(
+        None, "beta1 parameter", type(None), argument=float | None, below=1.0
+    )
+    weight_decay: Float = Float(0.0)
+    scale_parameter: bool = False
+    relative_step: bool = False
     _: KW_ONLY
-    torch_form: InitVar[bool] = False
-    flatten: InitVar[bool] = False
+    torch_form: bool = False
+    flatten: bool = False
+
+    class State(NamedTuple):
+        """Fields that a parameter does not need have no elements."""
+
+        row_var: Shaped  # R, of a matrix
+        col_var: Shaped  # C
+        variance: Shaped  # V, of a vector
+        exp_avg: Shaped  # with beta1
+
+    counterparts = Counterparts(
+        in_torch=torch.optim.Adafactor,
+        torch_options=torchs_options,
+        our_options=our_options,
+        unused=State._fields,
+    )
+
+    @choice
+    def averages(self) -> bool:
+        """True if directions are averaged, by beta1."""
+        beta1: Any = self.beta1
+        return beta1 is not None
+
+    @choice
+    def machine_eps(self) -> bool:
+        """True if eps1 is the arithmetic's."""
+        return isinstance(self.eps, tuple | list) and (*self.eps[:1],) == (None,)
+
+    def check(self) -> None:
+        if self.machine_eps and not self.torch_form:
+            check_number("epsilon", "eps[0]", self.eps[0])
+
+    def shape(self, p: Tensor) -> list[int]:
+        """Return the shape of the matrices that a tensor is."""
+        first, *rest = p.shape
+        return [first, math.prod(rest)] if self.flatten else [first, *rest]
+
+    def init(self, p: Tensor) -> Any:
+        made: Any = self.State
+        every, none = list(p.shape), [0]
+        shapes = [none, none, every]
+        if p.dim() > 1:
+            *stack, m, n = self.shape(p)
+            shapes = [[*stack, m, 1], [*stack, 1, n], none]
+        shapes.append(every if self.averages else none)
+        return made(*shapes)
+
+    def direction(self, g: Tensor):
+        return g
+
+    @property
+    def whole(self) -> Any:
+        """The map, which takes the parameter if that scales the direction."""
+        return self.scaled if self.scale_parameter or self.torch_form else self.alone
+
+    def alone(self, d: Tensor, s: State, t: Scalar, lr: Scalar):
+        return self.scaled(d, s, t, None, lr)
+
+    def scaled(self, d: Tensor, s: State, t: Scalar, x: Tensor | None, lr: Scalar):
+        outside, (row, col, var, avg) = self.torch_form, s
+        found, (eps1, eps2) = torch.finfo(d.dtype), self.eps
+        eps1 = found.eps if self.machine_eps else eps1
+        rest = t**self.decay_rate
+        kept = 1.0 - rest
+        u = d.reshape(self.shape(d)) if d.dim() > 1 else d
+        squares = u * u if outside else u * u + eps1
+        if d.dim() > 1:
+            row = kept * row + rest * mean(squares, -1)
+            col = kept * col + rest * mean(squares, -2)
+            total = mean(row, -2)
+            total = total.clamp_min(eps1) if outside else total
+            parts = [row / total.clamp_min(found.tiny), col]
+            # Without a least value their product may underflow.
+            parts = [parts[0] * col] if outside else parts
+        else:
+            var = kept * var + rest * squares
+            parts = [var]
+        for v in parts:
+            u = u / root(v.clamp_min(eps1 * eps1) if outside else v)
+        length = self.relative(t, lr) / (rms(u) / self.clip_threshold).clamp_min(1.0)
+        if x is not None:
+            length = length * rms(x).clamp_min(eps2)
+        u = u.reshape(d.shape) * length.to(d.dtype)
+        if self.averages:
+            u = avg = self.beta1 * avg + (1.0 - self.beta1) * u
+        return u, self.State(row, col, var, avg)
+
+    def relative(self, t: Scalar, lr: Scalar) -> Scalar:
+        """Return the step's length, as a share of lr."""
+        most = lr if self.relative_step or self.torch_form else 0.0
+        longer = most * sqrt(t)
+        return 1.0 / choose(longer > 1.0, longer, 1.0)
+
+
+def mean(x: Tensor, dim: int) -> Tensor:
+    return x.sum(dim, keepdim=True) / max(1, x.shape[dim])
+
+
+def rms(x: Tensor) -> Tensor:
+    return norm(x) / math.sqrt(max(1, x.numel()))
+
+
+State = Adafactor.State  # its name in trees that were saved earlier
+adafactor, adafactor_init, adafactor_step = functions(Adafactor)

@@ -1,29 +1,16 @@
-"""SOAP (Vyas et al. 2024): the rule, the pure optimizer and the class."""
+"""SOAP (Vyas et al. 2024)."""
 
 import math
-from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
+from dataclasses import KW_ONLY, InitVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.fields import Float
-from optimi_func.classes.forms import step_function, with_options
-from optimi_func.core.checks import check_number, check_whole, value_of
-from optimi_func.core.distributed import whole_field
-from optimi_func.core.math import choose, power, root, sqrt
-from optimi_func.core.rule import (
-    InitOptions,
-    MomentStorage,
-    PyTree,
-    Rule,
-    Scalar,
-    along_gradient,
-)
-from optimi_func.optimizers import _adam as adam
-from optimi_func.pure.functional import FunctionalOptimizer, Number, derived
-from optimi_func.pure.tree import TreeState
+from optimi_func.core.checks import check_whole, value_of
+from optimi_func.core.math import choose, power, sqrt
+from optimi_func.core.rule import Scalar
+from optimi_func.rules import Betas, Body, Float, Shaped, functions, root
 
 # Square matrices by the dimension that they belong to.
 Squares: TypeAlias = dict[int, Tensor]
@@ -31,202 +18,7 @@ Squares: TypeAlias = dict[int, Tensor]
 __all__ = ["SOAP", "soap", "soap_init", "soap_step"]
 
 
-class State(NamedTuple):
-    exp_avg: Tensor  # m, in the bases
-    exp_avg_sq: Tensor  # v, in the bases
-    factors: Tensor  # L of each rotated side, one after the other in a vector
-    bases: Tensor  # Q of each
-
-
-class Coeffs(NamedTuple):
-    beta1: Scalar  # 1 at the first gradient, as beta2
-    one_minus_beta1: Scalar  # 0 at the first gradient, as one_minus_beta2
-    beta2: Scalar
-    one_minus_beta2: Scalar
-    share: Scalar  # of this gradient in the factors
-    scale: Scalar  # sqrt(1 - b2^(t-1)) / (1 - b1^(t-1))
-    eps: Scalar
-    first: bool | Tensor  # True at the first gradient
-    refreshes: bool | Tensor  # True if the step ends with other bases
-
-
-class Choices(NamedTuple):
-    """The options of the map; other ones make another rule."""
-
-    precondition_frequency: int
-    max_precond_dim: int
-    merge_dims: bool
-    precondition_1d: bool
-    normalize_grads: bool
-    correct_bias: bool
-
-    def sides(self, shape: torch.Size) -> tuple[list[int], dict[int, int]]:
-        """Return the shape, perhaps merged, and the rotated dimensions with their sizes."""
-        merged, most = list(shape), self.max_precond_dim
-        if self.merge_dims and len(shape) > 1:
-            merged = [1]
-            for n in shape:
-                merged += [] if merged[-1] * n <= most else [1]
-                merged[-1] *= n
-        rotates = (len(shape) > 1 or self.precondition_1d) and 0 not in shape
-        return merged, {i: n for i, n in enumerate(merged) if rotates and 1 < n <= most}
-
-
-def init(p: Tensor, kept: MomentStorage, how: Choices) -> State:
-    del kept  # at least float32, whatever the storage
-    squares = (sum(n * n for n in how.sides(p.shape)[1].values()),)
-    return State(*[whole_field(p, x) for x in (p.shape, p.shape, squares, squares)])
-
-
-def coeffs(
-    how: Choices,
-    t: Scalar,
-    *,
-    betas: tuple[Scalar, Scalar],
-    eps: Scalar,
-    shampoo_beta: Scalar,
-) -> Coeffs:
-    known = value_of(t) if isinstance(t, Tensor) else t
-    at = t if known is None else known
-    later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
-    b1, b2 = betas
-    share, scale = 1.0 - choose(shampoo_beta < 0, b2, shampoo_beta), 1.0
-    if how.correct_bias:
-        scale = sqrt(1.0 - power(b2, since)) / (1.0 - power(b1, since))
-    refreshes = later & (since % how.precondition_frequency == 0)
-    b1, b2 = choose(later, b1, 1.0), choose(later, b2, 1.0)
-    return Coeffs(b1, 1.0 - b1, b2, 1.0 - b2, share, scale, eps, at == 1, refreshes)
-
-
-def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
-    """Return the matrices in a vector of `State`."""
-    parts = flat.split([n * n for n in sides.values()])
-    return {i: x.unflatten(0, (n, n)) for (i, n), x in zip(sides.items(), parts)}
-
-
-def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
-    """Return x with each side in its basis, or back from there."""
-    for i, q in bases.items():
-        x = (x.movedim(i, -1) @ (q.mT if back else q)).movedim(-1, i)
-    return x
-
-
-def begun(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
-    """Return m, v and as bases the eigenvectors, that of the largest eigenvalue first."""
-    new: list[Tensor] = []
-    for x in factors.values():
-        x = x.nan_to_num(0.0, 0.0, 0.0)  # eigh would raise, when others have moved
-        try:
-            q = torch.linalg.eigh(x)[1]
-        except torch.linalg.LinAlgError:  # it does not converge in float32
-            q = torch.linalg.eigh(x.double())[1].to(x.dtype)
-        new.append(q.flip(-1).flatten())
-    return m, v, torch.cat(new)
-
-
-def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
-    """Return m, v and the bases after an iteration of each basis by its factor."""
-    new: Squares = {}
-    for i, q in old.items():
-        image = factors[i] @ q
-        order = (q * image).sum(0).argsort(descending=True)
-        v = v.index_select(i, order)
-        new[i] = torch.linalg.qr(image.index_select(1, order))[0]
-    bases = torch.cat([q.flatten() for q in new.values()])
-    return rotated(rotated(m, old, back=True), new), v, bases
-
-
-def whole(
-    d: Tensor, x: None, fields: tuple[Tensor, ...], c: Coeffs, how: Choices
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    shape, sides = how.sides(d.shape)
-    # Owners of shards do not know the order of memory, on which results would depend.
-    g, m, v = (y.reshape(shape).contiguous() for y in (d, *fields[:2]))
-    factors, flat = fields[2:]
-    # Held fixed in derivatives: eigenvectors of equal eigenvalues have none.
-    bases = squares(flat.detach(), sides)
-    # Of a leaf whose first gradient comes late in its tree: they are not known yet.
-    for i, q in bases.items():
-        bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
-    z = rotated(g, bases)
-    m = c.beta1 * m + c.one_minus_beta1 * z
-    v = c.beta2 * v + c.one_minus_beta2 * (z * z)
-    u = rotated(m / (root(v) + c.eps), bases, back=True)
-    u = c.scale * (u / root((u * u).mean()) if how.normalize_grads else u)
-    if sides:
-        rows = [g.movedim(i, 0).reshape(n, -1) for i, n in sides.items()]
-        products = torch.cat([(y @ y.mT).flatten() for y in rows])
-        factors = (factors + c.share * (products - factors)).detach()
-        now = squares(factors, sides)
-        for when, make in ((c.first, begun), (c.refreshes, refreshed)):
-            if when is not False:
-                old, new = (m, v, flat), make(m, v, now, bases)
-                if isinstance(when, Tensor):
-                    new = [torch.where(when != 0, *both) for both in zip(new, old)]
-                m, v, flat = new
-    if flat is fields[3]:
-        flat = flat.clone()  # results share no memory with arguments
-    u, m, v = (y.reshape(d.shape) for y in (u, m, v))
-    return u, (m, v, factors, flat)
-
-
-_rules: dict[Choices, Rule[State, Coeffs]] = {}
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class soap(FunctionalOptimizer):
-    """`SOAP` as a value: `init` and `step` over a tree of parameters."""
-
-    choices: ClassVar[tuple[str, ...]] = Choices._fields
-    narrow = 0
-
-    lr: Number = 3e-3
-    betas: tuple[Number, Number] = (0.95, 0.95)
-    weight_decay: Number = 1e-2
-    eps: Number = 1e-8
-    shampoo_beta: Number = -1.0
-    precondition_frequency: int = 10
-    max_precond_dim: int = 10000
-    merge_dims: bool = False
-    precondition_1d: bool = False
-    normalize_grads: bool = False
-    correct_bias: bool = True
-
-    @derived
-    def rule(self) -> Rule[Any, Any]:
-        how = Choices(*[getattr(self, name) for name in Choices._fields])
-        if how not in _rules:  # Dynamo does not trace into functools.cache
-            own = partial(init, how=how), partial(coeffs, how), along_gradient
-            more: Any = {"whole": partial(whole, how=how), "whole_fields": State._fields}
-            _rules[how] = Rule("soap", State, *own, **more)
-        return _rules[how]
-
-    def check(self) -> None:
-        super().check()
-        label, name = "beta of the factors", "shampoo_beta"
-        check_number(label, name, self.shampoo_beta, below=1.0, least=-math.inf)
-        for name in ("precondition_frequency", "max_precond_dim"):
-            check_whole(name, getattr(self, name), 1)
-
-
-@with_options
-def soap_init(
-    params: PyTree,
-    *,
-    max_precond_dim: int = 10000,
-    merge_dims: bool = False,
-    precondition_1d: bool = False,
-    **options: Unpack[InitOptions],
-) -> TreeState:
-    """Return fresh state for the steps' sides: see `FunctionalOptimizer.init`."""
-    own: Any = dict(max_precond_dim=max_precond_dim, merge_dims=merge_dims)
-    return soap(lr=0.0, precondition_1d=precondition_1d, **own).init(params, **options)
-
-
-soap_step = step_function(soap)
-
-
-class SOAP(adam.AdamLike):
+class SOAP(Body, name="soap"):
     """SOAP: Adam in the eigenbases of Shampoo's factors.
 
         L <- b3 * L + (1 - b3) * gg^T,   R <- b3 * R + (1 - b3) * g^Tg
@@ -277,18 +69,128 @@ class SOAP(adam.AdamLike):
             [0.0000, 1.1000]])
     """
 
-    factory = soap
-
     lr: Float = Float(3e-3)
-    betas: InitVar[tuple[float, float]] = (0.95, 0.95)
-    weight_decay: InitVar[float] = 1e-2
-    eps: InitVar[float] = 1e-8
+    betas: Betas = Betas(0.95, 0.95)
+    weight_decay: Float = Float(1e-2)
+    eps: Float = Float(1e-8, "epsilon")
     _: KW_ONLY
-    shampoo_beta: InitVar[float] = -1.0
-    precondition_frequency: InitVar[int] = 10
-    max_precond_dim: InitVar[int] = 10000
-    merge_dims: InitVar[bool] = False
-    precondition_1d: InitVar[bool] = False
-    normalize_grads: InitVar[bool] = False
-    correct_bias: InitVar[bool] = True
+    shampoo_beta: Float = Float(-1.0, "beta of the factors", below=1.0, least=-math.inf)
+    precondition_frequency: int = 10
+    max_precond_dim: int = 10000
+    merge_dims: bool = False
+    precondition_1d: bool = False
+    normalize_grads: bool = False
+    correct_bias: bool = True
     process_group: InitVar[Any] = None
+
+    class State(NamedTuple):
+        exp_avg: Shaped  # m, in the bases
+        exp_avg_sq: Shaped  # v, in the bases
+        factors: Shaped  # L of each rotated side, one after the other in a vector
+        bases: Shaped  # Q of each
+
+    def check(self) -> None:
+        for name in ("precondition_frequency", "max_precond_dim"):
+            check_whole(name, getattr(self, name), 1)
+
+    def sides(self, shape: torch.Size) -> tuple[list[int], dict[int, int]]:
+        """Return the shape, perhaps merged, and the rotated dimensions with their sizes."""
+        merged, most = list(shape), self.max_precond_dim
+        if self.merge_dims and len(shape) > 1:
+            merged = [1]
+            for n in shape:
+                merged += [] if merged[-1] * n <= most else [1]
+                merged[-1] *= n
+        rotates = (len(shape) > 1 or self.precondition_1d) and 0 not in shape
+        return merged, {i: n for i, n in enumerate(merged) if rotates and 1 < n <= most}
+
+    def init(self, p: Tensor) -> Any:
+        made: Any = self.State
+        squares = (sum(n * n for n in self.sides(p.shape)[1].values()),)
+        return made(None, None, squares, squares)
+
+    def direction(self, g: Tensor):
+        return g
+
+    def whole(self, d: Tensor, s: State, t: Scalar):
+        known = value_of(t) if isinstance(t, Tensor) else t
+        at = t if known is None else known
+        later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
+        (b1, b2), b3, scale = self.betas, self.shampoo_beta, 1.0
+        if self.correct_bias:
+            scale = sqrt(1.0 - power(b2, since)) / (1.0 - power(b1, since))
+        refreshes = later & (since % self.precondition_frequency == 0)
+        share = 1.0 - choose(b3 < 0, b2, b3)
+        b1, b2 = choose(later, b1, 1.0), choose(later, b2, 1.0)
+        shape, sides = self.sides(d.shape)
+        # Owners of shards do not know the order of memory, on which results would depend.
+        g, m, v = (y.reshape(shape).contiguous() for y in (d, *s[:2]))
+        factors, flat = s[2:]
+        # Held fixed in derivatives: eigenvectors of equal eigenvalues have none.
+        bases = squares(flat.detach(), sides)
+        # Of a leaf whose first gradient comes late in its tree: they are not known yet.
+        for i, q in bases.items():
+            bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
+        z = rotated(g, bases)
+        m = b1 * m + (1.0 - b1) * z
+        v = b2 * v + (1.0 - b2) * (z * z)
+        u = rotated(m / (root(v) + self.eps), bases, back=True)
+        u = scale * (u / root((u * u).mean()) if self.normalize_grads else u)
+        if sides:
+            rows = [g.movedim(i, 0).reshape(n, -1) for i, n in sides.items()]
+            products = torch.cat([(y @ y.mT).flatten() for y in rows])
+            factors = (factors + share * (products - factors)).detach()
+            now = squares(factors, sides)
+            for when, make in ((at == 1, begun), (refreshes, refreshed)):
+                if when is not False:
+                    old, new = (m, v, flat), make(m, v, now, bases)
+                    if isinstance(when, Tensor):
+                        new = [torch.where(when, *both) for both in zip(new, old)]
+                    m, v, flat = new
+        if flat is s.bases:
+            flat = flat.clone()  # results share no memory with arguments
+        return u.reshape(d.shape), self.State(
+            m.reshape(d.shape), v.reshape(d.shape), factors, flat
+        )
+
+
+def squares(flat: Tensor, sides: dict[int, int]) -> Squares:
+    """Return the matrices in a vector of `State`."""
+    parts = flat.split([n * n for n in sides.values()])
+    return {i: x.unflatten(0, (n, n)) for (i, n), x in zip(sides.items(), parts)}
+
+
+def rotated(x: Tensor, bases: Squares, back: bool = False) -> Tensor:
+    """Return x with each side in its basis, or back from there."""
+    for i, q in bases.items():
+        x = (x.movedim(i, -1) @ (q.mT if back else q)).movedim(-1, i)
+    return x
+
+
+def begun(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
+    """Return m, v and as bases the eigenvectors, that of the largest eigenvalue first."""
+    new: list[Tensor] = []
+    for x in factors.values():
+        x = x.nan_to_num(0.0, 0.0, 0.0)  # eigh would raise, when others have moved
+        try:
+            q = torch.linalg.eigh(x)[1]
+        except torch.linalg.LinAlgError:  # it does not converge in float32
+            q = torch.linalg.eigh(x.double())[1].to(x.dtype)
+        new.append(q.flip(-1).flatten())
+    return m, v, torch.cat(new)
+
+
+def refreshed(m: Tensor, v: Tensor, factors: Squares, old: Squares) -> tuple[Tensor, ...]:
+    """Return m, v and the bases after an iteration of each basis by its factor."""
+    new: Squares = {}
+    for i, q in old.items():
+        image = factors[i] @ q
+        order = (q * image).sum(0).argsort(descending=True)
+        v = v.index_select(i, order)
+        new[i] = torch.linalg.qr(image.index_select(1, order))[0]
+    bases = torch.cat([q.flatten() for q in new.values()])
+    return rotated(rotated(m, old, back=True), new), v, bases
+
+
+State = SOAP.State  # its name in trees that were saved earlier
+soap, soap_init, soap_step = functions(SOAP)

@@ -27,8 +27,6 @@ import optimi_func
 # The files of optimizers, and how many lines the mathematics of each may take.
 FILES = {Path(inspect.getfile(getattr(optimi_func, name))): 75 for name in NAMES}
 FILES[Path(inspect.getfile(optimi_func.schedule_free_adamw))] = 150  # three rules
-FILES[Path(inspect.getfile(optimi_func.adafactor))] = 105  # three forms
-FILES[Path(inspect.getfile(optimi_func.soap))] = 120  # bases of every side
 FILES[Path(inspect.getfile(optimi_func.prodigy))] = 90  # and how d follows from the sums
 
 

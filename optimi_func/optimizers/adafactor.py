@@ -12,7 +12,7 @@ from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, norm, sqrt
 from optimi_func.core.rule import Scalar
 from optimi_func.pure.functional import Number
-from optimi_func.rules import Body, Float, Shaped, choice, functions, root
+from optimi_func.rules import Body, Float, Shaped, choice, functions, root, rounded
 from optimi_func.state.convert import Counterparts
 
 __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
@@ -195,10 +195,11 @@ class Adafactor(Body, name="adafactor"):
             parts = [var]
         for v in parts:
             u = u / root(v.clamp_min(eps1 * eps1) if outside else v)
-        length = self.relative(t, lr) / (rms(u) / self.clip_threshold).clamp_min(1.0)
+        relative = rounded(self.relative(t, lr), d)
+        length = relative / (rms(u) / rounded(self.clip_threshold, d)).clamp_min(1.0)
         if x is not None:
-            length = length * rms(x).clamp_min(eps2)
-        u = u.reshape(d.shape) * length.to(d.dtype)
+            length = length * rms(x).clamp_min(rounded(eps2, d))
+        u = u.reshape(d.shape) * length
         if self.averages:
             u = avg = self.beta1 * avg + (1.0 - self.beta1) * u
         return u, self.State(row, col, var, avg)

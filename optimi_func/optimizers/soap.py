@@ -10,7 +10,7 @@ from torch import Tensor
 from optimi_func.core.checks import check_whole, value_of
 from optimi_func.core.math import choose, power, sqrt
 from optimi_func.core.rule import Scalar
-from optimi_func.rules import Betas, Body, Float, Shaped, functions, root
+from optimi_func.rules import Betas, Body, Float, Shaped, functions, root, rounded
 
 # Square matrices by the dimension that they belong to.
 Squares: TypeAlias = dict[int, Tensor]
@@ -122,6 +122,8 @@ class SOAP(Body, name="soap"):
         refreshes = later & (since % self.precondition_frequency == 0)
         share = 1.0 - choose(b3 < 0, b2, b3)
         b1, b2 = choose(later, b1, 1.0), choose(later, b2, 1.0)
+        scalars = b1, 1.0 - b1, b2, 1.0 - b2, share, scale, self.eps
+        b1, a1, b2, a2, share, scale, eps = [rounded(x, d) for x in scalars]
         shape, sides = self.sides(d.shape)
         # Owners of shards do not know the order of memory, on which results would depend.
         g, m, v = (y.reshape(shape).contiguous() for y in (d, *s[:2]))
@@ -132,9 +134,9 @@ class SOAP(Body, name="soap"):
         for i, q in bases.items():
             bases[i] = torch.where(q.any(), q, torch.ones_like(q[0]).diag())
         z = rotated(g, bases)
-        m = b1 * m + (1.0 - b1) * z
-        v = b2 * v + (1.0 - b2) * (z * z)
-        u = rotated(m / (root(v) + self.eps), bases, back=True)
+        m = b1 * m + a1 * z
+        v = b2 * v + a2 * (z * z)
+        u = rotated(m / (root(v) + eps), bases, back=True)
         u = scale * (u / root((u * u).mean()) if self.normalize_grads else u)
         if sides:
             rows = [g.movedim(i, 0).reshape(n, -1) for i, n in sides.items()]

@@ -16,12 +16,15 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     return torch.where(condition, yes, no)
 
 
-def rounded(x: Any) -> Any:
+def rounded(x: Any, like: Tensor | None = None) -> Any:
     """Return a scalar as tensors take it, rounded to their dtype.
 
     Scalar work is done in double precision, before the step. What is done with the result
-    of `rounded` is done with the tensors, and rounded as they are.
+    of `rounded` is done with the tensors, and rounded as they are. `whole` gives it a
+    tensor, where a scalar meets another that is computed of tensors, as a norm.
     """
+    if like is not None:
+        return x.to(like.dtype) if isinstance(x, Tensor) else x
     if isinstance(x, Traced):
         return x.tracer.create_proxy("call_function", math.rounded, (x,), {})
     return x

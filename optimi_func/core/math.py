@@ -62,6 +62,11 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(torch.finfo(v.dtype).tiny).sqrt()
 
 
+def is_zero(v: Tensor) -> Tensor:
+    """Return True where `root` takes v for 0, or less."""
+    return v < torch.finfo(v.dtype).tiny
+
+
 def norm(x: Tensor, **over: Any) -> Tensor:
     """Return the Euclidean norm, with finite second derivatives at 0."""
     found = torch.linalg.vector_norm(x, **over)

@@ -1,65 +1,27 @@
-"""LAMB (You et al. 2019): the rule, the pure optimizer and the class."""
+"""LAMB (You et al. 2019)."""
 
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.math import moment, root, slow_moment
-from optimi_func.core.rule import Means, MomentStorage, Rule, Scalar
-from optimi_func.optimizers import _adam as adam
-from optimi_func.pure.functional import Number
+from optimi_func.optimizers.adam import Moments
+from optimi_func.rules import (
+    Betas,
+    Float,
+    Moment,
+    Move,
+    Wide,
+    functions,
+    is_zero,
+    root,
+    where,
+)
 
 __all__ = ["LAMB", "lamb", "lamb_init", "lamb_step"]
 
 
-def init(p: Tensor, kept: MomentStorage) -> adam.State:
-    return adam.State(moment(p, kept), slow_moment(p))
-
-
-def measure(
-    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, shared: None, c: adam.Coeffs
-) -> list[Tensor]:
-    # From these means follows the norm of lr * d + decay * decaying, for any lr and decay.
-    return [x * x, d * d, d * decaying, decaying * decaying]
-
-
-def settle(
-    means: list[Tensor], scale: Scalar, lr: Scalar, decay: Scalar, c: adam.Coeffs
-) -> Tensor:
-    xx, dd, db, bb = means
-    own = lr * scale
-    move = dd * (own * own) + db * (2.0 * own * decay) + bb * (decay * decay)
-    length, wanted = root(move), root(xx) * lr
-    # If either norm is 0, the length of the move does not change.
-    for x in (xx, move):
-        wanted = torch.where(x < torch.finfo(x.dtype).tiny, length, wanted)
-    return length / wanted
-
-
-lamb_rule = Rule(
-    *("lamb", adam.State, init, adam.coeffs, adam.direction),
-    accumulate=adam.accumulate,
-    means=Means(4, measure, settle),
-)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class lamb(adam.AdamLikeValue, rule=lamb_rule):
-    """`LAMB` as a value: `init` and `step` over a tree of parameters."""
-
-    narrow = 1
-
-    betas: tuple[Number, Number] = (0.9, 0.999)
-    weight_decay: Number = 1e-2
-
-
-lamb_init = init_function(lamb_rule)
-lamb_step = step_function(lamb)
-
-
-class LAMB(adam.AdamLike):
+class LAMB(Moments, name="lamb"):
     """LAMB: AdamW with steps scaled, for each tensor, to lr times the tensor's norm.
 
         r = mhat / (sqrt(vhat) + eps) + weight_decay * p
@@ -100,7 +62,24 @@ class LAMB(adam.AdamLike):
     tensor([2.6464, 3.6464])
     """
 
-    factory = lamb
+    betas: Betas = Betas(0.9, 0.999)
+    weight_decay: Float = Float(1e-2)
 
-    betas: InitVar[tuple[float, float]] = (0.9, 0.999)
-    weight_decay: InitVar[float] = 1e-2
+    class State(NamedTuple):
+        exp_avg: Moment  # m
+        exp_avg_sq: Wide  # v
+
+    def means(self, mean: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, move: Move):
+        # From these means follows the norm of the move, for any lr and decay.
+        xx, dd = mean(x * x), mean(d * d)
+        db, bb = mean(d * move.decays), mean(move.decays * move.decays)
+        own, decay = move.lr * move.scale, move.decay
+        square = dd * (own * own) + db * (2.0 * own * decay) + bb * (decay * decay)
+        length, wanted = root(square), root(xx) * move.lr
+        # If either norm is 0, the length of the move does not change.
+        wanted = where(is_zero(xx), length, wanted)
+        return length / where(is_zero(square), length, wanted)
+
+
+State = LAMB.State  # its name in trees that were saved earlier
+lamb, lamb_init, lamb_step = functions(LAMB)

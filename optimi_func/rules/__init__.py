@@ -27,6 +27,8 @@ from optimi_func.rules.body import Body as Body
 from optimi_func.rules.body import OwnRule as OwnRule
 from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
+from optimi_func.rules.making import Move as Move
+from optimi_func.rules.words import is_zero as is_zero
 from optimi_func.rules.words import root as root
 from optimi_func.rules.words import rounded as rounded
 from optimi_func.rules.words import where as where
@@ -36,6 +38,7 @@ __all__ = [
     "Field",
     "Float",
     "Moment",
+    "Move",
     "Optimizer",
     "OwnRule",
     "SecondMoment",
@@ -44,6 +47,7 @@ __all__ = [
     "check_number",
     "choice",
     "functions",
+    "is_zero",
     "root",
     "rounded",
     "where",
@@ -89,7 +93,8 @@ class Optimizer(Body):
     - `after(self, x, u, s, t, r) -> (u, State)` rewrites the finished delta u, at the steps
       for which `due(self, t)`, if there is one, is True.
     - `means(self, mean, g, s, x, d, t)` returns what d is divided by. If it takes `decay`,
-      what decay adds to d, it divides their sum. s is the new state.
+      what decay adds to d, it divides their sum. With `move`, it
+      divides the whole move (see `Move`). s is the new state.
     - `whole(self, d, t, x) -> d` maps the direction of a whole tensor, as Muon does. With
       fields that are `Shaped`, it takes s and returns (d, State), as SOAP does.
       `refuses(self, p)` returns why it does not take a parameter, or None.

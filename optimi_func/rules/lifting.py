@@ -362,7 +362,10 @@ def _restored(x: Any, kind: torch.dtype) -> Any:
 def _where(condition: Any, yes: Any, no: Any, like: Any, kind: torch.dtype) -> Any:
     """Return torch.where in the shape of `like`, and in its dtype if it is of floats."""
     dtype = like.dtype if kind.is_floating_point else kind
-    yes, no = [x if isinstance(x, int | float) else x.to(dtype) for x in (yes, no)]
+    yes, no = [
+        x if isinstance(x, int | float) or x.dtype == dtype else x.to(dtype)
+        for x in (yes, no)
+    ]
     if isinstance(condition, bool):
         yes = no = yes if condition else no
         if not (isinstance(yes, int | float) or is_scalar(yes)):

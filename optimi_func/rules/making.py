@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ _TAKES = {
     "eval_point": ["x", "s", "t", "r", "c"],
     "sums": ["g", "s", "x", "t", "r", "c"],
     "join": ["r", "sums"],
-    "means": ["mean", "g", "s", "x", "d", "t", "decay", "c"],
+    "means": ["mean", "g", "s", "x", "d", "t", "decay", "move", "c"],
     "whole": ["d", "s", "t", "x", *RATES],
     "coeffs": ["t", "r", *RATES],
 }
@@ -53,6 +53,22 @@ METHODS = {*_TAKES, *_CALLED, "State", "Running", "check", "mistakes", "usual_de
 _TAKEN = {"step", "kahan_comp", "train_param", "rule_state", "running"}
 # Names that a field cannot have, because they are those of methods and of their arguments.
 NAMES = {"self", "State", "Running", *_TAKES, *chain(*_TAKES.values())} - {"c"}
+
+
+class Move(NamedTuple):
+    """The move -(lr * scale * d + decay * decays), which `means` divides if it takes it.
+
+    Attributes:
+        lr: The learning rate.
+        scale: The factor on d of `cautious=True`, else 1.
+        decay: The share of the parameter that decay takes away.
+        decays: The parameter, and 0 for elements that do not decay. Measure it only.
+    """
+
+    lr: Tensor
+    scale: Tensor
+    decay: Tensor
+    decays: Tensor
 
 
 class Making:
@@ -82,6 +98,8 @@ class Making:
         self.narrow = wide.index(True) if True in wide else None
         self.running: Any = getattr(cls, "Running", NoRunning)
         self.given: dict[str, Any] = {x: trace.input(x) for x in (*"gxud", "decay")}
+        move: list[Any] = [trace.input(f"move_{x}") for x in Move._fields]
+        self.given["move"] = Move(*move)
         self.given["t"] = trace.input("t", True)
         # Fields in shapes of their own are the last, and `whole` alone has them.
         self.count = len(self.kind._fields) - self.makers.count(whole_field)
@@ -205,6 +223,8 @@ class Making:
         found = {method: x for method, x in found.items() if x}
         advanced = found["direction"][1 + count :]
         found = {method: x[: 1 + count] for method, x in found.items()}
+        taken = self.names("means")
+        by = "move" if "move" in taken else "sum" if "decay" in taken else "direction"
         averages: list[Traced] = []
         divisor: list[Traced] = []
         if self.names("means"):
@@ -217,7 +237,8 @@ class Making:
 
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
             divisor = [self.call("means", mean=mean, s=new)]
-            inputs["means"] = [me["g"], me["x"], me["d"], me["decay"], *new]
+            decays = me["move"].decays if by == "move" else me["decay"]
+            inputs["means"] = [me["g"], me["x"], me["d"], decays, *new]
         join = None
         if self.names("sums") or self.names("join"):
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
@@ -233,10 +254,10 @@ class Making:
             trace.require(again)
         chosen = self._chosen()
         n, more = len(trace.coeffs), len(self.extras)
-        settled, _ = trace.function(averages, divisor)
+        rates = [*me["move"][:3]] if by == "move" else []
+        settled, _ = trace.function([*averages, *rates], divisor)
         made = {x: trace.function(inputs[x], results) for x, results in found.items()}
         run = {method: fn for method, (fn, _) in made.items()}
-        by = "sum" if "decay" in self.names("means") else "direction"
         code = repr((kind._fields, trace.code, by, chosen))
         coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
         cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
@@ -282,6 +303,10 @@ class Making:
         def summed(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
             return list(run["sums"](g, x, *s, *c[:n]))
 
+        def settle(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
+            own = (lr, scale, decay) if rates else ()
+            return settled(*means, *own, *c[:n])[0]
+
         usually: Any = either if "accumulate" in run else direction
         alone = found["direction"][0].node is me["g"].node and not (count or advanced)
         if whole and alone and not more:
@@ -294,12 +319,7 @@ class Making:
             accumulate=(lambda c: c._replace(further=(True,)))
             if "accumulate" in run
             else accumulate,
-            means=Means(
-                len(averages),
-                measure,
-                lambda found, scale, lr, decay, c: settled(*found, *c[:n])[0],
-                by,
-            )
+            means=Means(len(averages), measure, settle, by)
             if divisor
             else Means(len(found["sums"]), summed, None)
             if join

@@ -35,3 +35,10 @@ def root(v: Any) -> Any:
     if isinstance(v, Traced):
         return v.tracer.create_proxy("call_function", math.root, (v,), {})
     return math.root(v) if isinstance(v, Tensor) else math.sqrt(v)
+
+
+def is_zero(v: Any) -> Any:
+    """Return True where a square or a mean of squares is 0 to `root`, elementwise."""
+    if isinstance(v, Traced):
+        return v.tracer.create_proxy("call_function", math.is_zero, (v,), {})
+    return math.is_zero(v)

@@ -16,7 +16,18 @@ import optimi_func
 from optimi_func import functional, prepare_for_gradient_release
 from optimi_func.optimizers import adam as adam_file
 from optimi_func.pure.tree import LeafState, TreeState
-from optimi_func.rules import Betas, Body, Float, choice, functions, rounded, where
+from optimi_func.rules import (
+    Betas,
+    Body,
+    Float,
+    Move,
+    choice,
+    functions,
+    is_zero,
+    root,
+    rounded,
+    where,
+)
 from optimi_func.rules.making import Making
 
 BODIES = {
@@ -254,6 +265,37 @@ def test_equal_scalar_work_is_done_once() -> None:
     made = Making(Twice, {"beta": 0.5}, {})
     assert len(made.rule().coeffs(1.0, beta=0.5)) == 2  # 1 and 1.0 are not the same
     assert len([x for x in made.trace.host if x.op != "placeholder"]) == 3
+
+
+class Bounded(Decaying, name="bounded"):
+    """SGD with steps, decay included, of a root mean square of at most 0.125."""
+
+    def direction(self, g: Tensor):
+        return g
+
+    def means(self, mean: Any, d: Tensor, move: Move):
+        dd, db, bb = mean(d * d), mean(d * move.decays), mean(move.decays * move.decays)
+        own, decay = move.lr * move.scale, move.decay
+        square = own * own * dd + 2 * own * decay * db + decay * decay * bb
+        return where(is_zero(square), 1.0, (root(square) / 0.125).clamp_min(1.0))
+
+
+@pytest.mark.parametrize("how", [{}, {"cautious": True}, {"cautious_decay": True}])
+def test_means_that_take_the_move_divide_all_of_it(how: dict[str, Any]) -> None:
+    x, g = torch.tensor([3.0, -4.0, 1.0]).double(), torch.tensor([2.0, 1.0, -4.0]).double()
+    value = Bounded.pure(lr=0.5, weight_decay=0.25, **how)
+    usual = optimi_func.sgd(lr=0.5, weight_decay=0.25, decouple_wd=True, **how)
+    want = usual.step(x, g, usual.init(x))[0] - x
+    found = value.step(x, g, value.init(x))[0] - x
+    assert found.square().mean().sqrt().item() == pytest.approx(0.125)
+    torch.testing.assert_close(found / found.norm(), want / want.norm())
+    own: dict[str, Any] = {"weight_decay": 0.25, "compile": False, **how}
+    optimizer = Bounded([w := x.clone().requires_grad_()], lr=0.5, **own)
+    w.grad = g
+    optimizer.step()
+    torch.testing.assert_close(w.detach() - x, found)
+    none = torch.zeros(3)
+    assert not value.step(none, none, value.init(none))[0].any()
 
 
 class Pulled(Decaying, name="pulled"):

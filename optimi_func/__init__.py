@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from optimi_func import compiled as compiled
 from optimi_func import functional as functional
 from optimi_func import memory as memory
+from optimi_func import optim as optim
 from optimi_func import population as population
 from optimi_func import rules as rules
 from optimi_func import schedules as schedules

@@ -1,5 +1,6 @@
 """RAdam (Liu et al. 2020)."""
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import torch
@@ -28,10 +29,15 @@ def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[Any, Scalar]:
 class Rectified(Moments):
     """Base class of RAdam and Ranger."""
 
+    torch_form = False
+
     def scaled(self, mhat: Tensor, root: Tensor, t: float) -> Tensor:
         enough, r = rectification(t, self.betas[1], 5.0)
+        eps = self.eps
+        if self.torch_form:
+            eps = eps / (1 - self.betas[1] ** t) ** 0.5
         # One of the two scalars is 0, because a branch would need another graph.
-        adapted = where(enough, r, 0.0) / (root + self.eps)
+        adapted = where(enough, r, 0.0) / (root + eps)
         return mhat * (adapted + where(enough, 0.0, 1.0))
 
 
@@ -50,6 +56,7 @@ class RAdam(Rectified, name="radam"):
             (decouple_wd) multiplied by lr, or (decouple_lr) by lr / max_lr.
         eps: Added to the root, after the bias correction.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
+        torch_form: Add eps to the root before the bias correction, as torch.optim does.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -63,6 +70,8 @@ class RAdam(Rectified, name="radam"):
     """
 
     decouple_wd: bool = False
+    _: KW_ONLY
+    torch_form: bool = False
 
     counterparts = Counterparts(in_torch=torch.optim.RAdam)
 

@@ -281,6 +281,7 @@ OPTIONS = [
     _same("asgd", lambd=0.1, alpha=0.5),
     _same("rprop", etas=(0.3, 1.5)),
     _same("rprop", step_sizes=(1e-3, 0.1)),
+    _same("radam", torch_form=True, eps=1e-2),
     _same("ranger", k=4),
     _same("ranger", alpha=0.8),
     _same("sgd", momentum=0.9),

@@ -309,7 +309,14 @@ def lion_move(p: Tensor, s: State, g: Tensor, at: At) -> Moved:
 lion = _path_of(lion_move, "m", betas=(0.9, 0.99))
 
 
-def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Moved:
+def radam_move(
+    p: Tensor,
+    s: State,
+    g: Tensor,
+    at: At,
+    eps: float = 1e-6,
+    torch_form: bool = False,
+) -> Moved:
     """RAdam (Liu et al., arXiv 1908.03265, Algorithm 2).
 
     m_t, v_t, mhat_t, vhat_t as in Adam;  rho_inf = 2 / (1 - b2) - 1
@@ -322,7 +329,10 @@ def radam_move(p: Tensor, s: State, g: Tensor, at: At, eps: float = 1e-6) -> Mov
         p_t = p_{t-1} - lr * mhat_t - lambda_t * p_{t-1}
 
     The paper rectifies from rho_t > 4 and has no eps; 5 and eps are the libraries'.
+    torch_form: eps is added to sqrt(v_t), which is corrected after it.
     """
+    if torch_form:
+        eps = eps / math.sqrt(1 - at.betas[1] ** at.t)
     m, v = _averages(s, g, *at.betas)
     m_hat, v_hat = _corrected(m, v, at.t, *at.betas)
     r = _rectification(at.t, at.betas[1])

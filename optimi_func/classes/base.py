@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from optimi_func.classes.forms import document
 from optimi_func.classes.groups import (
     check_group,
     check_modes,
+    check_skip,
     executor_of,
+    finite_works,
     likely_mistakes,
     path_of,
     plain_number,
@@ -91,6 +93,8 @@ class BaseOptimizer(Fields, Steps):
         cautious: Move an element only if direction and gradient have the same sign, and
             multiply its move by one over the share of such elements, at most 1000
             (arXiv:2411.16085). Decay does not change.
+        skip_nonfinite: "step" leaves out a step, in all processes, if one has a gradient
+            with an inf or NaN; `optimizer.skipped_steps` counts.
 
     Raises:
         ValueError: A hyperparameter out of its range, or options that exclude each other.
@@ -114,6 +118,7 @@ class BaseOptimizer(Fields, Steps):
     cautious_decay: InitVar[bool] = False
     corrected_decay: InitVar[bool] = False
     cautious: InitVar[bool] = False
+    skip_nonfinite: InitVar[Literal["step", False]] = False
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
@@ -151,6 +156,8 @@ class BaseOptimizer(Fields, Steps):
         check_no_module(params)
         self.optimizer_accumulation = False
         self.process_group = check_process_group(defaults.pop("process_group", None))
+        self.skips_steps = check_skip(defaults.pop("skip_nonfinite", False))
+        self.skipped_steps: int | Tensor = 0  # a tensor if capturable
         self.releases: list[Any] = []
         self._unprepared: RemovableHandle | None = None
         self._constructed = False
@@ -274,6 +281,8 @@ class BaseOptimizer(Fields, Steps):
             works.append((group, params, grads, None))
         if self._idle < 2 and not self.releases:
             self._note_idle(works)
+        if self.skips_steps and not (works := finite_works(self, works)):
+            return loss
         write = not self.optimizer_accumulation
         if parts := self._update(works, write, count=True):
             self.end(parts)
@@ -315,6 +324,8 @@ class BaseOptimizer(Fields, Steps):
             raise ValueError(
                 "step(param=...) is for an optimizer made with gradient_release=True"
             )
+        if self.skips_steps:
+            raise ValueError("skip_nonfinite='step' with step(param=...): a part of a step")
         for p in params:
             if p.grad is None:
                 name = path_of(self.group_of(p), p)
@@ -451,6 +462,7 @@ class BaseOptimizer(Fields, Steps):
         self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_unprepared", None)
         self.__dict__.setdefault("process_group", None)
+        self.__dict__.setdefault("skips_steps", False)
         super().__setstate__(state)
         self._clear_caches()
         if is_copy and self.defaults["gradient_release"]:

@@ -59,6 +59,7 @@ class Steps(Checkpoints):
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     optimizer_accumulation: bool
     releases: list[Any]
+    skips_steps: bool  # with a gradient that is not finite
     process_group: Any  # that holds copies of plain parameters, or None
 
     def _forget(self) -> None:

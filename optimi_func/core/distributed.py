@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Leaf
+from optimi_func.core.torch_private import norms_of
 
 
 class ShardSpec(NamedTuple):
@@ -305,3 +306,29 @@ def all_reduce_all(flags: list[Tensor], tensors: list[Any]) -> list[Tensor]:
         return flags
     denials = all_reduce_sum([(~flag).double() for flag in flags], shards)
     return [denied == 0 for denied in denials]
+
+
+def all_finite(grads: list[Tensor], params: list[Any], copies: Any = None) -> Tensor:
+    """Return a 0-d bool, True if gradients are finite in all processes with params."""
+    parts = [g for g in to_local(grads) if g.numel() and g.layout == torch.strided]
+    largest = norms_of(parts, math.inf)
+    device = largest[0].device if largest else to_local(params)[0].device
+    every = [x.to(device, torch.float64) for x in largest]
+    finite = torch.stack([*every, torch.zeros((), device=device)]).isfinite().all()
+    return everywhere(finite, params, copies)
+
+
+def everywhere(flag: Tensor, params: list[Any], copies: Any = None) -> Tensor:
+    """All-reduce a flag: True if it is in all processes that hold params.
+
+    `copies` is the process group that holds copies of plain ones. It is one message for
+    each dimension of a mesh, and of several meshes first the largest.
+    """
+    specs = [_spec(p, range(p.device_mesh.ndim)) for p in params if is_distributed(p)]
+    kinds = {spec.group: spec for spec in specs if spec is not None}
+    denied = (~flag).double()
+    for spec in sorted(kinds.values(), key=lambda spec: -spec.mesh.size()):
+        (denied,) = all_reduce_sum([denied], [spec])
+    if copies is not None:
+        distributed.all_reduce(denied, group=copies)
+    return denied == 0

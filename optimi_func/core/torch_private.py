@@ -194,8 +194,8 @@ def serializable(node: type[T]) -> type[T]:
     return node
 
 
-def norms_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the Euclidean norm of each tensor, as a 0-d tensor of at least float32.
+def norms_of(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
+    """Return the norm of each tensor, as a 0-d tensor of at least float32.
 
     torch.nn.utils.get_total_norm computes the same, but returns only the total.
     """
@@ -204,7 +204,7 @@ def norms_of(tensors: list[Tensor]) -> list[Tensor]:
         kinds.setdefault(torch.promote_types(x.dtype, torch.float32), []).append(i)
     found: dict[int, Tensor] = {}
     for wide, places in kinds.items():
-        some = torch._foreach_norm([tensors[i] for i in places], 2, dtype=wide)
+        some = torch._foreach_norm([tensors[i] for i in places], order, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]
 

@@ -52,7 +52,7 @@ def prepare_for_gradient_release(
     clip_global_norm: float | None = None,
     how: How = "two_pass",
     grad_norm: bool = False,
-    skip_nonfinite: bool = False,
+    skip_nonfinite: bool | Literal["step"] = False,
     process_group: "distributed.ProcessGroup | Literal[False]" = False,
     bucket_cap_mb: float = 25,
     reduce_dtype: torch.dtype | None = None,
@@ -112,6 +112,9 @@ def prepare_for_gradient_release(
         skip_nonfinite: Leave a parameter, its state and its step count unchanged if its
             gradient has an inf or NaN; `handle.skipped` counts. With
             accumulation="states" only that part of the gradient is left out of the step.
+            "step" leaves all of them unchanged, in all processes. Every gradient has to be
+            known before the first update, by clip_global_norm (which may be inf) with two
+            passes, or by accumulation="buffer" without accumulation_steps.
         process_group: The processes that hold the same model and average its gradients,
             such as `torch.distributed.group.WORLD`. False averages nothing.
         bucket_cap_mb: With `process_group`, the MiB of gradients in a bucket. About four

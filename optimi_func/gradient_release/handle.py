@@ -473,6 +473,8 @@ class GradientRelease:
                 "back between two passes: keep a reference to it"
             )
         measured, norms = measure(runner, model, loss_fn)
+        if runner.skips(norms):
+            return measured
         loss = loss_fn()
         if not torch.isclose(loss.detach(), measured, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise RuntimeError(

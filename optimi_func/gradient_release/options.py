@@ -49,13 +49,14 @@ class ReleaseOptions:
     clip_global_norm: float | None
     how: How
     grad_norm: bool
-    skip_nonfinite: bool
+    skip_nonfinite: bool | Literal["step"]
 
     def __post_init__(self) -> None:
         """Raise if no backward could honour these options."""
         check_whole("pending_bytes", self.pending_bytes, 0)
         check_flag("grad_norm", self.grad_norm)
-        check_flag("skip_nonfinite", self.skip_nonfinite)
+        if not self.skips_steps:
+            check_flag("skip_nonfinite", self.skip_nonfinite)
         allowed: dict[str, tuple[Any, ...]] = {
             "how": get_args(How),
             "accumulation": (*get_args(AccumulationMode), None),
@@ -86,6 +87,14 @@ class ReleaseOptions:
         if sum(limit is not None for limit in limits.values()) > 1:
             asked = ", ".join(f"{name}={limit}" for name, limit in limits.items())
             raise ValueError(f"{asked}: choose one")
+        ends_outside = self.accumulation == "buffer" and steps is None
+        if self.skips_steps and not (self.two_pass or ends_outside):
+            raise ValueError(
+                "skip_nonfinite='step' has to know every gradient before the first update: "
+                "pass clip_global_norm (which may be inf) with how='two_pass', or "
+                "accumulation='buffer' without accumulation_steps; or skip by parameter, "
+                "skip_nonfinite=True"
+            )
         row = CLIPPING.get(self.clipping or "", {})
         if row.get(self.accumulation or "none") == "raises":
             raise ValueError(
@@ -121,7 +130,12 @@ class ReleaseOptions:
     def needs_norms(self) -> bool:
         """True if every gradient's norm has to be known before its update."""
         clips_by_norm = self.clipping not in (None, "clip_value")
-        return self.grad_norm or self.skip_nonfinite or clips_by_norm
+        return self.grad_norm or self.skip_nonfinite is True or clips_by_norm
+
+    @property
+    def skips_steps(self) -> bool:
+        """True if a gradient that is not finite skips the whole step."""
+        return self.skip_nonfinite == "step"
 
     @cached_property
     def whole_backward(self) -> bool:

@@ -14,18 +14,21 @@ from torch.utils.hooks import RemovableHandle
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_grad, warn_user
-from optimi_func.core.distributed import is_distributed, redistribute_like, to_local
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
+from optimi_func.core.distributed import (
+    everywhere,
+    is_distributed,
+    redistribute_like,
+    to_local,
+)
+from optimi_func.core.rule import Microbatch
 from optimi_func.core.torch_private import clip_factor, is_plain
 from optimi_func.execution.executors import SMALL
 from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record
 from optimi_func.gradient_release.norms import (
+    Measures,
     Norm,
-    are_finite,
-    as_scalar,
     global_norm,
     local_norms,
-    whole_norms,
 )
 from optimi_func.gradient_release.options import ReleaseOptions
 from optimi_func.gradient_release.tree import TreeOptimizer
@@ -37,7 +40,7 @@ NO_DDP = (
 )
 
 
-class Runner:
+class Runner(Measures):
     """The hooks of one model and optimizer, and what they carry between backwards."""
 
     group: "distributed.ProcessGroup | None" = None  # gradients are averaged over it
@@ -57,6 +60,7 @@ class Runner:
         self.cycle = Accumulation()
         self.grad_norm: Tensor | None = None  # of the last backward
         self.last_norm: Tensor | None = None  # of the last step, for how="lagged"
+        self.finites: list[Tensor] = []  # of gradients that were measured
         self.skipped: dict[Tensor, Tensor] = {}  # the number of skipped updates
         self.grad_scale: Tensor | None = None  # from the pass that measured the gradients
         self.since_step: SinceStep | None = None  # None before the first backward
@@ -86,6 +90,10 @@ class Runner:
                     f"for the device of {far[0]}: use accumulation='buffer'"
                 )
         options.check_complex(self.params)
+        if getattr(self.optimizer, "skips_steps", False) and not options.skips_steps:
+            raise ValueError(
+                "skip_nonfinite='step' of the optimizer: pass it to this handle too"
+            )
         rules = self.optimizer.rules()
         joins = [rule.name for rule in rules if rule.join is not None]
         if joins and options.clip_global_norm is not None:
@@ -119,15 +127,11 @@ class Runner:
         """Raise, because nothing is sent."""
         raise RuntimeError("no_sync() is for replicas, prepared with process_group=...")
 
-    def _on_host(self, p: Tensor) -> bool:
-        """Return True if reading the scalars of p's update does not wait for a device."""
-        capturable = self.optimizer.group_of(p)["capturable"]
-        return p.device.type == "cpu" and not capturable
-
     @contextmanager
     def measuring(self) -> Generator[Backward]:
         """Make backwards inside measure their gradients and update nothing."""
         self._measuring = self._new_backward(last=True, grad_scale=None)
+        self.finites = []
         try:
             yield self._measuring
         finally:
@@ -156,9 +160,11 @@ class Runner:
         with self.lock:
             if not self.cycle.is_open:
                 return
-            grad_scale = None
-            if self.options.two_pass:
-                grad_scale = self.grad_scale_of(self._norms_of_sums())
+            grad_scale, o = None, self.options
+            if o.two_pass or o.skips_steps:
+                if self.skips(norms := self._norms_of_sums()):
+                    return
+                grad_scale = self.grad_scale_of(norms) if o.two_pass else None
             self._finish(self._new_backward(last=True, grad_scale=grad_scale))
 
     def _norms_of_sums(self) -> list[Norm]:
@@ -385,20 +391,20 @@ class Runner:
             before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
             self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
 
-    def norms_to_clip(self, params: list[Tensor], grads: list[Tensor]) -> list[Norm]:
-        """Return the gradients' norms, with 0 for those that will be skipped."""
-        norms = local_norms(grads)
-        if not self.options.skip_nonfinite:
-            return norms
-        finites = are_finite(grads, norms, list(map(self._on_host, params)))
-        return [
-            norm._replace(value=torch.where(finite, norm.value, 0.0))
-            for finite, norm in zip(finites, norms)
-        ]
-
-    def grad_scale_of(self, norms: list[Norm]) -> Tensor:
-        """Return the factor that clips all gradients, from their norms."""
-        return clip_factor(self.options.clip_global_norm, global_norm(norms))
+    def skips(self, norms: list[Norm]) -> bool:
+        """Return True, and drop the cycle, if a measured gradient is not finite."""
+        finites, self.finites = self.finites, list[Tensor]()
+        if not self.options.skips_steps:
+            return False
+        start = torch.ones((), dtype=torch.bool, device=next(iter(self.names)).device)
+        finite = torch.stack([start, *[x.to(start.device) for x in finites]]).all()
+        if everywhere(finite, list(self.params.values())):
+            return False
+        self.cycle, self.since_step = Accumulation(), self.since_step or SinceStep()
+        self.grad_norm = global_norm(norms) if self.options.grad_norm else None
+        for p in self.params.values():
+            self._skip(p, torch.ones((), dtype=torch.bool, device=p.device))
+        return True
 
     def _apply(self, backward: Backward, params: list[Tensor], grads: list[Tensor]) -> None:
         """Measure, skip or clip gradients, and update their parameters."""
@@ -412,7 +418,7 @@ class Runner:
         arrived = params
         try:
             finites: list[Tensor | None] = [None] * len(params)
-            if o.skip_nonfinite:
+            if o.skip_nonfinite is True:
                 kept, finites = self._finite(params, grads, norms)
                 params = [params[i] for i in kept]
                 grads, norms = [grads[i] for i in kept], [norms[i] for i in kept]
@@ -442,38 +448,6 @@ class Runner:
     def _note(self, params: list[Tensor]) -> None:
         if self._updated is not None:
             self._updated += [self.names[p] for p in params]
-
-    def _finite(
-        self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
-    ) -> tuple[list[int], list[Tensor | None]]:
-        """Return the indices of gradients to apply, with a flag if a device decides."""
-        kept: dict[int, Tensor | None] = {}
-        hosts = list(map(self._on_host, params))
-        finites = are_finite(grads, norms, hosts)
-        for i, (p, finite, host) in enumerate(zip(params, finites, hosts)):
-            if host and finite:
-                kept[i] = None
-                continue
-            if p not in self.skipped:
-                self.skipped[p] = torch.zeros((), dtype=torch.int64, device=p.device)
-            self.skipped[p].add_(~finite)
-            if not host:
-                kept[i] = finite
-        return list(kept), list(kept.values())
-
-    def _grad_scales(
-        self, backward: Backward, params: list[Tensor], norms: list[Norm]
-    ) -> list[Scalar]:
-        limit = self.options.clip_param_norm
-        if limit is None and backward.grad_scale is None:
-            return [WHOLE_BATCH.grad_scale] * len(params)
-        hosts = list(map(self._on_host, params))
-        if limit is None:
-            return list(map(backward.grad_scale_for, params, hosts))
-        return [
-            as_scalar(clip_factor(limit, norm.value), p, host)
-            for p, norm, host in zip(params, whole_norms(norms), hosts)
-        ]
 
 
 def _weak_hook(runner: Runner) -> Callable[[Tensor], None]:

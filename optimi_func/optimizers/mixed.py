@@ -2,7 +2,7 @@
 
 import inspect
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,6 +96,7 @@ class Mixed(Evaluated):
         capturable: bool = False,
         state_dtype: torch.dtype | str | None = None,
         storage: StorageLike | None = None,
+        skip_nonfinite: Literal["step", False] = False,
     ) -> None:
         self._selects, values = check_parts("Mixed", parts, rest)
         self._values = list(map(_checked_value, values))
@@ -106,6 +107,7 @@ class Mixed(Evaluated):
         defaults: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
         defaults |= dict(gradient_release=gradient_release, compile=compile)
         defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
+        defaults |= dict(skip_nonfinite=skip_nonfinite)
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ def MuonAdamW(  # noqa: D417
     cautious_decay: bool = False,
     corrected_decay: bool = False,
     cautious: bool = False,
+    skip_nonfinite: Literal["step", False] = False,
     process_group: Any = None,
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest.
@@ -167,7 +168,7 @@ def MuonAdamW(  # noqa: D417
         _log.info("MuonAdamW: %s", line)
     how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
     how |= dict(gradient_release=gradient_release, capturable=capturable, triton=triton)
-    how |= dict(state_dtype=state_dtype, storage=storage)
+    how |= dict(state_dtype=state_dtype, storage=storage, skip_nonfinite=skip_nonfinite)
     named = [(name, p) for name, p in params.items() if p.requires_grad]
     optimizer = Mixed(named, *parts, **how)
     optimizer.process_group = check_process_group(process_group)

@@ -1,0 +1,212 @@
+"""`skip_nonfinite="step"`: whole steps without gradients that are not finite."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import skipped_worlds
+import torch
+import worlds
+from released import assert_same
+from torch import Tensor, nn
+
+from optimi_func import (
+    SGD,
+    AdamW,
+    MuonAdamW,
+    Prodigy,
+    ScheduleFreeAdamW,
+    StableAdamW,
+    adamw,
+    prepare_for_gradient_release,
+)
+from optimi_func.compiled import train_step
+
+EAGER: dict[str, Any] = {"compile": False}
+SKIP: dict[str, Any] = {"skip_nonfinite": "step"}
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def loss_of(model: nn.Module, i: int) -> Tensor:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(i))
+    return model(x.to(next(model.parameters()).dtype)).square().mean()
+
+
+def poison(model: Any, value: float) -> None:
+    """Change one element of the next gradient of one parameter."""
+
+    def spoil(g: Tensor) -> Tensor:
+        handle.remove()
+        return g.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(value).to(g))
+
+    handle = model[2].weight.register_hook(spoil)
+
+
+CLASSES: dict[str, Any] = {
+    "AdamW": AdamW,
+    "SGD": lambda params, **o: SGD(params, **o, momentum=0.9, weight_decay=0.1),
+    "StableAdamW": StableAdamW,
+    "Prodigy": Prodigy,
+    "ScheduleFreeAdamW": ScheduleFreeAdamW,
+    "MuonAdamW": MuonAdamW,
+}
+WAYS = {
+    "eager": EAGER,
+    "foreach": {"foreach": True},
+    "device": {"capturable": True, **EAGER},
+}
+
+
+def made(name: str, model: nn.Module, **options: Any) -> Any:
+    given = model if name == "MuonAdamW" else model.named_parameters()
+    return CLASSES[name](given, lr=0.01, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_skips_the_step(name: str, way: str) -> None:
+    """As a loop that does not call step(): state, counts and later steps are the same."""
+    value = math.nan if way == "eager" else -math.inf
+    one, two = net(torch.bfloat16), net(torch.bfloat16)
+    ours = made(name, one, **SKIP, **WAYS[way])
+    other = made(name, two, **WAYS[way])
+    for i in range(5):
+        for model, optimizer in ((one, ours), (two, other)):
+            if i in (0, 2):
+                poison(model, value)
+            loss_of(model, i).backward()
+            if model is one or i not in (0, 2):
+                optimizer.step()
+            optimizer.zero_grad()
+        if i in (0, 2):
+            before = net(torch.bfloat16) if i == 0 else two
+            assert all(map(torch.equal, one.parameters(), before.parameters()))
+    if not ours.param_groups[0]["capturable"]:
+        assert_same((one, ours), (two, other))
+    assert all(map(torch.equal, one.parameters(), two.parameters()))
+    assert {int(x["step"]) for x in ours.state.values()} == {3}
+    assert ours.skipped_steps == 2
+    again = copy.deepcopy(ours)
+    assert again.skips_steps and again.skipped_steps == 2
+
+
+def test_large_finite_gradients_are_steps() -> None:
+    model = net()
+    optimizer = made("AdamW", model, **SKIP, **EAGER)
+    poison(model, 3e38)  # its square is inf
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 0 and len(optimizer.state) == 8
+
+
+RELEASED = skipped_worlds.RELEASED
+
+
+@pytest.mark.parametrize("options", RELEASED, ids=str)
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"capturable": True}, pytest.param({"tree": True}, marks=pytest.mark.full)],
+    ids=str,
+)
+def test_release_skips_the_step(options: dict[str, Any], where: dict[str, Any]) -> None:
+    """As release without the step that has the gradient."""
+    ends: list[Any] = []
+    for skip in (True, False):
+        model, way = net(), dict(where)
+        optimizer: Any = adamw(lr=0.01)
+        if not way.pop("tree", False):
+            optimizer = made("AdamW", model, gradient_release=True, **EAGER, **way)
+        more = SKIP if skip else {}
+        handle = prepare_for_gradient_release(
+            model, optimizer, grad_norm=True, **options, **more
+        )
+        for i in range(4):
+            if i == 1 and not skip:
+                continue
+            if i == 1:
+                poison(model, math.inf)
+            handle.backward(lambda i=i, model=model: loss_of(model, i))
+            handle.step()
+            assert (i != 1) == bool(handle.grad_norm.isfinite())
+        names = [name for name, _ in model.named_parameters()]
+        assert handle.skipped == (dict.fromkeys(names, 1) if skip else {})
+        assert all(p.grad is None for p in model.parameters())
+        ends.append(model)
+    assert all(map(torch.equal, *[model.parameters() for model in ends]))
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_release_drops_the_sums_of_a_skipped_step(steps: int | None) -> None:
+    model, twin = net(), net()
+    handles = []
+    for net_, more in ((model, SKIP), (twin, {})):
+        optimizer = made("AdamW", net_, gradient_release=True, **EAGER)
+        how = {"accumulation": "buffer", "accumulation_steps": steps}
+        how |= {"clip_global_norm": 0.1} if steps else {}
+        handles.append(prepare_for_gradient_release(net_, optimizer, **how, **more))
+    ours, other = handles
+    for i in range(6):
+        if i in (2, 3):
+            poison(model, math.nan) if i == 2 else None
+        else:
+            other.backward(lambda i=i: loss_of(twin, i))
+        ours.backward(lambda i=i: loss_of(model, i))
+        if i % 2 and not steps:
+            ours.step()
+            other.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert set(ours.skipped.values()) == {1} and not ours.accumulating
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    model = net()
+    for value in (True, "steps", None, 0):
+        with pytest.raises(ValueError, match=r"allowed are False and 'step'\. By"):
+            made("AdamW", model, skip_nonfinite=value)
+    optimizer = made("AdamW", model, gradient_release=True, **EAGER, **SKIP)
+    with pytest.raises(ValueError, match="of the optimizer: pass it to this handle too"):
+        prepare_for_gradient_release(model, optimizer)
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match=r"with step\(param=\.\.\.\): a part of a step"):
+        optimizer.step(param=model[0].weight)
+    optimizer.optimizer_accumulation = True
+    with pytest.raises(RuntimeError, match="with optimizer_accumulation=True"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for options in (
+        {},
+        {"clip_value": 1.0},
+        {"clip_global_norm": 1.0, "how": "lagged"},
+        {"accumulation": "states"},
+        {"accumulation": "buffer", "accumulation_steps": 2},
+    ):
+        with pytest.raises(ValueError, match="has to know every gradient before the first"):
+            prepare_for_gradient_release(model, optimizer, **options, **SKIP)
+    optimizer.optimizer_accumulation = False
+    prepare_for_gradient_release(model, optimizer, accumulation="buffer", **SKIP).remove()
+    with pytest.raises(ValueError, match="skip_nonfinite='step': make it without"):
+        train_step(model, nn.functional.mse_loss, made("AdamW", model, **SKIP))
+
+
+CHECKS = [
+    skipped_worlds.shards,
+    skipped_worlds.released_shards,
+    skipped_worlds.replicas,
+    skipped_worlds.released_replicas,
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return worlds.start(CHECKS, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_two_processes_skip_together(name: str, two: dict[str, str]) -> None:
+    assert not two[name], two[name]

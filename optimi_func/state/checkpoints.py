@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,16 @@ from optimi_func.state import convert
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
 from optimi_func.state.entry import check_options, ensure_state, insert_made, named_params
-from optimi_func.state.stored import decoded, has_codes, master, owned, set_master
+from optimi_func.state.stored import decoded, fitting, has_codes, master, owned, set_master
+
+
+class Fitted(NamedTuple):
+    """The fields that `load_fitting` has taken over."""
+
+    taken: dict[str, list[str]]  # fields, by name of the parameter
+    anew: dict[str, list[str]]  # fields that begin anew
+    unused: list[str]  # names in the state of which nothing was taken
+
 
 # Taken while our hooks are registered, because torch iterates over the dict of all hooks.
 _hooking = threading.RLock()
@@ -49,6 +58,23 @@ def _as_strings(optimizer: Any, packed: dict[str, Any]) -> None:
                 group[name] = str(group[name])
         for name in optimizer.scheduled(mine):
             del group[name]
+
+
+def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
+    """Return the entries of a state dict by name, in our names and values."""
+    found: dict[str, Entry] = {}
+    state_dict = convert.under_our_names(state_dict, counterparts)
+    for group in state_dict["param_groups"]:
+        if group["params"] and "param_names" not in group:
+            raise ValueError(
+                "a group of the state has no 'param_names', by which entries are found: "
+                "put a list there, [name for name, _ in model.named_parameters()] for an "
+                "optimizer of model.parameters()"
+            )
+        names = zip(group.get("param_names", ()), group["params"])
+        entries = {name: state_dict["state"].get(i) for name, i in names}
+        found |= {name: x for name, x in entries.items() if x}
+    return found
 
 
 class Checkpoints(Optimizer):
@@ -250,6 +276,59 @@ class Checkpoints(Optimizer):
         ):
             unwrapped(super().load_state_dict)(state_dict)
         return reports[-1]
+
+    def load_fitting(self, state_dict: dict[str, Any]) -> Fitted:
+        """Go on from another rule's state with the tensors that fit; others begin anew.
+
+        From AdamW to MuonAdamW embeddings and norms keep their moments, from Muon to
+        NorMuon matrices their momentum. Entries are found by name, in our states and in
+        torch.optim's. Of each the fields are taken that the rule has too, in the same
+        shape, and the compensation of the weight. A rule that depends on the step count, as
+        a bias correction does, takes all of its fields or none. Hyperparameters stay the
+        optimizer's. Load the model before.
+
+        Args:
+            state_dict: From `state_dict`, or a dict of several, as `torch_state_dict` of a
+                Mixed optimizer returns it and {"muon": ..., "adamw": ...} of torch's.
+
+        Returns:
+            Which fields were taken, and which begin anew.
+
+        Raises:
+            ValueError: Parameters without names. Nothing is loaded then.
+
+        >>> from optimi_func import AdamW, MuonAdamW
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4))
+        >>> model.append(torch.nn.Linear(4, 5)).requires_grad_(True)[1].bias = None
+        >>> old = AdamW(model.named_parameters(), lr=1e-3)
+        >>> old.init_state()
+        >>> found = MuonAdamW(model, lr=1e-3).load_fitting(old.state_dict())
+        >>> found.anew, len(found.taken)
+        ({'1.weight': ['momentum_buffer']}, 3)
+        """
+        self.check_train_mode("load_fitting()")
+        several = "param_groups" not in state_dict
+        states = list(state_dict.values()) if several else [state_dict]
+        packed, report = self.state_dict(), Fitted({}, {}, [])
+        ours = [name for group in self.param_groups for name, _ in named_params(group)]
+        packed["state"], left = {}, dict[str, None]()
+        for mine, group in zip(self.param_groups, packed["param_groups"]):
+            saved: dict[str, Entry] = {}
+            for state in states:
+                saved |= _by_name(state, counterparts_of(self._factory_of(mine)[0]))
+            left |= dict.fromkeys(saved)
+            theirs, bound = convert.same_names(ours, list(saved)), self.bound_of(mine)
+            for (name, p), i in zip(named_params(mine), group["params"]):
+                entry = saved.get(theirs.get(name, ""), {})
+                found, fields = fitting(bound, p, entry)
+                rest = [x for x in bound.rule.state._fields if x not in fields]
+                packed["state"] |= {i: found} if found else {}
+                report.taken.update({name: fields} if fields else {})
+                report.anew.update({name: rest} if rest else {})
+        used = {convert.same_names(ours, list(left)).get(name) for name in report.taken}
+        report.unused.extend(name for name in left if name not in used)
+        self.load_state_dict(packed)
+        return report
 
     def _loaded(
         self, found: Match, keep_dtypes: bool

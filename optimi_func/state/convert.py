@@ -123,7 +123,7 @@ def find_entries(
             f"state_dict holds {sorted(map(str, state_dict))}: an optimizer's holds "
             "'state' and 'param_groups', each of which lists its 'params'"
         )
-    state_dict = _under_our_names(state_dict, counterparts)
+    state_dict = under_our_names(state_dict, counterparts)
     saved, state = state_dict["param_groups"], state_dict["state"]
     known = {i for group in saved for i in group["params"]}
     others = {k: v for k, v in state.items() if k not in known}
@@ -256,7 +256,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in left_out}
 
 
-def _under_our_names(
+def under_our_names(
     state_dict: dict[str, Any], counterparts: Counterparts
 ) -> dict[str, Any]:
     """Convert groups and entries of other libraries to our names and values."""

@@ -1,6 +1,7 @@
 """Convert entries between storages: other dtypes, 8-bit codes, other compensations."""
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -40,8 +41,12 @@ from optimi_func.core.storage import (
     own_names,
     state_in,
 )
+from optimi_func.pure.casts import called
 from optimi_func.pure.tree import running_tensors
 from optimi_func.state.convert import TRAIN_PARAM, Entry
+
+# Fields without which moments are in other coordinates.
+_TURNED = frozenset(("bases", "factors"))
 
 
 def owned(
@@ -171,6 +176,42 @@ def decoded(rule: Rule[Any, Any], p: Tensor, entry: Entry) -> Entry:
             low = p.is_complex() and key in rule.state._fields and is_low(x)
             found[key] = x.float() if low else x
     return {k: stored(p, x) if k in rule.state._fields else x for k, x in found.items()}
+
+
+def fitting(bound: Any, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
+    """Return an entry with what fits of another rule's, and the fields that are taken."""
+    rule = bound.starting_rule
+    entry = decoded(rule, p, {k: x for k, x in saved.items() if x is not None})
+    fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
+    found = [
+        name
+        for name, x in fresh.items()
+        if isinstance(entry.get(name), Tensor) and entry[name].shape == x.shape
+    ]
+    counts = ("step", *rule.running._fields)
+    if _TURNED.intersection(entry) - {*fresh}:
+        found = []
+    elif len(found) < len(fresh) or not {*counts} <= {*entry}:
+        # What does not depend on the step serves whatever the other fields are.
+        steady = rule.eval_point is None and _is_steady(bound)
+        found = found if steady and not rule.running._fields else []
+        entry = {"step": entry.get("step", 0.0), **entry} if found else entry
+    comp = {"kahan_comp": entry["kahan_comp"]} if "kahan_comp" in entry else {}
+    if not found:
+        running = rule.running()._asdict()
+        return {**fresh, **comp, **running, "step": 0.0} if comp else {}, []
+    kept = {name: entry[name] for name in (*found, *counts)}
+    return {**fresh, **comp, **kept}, found
+
+
+def _is_steady(bound: Any) -> bool:
+    """Return True if a rule does the same at each step, but for its state."""
+    found: list[list[Any]] = []
+    for t in (2.0, 3.0):
+        coeffs, _ = bound.rule.advance(t, 1.0, bound.rule.running(), called(bound, 1.0))
+        found.append([x for name, x in coeffs._asdict().items() if name != "whole"])
+    mapped = getattr(getattr(bound, "owner", None), "whole", lambda: None)
+    return found[0] == found[1] and "t" not in signature(mapped).parameters
 
 
 def master(p: Tensor, rest: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adam's moments for optimizers that are not class bodies yet."""
+"""Adam's moments for StableAdamW, which is no class body yet."""
 
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import Float
-from optimi_func.core.math import moment, power, root, second_moment, sqrt
-from optimi_func.core.rule import Direction, MomentStorage, Scalar
+from optimi_func.core.math import moment, power, second_moment, sqrt
+from optimi_func.core.rule import MomentStorage, Scalar
 from optimi_func.optimizers.adam import Moments
 from optimi_func.pure.functional import FunctionalOptimizer, Number
 
@@ -44,12 +44,6 @@ def accumulate(c: Coeffs) -> Coeffs:
 def moments(g: Tensor, m: Tensor, v: Tensor, c: Coeffs) -> State:
     m = c.beta1 * m + c.one_minus_beta1 * g
     return State(m, c.beta2 * v + c.one_minus_beta2 * (g * g))
-
-
-def direction(g: Tensor, s: State, c: Coeffs) -> Direction:
-    m, v = new = moments(g, s.exp_avg, s.exp_avg_sq, c)
-    d = c.inv_bias_correction1 * m / (c.inv_sqrt_bias_correction2 * root(v) + c.eps)
-    return Direction(d, new)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -245,6 +245,7 @@ OTHERS: dict[str, Any] = {
     "prodigy": {"steps": 6, "allowed": ROUNDED},
     "adopt": {"allowed": {"derivatives": 0.02}},
     "schedule_free_radam": {"lr": 0.5},
+    "adadelta": {"steps": 6, "eps": 1.0},  # steps that bfloat16 can show
     # Bases of gradients of low rank depend on their last bits.
     "soap": {"steps": 6, "max_precond_dim": 1},
 }

@@ -74,6 +74,15 @@ def hyper_of(case: Case) -> dict:
     hyper = {"lr": number(0.03), "weight_decay": number(0.02)}
     if case.name == "sgd":
         return hyper | {"momentum": number(0.8)} if case.options else hyper
+    own = {
+        "rmsprop": {"alpha": 0.8, "eps": 1e-3, "momentum": 0.5},
+        "adagrad": {"lr_decay": 0.1, "eps": 1e-3, "initial_accumulator_value": 0.1},
+        "adadelta": {"rho": 0.8, "eps": 1e-3},
+        "asgd": {"lambd": 0.1, "alpha": 0.6},
+        "rprop": {},
+    }
+    if case.name in own:
+        return hyper | {key: number(x) for key, x in own[case.name].items()}
     if case.name in MATRICES:
         rows = {"row_beta": number(0.7)} if case.name == "normuon" else {}
         return hyper | rows | {"momentum": number(0.8), "eps": number(1e-3)}
@@ -142,11 +151,12 @@ def test_hypergradients(case: Case) -> None:
         assert got == pytest.approx(want, rel=1e-5, abs=1e-9), pytree.keystr(path)
         assert forward.item() == pytest.approx(got, rel=1e-9, abs=1e-13)
         seen += abs(want) > 1e-7
-    # Lion's sign has no derivative: betas and weights move nothing, the rest does.
-    assert seen >= (4 if case.name == "lion" else len(leaves) - 1)
+    # A sign has no derivative: betas and weights move nothing, the rest does.
+    signs = case.name in ("lion", "rprop")
+    assert seen >= (4 if signs else len(leaves) - 1)
     # The weights of every step have moved the end.
     told = reverse[2][case.name == "soap" :]  # whose first gradient moves nothing
-    assert case.name == "lion" or (told.abs().amax(1) > 1e-7).all()
+    assert signs or (told.abs().amax(1) > 1e-7).all()
 
 
 @pytest.mark.parametrize("name", few(NAMES, SOME))

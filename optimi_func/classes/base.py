@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Literal, cast
@@ -49,6 +49,16 @@ from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_nee
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
+
+
+@lru_cache(64)
+def _numbers_of(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a factory's keywords that take numbers."""
+    found = inspect.signature(factory).parameters
+    flags = [name for name, x in found.items() if x.annotation is bool]
+    choices = (*getattr(factory, "choices", ()), *flags)
+    return {k: x.default for k, x in found.items() if k not in choices}
+
 
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
@@ -196,12 +206,8 @@ class BaseOptimizer(Fields, Steps):
         try:
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
-            found = inspect.signature(factory).parameters
-            flags = [name for name, x in found.items() if x.annotation is bool]
-            choices = (*getattr(factory, "choices", ()), *flags)  # which take no number
             group.update({name: plain_number(group[name]) for name in keywords})
-            defaults = {k: found[k].default for k in keywords if k not in choices}
-            check_group(group, defaults)
+            check_group(group, _numbers_of(factory))
             rule = self.rule_of(group)
             check_needs_no_extras(rule)
             for p in group["params"]:
@@ -225,7 +231,7 @@ class BaseOptimizer(Fields, Steps):
         warn(likely_mistakes(self.param_groups, bounds, first))
         for group in self.param_groups[first:]:
             known = {*self.defaults, *self._factory_of(group)[1]}
-            for key in group.keys() - known:
+            for key in group.keys() - {*known, "params", "param_names"}:
                 for name in get_close_matches(key, known, 1, 0.85):
                     warn_user(f"a group has {key!r}, unused: did you mean {name!r}?")
 
@@ -489,7 +495,7 @@ def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = (
-    *("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index"),
+    *("_bound", "_plans", "_wide", "_has_stepped", "_idle", "_grouped", "_group_index"),
     "_versions",
 )
 _ATTACHED = ("releases", "_unprepared", "process_group")

@@ -31,7 +31,7 @@ from optimi_func.core.storage import (
 from optimi_func.core.torch_private import has_memory
 from optimi_func.pure.tree import running_tensors
 from optimi_func.state.convert import Entry, Group
-from optimi_func.state.stored import restored
+from optimi_func.state.stored import fresh_like, restored
 
 
 def ensure_state(
@@ -105,7 +105,7 @@ def _fields_to_convert(
     coded = [name for name in names if state.get(name) is None]
     if not names or (storage.moments != "8bit" and not coded):
         return []
-    fresh = init_leaf(rule, torch.empty_like(p, device="meta"), storage).state
+    fresh = fresh_like(rule, p, storage).state
     return [
         name
         for name in names

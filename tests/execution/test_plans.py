@@ -464,6 +464,7 @@ EDITS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "an entry": lambda optimizer, ps: optimizer.state.pop(ps[2]),
     "loaded": lambda optimizer, ps: optimizer.load_state_dict(optimizer.state_dict()),
     "lr": lambda optimizer, ps: optimizer.param_groups[0].update(lr=torch.tensor(0.07)),
+    "pickled": lambda optimizer, ps: pickle.dumps(optimizer),
     "a list": lambda optimizer, ps: optimizer.param_groups[0].update(params=ps[::-1]),
 }
 

@@ -109,7 +109,7 @@ def test_recipes_do_not_cast_frozen_codes(dtype: torch.dtype) -> None:
 
 
 def test_what_is_trained_is_checked_as_before() -> None:
-    for dtype in CODES[2:]:
+    for dtype in (torch.float8_e4m3fn, torch.complex32):
         w = nn.Parameter(torch.ones(2).to(dtype))
         with pytest.raises(TypeError, match=r"params\['w'\] has dtype torch\."):
             AdamW([("w", w)])

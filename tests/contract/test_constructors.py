@@ -110,7 +110,7 @@ def test_recipes_do_not_cast_frozen_codes(dtype: torch.dtype) -> None:
 
 def test_what_is_trained_is_checked_as_before() -> None:
     for dtype in (torch.float8_e4m3fn, torch.complex32):
-        w = nn.Parameter(torch.ones(2).to(dtype))
+        w = nn.Parameter(torch.empty(2, dtype=dtype))
         with pytest.raises(TypeError, match=r"params\['w'\] has dtype torch\."):
             AdamW([("w", w)])
     w = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)

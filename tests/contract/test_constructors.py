@@ -108,6 +108,7 @@ def test_recipes_do_not_cast_frozen_codes(dtype: torch.dtype) -> None:
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_what_is_trained_is_checked_as_before() -> None:
     for dtype in (torch.float8_e4m3fn, torch.complex32):
         w = nn.Parameter(torch.empty(2, dtype=dtype))

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Literal, cast
@@ -27,6 +27,7 @@ from optimi_func.classes.groups import (
     executor_of,
     finite_works,
     likely_mistakes,
+    numbers_of,
     path_of,
     plain_number,
     take_torchs,
@@ -49,16 +50,6 @@ from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_nee
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
-
-
-@lru_cache(64)
-def _numbers_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the defaults of a factory's keywords that take numbers."""
-    found = inspect.signature(factory).parameters
-    flags = [name for name, x in found.items() if x.annotation is bool]
-    choices = (*getattr(factory, "choices", ()), *flags)
-    return {k: x.default for k, x in found.items() if k not in choices}
-
 
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
@@ -207,7 +198,7 @@ class BaseOptimizer(Fields, Steps):
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
             group.update({name: plain_number(group[name]) for name in keywords})
-            check_group(group, _numbers_of(factory))
+            check_group(group, numbers_of(factory))
             rule = self.rule_of(group)
             check_needs_no_extras(rule)
             for p in group["params"]:

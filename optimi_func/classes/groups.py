@@ -4,7 +4,9 @@ A group is torch.optim's dict of parameters, hyperparameters under torch's names
 options about how the step runs.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -84,6 +86,15 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
             f"order is (lr, {first}, {order[1]}, weight_decay), ours (lr, {first}, "
             f"weight_decay, {order[1]}). Pass them by name"
         )
+
+
+@lru_cache(64)
+def numbers_of(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a factory's keywords that take numbers."""
+    found = inspect.signature(factory).parameters
+    flags = [name for name, x in found.items() if x.annotation is bool]
+    choices = (*getattr(factory, "choices", ()), *flags)
+    return {k: x.default for k, x in found.items() if k not in choices}
 
 
 def check_group(group: Group, defaults: dict[str, Any]) -> None:

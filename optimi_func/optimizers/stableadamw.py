@@ -1,59 +1,16 @@
-"""StableAdamW (Wortsman et al. 2023): the rule, the pure optimizer and the class."""
+"""StableAdamW (Wortsman et al. 2023)."""
 
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable
 
 from torch import Tensor
 
-from optimi_func.classes.forms import init_function, step_function
-from optimi_func.core.math import root
-from optimi_func.core.rule import Direction, Means, Rule, Scalar
-from optimi_func.optimizers import _adam as adam
-from optimi_func.pure.functional import Number
+from optimi_func.optimizers.adam import Moments
+from optimi_func.rules import Float, Move, functions
 
 __all__ = ["StableAdamW", "stableadamw", "stableadamw_init", "stableadamw_step"]
 
 
-def direction(g: Tensor, s: adam.State, c: adam.Coeffs) -> Direction:
-    m, v = new = adam.moments(g, s.exp_avg, s.exp_avg_sq, c)
-    root_v = c.inv_sqrt_bias_correction2 * root(v)
-    d = c.inv_bias_correction1 * m / (root_v + c.eps)
-    return Direction(d, new, root_v)
-
-
-def measure(
-    g: Tensor, x: Tensor, d: Tensor, decaying: Tensor, root_v: Tensor, c: adam.Coeffs
-) -> list[Tensor]:
-    # g / sqrt(max(vhat, eps^2)), by roots, because eps^2 may underflow in float32.
-    ratio = g / root_v.clamp_min(c.eps)
-    return [ratio * ratio]
-
-
-def settle(
-    means: list[Tensor], scale: Scalar, lr: Scalar, decay: Scalar, c: adam.Coeffs
-) -> Tensor:
-    (mean_square,) = means
-    return mean_square.clamp_min(1.0).sqrt()
-
-
-stableadamw_rule = Rule(
-    *("stableadamw", adam.State, adam.init, adam.coeffs, direction),
-    accumulate=adam.accumulate,
-    means=Means(1, measure, settle),
-)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class stableadamw(adam.AdamLikeValue, rule=stableadamw_rule):
-    """`StableAdamW` as a value: `init` and `step` over a tree of parameters."""
-
-    weight_decay: Number = 1e-2
-
-
-stableadamw_init = init_function(stableadamw_rule)
-stableadamw_step = step_function(stableadamw)
-
-
-class StableAdamW(adam.AdamLike):
+class StableAdamW(Moments, name="stableadamw"):
     """StableAdamW: AdamW with smaller steps if the gradient outgrows its second moment.
 
         RMS^2 = mean(g^2 / max(vhat, eps^2))            over each tensor
@@ -80,6 +37,20 @@ class StableAdamW(adam.AdamLike):
     tensor([0.8500, 0.8500])
     """
 
-    factory = stableadamw
+    weight_decay: Float = Float(1e-2)
 
-    weight_decay: InitVar[float] = 1e-2
+    def means(
+        self,
+        mean: Callable[[Tensor], Tensor],
+        g: Tensor,
+        s: Moments.Plain,
+        t: float,
+        move: Move,
+    ):
+        del move  # all of it is divided
+        # g / sqrt(max(vhat, eps^2)), by roots, because eps^2 may underflow in float32.
+        ratio = g / self.root(s.exp_avg_sq, t).clamp_min(self.eps)
+        return mean(ratio * ratio).clamp_min(1.0).sqrt()
+
+
+stableadamw, stableadamw_init, stableadamw_step = functions(StableAdamW)

@@ -14,6 +14,7 @@ from typing import (
     Self,
     TypeAlias,
     TypeVar,
+    cast,
     dataclass_transform,
     overload,
 )
@@ -224,3 +225,31 @@ def _own_parameters(cls: type[Any]) -> dict[str, Parameter]:
                 annotation = annotation.type
             found[name] = Parameter(name, kind, default=default, annotation=annotation)
     return found
+
+
+def made_field(name: str, annotation: Any, default: Any) -> Field[Any, Any]:
+    """Return the field of an annotation and a default, which may be one."""
+    made = default
+    if not isinstance(default, Field):
+        several = isinstance(default, tuple)
+        floats = any([isinstance(x, float) for x in (default if several else (default,))])
+        some = [
+            x for x in (default if several else (default,)) if isinstance(x, float | int)
+        ]
+        bounds: dict[str, float] = {}
+        if min(some, default=0.0) < 0.0:
+            bounds["least"] = -math.inf
+        if math.inf in some:
+            bounds["most"] = math.inf
+        if several and floats:
+            if name == "betas" and max(some) < 1.0:
+                bounds["below"] = 1.0
+            made = Floats[Any, Any](*default, **bounds)
+        elif floats or ("float" in str(annotation) and default is not None):
+            made = cast(Any, Float)(default, **bounds)
+        else:
+            made = Field[Any, Any](default)
+            made.value = bool if annotation == "bool" else annotation
+        made.argument, made.plain = annotation, True
+    made.name = name
+    return made

@@ -1,7 +1,6 @@
 """Optimizers that are written as class bodies: fields, a State, a direction."""
 
 import inspect
-import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, make_dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, optim
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.fields import EMPTY, Field, Float, Floats, Params, read
+from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.forms import (
     TreeInit,
     TreeStep,
@@ -110,6 +109,18 @@ class OwnRule(FunctionalOptimizer):
             return found
         return found._replace(lr=1.0, undecayed_lr=found.undecayed_lr and (1.0,))
 
+    def __post_init__(self) -> None:
+        """Keep what a schedule's number at one step does not change."""
+        super().__post_init__()
+        if not torch.compiler.is_compiling():
+            self.__dict__["chosen"] = self.chosen
+
+    @derived
+    def chosen(self) -> dict[str, Any]:
+        """The choices."""
+        given = self.owner.bare(_values_of(self))
+        return {name: getattr(given, name) for name in self.owner._choices}
+
     @property
     def narrow_betas(self) -> tuple[Any, ...]:
         """The betas of moments that are stored in the parameter's dtype by default."""
@@ -182,7 +193,7 @@ class OwnRule(FunctionalOptimizer):
         """
         if (extras or self.rule.extras) and {*self.rule.extras} != {*extras}:
             raise TypeError(
-                f"{type(self).__name__}.pure(...).step got the extras {sorted(extras)}: "
+                f"the step of {type(self).__name__} got the extras {sorted(extras)}: "
                 f"its direction takes {sorted(self.rule.extras)}"
             )
         tree = FlatTree.of(params, grads, state).check(self.rule)
@@ -258,7 +269,7 @@ class Body(BaseOptimizer):
     @classmethod
     def with_values(cls, value: OwnRule) -> Any:
         """Return an instance with the hyperparameters of a value as attributes."""
-        return cls.bare({f.name: getattr(value, f.name) for f in fields(value)})
+        return cls.bare(_values_of(value) | value.chosen)
 
     @classmethod
     def statics_of(cls, value: Any) -> tuple[Any, ...]:
@@ -327,6 +338,10 @@ def _hashable(x: Any) -> Any:
     return tuple(map(_hashable, x)) if type(x) in (tuple, list) else x
 
 
+def _values_of(value: OwnRule) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}
+
+
 def vars_of(cls: type[Any], name: str) -> Any:
     """Return an attribute of a class as it is written."""
     return inspect.getattr_static(cls, name)
@@ -374,7 +389,7 @@ def _own_fields(cls: type[Any]) -> dict[str, Field[Any, Any]]:
             if name not in RATES:
                 continue  # of the class alone
             kind = kind.type
-        found[name] = own = _field(name, kind, cls.__dict__.get(name, EMPTY))
+        found[name] = own = made_field(name, kind, cls.__dict__.get(name, EMPTY))
         own.keyword = keyword
         if type(own.default).__hash__ is None:
             raise TypeError(
@@ -382,34 +397,6 @@ def _own_fields(cls: type[Any]) -> dict[str, Field[Any, Any]]:
             )
         setattr(cls, name, own)
     return found
-
-
-def _field(name: str, annotation: Any, default: Any) -> Field[Any, Any]:
-    """Return the field of an annotation and a default, which may be one."""
-    made = default
-    if not isinstance(default, Field):
-        several = isinstance(default, tuple)
-        floats = any([isinstance(x, float) for x in (default if several else (default,))])
-        some = [
-            x for x in (default if several else (default,)) if isinstance(x, float | int)
-        ]
-        bounds: dict[str, float] = {}
-        if min(some, default=0.0) < 0.0:
-            bounds["least"] = -math.inf
-        if math.inf in some:
-            bounds["most"] = math.inf
-        if several and floats:
-            if name == "betas" and max(some) < 1.0:
-                bounds["below"] = 1.0
-            made = Floats[Any, Any](*default, **bounds)
-        elif floats or ("float" in str(annotation) and default is not None):
-            made = cast(Any, Float)(default, **bounds)
-        else:
-            made = Field[Any, Any](default)
-            made.value = bool if annotation == "bool" else annotation
-        made.argument, made.plain = annotation, True
-    made.name = name
-    return made
 
 
 def _lacks_direction(cls: type[Any]) -> Any:

@@ -242,7 +242,7 @@ def test_muons_adjust_lr_fn_of_none_is_torchs() -> None:
             "lr=True: allowed are numbers and tensors of one element",
         ),
         ({"weight_decay": None}, TypeError, "weight_decay=None: allowed are numbers and"),
-        ({"eps": lambda step: 1}, TypeError, "allowed are numbers and tensors"),
+        ({"weight_decay": lambda step: 1}, TypeError, "allowed are numbers and tensors"),
     ],
 )
 def test_errors_say_what_a_class_takes(options: Any, error: Any, text: str) -> None:

@@ -20,7 +20,7 @@ OPERATIONS = {
     **{"lion": 12, "muon": 41, "radam": 20, "ranger": 21, "sgd": 8, "stableadamw": 29},
     **{"adafactor": 43, "normuon": 60, "prodigy": 35, "soap": 77},
     **{"rmsprop": 13, "adagrad": 12, "adadelta": 21, "adamax": 14, "nadam": 20},
-    **{"asgd": 12, "rprop": 24},
+    **{"asgd": 12, "rprop": 20},
     **{"schedule_free_adamw": 23, "schedule_free_radam": 25, "schedule_free_sgd": 14},
 }
 

@@ -27,7 +27,7 @@ from optimi_func.classes.groups import (
     executor_of,
     finite_works,
     likely_mistakes,
-    numbers_of,
+    number_defaults,
     path_of,
     plain_number,
     take_torchs,
@@ -198,7 +198,7 @@ class BaseOptimizer(Fields, Steps):
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
             group.update({name: plain_number(group[name]) for name in keywords})
-            check_group(group, numbers_of(factory))
+            check_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_needs_no_extras(rule)
             for p in group["params"]:

@@ -89,7 +89,7 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
 
 
 @lru_cache(64)
-def numbers_of(factory: Callable[..., Any]) -> dict[str, Any]:
+def number_defaults(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the defaults of a factory's keywords that take numbers."""
     found = inspect.signature(factory).parameters
     flags = [name for name, x in found.items() if x.annotation is bool]

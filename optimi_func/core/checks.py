@@ -364,10 +364,15 @@ def check_moves_state(rule: Rule[Any, Any]) -> None:
         )
 
 
+def numbers_of(tree: Any) -> list[float]:
+    """Return the numbers of a tree on the host, without tensors and schedules."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, float | int)]
+
+
 def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
     """Warn once if weight_decay with decouple_lr=True is as large as an AdamW value."""
     trees = [tree for kind, tree in groups if kind.startswith("fully")]
-    decays = [x for x in pytree.tree_leaves(trees) if isinstance(x, float | int)]
+    decays = numbers_of(trees)
     if max(decays, default=0.0) < 1e-3:
         return []
     return [

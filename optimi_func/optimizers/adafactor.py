@@ -219,5 +219,5 @@ def rms(x: Tensor) -> Tensor:
     return norm(x) / math.sqrt(max(1, x.numel()))
 
 
-State = Adafactor.State  # its name in trees that were saved earlier
+State = Adafactor.State  # found by torch.load(weights_only=True)
 adafactor, adafactor_init, adafactor_step = functions(Adafactor)

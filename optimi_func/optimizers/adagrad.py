@@ -61,5 +61,5 @@ class Adagrad(Coupled, name="adagrad"):
         return d, self.State(v)
 
 
-State = Adagrad.State  # a name to pickle it by
+State = Adagrad.State  # found by torch.load(weights_only=True)
 adagrad, adagrad_init, adagrad_step = functions(Adagrad)

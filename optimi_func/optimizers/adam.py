@@ -158,6 +158,7 @@ class AdamW(WithLargest, name="adamw"):
     )
 
 
-State, AMSGradState = Moments.Plain, WithLargest.AMSGrad  # in trees that were saved earlier
+# Found by torch.load(weights_only=True).
+State, AMSGradState = Moments.Plain, WithLargest.AMSGrad
 adam, adam_init, adam_step = functions(Adam)
 adamw, adamw_init, adamw_step = functions(AdamW)

@@ -56,5 +56,5 @@ class Adamax(Coupled, name="adamax"):
         return 1 / (1 - b1**t) * m / u, self.State(m, u)
 
 
-State = Adamax.State  # a name to pickle it by
+State = Adamax.State  # found by torch.load(weights_only=True)
 adamax, adamax_init, adamax_step = functions(Adamax)

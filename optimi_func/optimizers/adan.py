@@ -81,5 +81,5 @@ class Adan(Body, name="adan"):
         return "decoupled" if self.adam_wd else "proximal"
 
 
-State = Adan.State  # in trees that were saved earlier
+State = Adan.State  # found by torch.load(weights_only=True)
 adan, adan_init, adan_step = functions(Adan)

@@ -104,5 +104,5 @@ def half_life(beta: Scalar) -> Scalar:
     return where(beta == 0, 0.0, math.log(0.5) / torch.log(where(beta == 0, 0.5, beta)))
 
 
-State = AdEMAMix.State  # its name in trees that were saved earlier
+State = AdEMAMix.State  # found by torch.load(weights_only=True)
 ademamix, ademamix_init, ademamix_step = functions(AdEMAMix)

@@ -77,5 +77,5 @@ class ADOPT(Body, name="adopt"):
         return "decoupled" if self.decouple_wd else "l2"
 
 
-State = ADOPT.State  # its name in trees that were saved earlier
+State = ADOPT.State  # found by torch.load(weights_only=True)
 adopt, adopt_init, adopt_step = functions(ADOPT)

@@ -71,5 +71,5 @@ class ASGD(Coupled, name="asgd"):
         return u, self.State((1 - mu) * s.ax + mu * (x + u))
 
 
-State, Running = ASGD.State, ASGD.Running  # names to pickle them by
+State, Running = ASGD.State, ASGD.Running  # found by torch.load(weights_only=True)
 asgd, asgd_init, asgd_step = functions(ASGD)

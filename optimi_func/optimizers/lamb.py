@@ -81,5 +81,5 @@ class LAMB(Moments, name="lamb"):
         return length / where(is_zero(square), length, wanted)
 
 
-State = LAMB.State  # its name in trees that were saved earlier
+State = LAMB.State  # found by torch.load(weights_only=True)
 lamb, lamb_init, lamb_step = functions(LAMB)

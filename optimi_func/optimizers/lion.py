@@ -58,5 +58,5 @@ class Lion(Body, name="lion"):
         return d, self.State(1.0 * s.exp_avg + (1 - b2) * g)
 
 
-State = Lion.State  # its name in trees that were saved earlier
+State = Lion.State  # found by torch.load(weights_only=True)
 lion, lion_init, lion_step = functions(Lion)

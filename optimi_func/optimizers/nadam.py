@@ -70,5 +70,5 @@ class NAdam(Coupled, name="nadam"):
         return d, self.State(m, v), self.Running(product)
 
 
-State, Running = NAdam.State, NAdam.Running  # names to pickle them by
+State, Running = NAdam.State, NAdam.Running  # found by torch.load(weights_only=True)
 nadam, nadam_init, nadam_step = functions(NAdam)

@@ -70,5 +70,5 @@ class NorMuon(Muon, name="normuon"):
         return joined(moved, d), s._replace(second_momentum_buffer=rows)
 
 
-State = NorMuon.State  # its name in trees that were saved earlier
+State = NorMuon.State  # found by torch.load(weights_only=True)
 normuon, normuon_init, normuon_step = functions(NorMuon)

@@ -67,5 +67,5 @@ class Ranger(Rectified, name="ranger"):
         return "decoupled" if self.decouple_wd else "l2"
 
 
-State = Ranger.State  # its name in trees that were saved earlier
+State = Ranger.State  # found by torch.load(weights_only=True)
 ranger, ranger_init, ranger_step = functions(Ranger)

@@ -84,5 +84,5 @@ class Rprop(Body, name="rprop"):
         return g.sign() * size, self.State(g, size)
 
 
-State = Rprop.State  # a name to pickle it by
+State = Rprop.State  # found by torch.load(weights_only=True)
 rprop, rprop_init, rprop_step = functions(Rprop)

@@ -116,5 +116,5 @@ class SGD(Body, name="sgd"):
         return []
 
 
-State = SGD.Buffer  # its name in trees that were saved earlier
+State = SGD.Buffer  # found by torch.load(weights_only=True)
 sgd, sgd_init, sgd_step = functions(SGD)

@@ -43,6 +43,7 @@ __all__ = [
     "OwnRule",
     "SecondMoment",
     "Shaped",
+    "SlowSecondMoment",
     "Wide",
     "check_number",
     "choice",

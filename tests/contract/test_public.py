@@ -91,9 +91,24 @@ def test_readme_is_short_and_names_every_optimizer() -> None:
     assert len(README.splitlines()) <= 160
     rows = [line for line in README.splitlines() if line.startswith("| `")]
     for name, cls in CLASSES.items():
-        (row,) = [line for line in rows if f"`{cls.__name__}`" in line.split(" | ")[0]]
+        own = [line for line in rows if f"`{cls.__name__}`" in line.split(" | ")[0]]
+        assert len(own) == 1, f"README.md has {len(own)} rows of {cls.__name__}"
+        (row,) = own
         assert f"`{name}`, " in row
         assert f"`{cls.__name__}`" in CHOOSE
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_optimizer_is_in_every_list(name: str) -> None:
+    from optimi_func import compiled
+    from optimi_func.state import convert
+
+    for made in (f"{name}_step", f"{name}_step_"):
+        assert made in dir(compiled), f"compiled/__init__.py lacks {made}"
+    # A wrapper of Schedule-Free's authors puts z beside another rule's fields.
+    lacks = {*getattr(optimi_func, name)(lr=0.1).rule.state._fields} - {"z"}
+    lacks -= convert._FIELDS
+    assert not lacks, f"_FIELDS of state/convert.py lacks {lacks}"
 
 
 def test_every_command_is_told() -> None:

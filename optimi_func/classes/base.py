@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.fields import Fields, Float, Params
-from optimi_func.classes.forms import document
 from optimi_func.classes.groups import (
     check_group,
     check_modes,
@@ -135,7 +134,6 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
-        document(cls, cls.factory)
         signature = cls._signature()
 
         def __init__(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:

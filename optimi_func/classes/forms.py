@@ -4,20 +4,18 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
 from optimi_func.core.checks import bind_call
-from optimi_func.core.rule import InitOptions, PyTree, Rule, StorageLike
-from optimi_func.core.storage import storage_of
+from optimi_func.core.rule import PyTree, StorageLike
 from optimi_func.execution.trees import step, step_
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState, init_tree
+from optimi_func.pure.tree import TreeState
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Init = TypeVar("Init", bound=Callable[..., TreeState])
 
 
 class TreeStep(Protocol[P]):
@@ -42,36 +40,12 @@ class TreeInit(Protocol):
     ) -> TreeState: ...
 
 
-def with_options(init: Init) -> Init:
-    """Show the options of `FunctionalOptimizer.init` in the signature of an `init`."""
-    signature = inspect.signature(init)
-    *own, _ = signature.parameters.values()
-    _, _, *options = inspect.signature(FunctionalOptimizer.init).parameters.values()
-    shown = signature.replace(parameters=[*own, *options])
-    init.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
-    return init
-
-
-def init_function(rule: Rule[Any, Any]) -> TreeInit:
-    """Make `lion_init`, for example, of a rule that does not depend on options."""
-
-    @with_options
-    def init(params: PyTree, **options: Unpack[InitOptions]) -> TreeState:
-        return init_tree(rule, params, storage_of(**options))
-
-    init.__name__ = init.__qualname__ = f"{rule.name}_init"
-    init.__module__ = sys._getframe(1).f_globals["__name__"]  # for pickle
-    init.__doc__ = f"Fresh {rule.name} state for params: see `FunctionalOptimizer.init`."
-    return init
-
-
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
-    if not hasattr(factory, "owner"):
-        check_calls(factory)
-    home, inside = _home(factory), getattr(factory, "owner", object)
+    owner: type[Any] = cast(Any, factory).owner
+    home = vars(sys.modules.get(factory.__module__, object))  # it may be imported by nobody
     named = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
-    named += [(x, "") for cls in inside.__mro__ for x in vars(cls).values()]
+    named += [(x, "") for cls in owner.__mro__ for x in vars(cls).values()]
     kinds = [x for x in named if isinstance(x[0], type) and issubclass(x[0], tuple)]
     for kind, name in kinds:
         if name and kind.__module__ == factory.__module__:
@@ -155,21 +129,6 @@ def _step_function(
     step.__module__ = factory.__module__
     step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}"
     return step
-
-
-def _home(factory: Any) -> dict[str, Any]:
-    """Return the names of the module of a factory, which may be none that is imported."""
-    return vars(sys.modules.get(factory.__module__, object))
-
-
-def document(cls: type[Any], factory: Any) -> None:
-    """Add the update and the arguments of a class to its value and its pure step."""
-    if f"`{cls.__name__}` as a value" in (factory.__doc__ or ""):
-        own = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
-        own = own.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
-        factory.__doc__ += f"\n\n{own}"
-        if step := _home(factory).get(f"{factory.__name__}_step"):
-            step.__doc__ = f"{_pure_step.__doc__}\n\n{factory.__doc__}"
 
 
 _PLAIN = {float, int, bool, str, type(None)}

@@ -348,9 +348,7 @@ def check_accumulates(rule: Rule[Any, Any], cautious: bool) -> None:
         raise ValueError(
             "accumulation='states' adds gradients into the state, and the state of "
             f"{rule.name} with these options is no sum over gradients: use "
-            "accumulation='buffer'"
-            + ", or define accumulate(self, g, s)"
-            * bool(rule.digest)
+            "accumulation='buffer', or define accumulate(self, g, s)"
         )
 
 

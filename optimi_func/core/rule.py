@@ -117,7 +117,7 @@ class Rule(Generic[S, C]):
             that only the pure step fills.
         digest: A hash of all that its kernels compute. Rules with the same one share
             kernels, as those of a class that is defined again, also with other processes.
-            "" for the package's own rules.
+            "": it shares none.
         numbers: The names of the keywords of `coeffs`.
         narrow: The number of betas whose moments are stored in the parameter's dtype.
             None: all.
@@ -194,7 +194,8 @@ def along_gradient(g: Tensor, s: Any, c: Any, *x: Tensor) -> Direction:
 
 # SGD without momentum, and the second pass of rules that map whole tensors: one kernel.
 gradient_rule: Rule[NoState, NoState] = Rule(
-    "sgd", NoState, lambda p, kept: NoState(), lambda t: NoState(), along_gradient
+    *("sgd", NoState, lambda p, kept: NoState(), lambda t: NoState(), along_gradient),
+    digest="along the gradient",
 )
 
 

@@ -162,7 +162,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     # Only torch.compile knows what a stance asks for.
     if key.device.type == "cpu" and not has_stance():
         own = (key[1:], str(spec), count) if listed else None
-        entry = store.key_of(store.machine(), kernel=own, rule=identity(key.rule))
+        entry = store.key_of(store.machine(), kernel=own, rule=key.rule.digest or None)
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
@@ -218,36 +218,6 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     own = count + sum(s is None for s in key.statics)
     numbers = torch.ones(own, dtype=compute_dtype(*key.dtypes), device=key.device)
     return [numbers, *tensors, *targets]
-
-
-def identity(x: Any) -> Any:
-    """Return what tells a rule from others in any process, or None if nothing does.
-
-    A name is enough for functions of the package, whose sources are in a store's key. For
-    others the rule has a digest.
-    """
-    if isinstance(x, Rule):
-        if x.digest:
-            return [x.digest]
-        x = (x.name, x.state, x.direction, x.after, x.means)
-    if x is None or isinstance(x, bool | int | float | str | torch.dtype):
-        return repr(x)
-    own: list[Any] = []
-    if isinstance(x, tuple):
-        parts: Any = x
-    elif isinstance(x, type) and issubclass(x, tuple):
-        own, parts = [x.__module__, x.__qualname__], getattr(x, "_fields", ())
-    elif isinstance(x, types.FunctionType):
-        code = x.__code__
-        # `__module__` is copied by functools.wraps.
-        if not str(x.__globals__.get("__name__")).startswith("optimi_func."):
-            return None
-        own = [x.__globals__["__name__"], code.co_qualname, code.co_firstlineno]
-        parts = [cell.cell_contents for cell in x.__closure__ or ()]
-    else:
-        return None
-    found = list(map(identity, parts))
-    return None if None in found else [*own, found]
 
 
 def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:

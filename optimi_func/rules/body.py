@@ -28,7 +28,6 @@ from optimi_func.classes.forms import (
     TreeStep,
     check_calls,
     step_function,
-    with_options,
 )
 from optimi_func.core.checks import bind_call, shown
 from optimi_func.core.rule import PyTree, Rates, Rule
@@ -421,6 +420,8 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
     name, parts, of = cls._name, "`init` and `step`", " of parameters"
     if hasattr(cls, "eval_point"):
         parts, of = "`init`, `step` and `eval_params`", ""
+    about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
+    about = about.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
     made = make_dataclass(
         name or cls.__name__,
         [
@@ -433,7 +434,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
             "usual": usual,
             "choices": tuple([x.name for x in own if not x.number]),
             "counterparts": counterparts,
-            "__doc__": f"`{cls.__name__}` as a value: {parts} over a tree{of}."
+            "__doc__": f"`{cls.__name__}` as a value: {parts} over a tree{of}.\n\n{about}"
             if name
             else f"The rule of `{cls.__name__}`, with `init` and `step` over trees.",
             "__module__": cls.__module__,
@@ -469,16 +470,14 @@ def _init_function(made: type[OwnRule]) -> TreeInit:
         return init_tree(rule, params, storage_of(**options))
 
     shown = inspect.signature(init)
-    first, last = shown.parameters.values()
-    more = [own[name] for name in names]
-    init.__signature__ = shown.replace(  # pyright: ignore[reportFunctionMemberAccess]
-        parameters=[first, *more, last]
-    )
+    first, _ = shown.parameters.values()
+    _, _, *more = inspect.signature(FunctionalOptimizer.init).parameters.values()
+    shown = shown.replace(parameters=[first, *[own[name] for name in names], *more])
+    init.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
     init.__name__ = init.__qualname__ = f"{made.__name__}_init"
     init.__module__ = made.__module__
     init.__doc__ = (
         f"Fresh {made.__name__} state for params: see `FunctionalOptimizer.init`."
     )
-    with_options(init)
-    known = {*inspect.signature(init).parameters}
+    known = {*shown.parameters}
     return init

@@ -2,7 +2,6 @@
 
 import ctypes
 import fcntl
-import functools
 import logging
 import os
 import shutil
@@ -504,26 +503,20 @@ def test_the_key_depends_on_the_kernel(monkeypatch: Any) -> None:
     assert len(set(seen)) == len(others) + 1
 
 
-def test_rules_are_told_by_their_functions() -> None:
+def test_rules_are_told_by_their_digests(place: Path, monkeypatch: Any) -> None:
     adam, other = optimi_func.radam(lr=0.1).rule, optimi_func.adopt(lr=0.1).rule
-    assert kernels.identity(adam) == kernels.identity(replace(adam))
-    assert kernels.identity(adam) != kernels.identity(other)
-    assert kernels.identity(adam) != kernels.identity(replace(adam, after=other.direction))
-
-    @functools.wraps(adam.direction)
-    def own(g: Any, s: Any, c: Any) -> Any:
-        return adam.direction(-g, s, c)
-
-    # A function of the user's could change between processes.
-    assert kernels.identity(replace(adam, direction=own)) is None
-    assert kernels.identity(replace(adam, direction=functools.partial(own))) is None
-    named = replace(adam, direction=own, digest="abc")
-    assert kernels.identity(named) == ["abc"]
-    assert kernels.identity(replace(named, digest="abd")) != ["abc"]
-    plain, nesterov = (
-        elementwise(muon(lr=0.1, nesterov=x).rule, True) for x in (False, True)
-    )
-    assert None is not kernels.identity(plain) != kernels.identity(nesterov)
+    assert "" != adam.digest != other.digest != ""
+    passes = [elementwise(muon(lr=0.1, nesterov=x).rule, True) for x in (False, True)]
+    passes += [elementwise(x, False) for x in (muon(lr=0.1).rule, rules.gradient_rule)]
+    assert len({"", *[x.digest for x in passes]}) == 5
+    # Functions of a rule without a digest could change between processes.
+    seen: list[str] = []
+    monkeypatch.setattr(store, "find", seen.append)
+    monkeypatch.setattr(kernels, "_compile_now", lambda *x: "compiled")
+    key, scalars = of_adam()
+    for digest in ("abc", "abd", ""):
+        compile_kernel(key._replace(rule=replace(key.rule, digest=digest)), scalars)
+    assert "" != seen[0] != seen[1] != seen[2] == ""
 
 
 # Steps
@@ -759,9 +752,9 @@ def test_a_stance_and_a_switch_come_before_the_store(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_who_waits_is_told_once(kept: bool, place: Path, patched: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-    patched.setattr(kernels, "identity", lambda rule: "any" if kept else None)
     patched.setattr(kernels, "_compile_now", lambda *x: "compiled")
     key, scalars = of_adam()
+    key = key if kept else key._replace(rule=replace(key.rule, digest=""))
     assert compile_kernel(key, scalars) == "compiled"
     assert not caplog.records
     patched.setattr(store, "PATIENCE", 0.0)

@@ -26,6 +26,7 @@ from optimi_func import (
     population,
     prepare_for_gradient_release,
 )
+from optimi_func.classes import groups
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.execution import kernels
 from optimi_func.optimizers import mixed
@@ -691,7 +692,8 @@ def test_a_class_that_is_defined_again_is_freed() -> None:
         return [weakref.ref(cls), weakref.ref(cls.pure(lr=0.1).rule)]
 
     found = [use() for _ in range(3)]
-    mixed._keywords.cache_clear()  # keeps 64
+    mixed._keywords.cache_clear()  # keeps 64, as the other
+    groups.numbers_of.cache_clear()
     gc.collect()
     assert [x() for refs in found for x in refs] == [None] * 6
 

@@ -178,8 +178,9 @@ class Adafactor(Body, name="adafactor"):
         outside, (row, col, var, avg) = self.torch_form, s
         found, (eps1, eps2) = torch.finfo(d.dtype), self.eps
         eps1 = found.eps if self.machine_eps else eps1
-        rest = t**self.decay_rate
-        kept = 1.0 - rest
+        least, eps1 = rounded(eps1 * eps1, d), rounded(eps1, d)
+        share = t**self.decay_rate
+        kept, rest = rounded(1.0 - share, d), rounded(share, d)
         u = d.reshape(self.shape(d)) if d.dim() > 1 else d
         squares = u * u if outside else u * u + eps1
         if d.dim() > 1:
@@ -194,14 +195,19 @@ class Adafactor(Body, name="adafactor"):
             var = kept * var + rest * squares
             parts = [var]
         for v in parts:
-            u = u / root(v.clamp_min(eps1 * eps1) if outside else v)
+            u = u / root(v.clamp_min(least) if outside else v)
+        longer = (rms(u) / rounded(self.clip_threshold, d)).clamp_min(1.0)
         relative = rounded(self.relative(t, lr), d)
-        length = relative / (rms(u) / rounded(self.clip_threshold, d)).clamp_min(1.0)
+        if isinstance(relative, float) and relative != 1.0:
+            # A number over a tensor would be the number times the tensor's reciprocal.
+            relative = longer.new_full((), relative)
+        length = relative / longer
         if x is not None:
             length = length * rms(x).clamp_min(rounded(eps2, d))
         u = u.reshape(d.shape) * length
         if self.averages:
-            u = avg = self.beta1 * avg + (1.0 - self.beta1) * u
+            share, rest = rounded(self.beta1, d), rounded(1.0 - self.beta1, d)
+            u = avg = share * avg + rest * u
         return u, self.State(row, col, var, avg)
 
     def relative(self, t: Scalar, lr: Scalar) -> Scalar:

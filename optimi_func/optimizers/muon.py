@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimi_func.core.math import is_differentiated, norm
 from optimi_func.core.rule import Scalar
-from optimi_func.rules import Body, Field, Float, Moment, choice, functions
+from optimi_func.rules import Body, Field, Float, Moment, choice, functions, rounded
 from optimi_func.state.convert import Counterparts
 
 Triple: TypeAlias = tuple[float, float, float]
@@ -261,7 +261,7 @@ class Muon(Body, name="muon"):
         if dtype.itemsize < wide.itemsize and is_differentiated(x):
             dtype = wide  # else the derivative would be noise
         length = norm(x, dim=(-2, -1), keepdim=True)
-        x = x / length.clamp_min(self.eps).clamp_min(torch.finfo(wide).tiny)
+        x = x / length.clamp_min(rounded(self.eps, x)).clamp_min(torch.finfo(wide).tiny)
         x = (x.mT if m > n else x).to(dtype)
         x = x.flatten(0, -3) if x.dim() > 2 else x
         multiply = torch.baddbmm if x.dim() > 2 else torch.addmm
@@ -297,4 +297,5 @@ def joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return (torch.cat(parts, -2) if len(parts) > 1 else parts[0]).reshape(like.shape)
 
 
+State = Muon.State  # a name to pickle it by
 muon, muon_init, muon_step = functions(Muon)

@@ -418,7 +418,7 @@ def test_odd_shapes(name: str, shape) -> None:
 
 def test_zero_eps_and_zero_gradient_stay_finite() -> None:
     for name in NAMES:
-        if name in NO_EPS:
+        if name in (*NO_EPS, "adamax"):  # whose 0 / 0 is NaN in torch too
             continue
         p = torch.ones(1, 3)
         eps = (0.0, 0.0) if name == "adafactor" else 0.0

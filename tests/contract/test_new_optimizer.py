@@ -693,7 +693,7 @@ def test_a_class_that_is_defined_again_is_freed() -> None:
 
     found = [use() for _ in range(3)]
     mixed._keywords.cache_clear()  # keeps 64, as the other
-    groups.numbers_of.cache_clear()
+    groups.number_defaults.cache_clear()
     gc.collect()
     assert [x() for refs in found for x in refs] == [None] * 6
 

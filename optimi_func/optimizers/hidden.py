@@ -168,7 +168,10 @@ def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
     shapes = [table.weight.shape for table in tables if isinstance(table.weight, Tensor)]
     largest = max(shapes, default=torch.Size())
     if len({*largest}) == 2:  # a square is that of hidden layers too
-        found += [m for m in linear if m.weight.shape == largest]
+        # In a repeated block it is hidden, as 4 * 64 beside 256 bytes.
+        named = [(path.split("."), m) for path, m in model.named_modules() if m in linear]
+        own = [m for path, m in named if not any(x.isdigit() for x in path[:-1])]
+        found += [m for m in own if m.weight.shape == largest]
     return {id(p) for m in found or linear[-1:] for p in m.parameters()}
 
 

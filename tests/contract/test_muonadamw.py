@@ -409,3 +409,17 @@ def test_schedules_that_are_refused() -> None:
         else:
             optimizer.step()
     assert torch.equal(w, before) and optimizer.state[w]["step"] == 1
+
+
+def test_a_hidden_layer_of_the_embeddings_shape_is_hidden() -> None:
+    """As 4 * 64 beside 256 bytes."""
+    block = nn.ModuleDict({"expand": nn.Linear(8, 32), "contract": nn.Linear(32, 8)})
+    model = nn.ModuleDict(
+        {
+            "tokens": nn.Embedding(32, 8),
+            "blocks": nn.ModuleList([block]),
+            "result": nn.Linear(8, 32),
+        }
+    )
+    hidden = ["blocks.0.expand.weight", "blocks.0.contract.weight"]
+    assert hidden_matrices(model).kinds["hidden matrices"] == hidden

@@ -13,7 +13,6 @@ from cases import (
     NAMES,
     SCHEDULE_FREE,
     SENSITIVE,
-    SOME,
     TOLERANCE,
     TORCHS,
     assert_moved_alike,

@@ -69,6 +69,18 @@ def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor)
     return select(tree, places.index_copy(0, target, origin))
 
 
+def put(tree: T, some: T, index: Sequence[int] | Tensor) -> T:
+    """Return a tree with its members at `index`, each named once, from another tree."""
+    at = _index("index", index, tree)
+    if not torch.compiler.is_compiling() and len(at.unique()) != len(at):
+        raise ValueError(f"index={at.tolist()} names a member twice")
+
+    def replaced(x: Tensor, new: Tensor) -> Tensor:
+        return x.index_copy(0, at.to(x.device), new)
+
+    return pytree.tree_map(replaced, tree, some)
+
+
 def perturb(
     members: Population,
     *,

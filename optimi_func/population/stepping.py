@@ -1,7 +1,7 @@
 """Steps, losses and metrics of all members, each in one vmapped call."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,8 +13,9 @@ from torch.func import functional_call
 from optimi_func.core.checks import Optimizer, bind, check_optimizer, scalar_loss
 from optimi_func.core.rule import PyTree
 from optimi_func.population.axes import Randomness, place
+from optimi_func.population.evolution import put, select
 from optimi_func.population.members import NO_HYPER, Hyper, Population, check_members
-from optimi_func.pure.tree import grads_and_value, step_of
+from optimi_func.pure.tree import grads_and_value, step_of, without_none
 
 T = TypeVar("T")
 
@@ -85,6 +86,7 @@ def step(
     members: Population,
     grads: PyTree,
     *,
+    index: Sequence[int] | Tensor | None = None,
     randomness: Randomness = "error",
     **extras: PyTree,
 ) -> Population:
@@ -94,21 +96,32 @@ def step(
         optimizer: The one passed to `init`.
         members: The population.
         grads: Gradients of its params. None does not update a parameter, in any member.
+        index: The members to update, as in `select`, each once; the others stay as they
+            are, with their step counts. `grads` and extras are those of
+            `select(members, index)`. None: all.
         randomness: As in torch.vmap, for transformed optimizers that draw noise.
         **extras: See `vmap_step`.
 
     Raises:
-        ValueError: Gradients or extras have another number of members.
+        ValueError: Gradients or extras have another number of members, or `index` has one
+            twice.
+        IndexError: An index is out of range.
 
     >>> from optimi_func import sgd
     >>> from optimi_func.population import init
     >>> members = init(sgd, {"w": torch.zeros(3)}, {"lr": torch.tensor([0.1, 0.2])}, n=2)
     >>> step(sgd, members, {"w": torch.ones(2, 3)}).params["w"][:, 0]
     tensor([-0.1000, -0.2000])
+    >>> step(sgd, members, {"w": torch.ones(1, 3)}, index=[1]).params["w"][:, 0]
+    tensor([ 0.0000, -0.2000])
     """
     check_members(members)
+    some = members if index is None else select(members, index)
     update = vmap_step(optimizer, randomness=randomness)
-    params, state = update(members.params, grads, members.state, members.hyper, **extras)
+    params, state = update(some.params, grads, some.state, some.hyper, **extras)
+    if index is not None:
+        kept = without_none((members.params, members.state))
+        params, state = put(kept, without_none((params, state)), index)
     return replace(members, params=params, state=state)
 
 

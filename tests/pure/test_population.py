@@ -479,11 +479,33 @@ def test_select_clone_and_unstack() -> None:
     cloned = population.clone(members, source=[1], into=[0])
     assert cloned.state.step.tolist() == [4.0, 4.0, 8.0]
     assert cloned.hyper["lr"].tolist() == LRS[[1, 1, 2]].tolist()
-    assert members.state.step.tolist() == [1.0, 4.0, 8.0]
+    assert members.state.step.tolist() == [3.0, 3.0, 10.0]
     again = population.stack(population.unstack(members))
     assert type(again) is Population
     for ours, theirs in zip(pytree.tree_leaves(again), pytree.tree_leaves(members)):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("index", [[2, 0], torch.tensor([True, False, True])], ids=str)
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
+def test_some_members_step_alone(dtype: torch.dtype, index) -> None:
+    """They have the bits of a population of their own; the others keep every bit."""
+    members = members_of("adamw", dtype)
+    places = index if isinstance(index, list) else index.nonzero()[:, 0].tolist()
+    some = population.select(members, index)
+    kept = at(1, (members.params, members.state))
+    for _ in range(3):
+        grads = pytree.tree_map(torch.randn_like, some.params)
+        grads["b"] = None if dtype == DOUBLE else grads["b"]
+        some = population.step(adamw, some, grads)
+        members = population.step(adamw, members, grads, index=index)
+    again = population.select(members, places)
+    for ours, want in zip(pytree.tree_leaves(again), pytree.tree_leaves(some)):
+        assert torch.equal(ours, want)
+    left = at(1, (members.params, members.state))
+    for ours, want in zip(pytree.tree_leaves(left), pytree.tree_leaves(kept)):
+        assert torch.equal(ours, want)
+    assert members.state.step.tolist() == [3.0, 3.0, 10.0]
 
 
 def test_perturb() -> None:
@@ -681,6 +703,20 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         (lambda: population.perturb(TWO, noise=1.0), TypeError, "allowed is a Population"),
         (lambda: population.step(sgd, TWO, TWO), TypeError, "allowed is a Population"),
         (lambda: population.select(TWO, 0), TypeError, "index=0: allowed are lists"),
+        (
+            lambda: population.step(
+                sgd, trained(), population.select(TWO, [1, 1]), index=[1, 1]
+            ),
+            *(ValueError, r"index=\[1, 1\] names a member twice"),
+        ),
+        (
+            lambda: population.step(sgd, trained(), TWO, index=[3]),
+            *(IndexError, "index has 3"),
+        ),
+        (
+            lambda: population.step(sgd, trained(), TWO, index=[0]),
+            *(ValueError, r"grads\['a'\] has 3 members.*params\['a'\] has 1"),
+        ),
         (
             lambda: population.init(sgd, frozen(), {"lr": 0.1}, n=2),
             *(ValueError, "the parameter 'bias' of Linear is frozen"),

@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import check_flag, check_process_group
 from optimi_func.core.distributed import comparable, is_distributed, to_local
+from optimi_func.core.lists import chunks
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.owners import Holders, agree, holders_of, owners_of
 from optimi_func.core.rule import Microbatch
 from optimi_func.core.storage import entry_of, group_storage
 from optimi_func.execution.plans import raise_versions
-from optimi_func.execution.tensors import chunks
 from optimi_func.state.checkpoints import Checkpoints
 from optimi_func.state.convert import Group
 from optimi_func.state.stored import fresh_like

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.compiled.dry_run import DryRun, check_unscaled, dry_run
 from optimi_func.compiled.update_op import read_before_written, update_
 from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.lists import chunks
 from optimi_func.core.math import total_norm
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import clip_factor, norms_of
@@ -25,7 +26,6 @@ from optimi_func.execution.cpp import with_vectors
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.inductor import torch_compile
 from optimi_func.execution.kernels import with_own_code_object
-from optimi_func.execution.tensors import chunks
 from optimi_func.pure.tree import path_of
 
 # Parameters are updated in about this many calls a step. More calls cost host time. Fewer

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.lists import grouped
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Leaf
 from optimi_func.core.torch_private import norms_of
@@ -281,12 +282,9 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
 
     The sums are computed in float64 and returned in the tensor's dtype and on its device.
     """
-    places: dict[Any, list[int]] = {}
-    for i, spec in enumerate(shards):
-        if spec is not None:
-            places.setdefault(spec.group, []).append(i)
+    groups = {i: shard.group for i, shard in enumerate(shards) if shard is not None}
     sums = list(numbers)
-    for (mesh, dims), some in places.items():
+    for (mesh, dims), some in grouped(groups, groups.__getitem__).items():
         # The mesh's device, which is another one for an offloaded tensor.
         device = numbers[some[0]].to(mesh.device_type).device
         flat = torch.stack([numbers[i].to(device, torch.float64) for i in some])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import add, mul
+from operator import add, attrgetter, mul
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from optimi_func.core.distributed import check_same, is_distributed, lost
+from optimi_func.core.lists import grouped
 from optimi_func.core.torch_private import assert_later
 
 ROOM = 0.05  # that balancing other things may take
@@ -90,10 +91,7 @@ def agree(holders: list[Holders], shared: dict[str, Any], said: str = "") -> Non
     Those without a name are not stepped, and only name the group. `shared` are values that
     all processes have, and `said` is an error in the place of that of names.
     """
-    groups: dict[Any, list[Holders]] = {}
-    for x in holders:
-        groups.setdefault(x.group, []).append(x)
-    for group, some in groups.items():
+    for group, some in grouped(holders, attrgetter("group")).items():
         names = [x[:2] for x in some if x.name]
         digest, device = crc32(repr((names, shared)).encode()), some[0].device
         mark = torch.full((1,), digest, device=device)

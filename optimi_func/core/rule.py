@@ -138,6 +138,7 @@ class Rule:
         prepare: `() -> (*numbers) -> (t, lr, weight_decay, running) -> (Coeffs, running)`:
             `coeffs` for Python numbers, with what does not depend on the step computed
             once. It may raise ArithmeticError or ValueError where `coeffs` does not.
+        counted: The names of the counts of a parameter: "step", and its running scalars.
         fields: The names of the State's fields that `direction` has.
         given: The names of what a step has to give to each parameter's direction.
     """
@@ -165,6 +166,7 @@ class Rule:
     numbers: tuple[str, ...] = ()
     narrow: int | None = None
     prepare: Callable[[], Callable[..., Callable[..., tuple[Any, Any]]]] | None = None
+    counted: tuple[str, ...] = field(init=False)
     fields: tuple[str, ...] = field(init=False)
     given: tuple[str, ...] = field(init=False)
 
@@ -176,6 +178,7 @@ class Rule:
             raise ValueError(f"{self.name}: measure goes with neither whole nor means")
         names: tuple[str, ...] = self.state._fields
         fields = names[: len(names) - len(self.whole_fields)]
+        object.__setattr__(self, "counted", ("step", *self.running._fields))
         object.__setattr__(self, "fields", fields)
         object.__setattr__(self, "given", (*self.extras, *["z"] * self.noise))
         if (*fields, *self.whole_fields) != names or (

@@ -186,7 +186,7 @@ def names_in(fields: tuple[str, ...], entry: Mapping[str, Any]) -> list[str]:
 
 def own_names(rule: Rule) -> tuple[str, ...]:
     """Return all names that this package may use in an entry. Others' are kept unread."""
-    return ("step", *rule.running._fields, *_state_names(rule.state._fields))
+    return (*rule.counted, *_state_names(rule.state._fields))
 
 
 def _state_names(fields: tuple[str, ...]) -> list[str]:
@@ -243,8 +243,7 @@ def check_entry(
     """
     if p.is_complex():
         p, entry = as_real(p), {name: as_real(x) for name, x in entry.items()}
-    counts = ("step", *rule.running._fields)
-    shapes = dict.fromkeys(counts, torch.Size()) | own_shapes(rule, p)
+    shapes = dict.fromkeys(rule.counted, torch.Size()) | own_shapes(rule, p)
     for name, x in entry.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")
@@ -272,7 +271,7 @@ def check_entry(
                 f"{root}{path}[{name!r}] has shape {tuple(x.shape)}: allowed is a tensor "
                 f"of shape {tuple(shape)}"
             )
-        if not any_device and name not in counts and x.device != p.device:
+        if not any_device and name not in rule.counted and x.device != p.device:
             raise ValueError(
                 f"{root}{path}[{name!r}] is on {x.device}, its parameter on {p.device}"
             )

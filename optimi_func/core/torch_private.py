@@ -30,6 +30,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.lists import grouped
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -208,11 +210,9 @@ def norms_of(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
 
     torch.nn.utils.get_total_norm computes the same, but returns only the total.
     """
-    kinds: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(tensors):
-        kinds.setdefault(torch.promote_types(x.dtype, torch.float32), []).append(i)
+    wides = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
     found: dict[int, Tensor] = {}
-    for wide, places in kinds.items():
+    for wide, places in grouped(range(len(wides)), wides.__getitem__).items():
         some = torch._foreach_norm([tensors[i] for i in places], order, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]

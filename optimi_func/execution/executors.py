@@ -15,6 +15,7 @@ import torch
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import GROUP, is_low
 from optimi_func.core.leaf import compute_dtype, count_means
+from optimi_func.core.lists import chunks
 from optimi_func.core.rule import Rule
 from optimi_func.execution.codecs import (
     are_exact,
@@ -42,7 +43,7 @@ from optimi_func.execution.launches import (
 )
 from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
 from optimi_func.execution.slots import Update, alike, by_count, split_twins
-from optimi_func.execution.tensors import chunks, is_capturing
+from optimi_func.execution.tensors import is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
 from optimi_func.execution.wholes import elementwise, plan_wholes
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.leaf import compute_dtype, leaf_means, leaf_step
+from optimi_func.core.lists import chunks
 from optimi_func.core.rule import Leaf, Rule, Scalars
 from optimi_func.execution.kernels import fill
 from optimi_func.execution.launches import (
@@ -23,7 +24,7 @@ from optimi_func.execution.launches import (
 )
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Update, split_twins
-from optimi_func.execution.tensors import chunks, leaf_of
+from optimi_func.execution.tensors import leaf_of
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -130,17 +130,11 @@ def run_launches(
     for x in packed:
         flagged |= x.finite is not None
     for launch in launches:
-        if not flagged:
-            launch.run(columns, packed, None)
-            sums.update(launch.sums() if joins else ())
-            continue
-        flags = [packed[at[i]].finite for i in launch.places]
-        tensors = chain.from_iterable(zip(launch.pick(x), flags) for x in written)
-        kept = [
-            (x, flag, x.clone())
-            for x, flag in tensors
-            if x is not None and flag is not None
-        ]
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        for column in written if flagged else ():
+            for i, x in zip(launch.places, launch.pick(column)):
+                if x is not None and (flag := packed[at[i]].finite) is not None:
+                    kept.append((x, flag, x.clone()))
         launch.run(columns, packed, None)
         sums.update(launch.sums() if joins else ())
         for x, flag, old in kept:
@@ -228,18 +222,17 @@ class EagerLaunch(Launch):
 
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameter."""
+        if means is None and self._measures:
+            means = self.measure(columns, packed)
         found: list[Tensor] = []
 
         def take(measured: list[Tensor]) -> list[Tensor]:
-            found[:] = whole_means(measured)
+            known = None if means is None else means[0].to(measured[0].dtype)
+            found[:] = whole_means(measured) if known is None else known.unbind()
             return found
 
-        if means is None and self._measures:
-            means = self.measure(columns, packed)
-            found[:] = means[0].unbind()
-        own = take if means is None else _given_means(means[0])
         for part in self._slices(columns):
-            self._move(part, packed, own)
+            self._move(part, packed, take)
         joins = self._rule.join is not None and found
         self.taken = torch.stack(found)[None] if joins else None
 
@@ -247,10 +240,6 @@ class EagerLaunch(Launch):
         # Its temporaries are freed before those of the next slice are made.
         new = leaf_step(self._rule, *self._given(part, packed), self._write, take)
         write_back([x for (x,) in self.written(part)], new)
-
-
-def _given_means(row: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda measured: list(row.to(measured[0].dtype).unbind())
 
 
 class KernelLaunch(Launch):

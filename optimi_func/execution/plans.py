@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from optimi_func.core.distributed import any_complex, any_distributed, shards_of, to_local
+from optimi_func.core.distributed import any_complex, any_distributed, to_local
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import names_in
@@ -111,7 +111,7 @@ class ClassPlan(Plan):
         self._all = all([some == found[0] for some in found])
         every = names_in(fields, dict.fromkeys(chain.from_iterable(found)))
         # Joined ones are the same for all parameters, and written at the end of a step.
-        counted = ["step", *(rule.running._fields if rule.join is None else ())]
+        counted = rule.counted if rule.join is None else ("step",)
         self._names, self._counted = [*counted, *every], len(counted)
         # With one name itemgetter would return no tuple.
         alike = self._all and len(self._names) > 1
@@ -120,22 +120,15 @@ class ClassPlan(Plan):
         # True if local tensors are others than the parameters.
         self.viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
-        tensors = [*params, *chain.from_iterable(map(self._getter, entries))]
-        tensors = self.made = to_local(tensors) if self.viewed else tensors
+        given = [*params, *chain.from_iterable(map(self._getter, entries))]
+        tensors = self.made = to_local(given) if self.viewed else given
         self._guard = Guard(self._present(tensors), addresses=True)
         shape = len(params), len(self._names), self._counted
         self.counts = Counts(tensors, *shape, not capturable, apart)
         names = [name for name in every if name != "kahan_comp"]
-        mapped = [[entry[name] for name in rule.whole_fields] for entry in entries]
-        shards = [tuple(map(shards_of, (p, *own))) for p, own in zip(params, mapped)]
-        columns = self.columns(tensors, [None] * len(params))
-        slots = make_slots(names, rule, columns, [], shards)
-        slots = [
-            slot._replace(holders=x, paired=p.is_complex())
-            for slot, x, p in zip(slots, holders, params)
-        ]
+        own, whole = (self.columns(x, [None] * len(params)) for x in (tensors, given))
         self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, slots)
+        super().__init__(rule, make_slots(names, rule, own, [], whole, holders))
 
     def part(self, places: list[int], tensors: list[Any]) -> "ClassPlan | None":
         """Return the plan of some of the parameters, or None if states have several names.

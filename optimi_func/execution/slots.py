@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.codes import is_dense, same_order
-from optimi_func.core.distributed import ShardSpec
+from optimi_func.core.distributed import ShardSpec, shards_of
+from optimi_func.core.lists import grouped
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.torch_private import is_plain
@@ -32,9 +34,9 @@ class Slot(NamedTuple):
     plain: bool  # memory, strided, without pending negation
     dense: bool  # all fill their memory in one order
     shard: ShardSpec | None  # None if the whole parameter is local
-    fields: tuple[ShardSpec | None, ...] = ()  # the same of `Rule.whole_fields`
-    holders: Holders | None = None  # the processes that divide a map of the whole
-    paired: bool = False  # real pairs of complex numbers
+    fields: tuple[ShardSpec | None, ...]  # the same of `Rule.whole_fields`
+    holders: Holders | None  # the processes that divide a map of the whole
+    paired: bool  # real pairs of complex numbers
 
     @property
     def in_place(self) -> bool:
@@ -82,19 +84,20 @@ def make_slots(
     rule: Rule,
     columns: list[list[Any]],
     targets: list[list[Any]],
-    shards: list[tuple[ShardSpec | None, ...]],
+    given: list[list[Any]],
+    holders: list[Holders | None] | None = None,
 ) -> list[Slot]:
-    """Make the slots of parameters, of which `columns` are the local tensors.
+    """Make the slots of parameters, of which `columns` are the local tensors of `given`.
 
     `names` are those of the state's columns, two for a field in codes. `targets` are
-    columns for the results, and empty if the step is in place. `shards` are those of a
-    parameter and of its `Rule.whole_fields`.
+    columns for the results, and empty if the step is in place.
     """
-    end = 2 + len(names)
-    kept = [i for i in range(len(columns)) if i != 1]
-    kept = [i for i in kept if not end - len(rule.whole_fields) <= i < end]
-    into = targets or [[None] * len(shards)] * len(columns)
-    rows = zip(zip(*columns), zip(*into), shards)
+    end, count = 2 + len(names), len(columns[0])
+    mapped = range(end - len(rule.whole_fields), end)
+    kept = [i for i in range(len(columns)) if i != 1 and i not in mapped]
+    whole = [given[i] for i in (0, *mapped)]
+    into = targets or [[None] * count] * len(columns)
+    rows = zip(zip(*columns), zip(*into), zip(*whole), holders or [None] * count)
     return [_make_slot(names, rule.fields, kept, *row) for row in rows]
 
 
@@ -104,7 +107,8 @@ def _make_slot(
     kept: list[int],
     row: tuple[Any, ...],
     into: tuple[Any, ...],
-    shards: tuple[ShardSpec | None, ...],
+    whole: tuple[Tensor, ...],
+    holders: Holders | None,
 ) -> Slot:
     present = tuple([i for i in kept if row[i] is not None])
     tensors: list[Tensor] = [row[i] for i in present]
@@ -123,8 +127,9 @@ def _make_slot(
         tuple([field not in own for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
-        shards[0],
-        shards[1:],
+        *(shards_of(whole[0]), tuple(map(shards_of, whole[1:]))),
+        holders,
+        whole[0].is_complex(),
     )
 
 
@@ -156,23 +161,18 @@ class Update(NamedTuple):
 
 def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
     """Group updates of one kind, if `counted` of one step count. Empty ones are dropped."""
-    groups: dict[Any, list[Update]] = {}
-    for u in updates:
-        slot = u.slot
-        if slot.numel:
-            tensors = slot.dtypes, slot.columns, slot.dense
-            own = u.at if counted or slot.coded else u.scalars.statics
-            kind = *tensors, u.plain, u.g.dtype, u.g.device, own
-            groups.setdefault(kind, []).append(u)
-    return list(groups.values())
+
+    def kind(u: Update) -> Any:
+        tensors = u.slot.dtypes, u.slot.columns, u.slot.dense
+        own = u.at if counted or u.slot.coded else u.scalars.statics
+        return *tensors, u.plain, u.g.dtype, u.g.device, own
+
+    return [*grouped([u for u in updates if u.slot.numel], kind).values()]
 
 
 def by_count(updates: list[Update]) -> list[list[Update]]:
     """Group updates by the index of their scalars."""
-    groups: dict[int, list[Update]] = {}
-    for u in updates:
-        groups.setdefault(u.at, []).append(u)
-    return list(groups.values())
+    return [*grouped(updates, attrgetter("at")).values()]
 
 
 def split_twins(updates: list[Update]) -> Iterator[list[Update]]:

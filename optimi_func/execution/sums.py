@@ -9,6 +9,7 @@ from torch import Tensor
 
 from optimi_func.core.distributed import ShardSpec, all_reduce_sum, leaf_to_local, shards_of
 from optimi_func.core.leaf import leaf_sums
+from optimi_func.core.lists import grouped
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Rule
 
@@ -41,11 +42,9 @@ def join(units: Sequence[Unit]) -> list[Any]:
     shards: list[ShardSpec | None] = []
     at: list[tuple[int, int]] = []
     for i, unit in enumerate(units):
-        kinds: dict[Any, list[Any]] = {}
         # In the order of the parameters, so that the last bits do not depend on the order
         # of their updates.
-        for row, shard in unit.rows:
-            kinds.setdefault((row.device, shard and shard.group), []).append((row, shard))
+        kinds = grouped(unit.rows, lambda x: (x[0].device, x[1] and x[1].group))
         for some in kinds.values():
             total = torch.stack([row for row, _ in some]).sum(0).unbind()
             parts += total

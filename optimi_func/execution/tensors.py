@@ -1,9 +1,8 @@
 """Facts about tensors: memory, layout and order of elements."""
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +10,6 @@ from torch import Tensor
 from optimi_func.core.rule import Leaf, Rule
 from optimi_func.core.storage import entry_of, state_of
 from optimi_func.core.torch_private import is_plain
-
-T = TypeVar("T")
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -24,19 +21,6 @@ def is_capturing(device: torch.device) -> bool:
 def is_plainly_strided(x: Tensor) -> bool:
     """Return True if x is strided memory without a pending negation."""
     return x.layout == torch.strided and is_plain(x) and not x.is_neg()
-
-
-def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield runs of items with at most `size` elements in all, or of one larger item."""
-    chunk: list[T] = []
-    total = 0
-    for item in items:
-        if chunk and total + numel(item) > size:
-            yield chunk
-            chunk, total = [], 0
-        chunk.append(item)
-        total += numel(item)
-    yield chunk
 
 
 def foreach_add_(tensors: list[Tensor], number: float | list[float]) -> None:

@@ -20,7 +20,6 @@ from optimi_func.core.distributed import (
     any_distributed,
     check_placed,
     redistribute_like,
-    shards_of,
     to_local,
 )
 from optimi_func.core.rule import Leaf, Microbatch, PyTree, Rule
@@ -112,17 +111,12 @@ class TreeStep:
                     f"{p.device}. Move it there before the capture"
                 )
             grads.append(redistribute_like(path, p, g).resolve_conj())
-        end = len(columns) - 1
-        mapped = columns[end - len(self._rule.whole_fields) : end]
-        shards = [tuple(map(shards_of, row)) for row in zip(columns[0], *mapped)]
-        columns = list(map(to_local, [columns[0], grads, *columns[2:]]))
+        given, columns = columns, list(map(to_local, [columns[0], grads, *columns[2:]]))
         if write and not results:
             named = zip(paths, columns[0])
             check_apart(named, "params{}".format, "call the pure step")
         targets = list(map(to_local, [results[0], grads, *results[2:]] if results else []))
-        slots = make_slots(names, self._rule, columns, targets, shards)
-        pairs = [self._tree.leaves[i].is_complex() for i in places]
-        slots = [x._replace(paired=own) for x, own in zip(slots, pairs)]
+        slots = make_slots(names, self._rule, columns, targets, given)
         return Plan(self._rule, slots), columns, targets
 
     def run(

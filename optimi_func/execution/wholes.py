@@ -17,6 +17,7 @@ from torch.func import vmap
 from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.rule import (
     Direction,
@@ -30,7 +31,6 @@ from optimi_func.core.torch_private import share
 from optimi_func.execution.launches import Columns, Launch
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot, Update
-from optimi_func.execution.tensors import chunks
 
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 

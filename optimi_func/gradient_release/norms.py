@@ -12,6 +12,7 @@ from optimi_func.core.distributed import (
     shards_of,
     to_local,
 )
+from optimi_func.core.lists import grouped
 from optimi_func.core.math import total_norm
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import clip_factor, norms_of
@@ -44,9 +45,7 @@ def whole_norms(norms: list[Norm]) -> list[Norm]:
 
 def global_norm(norms: list[Norm]) -> Tensor:
     """Return the norm of all tensors together, by one number per mesh and process."""
-    parts: dict[Any, list[Norm]] = {}
-    for norm in norms:
-        parts.setdefault(norm.shard and norm.shard.group, []).append(norm)
+    parts = grouped(norms, lambda norm: norm.shard and norm.shard.group)
     local = [norm.value for norm in parts.pop(None, [])]
     sums = [Norm(total_norm([n.value for n in x]), x[0].shard) for x in parts.values()]
     return total_norm([*local, *(norm.value for norm in whole_norms(sums))])

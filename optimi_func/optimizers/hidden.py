@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from optimi_func.core.lists import grouped
 from optimi_func.state.convert import without_wrappers
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -47,9 +48,7 @@ class HiddenMatrices:
         """Return a line for each kind of parameter, with repeated layers once."""
         lines: list[str] = []
         for kind, names in self.kinds.items():
-            alike: dict[str, list[str]] = {}
-            for name in names:
-                alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+            alike = grouped(names, lambda name: re.sub(r"\d+", "*", name))
             shown = [some[0] if len(some) == 1 else key for key, some in alike.items()]
             lines.append(f"{len(names)} {kind}: {', '.join(shown)}")
         return "\n".join(lines)

@@ -417,13 +417,12 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
         raise ValueError(f"{root}{path} is {saved!r}: allowed is a dict")
     names = own_names(rule)
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
-    counted = ("step", *rule.running._fields)
-    for key in counted:
+    for key in rule.counted:
         if isinstance(entry.get(key), int | float):
             dtype = torch.float32 if key == "step" else torch.float64
             entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
-    entry.update(as_counts(root, path, counted, entry))
+    entry.update(as_counts(root, path, rule.counted, entry))
     every = entry if before is None else {**entry, TRAIN_PARAM: before}
     check_entry(rule, root, path, p, every, any_device=True)
     for key, x in every.items():
@@ -437,10 +436,12 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     if rule.state._fields and not missing_fields(rule, entry):
         own.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
     strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
-    if strange or (entry and (missing_fields(rule, entry) or not {*counted} <= {*entry})):
+    if strange or (
+        entry and (missing_fields(rule, entry) or not {*rule.counted} <= {*entry})
+    ):
         raise ValueError(
             f"{root}{path} holds {sorted([k for k in saved if saved[k] is not None])}: the "
-            f"optimizer needs {sorted({*rule.state._fields, *counted})}"
+            f"optimizer needs {sorted({*rule.state._fields, *rule.counted})}"
             + (f", and {strange} are another rule's" if strange else ", or nothing")
         )
     return {**{k: v for k, v in saved.items() if k not in names}, **entry}

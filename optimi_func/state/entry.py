@@ -56,7 +56,7 @@ def ensure_state(
     check_placed(path, p)
     check_writable(path, *to_local([p]))
     state = states.get(p, {})
-    counted = ("step", *rule.running._fields)
+    counted = rule.counted
     kept = [k for k in own_names(rule) if k in state]
     own = {k: state[k] for k in kept if k in counted or state[k] is not None}
     counts = as_counts("state", path, counted, own)
@@ -115,7 +115,6 @@ def _fields_to_convert(
 
 def _check_in_place(rule: Rule, path: object, p: Tensor, entry: Entry) -> None:
     """Raise if a step could not write to a tensor of an entry."""
-    counted = ("step", *rule.running._fields)
     for name, x in entry.items():
         if x.is_inference() and not p.is_inference():
             raise ValueError(
@@ -128,7 +127,7 @@ def _check_in_place(rule: Rule, path: object, p: Tensor, entry: Entry) -> None:
                 "written to; clone it"
             )
         whole = name in rule.whole_fields
-        if name not in counted and not same_placements(p, x, whole):
+        if name not in rule.counted and not same_placements(p, x, whole):
             raise ValueError(
                 f"state{path}[{name!r}] is not divided among processes as its parameter "
                 "is: load it again, after fully_shard or distribute_tensor"

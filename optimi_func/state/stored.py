@@ -213,10 +213,9 @@ def fitting(bound: Any, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
         for name, x in fresh.items()
         if isinstance(entry.get(name), Tensor) and entry[name].shape == x.shape
     ]
-    counts = ("step", *rule.running._fields)
     if _TURNED.intersection(entry) - {*fresh}:
         found = []
-    elif len(found) < len(fresh) or not {*counts} <= {*entry}:
+    elif len(found) < len(fresh) or not {*rule.counted} <= {*entry}:
         # What does not depend on the step serves whatever the other fields are.
         steady = rule.eval_point is None and _is_steady(bound)
         found = found if steady and not rule.running._fields else []
@@ -225,7 +224,7 @@ def fitting(bound: Any, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
     if not found:
         running = rule.running()._asdict()
         return {**fresh, **comp, **running, "step": 0.0} if comp else {}, []
-    kept = {name: entry[name] for name in (*found, *counts)}
+    kept = {name: entry[name] for name in (*found, *rule.counted)}
     return {**fresh, **comp, **kept}, found
 
 

@@ -260,7 +260,7 @@ def test_three_passes_are_the_pipelines_step(executor: Any, comp: bool) -> None:
     names = ["momentum_buffer"]
     packed, at = pack(rule, [scalars], [0, 0], None, True)
     for targets in (into, []):
-        slots = make_slots(names, rule, columns, targets, [(None,), (None,)])
+        slots = make_slots(names, rule, columns, targets, columns)
         there = targets or columns
         with torch.no_grad():
             inputs = columns + targets, packed, at

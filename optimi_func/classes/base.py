@@ -29,7 +29,7 @@ from optimi_func.classes.groups import (
     likely_mistakes,
     number_defaults,
     path_of,
-    plain_number,
+    plain_numbers,
     take_torchs,
     warn_of_torchs_order,
 )
@@ -168,8 +168,7 @@ class BaseOptimizer(Fields, Steps):
         self._unprepared: RemovableHandle | None = None
         self._constructed = False
         self._clear_caches()
-        defaults = {name: plain_number(x) for name, x in defaults.items()}
-        super().__init__(cast(Any, params), defaults)
+        super().__init__(cast(Any, params), plain_numbers(defaults))
         self._constructed = True
         self._warn_of_mistakes(0)
         if self.defaults["gradient_release"]:
@@ -202,12 +201,12 @@ class BaseOptimizer(Fields, Steps):
         try:
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
-            group.update({name: plain_number(group[name]) for name in keywords})
+            group.update(plain_numbers({name: group[name] for name in keywords}))
             check_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_runs(group, rule)
             self.extras = {} if rule.extras else self.extras
-            for p in group["params"]:
+            for p in group["params"] if rule.refuses or rule.whole else ():
                 check_taken(rule, path_of(group, p), p)
             check_modes(group)
             if rule.join is not None and (name := rule.running._fields[0]) in group:
@@ -215,7 +214,8 @@ class BaseOptimizer(Fields, Steps):
                     f"a group with {name}={group[name]!r}: it is computed by each step, "
                     "and allowed is a group without it"
                 )
-            self._show(group)
+            if rule.join is not None:
+                self._show(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:

@@ -59,8 +59,10 @@ class Divided(Checkpoints):
 
     def _check_divided(self, first: int) -> None:
         """Raise if groups from `first` on, or a process_group, cannot be divided."""
+        if self.process_group is None:
+            return
         rules = self.rules()
-        if self.process_group is not None and not self.divides:
+        if not self.divides:
             if rules and all(rule.whole is None for rule in rules):
                 raise ValueError(
                     f"process_group= with {rules[0].name}, which maps no matrices that "

@@ -86,29 +86,7 @@ def _pure_step(
 def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
 ) -> TreeStep[P]:
-    made, made_of = dict[Any, FunctionalOptimizer](), cast(Any, factory)
-    usual = inspect.signature(factory).parameters["lr"].default
-
-    def known(**kwargs: Any) -> FunctionalOptimizer:
-        """Return `factory(**kwargs)`, made once for all lrs of equal other numbers.
-
-        Tensors, schedules and trees may change, so values with these are not kept.
-        """
-        rest = dict(kwargs)
-        lr, flat = rest.pop("lr", usual), list[Any]()
-        for x in rest.values():
-            flat += x if type(x) is tuple else (x,)
-        # 1, 1.0 and True are equal, but not equally allowed.
-        kinds = tuple(map(type, flat))
-        if type(lr) is not float or not _PLAIN.issuperset(kinds):
-            return made_of(**kwargs)
-        key = tuple(rest.items()), kinds
-        if key not in made:
-            if len(made) == 64:
-                made.clear()
-            made[key] = made_of(**kwargs)
-        found = made[key]
-        return found if found.lr == lr else found.with_lr(lr)
+    known = cast(type[FunctionalOptimizer], factory).kept
 
     def step(
         params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
@@ -129,6 +107,3 @@ def _step_function(
     step.__module__ = factory.__module__
     step.__doc__ = f"{run.__doc__}\n\n{factory.__doc__}"
     return step
-
-
-_PLAIN = {float, int, bool, str, type(None)}

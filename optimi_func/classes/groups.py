@@ -25,11 +25,13 @@ from optimi_func.state.convert import Group
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
+_PLAIN = {bool, float, int, str, type(None)}
+_NUMBERS = {float, int}
 
 
 def plain_number(x: Any) -> Any:
     """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
-    if isinstance(x, bool | str | Tensor) or x is None:
+    if type(x) in _PLAIN or isinstance(x, str | Tensor):
         return x
     if isinstance(x, Storage):
         return Storage(x.param, plain_number(x.moments))
@@ -43,6 +45,11 @@ def plain_number(x: Any) -> Any:
     return x
 
 
+def plain_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """Convert options by `plain_number`."""
+    return {k: x if type(x) in _PLAIN else plain_number(x) for k, x in given.items()}
+
+
 def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) -> None:
     """Replace options that only torch.optim has, in a call or in a group, by ours.
 
@@ -50,6 +57,8 @@ def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) 
     """
     names = ("fused", "differentiable", "decoupled_weight_decay")
     theirs = {k: given[k] for k in names if k in given and k not in keywords}
+    if not theirs:
+        return
     new = {"triton": True} if theirs.get("fused") else {}
     if theirs.get("differentiable"):
         raise ValueError(
@@ -72,6 +81,8 @@ def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) 
 
 def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
     """Warn of positional arguments that are probably in torch.optim's order."""
+    if len(args) < 4:
+        return
     first, *order = [*known][2:5]
     decay, x = [*args[3:5], None, None][:2]
     found = isinstance(x, float | int) and not isinstance(x, bool)
@@ -102,16 +113,18 @@ def check_group(group: Group, defaults: dict[str, Any]) -> None:
 
     `defaults` are the hyperparameters by name, in tuples where they are several.
     """
-    names = group.get("param_names") or range(len(group["params"]))
-    for name, p in zip(names, group["params"]):
+    params = group["params"]
+    for p in () if all(map(checks.is_param, params)) else params:
         if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
-            checks.check_param(f"[{name!r}]", p)
+            checks.check_param(path_of(group, p), p)
     lr = group["lr"]
     for name, default in defaults.items():
         x = group[name]
         # The pure optimizer checks how many betas there are.
-        many = isinstance(default, tuple) and isinstance(x, tuple | list)
+        many = isinstance(default, tuple) and isinstance(x, (tuple, list))
         numbers = x if many else (x,)
+        if _NUMBERS.issuperset(map(type, numbers)):
+            continue
         called = name not in UNSCHEDULED and any(map(callable, numbers))
         fit = called or all([isinstance(n, Real | Tensor | None) for n in numbers])
         fit = fit and (x is not None or default is None)
@@ -182,8 +195,10 @@ def likely_mistakes(
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
         decay = checks.decay_mistakes(bound.unscaled_decays)
         found += [text for text in bound.likely_mistakes() if text not in decay]
-        kept = {storage.moments or p.dtype for p in group["params"] if p.requires_grad}
-        found += checks.stuck_moments(bound.narrow_betas) if torch.bfloat16 in kept else []
+        if stuck := checks.stuck_moments(bound.narrow_betas):
+            trained = [p for p in group["params"] if p.requires_grad]
+            kept = {storage.moments or p.dtype for p in trained}
+            found += stuck * (torch.bfloat16 in kept)
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
             found.append(
@@ -203,7 +218,9 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
     It stays a 0-d float64 tensor if `capturable`, or if it is on the GPU of all `params`,
     because reading it would make the host wait for the GPU at every step.
     """
-    if isinstance(x, tuple | list):
+    if type(x) in _PLAIN:
+        return x
+    if isinstance(x, (tuple, list)):
         return tuple([as_scalar(y, params, capturable) for y in x])
     if not isinstance(x, Tensor):
         return checks.plain(x)

@@ -99,10 +99,11 @@ class Steps(Stats):
                     f"a group has {name}={x!r}: allowed are numbers and tensors of one "
                     "element; for a schedule use torch.optim.lr_scheduler"
                 )
-        bound = factory(**dict(zip(keywords, chosen)))
+        make = getattr(factory, "kept", factory)
+        bound = make(**dict(zip(keywords, chosen)))
         flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
         # Tensors and numpy's arrays have this.
-        mutable = any(isinstance(x, list) or hasattr(x, "__array__") for x in flat)
+        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in flat])
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 

@@ -84,7 +84,8 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
 
     The rules and parameters are those of all groups with this storage.
     """
-    low = [p for p in params if is_low(p.dtype)]
+    stored = storage.param in ("kahan", "kahan8", "exact")
+    low = [p for p in params if is_low(p.dtype)] if stored else []
     if storage.param == "exact":
         low = [p for p in low if p.dtype == torch.bfloat16]
     if storage.param == "kahan" and not low:

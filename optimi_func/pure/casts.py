@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from numbers import Real
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
 T = TypeVar("T")
+_PLAIN = {float, int, bool, str, type(None)}
 
 
 class derived(Generic[T]):
@@ -33,6 +34,39 @@ class derived(Generic[T]):
     def __get__(self, instance: object, owner: type | None = None) -> T:
         """Compute the value."""
         return cast(T, self) if instance is None else self._make(instance)
+
+
+class Kept:
+    """A base class whose instances of equal plain hyperparameters are made once."""
+
+    _made: ClassVar[dict[Any, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Keep no values yet."""
+        super().__init_subclass__()
+        cls._made = {}
+
+    @classmethod
+    def kept(cls, **kwargs: Any) -> Self:
+        """Return `cls(**kwargs)`, made once for all lrs of equal other numbers.
+
+        Tensors, schedules and trees may change, so values with these are not kept.
+        """
+        rest = dict(kwargs)
+        lr, flat = rest.pop("lr", getattr(cls, "lr", None)), list[Any]()
+        for x in rest.values():
+            flat += x if type(x) is tuple else (x,)
+        # 1, 1.0 and True are equal, but not equally allowed.
+        kinds = tuple(map(type, flat))
+        if type(lr) is not float or not _PLAIN.issuperset(kinds):
+            return cls(**kwargs)
+        key = tuple(rest.items()), kinds
+        if key not in cls._made:
+            if len(cls._made) == 64:
+                cls._made.clear()
+            cls._made[key] = cls(**kwargs)
+        found = cls._made[key]
+        return found if found.lr == lr else found.with_lr(lr)
 
 
 class Casts:

@@ -3,7 +3,7 @@
 `functional` describes its trees; the optimizers themselves are in `optimizers`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
@@ -34,7 +34,7 @@ from optimi_func.core.rule import (
     StorageLike,
 )
 from optimi_func.core.storage import storage_of
-from optimi_func.pure.casts import Casts, called, derived, resolve, resolve_tree
+from optimi_func.pure.casts import Casts, Kept, called, derived, resolve, resolve_tree
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -54,8 +54,12 @@ T = TypeVar("T")
 _NUMBERS = {float, int, bool, type(None)}
 
 
+def _leaves(tree: PyTree) -> Sequence[Any]:
+    return (tree,) if type(tree) is float else pytree.tree_leaves(tree)
+
+
 @dataclass(frozen=True, kw_only=True)
-class FunctionalOptimizer:
+class FunctionalOptimizer(Kept):
     """An optimizer as a value, for example `adamw(lr=...)`: a rule and its hyperparameters.
 
     Each optimizer is a subclass, with its own hyperparameters as further fields. Each is a
@@ -170,10 +174,11 @@ class FunctionalOptimizer:
 
     def __post_init__(self) -> None:
         """Check the hyperparameters, and compute the properties that every step reads."""
-        for f in () if torch.compiler.is_compiling() else fields(self):
-            self.__dict__[f.name] = number = checks.plain(getattr(self, f.name))
-            if f.type is bool:
-                checks.check_flag(f.name, number)
+        # They are the fields, as `fields` returns them in more time.
+        for name, x in () if torch.compiler.is_compiling() else [*self.__dict__.items()]:
+            self.__dict__[name] = number = checks.plain(x)
+            if self.__dataclass_fields__[name].type is bool:
+                checks.check_flag(name, number)
         self.check()
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
@@ -209,9 +214,9 @@ class FunctionalOptimizer:
 
     def check(self) -> None:
         """Raise if a hyperparameter is out of range; subclasses check their own too."""
-        for lr in pytree.tree_leaves(self.lr):
+        for lr in _leaves(self.lr):
             checks.check_number("learning rate", "lr", lr)
-        for decay in pytree.tree_leaves(self.weight_decay):
+        for decay in _leaves(self.weight_decay):
             checks.check_number("weight decay", "weight_decay", decay)
         if callable(self.max_lr):
             raise TypeError(
@@ -243,7 +248,7 @@ class FunctionalOptimizer:
 
     def _check_max_lr(self) -> None:
         option = "decouple_lr=True" if self.decouple_lr else "corrected_decay=True"
-        for lr in () if self.max_lr is not None else pytree.tree_leaves(self.lr):
+        for lr in () if self.max_lr is not None else _leaves(self.lr):
             if isinstance(lr, Tensor) or callable(lr) or lr == 0:
                 shown_lr = "a tensor, as in a population" if isinstance(lr, Tensor) else lr
                 raise ValueError(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from copy import copy
-from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, make_dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
 from functools import partial
 from typing import (
     Any,
@@ -117,8 +117,9 @@ class OwnRule(FunctionalOptimizer):
     @derived
     def chosen(self) -> dict[str, Any]:
         """The choices."""
-        given = self.owner.bare(_values_of(self))
-        return {name: getattr(given, name) for name in self.owner._choices}
+        names = self.owner._choices
+        given = self.owner.bare(_values_of(self)) if names else None
+        return {name: getattr(given, name) for name in names}
 
     def __repr__(self) -> str:
         """Return the call that makes it, without defaults."""
@@ -334,7 +335,8 @@ def _hashable(x: Any) -> Any:
 
 
 def _values_of(value: OwnRule) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in fields(value)}
+    own = value.__dict__
+    return {name: own[name] for name in value.__dataclass_fields__ if name in own}
 
 
 def vars_of(cls: type[Any], name: str) -> Any:

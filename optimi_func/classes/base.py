@@ -48,7 +48,7 @@ from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_nee
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group
-from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
+from optimi_func.state.entry import insert_made, wants_state_alone
 
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
@@ -315,7 +315,7 @@ class BaseOptimizer(Fields, Steps):
                 new = p.requires_grad and "step" not in self.state.get(p, {})
                 if new and self.owns(p):
                     with kernel_context(p.device):
-                        ensure_state(self.state, made, path_of(group, p), p, *how)
+                        self.ensured(made, path_of(group, p), p, *how)
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:

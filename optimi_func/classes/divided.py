@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_flag, check_process_group
+from optimi_func.classes.groups import path_of
+from optimi_func.core.checks import check_flag, check_grad, check_process_group
+from optimi_func.core.codes import GROUP, LEAST
 from optimi_func.core.distributed import comparable, is_distributed, to_local
 from optimi_func.core.lists import chunks
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.owners import Holders, agree, holders_of, owners_of
+from optimi_func.core.owners import EVERY, Holders, agree, holders_of, owners_of, rows_of
 from optimi_func.core.rule import Microbatch
 from optimi_func.core.storage import entry_of, group_storage
 from optimi_func.execution.plans import raise_versions
 from optimi_func.state.checkpoints import Checkpoints
-from optimi_func.state.convert import Group
+from optimi_func.state.convert import Entry, Group
+from optimi_func.state.entry import ensure_state
 from optimi_func.state.stored import fresh_like
 
 Work: TypeAlias = tuple[Group, list[Tensor], list[Any], list[Microbatch] | None]
@@ -48,7 +51,7 @@ class Divided(Checkpoints):
             options.pop("divide_state", False),
         )
         self.process_group, self._sent = check_process_group(group), deque()
-        self._owners = dict[Tensor, int]()
+        self._owners, self._rows = dict[Tensor, int](), dict[Tensor, slice]()
         check_flag("divide_state", divide)
         if divide and group is None:
             raise ValueError(
@@ -92,7 +95,8 @@ class Divided(Checkpoints):
     def owners(self, of: Iterable[Tensor] | None = None) -> dict[Tensor, int]:
         """Return the owner of each parameter that takes gradients, at least `of` these.
 
-        Parameters get an owner together, when there are new ones. Owners stay.
+        Parameters get an owner together, when there are new ones. Owners stay. One that is
+        larger than a share is cut, and its owner is EVERY: each process has some rows.
         """
         if of is not None and all([p in self._owners for p in of]):
             return self._owners
@@ -105,8 +109,12 @@ class Divided(Checkpoints):
             every.sort(key=lambda x: x[0])
             known = [self._owners[p] for new, p, _ in every if not new]
             loads = [self._load_of(group, p) for _, p, group in every]
-            found = owners_of(loads, self.process_group.size(), known)
+            own, count = self.process_group.rank(), self.process_group.size()
+            to_cut = [i for i, (_, p, g) in enumerate(every) if self._can_cut(g, p, count)]
+            found = owners_of(loads, count, known, to_cut)
             self._owners = {p: owner for (_, p, _), owner in zip(every, found)}
+            cut = [p for p, owner in self._owners.items() if owner == EVERY]
+            self._rows = {p: rows_of(p, count)[own] for p in cut}
         return self._owners
 
     def _load_of(self, group: Group, p: Tensor) -> tuple[int, ...]:
@@ -120,7 +128,54 @@ class Divided(Checkpoints):
         """Return True if this process has p's state and steps it."""
         if not self.divides:
             return True
-        return self.owners([p]).get(p) == self.process_group.rank()
+        return self.owners([p]).get(p) in (self.process_group.rank(), EVERY)
+
+    def speaks_for(self, p: Tensor) -> bool:
+        """Return True in one of the processes that own p."""
+        return self.owns(p) and (p not in self._rows or self.process_group.rank() == 0)
+
+    def _can_cut(self, group: Group, p: Tensor, count: int) -> bool:
+        """Return True if each of p's rows is stepped as if there were no others."""
+        rule = self.rule_of(group)
+        joins = (rule.whole, rule.means, rule.measure, *rule.given)
+        if any(joins) or group["cautious"] or p.is_complex() or not p.is_contiguous():
+            return False
+        if p.dim() == 0 or p.numel() < LEAST * count:
+            return False
+        return min([p[rows].numel() for rows in rows_of(p, count)]) >= LEAST  # of codes
+
+    def part_of(self, p: Tensor, x: Any = None) -> Tensor:
+        """Return a view of the rows of p, or of x, of which this process has the state.
+
+        Return p or x itself if p is not cut.
+        """
+        x = p if x is None else x
+        return x.detach()[self._rows[p]] if self.divides and p in self._rows else x
+
+    def parts_of(self, params: list[Tensor]) -> list[Tensor]:
+        """Return `part_of` for each parameter."""
+        return list(map(self.part_of, params)) if self.divides and self._rows else params
+
+    def part_of_entry(self, p: Tensor, entry: Entry) -> Entry:
+        """Return the part of an entry of all of p that belongs to `part_of` it."""
+        if not (self.divides and p in self._rows):
+            return entry
+        found, rows = dict(entry), self._rows[p]
+        for name, x in entry.items():
+            if name.endswith("_scale") and p.dim() == 1:
+                found[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)].clone()
+            elif isinstance(x, Tensor) and x.dim() and len(x) == len(p):
+                found[name] = x[rows].clone()
+        return found
+
+    def ensured(
+        self, made: dict[Tensor, Entry], path: object, p: Tensor, *how: Any
+    ) -> Entry:
+        """Return `ensure_state` of what this process has of p."""
+        if p not in made:
+            part = self.part_of(p)
+            made[p] = ensure_state({part: self.state.get(p, {})}, {}, path, part, *how)
+        return made[p]
 
     def _mine(self, works: list[Work]) -> list[Work]:
         """Return the part of a step that is this process's."""
@@ -129,9 +184,13 @@ class Divided(Checkpoints):
         owners = self.owners([p for _, params, _, _ in works for p in params])
         rank, found = self.process_group.rank(), list[Work]()
         for group, params, grads, batches in works:
-            at = [i for i, p in enumerate(params) if owners[p] == rank]
-            its = None if batches is None else [batches[i] for i in at]
-            found.append((group, [params[i] for i in at], [grads[i] for i in at], its))
+            at = [i for i, p in enumerate(params) if owners[p] in (rank, EVERY)]
+            its, own = None if batches is None else [batches[i] for i in at], list[Tensor]()
+            for p, g in [(params[i], grads[i]) for i in at]:
+                if p in self._rows:
+                    check_grad(path_of(group, p), p, g)
+                own.append(self.part_of(p, g))
+            found.append((group, [params[i] for i in at], own, its))
         return found
 
     def _tell(
@@ -165,7 +224,10 @@ class Divided(Checkpoints):
             owners, group = self.owners(params), self.process_group
             owned: list[list[Tensor]] = [[] for _ in range(group.size())]
             for p in params:
-                if p in owners:
+                if p in self._rows:
+                    for some, rows in zip(owned, rows_of(p, len(owned))):
+                        some.append(p.detach()[rows])
+                elif p in owners:
                     owned[owners[p]].append(p)
             broadcast(owned, group, self._sent)
             del owned[group.rank()]
@@ -191,14 +253,23 @@ class Divided(Checkpoints):
             return state
         self._tell("state_dict()")
         group, found = self.process_group, dict[Any, Any]()
+        params = [p for group in self.param_groups for p in group["params"]]
+        parts = {i: list[Any]() for i, p in enumerate(params) if p in self._rows}
         state = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), state)
         for owner in range(group.size()):  # one after the other, to bound the messages
             told = [state]
             distributed.broadcast_object_list(told, group=group, group_src=owner)
+            for i in parts.keys() & told[0].keys():
+                parts[i].append(told[0].pop(i))
             found |= told[0]
-        every = range(sum([len(group["params"]) for group in self.param_groups]))
-        found |= state
-        return {i: found[i] for i in dict.fromkeys([*every, *found]) if i in found}
+        found |= {i: x for i, x in state.items() if i not in parts}
+        for i, entries in parts.items():
+            for name in entries[0] if entries else ():
+                of = [entry[name] for entry in entries]
+                found.setdefault(i, {})[name] = _joined(name, of, len(params[i]))
+        return {
+            i: found[i] for i in dict.fromkeys([*range(len(params)), *found]) if i in found
+        }
 
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
         """Return the processes that divide the map of p, or None if one maps it alone."""
@@ -225,6 +296,14 @@ class Divided(Checkpoints):
         plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
         found = [str(torch.hash_tensor(p)) for p in plain]
         return {"hashes of parameters, which process_group= says are copies": found}
+
+
+def _joined(name: str, parts: list[Any], rows: int) -> Any:
+    """Return a value of the entry of what is cut, from those of its parts."""
+    if not (isinstance(parts[0], Tensor) and parts[0].dim()):
+        return parts[0]
+    cut = name.endswith("_scale") or sum(map(len, parts)) == rows
+    return torch.cat(parts) if cut else parts[0]
 
 
 @torch.no_grad()

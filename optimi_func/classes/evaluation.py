@@ -70,9 +70,10 @@ class Evaluated(BaseOptimizer):
         try:
             for group in groups:
                 for p, x in self._eval_params(group):
-                    self.state[p][TRAIN_PARAM] = p.detach().clone()
+                    part = self.part_of(p)
+                    self.state[p][TRAIN_PARAM] = part.detach().clone()
                     written.append(p)
-                    _write(p, x)
+                    _write(part, x)
         except BaseException:  # for example if memory runs out
             self._restore(written)
             raise
@@ -124,13 +125,14 @@ class Evaluated(BaseOptimizer):
         for p, x in self._eval_params(group):
             if self._versions.get(p) == p._version:
                 continue  # train() sets parameters that were not loaded with the state
-            now, y = to_local([p.detach(), self.state[p][TRAIN_PARAM]])
+            part = self.part_of(p)
+            now, y = to_local([part.detach(), self.state[p][TRAIN_PARAM]])
             # A device, and a storage loaded into, may round x otherwise.
             near = (now - x).abs() <= 2 * torch.finfo(p.dtype).eps * (x.abs() + y.abs())
             mask = ~(near | (now == x) | now.isnan())
             if mask.any():
                 names.append(str(path_of(group, p)))
-                begin(bound.rule, coeffs, p, storage, self.state[p], mask, moments=False)
+                begin(bound.rule, coeffs, part, storage, self.state[p], mask, moments=False)
                 y.copy_(torch.where(mask, now, y))
         return names
 
@@ -146,7 +148,7 @@ class Evaluated(BaseOptimizer):
 
     def _restore(self, params: list[Tensor]) -> None:
         for p in params:
-            _write(p, *to_local([self.state[p][TRAIN_PARAM]]))
+            _write(self.part_of(p), *to_local([self.state[p][TRAIN_PARAM]]))
             del self.state[p][TRAIN_PARAM]
         reshard(params)
 
@@ -181,7 +183,7 @@ class Evaluated(BaseOptimizer):
         super().init_state()
         for p in found:
             if "step" in self.state.get(p, {}):
-                self.state[p][TRAIN_PARAM] = p.detach().clone()
+                self.state[p][TRAIN_PARAM] = self.part_of(p).detach().clone()
 
     def _evaluated(self) -> list[Group]:
         """Return the groups whose rule has an `eval_point`."""
@@ -190,7 +192,7 @@ class Evaluated(BaseOptimizer):
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (p, x) for each parameter with state, x being its `eval_point`.
 
-        If p is a DTensor, x is the local shard. The dtype of x is at least float32.
+        It is that of the local shard of a DTensor, or of `part_of(p)`, at least in float32.
         """
         bound = self.bound_of(group)
         rule = bound.rule
@@ -198,7 +200,8 @@ class Evaluated(BaseOptimizer):
             entry = self.state.get(p, {})
             if "step" not in entry:
                 continue
-            now = p.detach() if group["train_mode"] else entry[TRAIN_PARAM]
+            mine = self.part_of(p).detach()
+            now = mine if group["train_mode"] else entry[TRAIN_PARAM]
             leaf = leaf_to_local(Leaf(now, *state_in(rule, entry)))
             running = rule.running(*[entry[k].item() for k in rule.running._fields])
             with kernel_context(p.device):

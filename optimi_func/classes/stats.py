@@ -60,8 +60,9 @@ class Tracked:
         batches = batches or [WHOLE_BATCH] * len(params)
         entries = [optimizer.state.get(p, {}) for p in params]
         with torch.no_grad():
-            found = norms_of(to_local(aligned(group, params, grads)))
-            parts = to_local([p.detach() for p in params])
+            mine = optimizer.parts_of(params)
+            found = norms_of(to_local(aligned(group, mine, grads)))
+            parts = to_local([p.detach() for p in mine])
             comps: list[Any] = [entry.get("kahan_comp") for entry in entries]
             comps = to_local(comps)
             old = [p.clone() for p in parts], [x if x is None else x.clone() for x in comps]
@@ -166,13 +167,16 @@ class Stats(Divided):
             squares = iter(all_reduce_sum([x.square() for x in norms], shards))
         rows: list[list[Scalar]] = []
         for p in keys:
-            skipped = skips[p] - tracked.skipped.get(p, 0) if self.owns(p) else 0.0
+            tells = self.speaks_for(p)  # of a cut one, whose norms are of all processes
+            skipped = skips[p] - tracked.skipped.get(p, 0) if tells else 0.0
             own: list[Scalar] = [
                 0.0
             ] * 5  # with lr, and the number of processes that have it
             if p in last:
-                own = [*[next(squares) for _ in range(3)], last[p][1], 1.0]
-            rows.append([*own[:3], *tracked.counts.get(p, (0.0, 0.0)), skipped, *own[3:]])
+                own = [next(squares) for _ in range(3)]
+                own += [last[p][1], 1.0] if tells else [0.0, 0.0]
+            counts = tracked.counts.get(p, (0.0, 0.0)) if tells else (0.0, 0.0)
+            rows.append([*own[:3], *counts, skipped, *own[3:]])
         read = self._of_owners(_read([x for row in rows for x in row]))
         totals, lrs = dict[str, list[float]](), dict[str, set[float]]()
         for i, key in enumerate(keys.values()):

@@ -39,7 +39,7 @@ from optimi_func.execution.sums import Unit, join, write_running
 from optimi_func.execution.tensors import flat_leaf, is_capturing, uncollected, write_back
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry
-from optimi_func.state.entry import ensure_state, insert_made
+from optimi_func.state.entry import insert_made
 from optimi_func.state.stored import begin, mask_like, rows_of
 
 _NewPlan: TypeAlias = Callable[[list[Tensor], dict[Tensor, Entry]], ClassPlan]
@@ -123,8 +123,9 @@ class Steps(Stats):
         runs: list[Callable[[], Any]] = []
         parts: dict[Tensor, Any] = {}
         on_host, divided, sharing = True, list[Holders](), set[int]()
-        every, works = works, self._mine(works) if self.divides else works
+        every = works
         try:
+            works = self._mine(works)
             for work in works:
                 run, host, holders = self._prepare(work, write, count, made)
                 runs.append(run)
@@ -183,12 +184,12 @@ class Steps(Stats):
             check_moves_state(bound.rule)
         how, own = (*_asked(group), capturable, apart), tuple(map(id, params))
         key = *how, *own
-        plan, tensors = self._plans.get(key), None
+        plan, tensors, mine = self._plans.get(key), None, self.parts_of(params)
         if plan is not None and plan.rule is bound.rule:
             # A tensor's hash is a call of Python.
             alone = len(self.state) == len(own) and tuple(map(id, self.state)) == own
             entries = self.state.values() if alone else map(self.state.get, params)
-            tensors = plan.current(params, list(entries))
+            tensors = plan.current(mine, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
                 return partial(self._step_without_memory, work, write, count), False, []
@@ -199,7 +200,7 @@ class Steps(Stats):
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
-            grads = to_local(aligned(group, params, grads))
+            grads = to_local(aligned(group, mine, grads))
         counts = plan.counts.now(tensors)
         if bound.rule.join is not None:
             new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
@@ -239,10 +240,10 @@ class Steps(Stats):
         """Return a new plan. Entries that have to be made or changed are put in `made`."""
         how = bound.starting_rule, group_storage(group), capturable
         paths = [path_of(group, p) for p in params]
-        every = zip(paths, params)
-        entries = [ensure_state(self.state, made, path, p, *how) for path, p in every]
+        entries = [self.ensured(made, path, p, *how) for path, p in zip(paths, params)]
         holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
-        return ClassPlan(bound.rule, capturable, apart, params, entries, holders)
+        mine = self.parts_of(params)
+        return ClassPlan(bound.rule, capturable, apart, mine, entries, holders)
 
     def _part(
         self, how: Any, group: Group, rule: Rule, params: list[Tensor], new: _NewPlan
@@ -282,7 +283,8 @@ class Steps(Stats):
         every = [p for p in group["params"] if id(p) in places]
         if plan is None or plan.rule is not rule or len(every) != len(places):
             return None
-        tensors = plan.current(every, list(map(self.state.get, every)), False)
+        entries = list(map(self.state.get, every))
+        tensors = plan.current(self.parts_of(every), entries, False)
         found = [places.get(id(p), -1) for p in params]
         return None if tensors is None or -1 in found else plan.part(found, tensors)
 
@@ -294,11 +296,11 @@ class Steps(Stats):
         how = bound.starting_rule, group_storage(group), group["capturable"]
         with torch.no_grad():
             for p, g in zip(params, grads):
-                check_grad(path := path_of(group, p), p, g)
-                ensure_state(self.state, made, path, p, *how)
+                check_grad(path := path_of(group, p), self.part_of(p), g)
+                self.ensured(made, path, p, *how)
             insert_made(self.state, made)
             for p, g, batch in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
-                entry = made[p]
+                entry, p = made[p], self.part_of(p)
                 # A count without memory is taken for 0.
                 counts = [entry[name] for name in ("step", *names)]
                 step, *own = [x.item() if has_memory(x) else 0.0 for x in counts]
@@ -360,15 +362,17 @@ class Steps(Stats):
             rule, storage = bound.rule, group_storage(group)
             anew = None if rows is None else rows_of(rule, where, p, rows)
             if "step" in self.state.get(p, {}):
-                ensure_state(self.state, made, where, p, rule, storage, capturable)
+                self.ensured(made, where, p, rule, storage, capturable)
                 coeffs, _ = bound.advance(1.0, rule.running())
                 units = [] if rule.join is None else self._unit_of(group)
                 together = {q for x in units for q in x["params"]} <= {*given}
                 works.append((rule, coeffs, p, storage, anew, together))
         insert_made(self.state, made)
         for rule, coeffs, p, storage, anew, together in works:
-            entry, mask = self.state[p], None if anew is None else mask_like(p, anew)
-            begin(rule, coeffs, p, storage, entry, mask, anew)
+            entry, part = self.state[p], self.part_of(p)
+            anew = None if anew is None else self.part_of(p, anew)
+            mask = None if anew is None else mask_like(part, anew)
+            begin(rule, coeffs, part, storage, entry, mask, anew)
             if mask is None:
                 entry["step"].zero_()
                 for name, x in rule.running()._asdict().items() if together else ():

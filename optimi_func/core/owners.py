@@ -10,11 +10,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, distributed
 
+from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import check_same, is_distributed, lost
 from optimi_func.core.lists import grouped
 from optimi_func.core.torch_private import assert_later
 
 ROOM = 0.05  # that balancing other things may take
+EVERY = -1  # the owner of what is cut, of which each process has a part
 
 
 class Holders(NamedTuple):
@@ -110,26 +112,47 @@ def agree(holders: list[Holders], shared: dict[str, Any], said: str = "") -> Non
         assert_later(same, text)
 
 
+def rows_of(p: Tensor, count: int) -> list[slice]:
+    """Return the rows of p that each process has if it is cut, of whole groups of codes."""
+    rows = len(p)
+    step = GROUP // math.gcd(GROUP, p.numel() // rows)
+    ends = [i * (rows // step) // count * step for i in range(count)]
+    return list(map(slice, ends, [*ends[1:], rows]))
+
+
 def owners_of(
-    loads: list[tuple[int, ...]], count: int, known: Sequence[int] = ()
+    loads: list[tuple[int, ...]],
+    count: int,
+    known: Sequence[int] = (),
+    to_cut: Sequence[int] = (),
 ) -> list[int]:
     """Return an owner for each load: the largest first, to the owner with the least.
 
     A load has a number for each thing to balance, as bytes and multiplications: of the
-    first no owner gets more than its part and ROOM of the whole, if that can be. `known`
-    are the owners of the first loads.
+    first no owner gets more than its part and ROOM of the whole, if that can be. If not,
+    the largest of the loads at the places `to_cut` are cut. `known` are the owners of the
+    first loads.
     """
     totals = [max(1, sum(some)) for some in zip(*loads)]
     shares = [[x / total for x, total in zip(load, totals)] for load in loads]
-    sums = [[0.0] * len(totals) for _ in range(count)]
-    found = dict(enumerate(known))
-    for i in sorted(range(len(loads)), key=lambda i: (i not in found, -max(shares[i]))):
-        if i not in found:
-            room = 1 / count + ROOM - shares[i][0]
-            some = [k for k in range(count) if sums[k][0] <= room] or range(count)
-            found[i] = min(some, key=lambda k: sum(map(mul, sums[k], shares[i])))
-        sums[found[i]] = list(map(add, sums[found[i]], shares[i]))
-    return [found[i] for i in range(len(loads))]
+    fixed, most = dict(enumerate(known)), 1 / count + ROOM
+    while True:
+        sums, found = [[0.0] * len(totals) for _ in range(count)], dict(fixed)
+        for i in sorted(range(len(loads)), key=lambda i: (i not in fixed, -max(shares[i]))):
+            if i not in found:
+                room = most - shares[i][0]
+                some = [k for k in range(count) if sums[k][0] <= room] or range(count)
+                found[i] = min(some, key=lambda k: sum(map(mul, sums[k], shares[i])))
+            cut = found[i] == EVERY
+            part = [x / count for x in shares[i]] if cut else shares[i]
+            for k in range(count) if cut else (found[i],):
+                sums[k] = list(map(add, sums[k], part))
+        # Smaller ones than ROOM never are the reason.
+        full = [i for i in to_cut if i not in fixed and shares[i][0] > ROOM]
+        full = [i for i in full if sums[found[i]][0] > most]
+        if not full:
+            return [found[i] for i in range(len(loads))]
+        fixed[max(full, key=lambda i: shares[i][0])] = EVERY
 
 
 def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:

@@ -23,6 +23,7 @@ from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
 from optimi_func.core.distributed import check_same, comparable, is_distributed, lost
 from optimi_func.core.lists import chunks
+from optimi_func.core.owners import EVERY, rows_of
 from optimi_func.core.pairs import as_real
 from optimi_func.core.torch_private import assert_later, uncompiled
 from optimi_func.execution.tensors import is_capturing
@@ -105,7 +106,12 @@ class Message:
         how: dict[str, Any] = {"group": self._group, "async_op": True}
         if self._owner is not None:
             part, flat = flat[: -len(tail)], flat[-len(tail) :]
-            self._works.append(distributed.reduce(part, group_dst=self._owner, **how))
+            parts, size = [(part, self._owner)], self._group.size()
+            if self._owner == EVERY:
+                every = [enumerate(rows_of(g, size)) for g in self._grads]
+                parts = [(g[x], k) for g, some in zip(self._grads, every) for k, x in some]
+            for part, owner in parts:
+                self._works.append(distributed.reduce(part, group_dst=owner, **how))
         self._works.append(distributed.all_reduce(flat, **how))
 
     def land(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:

@@ -88,6 +88,8 @@ class Checkpoints(Optimizer):
     _factory_of: Callable[[Group], tuple[Any, tuple[str, ...]]]
     init_state: Callable[[], None]
     owns: Callable[[Tensor], bool]
+    part_of: Callable[[Tensor], Tensor]
+    part_of_entry: Callable[[Tensor, Entry], Entry]
     check_undivided: Callable[[str], None]
     holds_averages = False  # within `EMA.applied`
 
@@ -223,7 +225,9 @@ class Checkpoints(Optimizer):
         group  tensors  elements       parameters         moments  in codes   bytes   each
             0        2    16,512  bfloat16 + int8  8bit, bfloat16    99.2 %  84,864  5.140
         """
-        return describe(self.state, self.param_groups, self.rule_of, self.owns)
+        every = [p for group in self.param_groups for p in group["params"]]
+        parts = {p: self.part_of(p) for p in every if self.owns(p)}
+        return describe(self.state, self.param_groups, self.rule_of, parts)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -364,7 +368,8 @@ class Checkpoints(Optimizer):
             for name, p, saved in zip(names, mine["params"], entries):
                 if saved is not None and self.owns(p):
                     entry = convert.checked(rule, "state", name, p, saved)
-                    made[p] = owned(rule, p, capturable, storage, entry, keep_dtypes)
+                    entry = owned(rule, p, capturable, storage, entry, keep_dtypes)
+                    made[p] = self.part_of_entry(p, entry)
         mode = all(group.get("train_mode", True) for group in loaded)
         loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
         return loaded, made

@@ -4,10 +4,11 @@ import divided_worlds
 import pytest
 import worlds
 
-from optimi_func.core.owners import owners_of
+from optimi_func.core.owners import EVERY, owners_of
 
 QUICK = [
     divided_worlds.some_rules,
+    divided_worlds.cut,
     divided_worlds.loops,
     divided_worlds.groups,
     divided_worlds.messages,
@@ -21,6 +22,7 @@ FULL = [
     divided_worlds.all_rules,
     divided_worlds.checkpoints,
     divided_worlds.released,
+    divided_worlds.cut_released,
 ]
 
 
@@ -39,23 +41,35 @@ def loads_of(width: int, layers: int, muon: bool) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize(
     ("width", "layers", "count"),
-    [(768, 12, 2), (1024, 24, 4), (1600, 48, 4), (1600, 48, 8)],
+    [
+        (768, 12, 2),
+        (768, 12, 4),
+        (768, 12, 16),
+        (1024, 24, 4),
+        (1600, 48, 4),
+        (1600, 48, 8),
+    ],
 )
 def test_an_owner_has_at_most_a_twentieth_more_than_its_part(
     width: int, layers: int, count: int, muon: bool
 ) -> None:
     loads = loads_of(width, layers, muon)
-    found = owners_of(loads, count)
+    tables = [i for i, x in enumerate(loads) if x[0] == 2 * x[1] and x[1] > 1 << 20]
+    found = owners_of(loads, count, [], tables)
     total, *_, cost = map(sum, zip(*loads))
+    cut = [i for i, owner in enumerate(found) if owner == EVERY]
+    # The table of 50304 rows of the small one is larger than a share, and only this is cut.
+    assert cut == ([tables[0]] if width == 768 and count > 2 else [])
     own = [[x for x, owner in zip(loads, found) if owner == i] for i in range(count)]
     for some in own:
         state, _, multiplications = map(sum, zip(*some))
+        state += sum([loads[i][0] for i in cut]) / count
         assert state <= total * (1 / count + 0.05)
         if width == 1600:  # where tables are small, the work is divided too
             assert multiplications <= cost * (1 / count + 0.05)
     # Owners stay when others join.
     assert (
-        owners_of(loads, count, found[: len(loads) // 2])[: len(loads) // 2]
+        owners_of(loads, count, found[: len(loads) // 2], tables)[: len(loads) // 2]
         == (found[: len(loads) // 2])
     )
 

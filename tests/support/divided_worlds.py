@@ -83,6 +83,17 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Tied(Net):
+    """A table that is its head too, and larger than a share, as a GPT-2's of 124M."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, rows: int = 1003) -> None:
+        super().__init__(64, 2)
+        self.table = nn.Embedding(rows, 64)
+        self.head = nn.Linear(64, rows, bias=False)
+        self.head.weight = self.table.weight
+        self.to(dtype)
+
+
 def net(dtype: torch.dtype = torch.float32) -> Net:
     return Net().to(dtype)
 
@@ -157,6 +168,76 @@ def some_rules(folder: Path) -> None:
         assert ("exp_avg_q" in kept) == coded and "kahan_comp" in kept, kept
     pairs = [(m := net(), MuonAdamW(m, lr=1e-2, **how, **EAGER)) for how in ({}, divided())]
     compare(pairs)
+
+
+def cut(folder: Path) -> None:
+    """A table that is larger than a share: each process has the state of some rows."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    storages = ("compact", "exact", Storage("kahan", "8bit"))
+    ways: list[Any] = [("adamw", torch.bfloat16, {"storage": x}) for x in storages]
+    ways += [(name, torch.float32, {}) for name in ("adamw", "sgd")]
+    ways += [("schedule_free_adamw", torch.bfloat16, {})]
+    ways = ways[::5] if n == 2 else ways  # of all with more processes
+    for name, dtype, own in ways:
+        given = {"lr": 1e-2, "weight_decay": 0.1, **own, **EAGER}
+        given |= {"momentum": 0.9} if name == "sgd" else {}
+        pairs = [
+            (m := Tied(dtype), CLASSES[name](m.named_parameters(), **given, **how))
+            for how in ({}, divided())
+        ]
+        compare(pairs)
+        (_, alone), (model, optimizer) = pairs
+        table = model.table.weight
+        entry, part = optimizer.state[table], optimizer.part_of(table)
+        assert optimizer.owns(table) and len(part) in (1003 // n, 1003 // n + 1)
+        start = 64 * table.itemsize * (1003 * rank // n)
+        assert part.data_ptr() == table.data_ptr() + start
+        kept = [x for x in entry.values() if x.dim()]
+        assert kept and {len(x) for x in kept} == {len(part)}
+        # Loading, on the other side too, and rows that begin anew.
+        states = [copy.deepcopy(x.state_dict()) for _, x in pairs]
+        assert alone.describe() != optimizer.describe()
+        for (m, x), state in zip(pairs, reversed(states)):
+            x.load_state_dict(state)
+            x.reset(m.table.weight, rows=[0, 500, 1002])
+            if name == "schedule_free_adamw":
+                x.eval()
+        assert_equal(*[m for m, _ in pairs])
+        for _, x in pairs if name == "schedule_free_adamw" else ():
+            x.load_state_dict(copy.deepcopy(x.state_dict()))
+            x.train()
+        compare(pairs, range(3, 5))
+    pairs = [
+        (m := Tied(), MuonAdamW(m, lr=1e-2, **how, **EAGER)) for how in ({}, divided())
+    ]
+    for _, x in pairs:
+        x.track()
+    compare(pairs)
+    first, other = [x.stats("parameter") for _, x in pairs]
+    for key, row in first.items():
+        for name, x in row.items():
+            assert abs(x - other[key][name]) <= 1e-6 * abs(x), (key, name)
+    # What is not elementwise is not cut, and neither is what has fewer rows.
+    for how in ({"cautious": True}, {}):
+        p = nn.Parameter(torch.ones(1000, 64) if how else torch.ones(1, 64000))
+        optimizer = AdamW([p], lr=0.1, **how, **divided(), **EAGER)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer.part_of(p) is p
+    # One vector, cut at multiples of groups of codes.
+    for how in ({}, divided()):
+        p = nn.Parameter(torch.linspace(-1, 1, 40001).bfloat16())
+        optimizer = AdamW([("p", p)], lr=0.1, storage="compact", **how, **EAGER)
+        for _ in range(2):
+            p.grad = p.detach().clone()
+            optimizer.step()
+        pairs.append((p, optimizer))
+    (one, alone), (p, optimizer) = pairs[-2:]
+    assert torch.equal(one, p)
+    assert_same_state(optimizer.state_dict(), alone.state_dict())
+    alone.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(alone.state_dict())
+    assert_same_state(optimizer.state_dict(), alone.state_dict())
 
 
 def all_rules(folder: Path) -> None:
@@ -522,6 +603,47 @@ def released(folder: Path) -> None:
         optimizer.step(param=model.head.weight)
 
 
+def cut_released(folder: Path) -> None:
+    """Release: of the gradient of what is cut each owner sums its rows alone."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    states = {"accumulation": "states", "accumulation_steps": 2}
+    for dtype, storage, options in (
+        (torch.float32, None, {}),
+        (torch.bfloat16, "compact", states),
+        (torch.float32, None, {"clip_param_norm": 0.01}),
+    ):
+        pairs: list[Any] = []
+        for how in ({}, divided()):
+            model = Tied(dtype)
+            own = {"gradient_release": True, "storage": storage, **how, **EAGER}
+            optimizer = AdamW(model.named_parameters(), lr=1e-2, **own)
+            given = {"process_group": dist.group.WORLD, "bucket_cap_mb": 0.1, **options}
+            handle = prepare_for_gradient_release(model, optimizer, **given)
+            if not states.items() <= options.items():
+                optimizer.track()
+            for i in range(4):
+                with counted() as names:
+                    handle.backward(lambda i=i, m=model: loss(m, n * i + rank))
+            if how and not options:
+                assert names.count("reduce") == names.count("broadcast")
+                assert names.count("reduce") >= names.count("all_reduce") + n - 1
+            whole = copy.deepcopy(optimizer.state_dict())
+            pairs.append((model, optimizer, whole))
+        (one, alone, kept), (model, optimizer, whole) = pairs
+        assert len(optimizer.part_of(model.table.weight)) < 1003
+        assert nbytes(optimizer) <= nbytes(alone) * (1 / n + 0.05)
+        if n == 2:
+            assert_equal(one, model)
+            assert_same_state(whole, kept)
+        for p, q in zip(one.parameters(), model.parameters()):
+            near = 3e-2 if p.dtype == torch.bfloat16 else 1e-3
+            assert torch.allclose(p.float(), q.float(), rtol=near, atol=near)
+        for p in model.parameters():
+            told = p.detach().clone()
+            dist.broadcast(told, 0)
+            assert torch.equal(told, p)
+
+
 def checkpoints(folder: Path) -> None:
     """Whole state dicts and torch's, between undivided ones and two groups of processes."""
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -531,7 +653,7 @@ def checkpoints(folder: Path) -> None:
     flat = sd.StateDictOptions(flatten_optimizer_state_dict=True)
 
     def make(how: Any) -> tuple[Any, Any]:
-        model = net(torch.bfloat16)
+        model = Tied(torch.bfloat16)  # whose table is cut
         own = {"lr": 1e-2, "storage": "compact", **how, **EAGER}
         return model, MuonAdamW(model, **own)
 

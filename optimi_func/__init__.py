@@ -16,6 +16,9 @@ from optimi_func import rules as rules
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
 from optimi_func.classes.evaluation import EMA as EMA
+from optimi_func.classes.wrappers import SAM as SAM
+from optimi_func.classes.wrappers import Backtracking as Backtracking
+from optimi_func.classes.wrappers import Lookahead as Lookahead
 from optimi_func.core.rule import PureOptimizer as PureOptimizer
 from optimi_func.core.rule import Storage as Storage
 from optimi_func.functional import *

@@ -81,8 +81,8 @@ def unroll(
       biased towards small learning rates (Wu et al., arXiv:1803.02021).
 
     Args:
-        optimizer: A pure optimizer with `init` and `step`, such as `adamw(lr=lr)`. With
-            `hyper` it is a factory, such as `adamw`.
+        optimizer: A pure optimizer with `init` and `step`, such as `adamw(lr=lr)`, also
+            `sam` of one. With `hyper` it is a factory, such as `adamw`.
         loss_fn: `(params, batch) -> loss`, a 0-d tensor.
         params: Parameter tree to start from.
         state: Optimizer state to start from. None makes a fresh one.
@@ -239,10 +239,22 @@ def _segment(
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
-            grads, found = grads_and_value(loss, has_aux, params, batch)
-            more = extras(params, grads, batch) if extras else {}
-            params, state = step_of("unroll", bound, params, grads, state, **more)
-            losses.append(found)  # with aux a pair
+            seen: list[Any] = []
+
+            def evaluate(p: PyTree, batch: object = batch, seen: Any = seen) -> Any:
+                grads, found = grads_and_value(loss, has_aux, p, batch)
+                seen.append(found)
+                return (found[0] if has_aux else found), grads
+
+            if takes_loss := getattr(bound, "takes_loss", False):
+                params, state = bound.step(params, state, evaluate)
+            if takes_loss and extras:
+                raise TypeError("unroll(extras=...) of an optimizer whose step evaluates")
+            if not takes_loss:
+                _, grads = evaluate(params)
+                more = extras(params, grads, batch) if extras else {}
+                params, state = step_of("unroll", bound, params, grads, state, **more)
+            losses.append(seen[0])  # with aux a pair
         return params, state, losses
 
     return run

@@ -28,9 +28,18 @@ from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
 from optimi_func.transforms.gradients import clip_value as clip_value
 from optimi_func.transforms.inject import InjectState as InjectState
 from optimi_func.transforms.inject import inject as inject
+from optimi_func.transforms.losses import BacktrackingState as BacktrackingState
+from optimi_func.transforms.losses import LookaheadState as LookaheadState
+from optimi_func.transforms.losses import SamState as SamState
+from optimi_func.transforms.losses import backtracking as backtracking
+from optimi_func.transforms.losses import lookahead as lookahead
+from optimi_func.transforms.losses import sam as sam
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
 
-for _state in (ChainState, EmaState, EveryState, FiniteState, InjectState, NoiseState):
+for _state in (
+    *(BacktrackingState, ChainState, EmaState, EveryState, FiniteState, InjectState),
+    *(LookaheadState, NoiseState, SamState),
+):
     serializable(_state)

@@ -1,0 +1,276 @@
+"""Optimizers around another: `SAM`, `Lookahead` and `Backtracking`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.core.checks import shown
+from optimi_func.core.distributed import any_distributed
+from optimi_func.core.rule import Scalar
+from optimi_func.core.torch_private import reshard
+from optimi_func.state.entry import wants_state_alone
+from optimi_func.state.stored import master, set_master
+from optimi_func.transforms.losses import ascent, check_options, check_wrapped, slope_of
+
+_SLOW, _STEP = "lookahead_slow_buff", "lookahead_step"  # as timm's Lookahead
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Base class of optimizers around another.
+
+    Param groups, state, checkpoints and all methods but `step` are those of `optimizer`,
+    any torch.optim.Optimizer. Wrappers may be nested.
+    """
+
+    def __init__(self, optimizer: Any, **options: Any) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} got {optimizer!r:.80}: allowed are torch.optim.Optimizers. Around "
+                f"a value, as adamw(...), is transforms.{name.lower()}"
+            )
+        given = {"optimizer": optimizer, "defaults": {**optimizer.defaults}}
+        self.__setstate__({**given, "_options": (*options,), **options})
+        self._check()
+
+    def _check(self) -> None:
+        """Raise for options, and an optimizer, that a step could not honour."""
+        check_options({name: self.__dict__[name] for name in self._options})
+        name, inner, rules = type(self).__name__, self.optimizer, list[Any]()
+        while isinstance(inner, Wrapper):
+            inner = inner.optimizer
+        if isinstance(inner, BaseOptimizer):
+            inner.check_train_mode(f"{name}.step()")
+            rules = [inner.rule_of(group) for group in inner.param_groups]
+            if name != "SAM":
+                inner.check_undivided(name)
+            if inner.defaults["gradient_release"]:
+                raise ValueError(
+                    f"{name} with gradient_release=True, by which parameters move in "
+                    "backward, before step(): allowed is an optimizer without it"
+                )
+        check_wrapped(name, rules, any([x.get("maximize") for x in inner.param_groups]))
+
+    def _evaluator(self, closure: Any) -> Callable[[], Any]:
+        """Return the closure with gradients on, after all checks."""
+        self._check()
+        if not callable(closure):
+            raise TypeError(
+                f"{type(self).__name__}.step: closure={shown(closure)}: allowed is a "
+                "function that clears the gradients, computes the loss, calls backward on "
+                "it and returns it. A GradScaler passes none"
+            )
+        return torch.enable_grad()(closure)
+
+    def _rest(self, p: Tensor) -> Any:
+        """Return a parameter's compensation, or None."""
+        return self.state.get(p, {}).get("kahan_comp")
+
+    def _params(self, closure: Any) -> list[Tensor]:
+        """Return all parameters, or none for a step that only makes state."""
+        if closure is None and wants_state_alone(self.state, self.param_groups):
+            return []
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or pickle has: no hooks."""
+        names = "optimizer", "defaults", "_options", *self._options
+        return {name: self.__dict__[name] for name in names}
+
+
+def _forwarded(name: str) -> Any:
+    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in ("state_dict", "load_state_dict"):
+    for _when in ("pre", "post"):
+        _hook = f"register_{_name}_{_when}_hook"
+        setattr(Wrapper, _hook, _forwarded(_hook))
+for _name in ("state_dict", "load_state_dict", "zero_grad", "add_param_group", "__repr__"):
+    setattr(Wrapper, _name, _forwarded(_name))
+
+
+class SAM(Wrapper):
+    """Sharpness-aware minimization: step along the gradient at the worst point nearby.
+
+        e = rho * g / |g|,   or with adaptive  rho * T^2 g / |T g|,  T = |p| + 0.01
+        p <- the optimizer's step from p, along the gradient at p + e
+
+    `step(closure)` calls the closure twice, and returns the first loss. In between and if
+    the closure raises the parameters are put back, bit for bit, from a copy.
+
+    Args:
+        optimizer: Any torch.optim.Optimizer whose step needs no closure.
+        rho: The distance of that point, from 0.
+        adaptive: Measure it by |p|, with a rho some ten times as large.
+
+    Raises:
+        ValueError: rho is negative; maximize; gradient release.
+
+    References:
+        Foret et al., "Sharpness-Aware Minimization for Efficiently Improving
+        Generalization", arXiv:2010.01412; Kwon et al., "ASAM", arXiv:2102.11600.
+
+    >>> from optimi_func import SGD
+    >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
+    >>> optimizer = SAM(SGD([w], lr=0.25, compile=False), rho=1.0)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = (w * w).sum() / 2
+    ...     loss.backward()
+    ...     return loss.item()
+    >>> optimizer.step(closure), w.detach()  # w - 0.25 (w + w / 5)
+    (12.5, tensor([2.1000, 2.8000]))
+    """
+
+    def __init__(self, optimizer: Any, rho: Scalar = 0.05, adaptive: bool = False) -> None:
+        super().__init__(optimizer, rho=rho, adaptive=adaptive)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take a step, and return the first loss; extras are the optimizer's."""
+        if not (params := self._params(closure)):
+            return self.optimizer.step(**extras)
+        loss = (evaluate := self._evaluator(closure))()
+        kept = [(p, p.clone()) for p in params if p.grad is not None]
+        grads: list[Any] = [p.grad for p, _ in kept]
+        try:
+            ups = ascent([x for _, x in kept], grads, self.rho, self.adaptive)
+            for (p, _), up in zip(kept, ups):
+                p.add_(up)
+            reshard(params)
+            evaluate()
+        finally:
+            for p, x in kept:
+                p.copy_(x)
+            reshard(params)
+        self.optimizer.step(**extras)
+        return loss
+
+
+class Lookahead(Wrapper):
+    """Lookahead: after every k steps go back a part of the way to where they began.
+
+        slow <- slow + alpha * (p - slow),   p <- slow
+
+    The slow parameters are float32 or wider, `lookahead_slow_buff` in the state.
+
+    Args:
+        optimizer: Any torch.optim.Optimizer.
+        k: Its steps between two moves of the slow parameters, at least 1.
+        alpha: How much of the way these go, in (0, 1].
+
+    Raises:
+        ValueError: A number out of its range; an optimizer with train() and eval(),
+            divide_state, or gradient release.
+
+    References:
+        Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back",
+        arXiv:1907.08610.
+    """
+
+    def __init__(self, optimizer: Any, k: int = 5, alpha: Scalar = 0.5) -> None:
+        super().__init__(optimizer, k=k, alpha=alpha)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take a step of the optimizer, and return what it returns."""
+        self._check()
+        params = [p for p in self._params(closure) if p.requires_grad]
+        fresh = [p for p in params if _SLOW not in self.state.get(p, {})]
+        first = [master(p, self._rest(p)) for p in fresh]
+        found = self.optimizer.step(closure, **extras)
+        for p, x in zip(fresh, first):
+            self.state[p][_SLOW] = x
+        count = self.param_groups[0].get(_STEP, 0) + bool(params)
+        for group in self.param_groups:
+            group[_STEP] = count
+        for p in params if count % self.k == 0 else ():
+            slow, rest = self.state[p][_SLOW], self._rest(p)
+            slow.add_(self.alpha * (master(p, rest) - slow))
+            _set(p, rest, slow)
+        reshard(params if count % self.k == 0 else ())
+        return found
+
+
+class Backtracking(Wrapper):
+    """Backtracking line search: shorten each move until the loss falls enough (Armijo).
+
+        p <- p + t u,   t = 1, shrink, shrink^2, ...   until
+        loss(p + t u) <= loss(p) + decrease * t * min(g u, 0)
+
+    where u is the move of the optimizer, whose lr is the longest step. If none of max_ls
+    lengths does, the parameters stay, and `t` is 0. The closure, called for each length,
+    has to compute the same function each time, in all processes. If it raises, the
+    parameters are as they were, and the moments have taken the gradient.
+
+    Args:
+        optimizer: Any torch.optim.Optimizer whose step needs no closure.
+        decrease: The share of the slope by which the loss has to fall, in [0, 1).
+        shrink: What a length that fails is multiplied by, between 0 and 1.
+        max_ls: The largest number of lengths to try.
+
+    Raises:
+        ValueError: A number out of its range; maximize, an optimizer with train() and
+            eval(), divide_state, gradient release, or DTensors.
+
+    References:
+        Armijo, Pacific J. Math. 16, 1966; Vaswani et al., "Painless Stochastic Gradient",
+        arXiv:1905.09997.
+    """
+
+    t: float = 0.0
+
+    def __init__(
+        self,
+        optimizer: Any,
+        decrease: Scalar = 1e-4,
+        shrink: Scalar = 0.5,
+        max_ls: int = 20,
+    ) -> None:
+        super().__init__(optimizer, decrease=decrease, shrink=shrink, max_ls=max_ls)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take a step, and return the first loss; extras are the optimizer's."""
+        if not (params := self._params(closure)):
+            return self.optimizer.step(**extras)
+        evaluate = self._evaluator(closure)
+        if any_distributed(params):
+            raise ValueError("Backtracking of DTensors: allowed are plain parameters")
+        loss, kept, rests = evaluate(), [p.clone() for p in params], map(self._rest, params)
+        rests = [None if x is None else x.clone() for x in rests]
+        grads, old = [p.grad for p in params], list(map(master, kept, rests))
+        self.optimizer.step(**extras)
+        moves = [master(p, self._rest(p)) - x for p, x in zip(params, old)]
+        slope, t, self.t = float(slope_of(grads, moves)) * float(self.decrease), 1.0, 0.0
+        try:
+            for i in range(self.max_ls):
+                for p, x, u in zip(params, old, moves) if i else ():
+                    _set(p, self._rest(p), x + t * u)
+                if float(evaluate()) <= float(loss) + t * slope:
+                    self.t = t
+                    break
+                t *= float(self.shrink)
+        finally:
+            for p, x, rest in zip(params, kept, rests) if not self.t else ():
+                p.copy_(x)
+                if (now := self._rest(p)) is not None:
+                    now.zero_() if rest is None else now.copy_(rest)
+        return loss
+
+
+def _set(p: Tensor, rest: Any, x: Tensor) -> None:
+    """Write x to a parameter and its compensation."""
+    p.copy_(x) if rest is None else set_master(p, rest, x)

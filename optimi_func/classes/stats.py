@@ -2,22 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimi_func.classes.divided import Divided
-from optimi_func.classes.groups import Group, aligned
+from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag
 from optimi_func.core.distributed import all_reduce_sum, shards_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
-from optimi_func.core.torch_private import has_memory, norms_of
+from optimi_func.core.torch_private import norms_of
+from optimi_func.execution.launches import Columns
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.state.convert import without_wrappers
 from optimi_func.state.stored import weight_of
+
+SLICE = 1 << 18  # elements that are widened at once
 
 
 class Tracked:
@@ -51,39 +55,64 @@ class Tracked:
                 )
             if params and (batches is None or any(map(self.last.__contains__, params))):
                 self.last = {}
+        for group, params, _, batches in works:
+            for i, part in enumerate(to_local([p.detach() for p in params])):
+                if not part.numel():  # no launch has it
+                    norms = list(part.new_zeros(3, dtype=torch.float32).unbind())
+                    self._note(group, params, batches, i, norms)
 
-    def run(self, optimizer: Any, work: Any, run: Callable[[], Any]) -> Any:
-        """Run the update of some parameters of a group, and measure it."""
-        group, params, grads, batches = work
-        if not params or not all(map(has_memory, params)):
-            return run()
-        batches = batches or [WHOLE_BATCH] * len(params)
-        entries = [optimizer.state.get(p, {}) for p in params]
-        with torch.no_grad():
-            mine = optimizer.parts_of(params)
-            found = norms_of(to_local(aligned(group, mine, grads)))
-            parts = to_local([p.detach() for p in mine])
-            comps: list[Any] = [entry.get("kahan_comp") for entry in entries]
-            comps = to_local(comps)
-            old = [p.clone() for p in parts], [x if x is None else x.clone() for x in comps]
-        lr = group["lr"] * group.get("d", 1.0)
-        result = run()
-        with torch.no_grad():
-            moves = list(map(_move, *old, parts, comps))
-            norms = zip(params, batches, found, moves, norms_of(parts))
-        for p, m, g, *rest in norms:
-            self.last[p] = [g * m.grad_scale, *rest], lr
-            taken = m.finite.double() if isinstance(m.finite, Tensor) else 1.0
-            updates, clipped = self.counts.get(p, (0.0, 0.0))
-            self.counts[p] = updates + taken, clipped + taken * (m.grad_scale < 1.0)
-        return result
+    def watch(
+        self, work: Any, columns: Columns
+    ) -> Callable[[Sequence[int]], Callable[[], None]]:
+        """Return a function that measures a launch's parameters, by their places."""
+        group, params, _, batches = work
+        parts, grads, *_, comps = columns
+
+        def before(places: Sequence[int]) -> Callable[[], None]:
+            own = [(parts[i], comps[i]) for i in places]
+            old = [(p.clone(), None if x is None else x.clone()) for p, x in own]
+
+            def after() -> None:
+                moves, now = [_move(*x, *y) for x, y in zip(old, own)], [p for p, _ in own]
+                found = norms_of([grads[i] for i in places] + moves + now)
+                for k, i in enumerate(places):
+                    self._note(group, params, batches, i, found[k :: len(places)])
+
+            return after
+
+        return before
+
+    def _note(
+        self, group: Group, params: list[Tensor], batches: Any, i: int, norms: list[Tensor]
+    ) -> None:
+        (g, *rest), m = norms, batches[i] if batches else WHOLE_BATCH
+        plain, p = m.grad_scale is WHOLE_BATCH.grad_scale, params[i]
+        rate = group["lr"] * group.get("d", 1.0)
+        self.last[p] = [g if plain else g * m.grad_scale, *rest], rate
+        taken = m.finite.double() if isinstance(m.finite, Tensor) else 1.0
+        updates, clipped = self.counts.get(p, (0.0, 0.0))
+        if not plain:
+            clipped += taken * (m.grad_scale < 1.0)
+        self.counts[p] = updates + taken, clipped
 
 
-def _move(old: Tensor, old_comp: Any, new: Tensor, comp: Any) -> Tensor:
-    """Return the norm of a parameter's move, and perhaps write it to `old`."""
-    wide = compute_dtype(new.dtype)
-    move = weight_of(old, old_comp, wide).sub_(weight_of(new, comp, wide))
-    return norms_of([move])[0]
+def _move(*moved: Any) -> Tensor:
+    """Return a tensor with the norm of a parameter's move, perhaps in the first one.
+
+    `moved` are the parameter and its compensation before the step, and after it.
+    """
+    p, *_ = moved
+    wide, parts = compute_dtype(p.dtype), [moved]
+    if p.dtype != wide and p.numel() > SLICE:
+        dim = max(range(p.dim()), key=p.size)
+        rows = max(1, SLICE * p.shape[dim] // p.numel())
+        cut = [repeat(None) if x is None else x.split(rows, dim) for x in moved]
+        parts = list(zip(*cut))
+    found: list[Tensor] = []
+    for old, old_comp, new, comp in parts:
+        move = weight_of(old, old_comp, wide).sub_(weight_of(new, comp, wide))
+        found.append(move if len(parts) == 1 else norms_of([move])[0])
+    return found[0] if len(parts) == 1 else torch.stack(found)
 
 
 def names_of(i: int, group: Group) -> list[str]:
@@ -102,9 +131,10 @@ class Stats(Divided):
     def track(self, on: bool = True) -> None:
         """Measure the steps from now on, for `stats`, or stop measuring.
 
-        A measured step reads gradients once and parameters four times more, and copies the
-        parameters of one param group at a time, under gradient release those of one update.
-        Nothing waits for a device. Measure only steps that you log:
+        A measured step reads gradients once and parameters four times more, and copies a
+        few parameters at a time: at most 512 KB of them, 64 MB on a GPU, or a larger one.
+        Matrices that Muon maps together, on a GPU or divided among processes, are copied
+        together. Nothing waits for a device. Measure only steps that you log:
         `optimizer.track(step % 100 == 0)` before the step, under release before backward.
 
         Args:

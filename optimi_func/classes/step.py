@@ -151,7 +151,7 @@ class Steps(Stats):
             if made:
                 insert_made(self.state, made)
             for work, run in zip(works, runs):
-                if found := tracked.run(self, work, run) if tracked else run():
+                if found := run():
                     parts.update({work[1][i]: part for i, part in found.items()})
         if write and self.divides:
             self._spread([p for _, params, _, _ in every for p in params])
@@ -221,11 +221,14 @@ class Steps(Stats):
             for p, part, g in zip(params, inputs[0][0], grads):
                 check_grad(path_of(group, p), part, g)
 
-        launches, host = plan.launches(executor, *inputs, write, check)
+        watch = self._tracked and self._tracked.watch(work, inputs[0])
+        launches, host = plan.launches(executor, *inputs, write, check, watch is not None)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
+        host = host and watch is None
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.viewed else []
-        run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
+        how = after, moved, write, count, watch
+        run = partial(plan.run, launches, tensors, *inputs, *how)
         return run, host, plan.holders
 
     def _plan(

@@ -210,9 +210,10 @@ def norms_of(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
 
     torch.nn.utils.get_total_norm computes the same, but returns only the total.
     """
-    wides = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
+    kinds = grouped(range(len(tensors)), lambda i: tensors[i].dtype)
     found: dict[int, Tensor] = {}
-    for wide, places in grouped(range(len(wides)), wides.__getitem__).items():
+    for dtype, places in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
         some = torch._foreach_norm([tensors[i] for i in places], order, dtype=wide)
         found.update(zip(places, some))
     return [found[i] for i in range(len(tensors))]

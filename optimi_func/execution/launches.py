@@ -1,7 +1,7 @@
 """Launches: calls that update some parameters of a plan, and that later steps repeat."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -120,16 +120,19 @@ def run_launches(
     at: list[int],
     written: Columns,
     joins: bool = False,
+    watch: Callable[[Sequence[int]], Callable[[], None]] | None = None,
 ) -> dict[int, _Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
     `at` are the indices of the parameters' scalars. Returns the sums of each parameter, by
-    its place, if the rule joins them.
+    its place, if the rule joins them. `watch` is called with the places of each launch
+    before it, and what it returns after it.
     """
     flagged, sums = False, dict[int, Tensor]()
     for x in packed:
         flagged |= x.finite is not None
     for launch in launches:
+        watched = None if watch is None else watch(launch.places)
         kept: list[tuple[Tensor, Tensor, Tensor]] = []
         for column in written if flagged else ():
             for i, x in zip(launch.places, launch.pick(column)):
@@ -139,6 +142,8 @@ def run_launches(
         sums.update(launch.sums() if joins else ())
         for x, flag, old in kept:
             x.copy_(torch.where(flag, x, old))
+        if watched is not None:
+            watched()
     if not joins:
         return {}
     return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at)}

@@ -1,6 +1,8 @@
 """`track()` and `stats()`: norms and shares, against loops over the parameters."""
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,10 @@ from optimi_func import (
     ScheduleFreeAdamW,
     prepare_for_gradient_release,
 )
+from optimi_func.classes import stats
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from harness import peak_bytes
 
 EAGER: dict[str, Any] = {"compile": False}
 
@@ -264,6 +270,40 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     again = copy.deepcopy(named)  # a copy measures nothing before its own track()
     with pytest.raises(RuntimeError, match=r"stats\(\) of no step"):
         again.stats()
+
+
+def peak(cls: Any, options: Any, dtype: torch.dtype, on: bool) -> int:
+    """Bytes that are live within a step, above those before it."""
+
+    def make() -> Any:
+        shapes = [(300, 512)] * 8 + [(800, 512), (512,)]
+        params = [nn.Parameter(torch.ones(x, dtype=dtype)) for x in shapes]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer = cls(params, lr=1e-2, **options)
+        optimizer.track(on)
+        return lambda: None, optimizer.step
+
+    return peak_bytes(make, 2)
+
+
+LIVE: dict[str, Any] = {
+    "eager": (SGD, EAGER, torch.float32),
+    "kernels": (AdamW, {"compile": True}, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    "how", ["eager", pytest.param("kernels", marks=pytest.mark.kernels)]
+)
+def test_a_tracked_step_copies_no_more_than_the_largest_parameter(how: str) -> None:
+    """With its compensation; in bfloat16 also a few slices in float32."""
+    *_, dtype = LIVE[how]
+    # A compiled step allocates nothing.
+    step = peak(*LIVE[how], False) if how == "eager" else 0
+    more = peak(*LIVE[how], True) - step
+    slices = 4 * 4 * stats.SLICE if dtype == torch.bfloat16 else 0
+    assert 0 < more <= 4 * 800 * 512 + slices + (1 << 16)
 
 
 CHECKS = [stats_worlds.shards, stats_worlds.replicas]

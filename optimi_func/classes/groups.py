@@ -193,8 +193,7 @@ def likely_mistakes(
         rules, params = asked[storage]
         found += check_stored(rules, storage, params)
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
-        decay = checks.decay_mistakes(bound.unscaled_decays)
-        found += [text for text in bound.likely_mistakes() if text not in decay]
+        found += bound.likely_mistakes()
         if stuck := checks.stuck_moments(bound.narrow_betas):
             trained = [p for p in group["params"] if p.requires_grad]
             kept = {storage.moments or p.dtype for p in trained}

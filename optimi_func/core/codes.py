@@ -42,6 +42,11 @@ class Moment8(NamedTuple):
     q: Tensor  # int8, of the parameter's shape and memory order
     scale: Tensor  # float32
 
+    @classmethod
+    def zeros(cls, p: Tensor) -> "Moment8":
+        """Return zeros for p."""
+        return cls(torch.zeros_like(p, dtype=torch.int8), _scales(p))
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the moment in a floating dtype."""
         q = _rows(self.q, self.q).to(torch.float32)
@@ -71,6 +76,11 @@ class SecondMoment8(NamedTuple):
     q: Tensor  # uint8, of the parameter's shape and memory order
     scale: Tensor  # float32
 
+    @classmethod
+    def zeros(cls, p: Tensor) -> "SecondMoment8":
+        """Return zeros for p, which are codes of 1 and scales of 0."""
+        return cls(torch.ones_like(p, dtype=torch.uint8), _scales(p))
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the mean of squares in a floating dtype."""
         q = _rows(self.q, self.q).to(torch.float32)
@@ -89,6 +99,8 @@ class SecondMoment8(NamedTuple):
 
 
 Codes: TypeAlias = Moment8 | SecondMoment8
+# By the dtype of q, in the order of CODECS in codecs.cpp.
+CODECS: dict[torch.dtype, type[Codes]] = {torch.int8: Moment8, torch.uint8: SecondMoment8}
 NEAREST = 0.5  # the dither that rounds to the nearest code
 
 
@@ -171,30 +183,17 @@ def _scale_dims(p: Tensor) -> int:
     return p.dim() if p.shape[-1] % GROUP == 0 else 1
 
 
-def moment_codes(p: Tensor) -> Moment8:
-    """Return a first moment of zeros for p."""
-    scale = zeros_divided_like(p, scale_shape(p))
-    return Moment8(torch.zeros_like(p, dtype=torch.int8), scale)
-
-
-def second_moment_codes(p: Tensor) -> SecondMoment8:
-    """Return a mean of squares of zeros for p, with codes of 1 and scales of 0."""
-    scale = zeros_divided_like(p, scale_shape(p))
-    return SecondMoment8(torch.ones_like(p, dtype=torch.uint8), scale)
-
-
-def scale_shape(p: Tensor) -> list[int]:
-    """Return the shape of the scales of p's groups."""
+def _scales(p: Tensor) -> Tensor:
+    """Return scales of 0 for p's groups."""
     *front, last = p.shape
     if p.dim() == 1:
-        return [-(-last // GROUP)]
+        return zeros_divided_like(p, [-(-last // GROUP)])
     dims, rest = _scale_dims(p), prod(p.shape[1:]) // GROUP
     if dims == p.dim():
-        return [*front, last // GROUP]
-    if dims == 1:
-        return [p.shape[0], rest]
+        return zeros_divided_like(p, [*front, last // GROUP])
     # One dimension more than p marks codes in another memory order, which files lose.
-    return [p.shape[0], *[1] * (p.dim() - 1), rest]
+    ones = [] if dims == 1 else [1] * (p.dim() - 1)
+    return zeros_divided_like(p, [p.shape[0], *ones, rest])
 
 
 def in_own_order(codes: "Codes", p: Tensor) -> "Codes":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func.core.codes import is_eligible, moment_codes, second_moment_codes
+from optimi_func.core.codes import Moment8, SecondMoment8, is_eligible
 from optimi_func.core.rule import MomentStorage, Scalar
 from optimi_func.core.torch_private import differentiates, multiplies_bfloat16
 
@@ -138,32 +138,40 @@ def may_be_differentiated(x: Any) -> bool:
     return torch.compiler.is_compiling() or is_differentiated(x)
 
 
+def in_codes(p: Tensor, kept: MomentStorage) -> bool:
+    """Return True if moments of p are kept in codes."""
+    return kept == "8bit" and is_eligible(p)
+
+
+def dtype_in(p: Tensor, kept: MomentStorage) -> torch.dtype:
+    """Return the dtype of moments of p that are in no codes."""
+    return p.dtype if kept == "8bit" else kept
+
+
 def moment(p: Tensor, kept: MomentStorage) -> Any:
     """Return zeros for a first moment of p's gradients, in a dtype or in codes."""
-    return moment_codes(p) if kept == "8bit" and is_eligible(p) else wide_moment(p, kept)
+    return Moment8.zeros(p) if in_codes(p, kept) else wide_moment(p, kept)
 
 
 def second_moment(p: Tensor, kept: MomentStorage) -> Any:
     """Return zeros for a mean of squares; never float16, where 1e-4 squared is 0."""
-    if kept == "8bit" and is_eligible(p):
-        return second_moment_codes(p)
-    return wide_second_moment(p, kept)
+    return SecondMoment8.zeros(p) if in_codes(p, kept) else wide_second_moment(p, kept)
 
 
 def wide_moment(p: Tensor, kept: MomentStorage) -> Tensor:
     """Return zeros for a first moment that must not be in codes, as a former gradient."""
-    return torch.zeros_like(p, dtype=p.dtype if kept == "8bit" else kept)
+    return torch.zeros_like(p, dtype=dtype_in(p, kept))
 
 
 def wide_second_moment(p: Tensor, kept: MomentStorage) -> Tensor:
     """Return zeros for a mean of squares that must not be in codes, as a maximum."""
-    dtype = p.dtype if kept == "8bit" else kept
+    dtype = dtype_in(p, kept)
     return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)
 
 
 def slow_second_moment(p: Tensor, kept: MomentStorage) -> Any:
     """Return `slow_moment(p)`, or codes, whose dithered rounding is right on average."""
-    return second_moment_codes(p) if kept == "8bit" and is_eligible(p) else slow_moment(p)
+    return SecondMoment8.zeros(p) if in_codes(p, kept) else slow_moment(p)
 
 
 def slow_moment(p: Tensor, kept: MomentStorage | None = None) -> Tensor:

@@ -282,6 +282,11 @@ class Storage(NamedTuple):
     param: ParamStorage | None = None
     moments: MomentStorage | None = None
 
+    @property
+    def coded(self) -> bool:
+        """Return True if moments are kept in codes where they can be."""
+        return self.moments == "8bit"
+
 
 StorageLike: TypeAlias = Storage | Literal["compact", "exact"]
 

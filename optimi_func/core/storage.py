@@ -21,10 +21,9 @@ from optimi_func.core.checks import (
     value_of,
 )
 from optimi_func.core.codes import (
+    CODECS,
     GROUP,
     Codes,
-    Moment8,
-    SecondMoment8,
     has_groups,
     is_eligible,
     is_low,
@@ -69,7 +68,7 @@ def storage_of(
         raise ValueError(
             f"Invalid storage: storage.param={storage.param!r}: allowed are {params}"
         )
-    if storage.moments != "8bit":
+    if not storage.coded:
         check_state_dtype(storage.moments)
     return storage
 
@@ -97,7 +96,7 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
             f"{allowed}: convert the model, or choose param=None, which does not change "
             "other dtypes"
         )
-    if storage.moments != "8bit":
+    if not storage.coded:
         return []
     if not any(map(keeps_codes, rules)):
         fields = [field for rule in rules for field in rule.state._fields]
@@ -143,17 +142,13 @@ def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
 def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
     """Build a State from the next tensors: codes and scales for a field with codes[i]."""
     pairs = [(next(tensors), next(tensors) if coded else None) for coded in codes]
-    return kind(*[x if scale is None else codes_of(x, scale) for x, scale in pairs])
-
-
-def codes_of(q: Tensor, scale: Tensor) -> Codes:
-    """Return codes from their tensors. Their dtype tells the kind."""
-    return Moment8(q, scale) if q.dtype == torch.int8 else SecondMoment8(q, scale)
+    return kind(*[x if s is None else CODECS[x.dtype](x, s) for x, s in pairs])
 
 
 # Entries
 
 _Q, _SCALE = "_q", "_scale"
+_ENDS = ("",), (_Q, _SCALE)  # of the names of a field, and of one in codes
 
 
 def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
@@ -171,13 +166,10 @@ def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
 
 def state_in(rule: Rule, entry: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the rule's state and the compensation (or None) of a complete entry."""
-    fields = [
-        codes_of(entry[name + _Q], entry[name + _SCALE])
-        if entry.get(name) is None
-        else entry[name]
-        for name in rule.state._fields
-    ]
-    return rule.state(*fields), entry.get("kahan_comp")
+    codes = tuple([entry.get(name) is None for name in rule.state._fields])
+    names = [f + end for f, c in zip(rule.state._fields, codes) for end in _ENDS[c]]
+    state = state_of(rule.state, map(entry.__getitem__, names), codes)
+    return state, entry.get("kahan_comp")
 
 
 def names_in(fields: tuple[str, ...], entry: Mapping[str, Any]) -> list[str]:
@@ -248,7 +240,7 @@ def check_entry(
     for name, x in entry.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")
-        if name.endswith(_Q) and x.dtype not in (torch.int8, torch.uint8):
+        if name.endswith(_Q) and x.dtype not in CODECS:
             raise TypeError(
                 f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are codes, of int8 "
                 "or uint8, as they were saved"

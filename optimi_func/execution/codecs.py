@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimi_func.core.codes import moment_codes, narrow, second_moment_codes, widen
+from optimi_func.core.codes import CODECS, Moment8, narrow, widen
 from optimi_func.execution.cpp import native
 from optimi_func.execution.slots import Slot
 
@@ -27,7 +27,7 @@ class Argument(NamedTuple):
 
 
 # Indices in CODECS: of moments and parameters, by the dtype of the codes or compensation.
-_MOMENTS = {torch.int8: 1, torch.uint8: 2}
+_MOMENTS = {dtype: i for i, dtype in enumerate(CODECS, 1)}
 _PARAMS = {torch.int8: 3, torch.int16: 4}
 _BFLOAT16, _HALVES = 5, 6
 
@@ -95,15 +95,14 @@ def are_exact() -> bool:
     own = torch.Generator().manual_seed(0)
     x = torch.randn(1003, generator=own, device="cpu").mul(1e-3)
     x[::97] = 0.0
-    p, rest = x.new_zeros(1003, dtype=torch.bfloat16), x.new_zeros(1003, dtype=torch.int16)
-    m, v = moment_codes(x).encode(x, 0.3), second_moment_codes(x).encode(x.square(), 0.3)
-    kahan8, exact = narrow(x, p, rest.to(torch.int8)), narrow(x, p, rest)
-    trials: list[tuple[int, Tensor, tuple[Tensor, Tensor], Tensor]] = [
-        (1, x, m, m.decode(torch.float32)),
-        (2, x.square(), v, v.decode(torch.float32)),
-        (3, x, kahan8, widen(*kahan8, torch.float32)[1]),
-        (4, x, exact, widen(*exact, torch.float32)[1]),
-    ]
+    trials: list[tuple[int, Tensor, tuple[Tensor, Tensor], Tensor]] = []
+    for dtype, codec in _MOMENTS.items():
+        given = x if CODECS[dtype] is Moment8 else x.square()
+        codes = CODECS[dtype].zeros(x).encode(given, 0.3)
+        trials.append((codec, given, codes, codes.decode(torch.float32)))
+    for dtype, codec in _PARAMS.items():
+        both = narrow(x, x.to(torch.bfloat16), x.new_zeros(1003, dtype=dtype))
+        trials.append((codec, x, both, widen(*both, torch.float32)[1]))
     for codec, x, coded, decoded in trials:
         first, second, back = map(torch.empty_like, (*coded, x))
         places = first.data_ptr(), second.data_ptr()

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag, warn_user
-from optimi_func.core.codes import is_eligible
-from optimi_func.core.math import moment, slow_second_moment
+from optimi_func.core.math import dtype_in, in_codes, moment, slow_second_moment
 from optimi_func.core.rule import MomentStorage, Scalar
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
@@ -21,8 +20,8 @@ __all__ = ["Prodigy", "prodigy", "prodigy_init", "prodigy_step"]
 
 def kept_for(p: Tensor, kept: MomentStorage) -> MomentStorage:
     """Return float32 for float16, in which d * g would be 0 as long as d is small."""
-    own = p.dtype if kept == "8bit" and not is_eligible(p) else kept
-    return torch.float32 if own == torch.float16 else kept
+    low = dtype_in(p, kept) == torch.float16 and not in_codes(p, kept)
+    return torch.float32 if low else kept
 
 
 class Prodigy(Body, name="prodigy"):

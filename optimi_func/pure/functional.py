@@ -258,14 +258,13 @@ class FunctionalOptimizer(Kept):
                 )
 
     def likely_mistakes(self) -> list[str]:
-        """Return warnings of options that are allowed, but probably a mistake."""
-        found: list[str] = []
-        if self.max_lr is not None and not self.needs_max_lr:
-            found.append(
-                f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
-                "corrected_decay=True)."
-            )
-        return found + checks.decay_mistakes(self.unscaled_decays)
+        """Return warnings of options, but decay, that are probably a mistake."""
+        if self.max_lr is None or self.needs_max_lr:
+            return []
+        return [
+            f"max_lr={self.max_lr} has no effect without decouple_lr=True (or "
+            "corrected_decay=True)."
+        ]
 
     @property
     def unscaled_decays(self) -> list[tuple[DecayKind, Any]]:
@@ -274,8 +273,8 @@ class FunctionalOptimizer(Kept):
 
     @cached_property
     def mistakes(self) -> list[str]:
-        """The `likely_mistakes` of this value, for each of its steps."""
-        return self.likely_mistakes()
+        """The `likely_mistakes` of this value and its decay, for each of its steps."""
+        return self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays)
 
     @cached_property
     def _stuck(self) -> list[str]:
@@ -317,7 +316,7 @@ class FunctionalOptimizer(Kept):
             storage: Storage of parameters and moments instead of these two: "compact",
                 "exact" or `Storage(param, moments)`.
         """
-        checks.warn(self.likely_mistakes())
+        checks.warn(self.mistakes)
         how = storage_of(storage, kahan_sum, state_dtype)
         state = init_tree(self.starting_rule, params, how)
         tree = FlatTree.of(params, params, state)

@@ -412,7 +412,7 @@ class Checkpoints(Optimizer):
             group, p = home[name]
             rule, storage = self.rule_of(group), group_storage(group)
             entry = convert.checked(rule, "state.leaves", name, p, entry)
-            plain = storage.moments != "8bit" and not has_codes(rule, entry)
+            plain = not (storage.coded or has_codes(rule, entry))
             with torch.no_grad():
                 made[p] = owned(rule, p, group["capturable"], storage, entry, plain)
         return made, [(home[name][1], x) for name, x in params.items()]

@@ -33,12 +33,6 @@ POLICY = (
     *("storage", "kahan_sum", "state_dtype", "compile", "foreach", "triton"),
     *("capturable", "gradient_release"),
 )
-_OURS_ALONE = (
-    *("decouple_wd", "decouple_lr", "kahan_sum", "state_dtype", "compile", "triton"),
-    *("storage", "gradient_release", "torch_init", "ns_dtype", "split"),
-    *("cautious_decay", "corrected_decay", "cautious", "torch_form", "flatten"),
-    *("clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step"),
-)
 _OUR_DECAYS = ("decouple_lr", "decouple_wd", "cautious_decay", "corrected_decay")
 
 # The training point y of a parameter, in the entry of an optimizer in eval mode.
@@ -372,9 +366,10 @@ def as_torchs(
     if cls is None:
         raise ValueError(f"torch.optim has no {name} that could load this state")
     takes = inspect.signature(cls).parameters
+    ours_alone = {*keywords, *POLICY} - {*takes, "max_lr"}
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
-        made = {k: v for k, v in group.items() if k not in _OURS_ALONE}
+        made = {k: v for k, v in group.items() if k not in ours_alone}
         if made["max_lr"] is None:
             del made["max_lr"]  # some schedules add an option of the same name
         if lost := [k for k in keywords if k not in group]:

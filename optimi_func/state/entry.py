@@ -103,7 +103,7 @@ def _fields_to_convert(
     """Return the fields that are in codes and should not be, or the other way round."""
     names = [name for name in rule.state._fields if name not in missing]
     coded = [name for name in names if state.get(name) is None]
-    if not names or (storage.moments != "8bit" and not coded):
+    if not names or not (storage.coded or coded):
         return []
     fresh = fresh_like(rule, p, storage).state
     return [

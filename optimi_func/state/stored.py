@@ -11,16 +11,15 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.checks import warn_user
 from optimi_func.core.codes import (
+    CODECS,
     NEAREST,
     alike,
     in_own_order,
     is_low,
-    moment_codes,
     narrow,
     recast_remainder,
     remainder,
     same_order,
-    second_moment_codes,
     to,
     widen,
 )
@@ -35,7 +34,6 @@ from optimi_func.core.leaf import init_leaf, leaf_dtype
 from optimi_func.core.pairs import as_real, stored
 from optimi_func.core.rule import Leaf, Rule, Storage
 from optimi_func.core.storage import (
-    codes_of,
     decode,
     entry_of,
     field_of,
@@ -66,7 +64,7 @@ def owned(
     ValueError if the entry or the storage has codes then. capturable puts the step count
     and running scalars on p's device.
     """
-    if keep_dtypes and (storage.moments == "8bit" or has_codes(rule, entry)):
+    if keep_dtypes and (storage.coded or has_codes(rule, entry)):
         raise ValueError(
             f"keep_dtypes=True with storage={storage} and a state that holds "
             f"{sorted(entry)}: codes are not cast. Leave it out, and the state is "
@@ -147,7 +145,7 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
         # Of its own shape, if the rule's map of whole tensors keeps it.
         return _laid_out(p, x, x.dtype if keeps else like.dtype, like)
     (part,) = to_local([_laid_out(p, x, torch.float32)])
-    fresh = second_moment_codes(p) if like.q.dtype == torch.uint8 else moment_codes(p)
+    fresh = type(like).zeros(p)
     locals_ = to_local(list(fresh))
     for mine, new in zip(locals_, type(fresh)(*locals_).encode(part, NEAREST)):
         mine.copy_(new)
@@ -194,8 +192,9 @@ def decoded(rule: Rule, p: Tensor, entry: Entry) -> Entry:
             found[key] = recast_remainder(_compensated(rule, p, entry), x, torch.float32)
         elif key in names and key.endswith("_q"):
             name = key.removesuffix("_q")
-            codes = codes_of(*to_local([x, entry[name + "_scale"]]))
-            found[name] = from_local(codes.decode(torch.float32), as_real(p))
+            q, scale = to_local([x, entry[name + "_scale"]])
+            decoded = CODECS[q.dtype](q, scale).decode(torch.float32)
+            found[name] = from_local(decoded, as_real(p))
         elif key not in names or not key.endswith("_scale"):
             # A complex tensor cannot be of pairs in 16 bits.
             low = p.is_complex() and key in rule.state._fields and is_low(x.dtype)

@@ -176,7 +176,7 @@ class Partition(Transform):
             own = storage
             if low and i not in low:
                 own = own._replace(param=None)
-            if own.moments == "8bit" and any(moments) and not moments[i]:
+            if own.coded and any(moments) and not moments[i]:
                 own = own._replace(moments=None)
             found.append(own)
         return found

@@ -263,6 +263,20 @@ def test_what_torch_cannot_go_on_with(cls: str, options: dict[str, Any], text: s
         optimizer.torch_state_dict()
 
 
+IN_TORCH = [x for x in CLASSES if hasattr(torch.optim, CLASSES[x].__name__)]
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_no_option_is_ours_alone(name: str) -> None:
+    cls, w = CLASSES[name], torch.ones(2, 3, requires_grad=True)
+    form = {"torch_form": True} if name == "adafactor" else {}
+    ours = cls([w], **form, **EAGER).torch_state_dict()["param_groups"][0]
+    theirs = getattr(torch.optim, cls.__name__)([w]).param_groups[0]
+    assert {*ours} - {*theirs} <= {"foreach", "differentiable"}  # Muon has neither
+    # torch's AdamW sets this name in what it loads.
+    assert {*theirs} - {*ours} <= {"decoupled_weight_decay"}
+
+
 # From optimi
 
 

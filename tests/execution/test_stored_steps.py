@@ -22,7 +22,7 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import AdamW, adamw, compiled
-from optimi_func.core.codes import NEAREST, moment_codes, narrow, second_moment_codes, widen
+from optimi_func.core.codes import NEAREST, Moment8, SecondMoment8, narrow, widen
 from optimi_func.core.rule import WHOLE_BATCH, Storage
 from optimi_func.execution.cpp import native
 from optimi_func.execution.launches import ListLaunch
@@ -61,7 +61,7 @@ def test_moments_in_c_are_those_of_torch(second: bool, dither: float) -> None:
     functions = native()
     assert functions is not None
     x = hard().square() if second else hard()
-    zeros = second_moment_codes(x) if second else moment_codes(x)
+    zeros = (SecondMoment8 if second else Moment8).zeros(x)
     wanted = zeros.encode(x, dither)
     q, scale = (y.clone() for y in zeros)
     codec, places = 1 + second, (q.data_ptr(), scale.data_ptr())

@@ -20,9 +20,7 @@ from optimi_func.core.codes import (
     Moment8,
     SecondMoment8,
     is_eligible,
-    moment_codes,
     narrow,
-    second_moment_codes,
     widen,
 )
 from optimi_func.core.rule import Scalars, Storage
@@ -121,7 +119,7 @@ LENGTHS = (64, 8192, 8200, 1003)
 
 
 def coded(x: Tensor, second: bool, dither: float = NEAREST) -> Moment8 | SecondMoment8:
-    zeros = second_moment_codes(x) if second else moment_codes(x)
+    zeros = (SecondMoment8 if second else Moment8).zeros(x)
     return zeros.encode(x, dither)
 
 
@@ -187,7 +185,7 @@ def test_means_of_squares_are_never_0_beside_others() -> None:
 def test_the_dither_of_many_steps_is_even() -> None:
     """Over many steps a value between two codes is their average."""
     optimizer = optimi_func.adamw(lr=0.1)
-    codes = second_moment_codes(torch.zeros(64))
+    codes = SecondMoment8.zeros(torch.zeros(64))
     x = torch.full((64,), (100.25 / 255) ** 4)
     x[0] = 1.0
     found = [codes.encode(x, dithers(optimizer, t)).q[1].item() for t in range(1, 401)]
@@ -282,7 +280,7 @@ def test_who_is_kept_in_codes() -> None:
         p = torch.zeros(shape)
         assert is_eligible(p) == (scale is not None), shape
         if scale is not None:
-            assert tuple(moment_codes(p).scale.shape) == scale
+            assert tuple(Moment8.zeros(p).scale.shape) == scale
     holes = torch.zeros(128, 128)[:, :64]
     assert not is_eligible(holes) and is_eligible(torch.zeros(64, 256).t())
     assert not is_eligible(torch.zeros(64).expand(128, 64))

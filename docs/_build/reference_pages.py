@@ -14,7 +14,7 @@ from optimi_func import compiled, functional
 WIDTH = 88
 # What the classes' users call; the rest of BaseOptimizer is the engine's.
 SHARED = [
-    *("step", "zero_grad", "add_param_group", "init_state", "step_params", "describe"),
+    *("step", "give", "zero_grad", "add_param_group", "init_state", "step_params", "describe"),
     *("state_dict", "load_state_dict", "load_fitting", "torch_state_dict"),
     "decoded_state_dict",
     *("master_state_dict", "load_master_state_dict", "functional", "load_functional"),

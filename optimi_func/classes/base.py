@@ -290,7 +290,7 @@ class BaseOptimizer(Fields, Steps):
         if self.skips_steps and not (works := finite_works(self, works)):
             return loss
         if extras or self.extras is not None:
-            self.extras = found_extras(self, extras)
+            self.extras = found_extras(self, {**self.given, **extras})
         write = not self.optimizer_accumulation
         if parts := self._update(works, write, count=True):
             self.end(parts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,18 +17,42 @@ from optimi_func.core.rule import Rule, Scalars
 
 def check_runs(group: Group, rule: Rule) -> None:
     """Raise for options that a rule with extras or noise cannot honour."""
-    refused = ["foreach", "compile", "triton", *["gradient_release"] * bool(rule.extras)]
-    for name in refused if rule.given else ():
+    for name in ("foreach", "compile", "triton") if rule.given else ():
         if group.get(name):
-            why = "extras are given to step()" if name[0] == "g" else "it runs eagerly"
             raise TypeError(
                 f"{name}={group[name]} with {rule.name}, whose direction takes "
-                f"{', '.join(rule.given)}: {why}. Allowed is {name}=False"
+                f"{', '.join(rule.given)}: it runs eagerly. Allowed is {name}=False"
             )
 
 
-def found_extras(optimizer: Any, given: dict[str, Any]) -> dict[str, dict[Tensor, Tensor]]:
-    """Return the extras of a step by name and parameter. Raise if they do not fit."""
+class Given:
+    """The extras of an optimizer's steps."""
+
+    extras: dict[str, Any] | None = None  # of a step, None if no rule takes any
+    given: Mapping[str, dict[Tensor, Tensor]] = MappingProxyType({})  # by `give`
+
+    def give(self, **extras: Any) -> None:
+        """Give extras to the steps to come, until others take their place.
+
+        Gradient release takes no others. `step` takes its own before these. They are not
+        saved: after loading a checkpoint give them again.
+
+        Args:
+            **extras: As those of `step`, for each trainable parameter.
+
+        Raises:
+            TypeError, ValueError: Extras that do not fit; the former ones stay then.
+        """
+        self.given = found_extras(self, extras, every=True)
+
+
+def found_extras(
+    optimizer: Any, given: Mapping[str, Any], every: bool = False
+) -> dict[str, dict[Tensor, Tensor]]:
+    """Return extras by name and parameter: those with a gradient, or all that take one.
+
+    Raises TypeError or ValueError if they do not fit.
+    """
     groups: list[Group] = optimizer.param_groups
     rules: list[Rule] = list(map(optimizer.rule_of, groups))
     taken = {*chain.from_iterable([rule.extras for rule in rules])}
@@ -52,7 +77,7 @@ def found_extras(optimizer: Any, given: dict[str, Any]) -> dict[str, dict[Tensor
         for group in [g for g, rule in zip(groups, rules) if name in rule.extras]:
             names = group.get("param_names", group["params"])
             for p, key in zip(group["params"], names):
-                if p.grad is not None:
+                if p.grad is not None or (every and p.requires_grad):
                     own = rows.get(p, rows.get(key))
                     found[name][p] = _checked(name, path_of(group, p), p, own)
     return found
@@ -62,7 +87,7 @@ def _checked(name: str, path: object, p: Tensor, x: Any) -> Tensor:
     right = isinstance(x, Tensor) and x.shape in (p.shape, ())
     if not right or not (x.dim() == 0 or same_placements(p, x)):
         raise ValueError(
-            f"{name} of {path}, which has a gradient, is {shown(x)}: allowed are tensors "
+            f"{name} of {path}, which takes a gradient, is {shown(x)}: allowed are tensors "
             f"of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
         )
     # A number in float32 would not widen by what is multiplied with it.
@@ -85,8 +110,16 @@ def with_given(
     if bound.rule.noise:
         every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
         places = {p: i for i, p in enumerate(every)}
+    held = optimizer.extras or optimizer.given  # extras are {} outside of a step
     for p, i in zip(params, at):
-        own: Any = {name: optimizer.extras[name][p] for name in bound.rule.extras}
+        for name in bound.rule.extras:
+            if p not in held.get(name, ()):
+                where = path_of(optimizer.group_of(p), p)
+                raise ValueError(
+                    f"nothing was given as {name} of {where}: allowed is to call "
+                    f"optimizer.give({name}=...) before the backward"
+                )
+        own: Any = {name: held[name][p] for name in bound.rule.extras}
         if bound.rule.noise:
             own["z"] = bound.seed, counts[i][0], places[p], p
         found.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**own)))

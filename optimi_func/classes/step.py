@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from optimi_func.classes.divided import Work
-from optimi_func.classes.extras import with_given
+from optimi_func.classes.extras import Given, with_given
 from optimi_func.classes.groups import (
     UNSCHEDULED,
     Group,
@@ -50,13 +50,12 @@ _Wide: TypeAlias = tuple[ClassPlan, dict[int, int]]  # and the places of paramet
 _LISTS = 32
 
 
-class Steps(Stats):
+class Steps(Stats, Given):
     """The methods of an optimizer that step. It keeps values of groups, and plans."""
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     optimizer_accumulation: bool
     releases: list[Any]
-    extras: dict[str, Any] | None = None  # of a step, None if no rule takes any
     skips_steps: bool  # with a gradient that is not finite
 
     def _forget(self) -> None:

@@ -87,13 +87,77 @@ def test_a_rule_without_extras_refuses_them() -> None:
         SGLD(model().parameters(), lr=0.1).step(loss=torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("name", ["foreach", "compile", "gradient_release"])
+@pytest.mark.parametrize("name", ["foreach", "compile"])
 def test_options_that_extras_do_not_go_with(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"{name}=True with Sophia, .* takes hessian: "):
-        Sophia(model().parameters(), **HOW, **{name: True})
-    if name != "gradient_release":
-        with pytest.raises(TypeError, match=rf"{name}=True with SGLD, .* takes z: "):
-            SGLD(model().parameters(), lr=0.1, **{name: True})
+    for rule, takes, how in ((Sophia, "hessian", HOW), (SGLD, "z", {"lr": 0.1})):
+        with pytest.raises(TypeError, match=rf"{name}=True with \w+, .* takes {takes}: "):
+            rule(model().parameters(), **how, **{name: True})
+
+
+def sophia(net: nn.Linear, **options: Any) -> Sophia:
+    return Sophia(net.named_parameters(), **HOW, **options)
+
+
+def train(net: nn.Linear, optimizer: Any, at: int, count: int = 1) -> None:
+    for i in range(count):
+        drawn = torch.Generator().manual_seed(10 * at + i)
+        net(torch.randn(4, 3, generator=drawn)).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulation": "buffer"}, {"clip_param_norm": 0.1}]
+)
+def test_release_steps_by_what_was_given(options: dict[str, Any]) -> None:
+    nets, count = [model(), model()], 2 if "accumulation" in options else 1
+    plain, released = sophia(nets[0]), sophia(nets[1], gradient_release=True)
+    nets[0].zero_grad()
+    nets[1].zero_grad()
+    with prepare_for_gradient_release(nets[1], released, **options):
+        for i in range(4):
+            if i % 2 == 0:  # used until others take their place
+                hessian = [(i + 1.0) * torch.rand_like(p) for p in nets[0].parameters()]
+                released.give(hessian=hessian)
+            train(nets[0], plain, i, count)
+            for p in nets[0].parameters() if "clip_param_norm" in options else ():
+                nn.utils.clip_grad_norm_([p], 0.1)
+            plain.step(hessian=hessian)
+            plain.zero_grad()
+            train(nets[1], released, i, count)
+            released.step()
+    for p, q in zip(*[net.parameters() for net in nets]):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert released.state[nets[1].weight]["step"] == 4
+    assert not torch.equal(nets[1].weight, model().weight)
+
+
+def test_given_extras_are_those_of_steps_without_their_own() -> None:
+    nets = [model(), model()]
+    plain, other = map(sophia, nets)
+    hessian = [torch.rand_like(p) for p in nets[0].parameters()]
+    other.give(hessian=dict(zip(("weight", "bias"), hessian)))
+    for given in (hessian, hessian, torch.tensor(2.0)):
+        plain.step(hessian=given)
+        other.step(**({} if given is hessian else {"hessian": given}))
+    assert all(map(torch.equal, *[net.parameters() for net in nets]))
+    with pytest.raises(
+        ValueError, match=r"hessian of \['bias'\], which takes a gradient, is"
+    ):
+        other.give(hessian=hessian[:1] * 2)
+    assert torch.equal(other.given["hessian"][nets[1].bias], hessian[1])
+
+
+def test_release_without_extras_says_how_to_give_them() -> None:
+    net = model()
+    net.zero_grad()
+    optimizer, before = sophia(net, gradient_release=True), copy.deepcopy(net)
+    with prepare_for_gradient_release(net, optimizer):
+        with pytest.raises(
+            RuntimeError, match=r"nothing was given as hessian .*give\(hess"
+        ):
+            train(net, optimizer, 0)
+    assert all(map(torch.equal, net.parameters(), before.parameters()))
+    with pytest.raises(TypeError, match=r"got the extras \['loss'\]"):
+        optimizer.give(loss=torch.tensor(1.0))
 
 
 def test_compiled_functions_and_released_trees_refuse_them() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import assert_moved_alike
+from own_rules import Sophia
 from scheduled import drive, start
 from torch import nn
 from torch.optim import lr_scheduler
@@ -176,6 +177,41 @@ def test_transformers_trainer(
         pair.append((model, optimizer))
     assert_same(*pair)
     assert_lrs(optimizer)
+
+
+def estimate(model: nn.Module, inputs) -> list[torch.Tensor]:
+    """The diagonal of Gauss-Newton-Bartlett, as docs/own_rule.md has it."""
+    logits = model(input_ids=inputs["input_ids"]).logits.flatten(0, 1)
+    labels = torch.distributions.Categorical(logits=logits).sample()
+    loss = nn.functional.cross_entropy(logits, labels)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [len(logits) * g.square() for g in grads]
+
+
+def test_transformers_trainer_of_a_rule_with_extras(transformers, tmp_path) -> None:
+    pair, losses = [], []
+    for release in (False, True):
+        model = make_gpt2(transformers)
+        optimizer = Sophia(model.parameters(), lr=3e-3, rho=1.0, gradient_release=release)
+        if release:
+            prepare_for_gradient_release(model, optimizer)
+
+        class Second(transformers.Trainer):
+            def training_step(self, model, inputs, *rest, given=optimizer):
+                if self.state.global_step % 2 == 0:
+                    given.give(hessian=estimate(model, inputs))
+                losses.append(super().training_step(model, inputs, *rest).item())
+                return torch.tensor(losses[-1])
+
+        Second(
+            model=model,
+            args=make_arguments(transformers.TrainingArguments, tmp_path),
+            train_dataset=tokens(4) * STEPS,
+            optimizers=(optimizer, linear(optimizer)),
+        ).train()
+        pair.append((model, optimizer))
+    assert_same(*pair)
+    assert losses[STEPS - 1] < losses[0]
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -316,7 +316,8 @@ class FunctionalOptimizer(Kept):
             storage: Storage of parameters and moments instead of these two: "compact",
                 "exact" or `Storage(param, moments)`.
         """
-        checks.warn(self.mistakes)
+        # Not `mistakes`, which has a lock that a graph cannot enter.
+        checks.warn(self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays))
         how = storage_of(storage, kahan_sum, state_dtype)
         state = init_tree(self.starting_rule, params, how)
         tree = FlatTree.of(params, params, state)

@@ -5,7 +5,7 @@ In eval mode a parameter is its `eval_point`, the average x in the place of y, a
 copied and moved with the state.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -243,6 +243,9 @@ class EMA:
     Averages are float32, of DTensors as shards: torch's AveragedModel has averages of the
     parameter's dtype, which in bfloat16 stand still. Call `update()` after each step.
 
+    With `divide_state=True` a process has the averages of what it steps, and all processes
+    call `update()`, `applied()` and `state_dict()`, which is whole.
+
     Args:
         optimizer: A class of this package. Its trainable parameters are averaged.
         decay: In [0, 1): how much of an average an update keeps; a number or a schedule.
@@ -250,7 +253,7 @@ class EMA:
 
     Raises:
         TypeError: Another optimizer.
-        ValueError: decay is out of its range, or the state is divided (divide_state).
+        ValueError: decay is out of its range.
 
     References:
         See `optimi_func.transforms.ema`.
@@ -276,7 +279,6 @@ class EMA:
                 f"EMA got {optimizer!r:.80}: allowed are this package's classes"
             )
         check_number("averaging decay", "decay", decay, below=1.0)
-        optimizer.check_undivided("EMA")
         self.optimizer, self.decay = optimizer, decay
         self.updates = torch.zeros((), dtype=torch.float64)
         self.weight = torch.full((), 0.0 if debias else 1.0, dtype=torch.float64)
@@ -285,11 +287,13 @@ class EMA:
 
     def _compensations(self) -> dict[Tensor, Any]:
         """Return trainable parameters with their compensations; new ones get averages."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        entries = self.optimizer.state
-        every = {p: entries.get(p, {}).get("kahan_comp") for p in params if p.requires_grad}
+        optimizer, entries = self.optimizer, self.optimizer.state
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = [p for p in params if p.requires_grad and optimizer.owns(p)]
+        every = {p: entries.get(p, {}).get("kahan_comp") for p in mine}
         new = {p: comp for p, comp in every.items() if p not in self._averages}
-        self._averages |= {p: master(p, comp) for p, comp in new.items()}
+        made = {p: master(optimizer.part_of(p), comp) for p, comp in new.items()}
+        self._averages |= made
         return every
 
     def _weights(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -301,7 +305,7 @@ class EMA:
                     del every[p]
                     yield p, x
         for p, comp in every.items():
-            part, rest = to_local([p.detach(), comp])
+            part, rest = to_local([optimizer.part_of(p).detach(), comp])
             yield p, weight_of(part, rest, compute_dtype(p.dtype))
 
     @torch.no_grad()
@@ -330,34 +334,54 @@ class EMA:
         """
         optimizer, averages = self.optimizer, dict(self._averages)
         optimizer.check_train_mode("EMA.applied()")
-        kept = {p: p.detach().clone() for p in averages}
+        optimizer._tell("EMA.applied()")
+        kept = {p: p.detach().clone() for p in self._every()}
         optimizer.holds_averages = True
         try:
-            self._set(averages)
+            self._set([(optimizer.part_of(p), x) for p, x in averages.items()])
+            optimizer._spread([*kept])
+            optimizer._arrive()
             yield
         finally:
-            self._set(kept)
+            self._set([*kept.items()])
             optimizer.holds_averages = False
 
     @torch.no_grad()
-    def _set(self, values: dict[Tensor, Tensor]) -> None:
-        for p, x in values.items():
+    def _set(self, values: list[tuple[Tensor, Tensor]]) -> None:
+        for p, x in values:
             (part,) = to_local([x])
             _write(p, part)
-        reshard(values)
+        reshard([p for p, _ in values])
+
+    def _every(self) -> Iterable[Tensor]:
+        """Return the parameters with averages in any of the processes that divide them."""
+        optimizer = self.optimizer
+        return optimizer.owners(self._averages) if optimizer.divides else self._averages
+
+    def _names(self) -> dict[Tensor, str]:
+        """Return the name, or place, of each parameter."""
+        found: dict[Tensor, str] = {}
+        for i, group in enumerate(self.optimizer.param_groups):
+            found.update(zip(group["params"], names_of(i, group)))
+        return found
 
     @property
     def averages(self) -> dict[str, Tensor]:
         """The averages by name, or place, of the parameter: for `functional_call`."""
-        names: dict[Tensor, str] = {}
-        for i, group in enumerate(self.optimizer.param_groups):
-            names.update(zip(group["params"], names_of(i, group)))
+        self.optimizer.check_undivided("EMA.averages")
+        names = self._names()
         return {names[p]: x for p, x in self._averages.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and counts, in tensors that torch's dcp can load into."""
-        counts = {"updates": self.updates, "weight": self.weight}
-        return {"averages": self.averages, **counts}
+        names = self._names()
+        own = {
+            i: {"": self._averages[p]} for i, p in enumerate(names) if p in self._averages
+        }
+        every = dict(enumerate(names.values()))
+        whole = self.optimizer.whole_state(own)
+        averages = {every[i]: entry[""] for i, entry in whole.items()}
+        return {"averages": averages, "updates": self.updates, "weight": self.weight}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -366,13 +390,13 @@ class EMA:
         Raises:
             ValueError: Other names or shapes; nothing is loaded then.
         """
-        mine = self.state_dict()
-        own, given = mine["averages"], state_dict.get("averages", {})
-        shapes = [{k: tuple(x.shape) for k, x in some.items()} for some in (own, given)]
-        if shapes[0] != shapes[1] or not {*mine} <= {*state_dict}:
-            other = sorted(dict(shapes[0].items() ^ shapes[1].items()))
-            raise ValueError(f"EMA's state has other names or shapes: {other}")
-        for name, x in own.items():
-            x.copy_(distribute_like(x, given[name]))
-        for name in ("updates", "weight"):
-            mine[name].copy_(state_dict[name])
+        names, given = self._names(), state_dict.get("averages", {})
+        shapes = {names[p]: tuple(p.shape) for p in self._every()}
+        other = {name: tuple(x.shape) for name, x in given.items()}
+        if shapes != other or not {"updates", "weight"} <= {*state_dict}:
+            differ = sorted(dict(shapes.items() ^ other.items()))
+            raise ValueError(f"EMA's state has other names or shapes: {differ}")
+        for p, x in self._averages.items():
+            x.copy_(distribute_like(x, self.optimizer.part_of(p, given[names[p]])))
+        self.updates.copy_(state_dict["updates"])
+        self.weight.copy_(state_dict["weight"])

@@ -15,6 +15,7 @@ QUICK = [
     divided_worlds.differ,
     divided_worlds.options,
     divided_worlds.averages,
+    divided_worlds.emas,
     divided_worlds.tracked,
 ]
 FULL = [

@@ -449,7 +449,7 @@ def options(folder: Path) -> None:
         lambda: optimizer.functional(),
         lambda: optimizer.load_functional(state),
         lambda: optimizer.master_state_dict(model),
-        lambda: EMA(optimizer),
+        lambda: EMA(optimizer).averages,
         lambda: optimizer.load_master_state_dict(model, model.state_dict()),
         lambda: compiled.train_step(
             model, nn.functional.mse_loss, AdamW(model.parameters(), lr=0.1, **divided())
@@ -517,6 +517,54 @@ def averages(folder: Path) -> None:
         )
     assert_equal(one, model)
     compare(pairs, range(3, 5))
+
+
+def emas(folder: Path) -> None:
+    """EMA: an owner's averages, swapped in and out everywhere, saved whole and loaded."""
+    ways: list[Any] = [
+        lambda **how: (m := net(), AdamW(m.named_parameters(), lr=1e-2, **how)),
+        lambda **how: (m := Tied(torch.bfloat16), AdamW(m.parameters(), lr=1e-2, **how)),
+        lambda **how: (m := net(), ScheduleFreeAdamW(m.parameters(), lr=1e-2, **how)),
+    ]
+    for made in ways:
+        pairs, states, kept = list[Any](), list[Any](), list[Any]()
+        for how in ({}, divided(), divided()):
+            model, optimizer = made(**how, **EAGER)
+            average = EMA(optimizer, 0.9)
+            if len(pairs) == 2:  # it goes on from the undivided one
+                model.load_state_dict(kept[0])
+                optimizer.load_state_dict(kept[1])
+                average.load_state_dict(kept[2])
+            for i in range(3, 5) if len(pairs) == 2 else range(5):
+                if i == 3 and not how:
+                    parts = model, optimizer, average
+                    kept = [copy.deepcopy(x.state_dict()) for x in parts]
+                train(model, optimizer, range(i, i + 1))
+                average.update()
+            before = copy.deepcopy(model.state_dict())
+            with average.applied():
+                states.append(copy.deepcopy(model.state_dict()))
+                with raises(RuntimeError, "inside of EMA.applied()"):
+                    optimizer.step()
+            for name, x in model.state_dict().items():
+                assert torch.equal(x, before[name])
+                assert x.dim() < 2 or not torch.equal(x, states[-1][name]), name
+            pairs.append((average.state_dict(), average))
+        (want, alone), *others = pairs
+        sizes = [sum(x.nbytes for x in e._averages.values()) for _, e in pairs]
+        for (state, _), size in zip(others, sizes[1:]):
+            assert size <= sizes[0] * (1 / dist.get_world_size() + 0.06)
+            assert [*state["averages"]] == [*want["averages"]]
+            for name, x in want["averages"].items():
+                assert torch.equal(x, state["averages"][name]), name
+            assert state["updates"] == 5 and state["weight"] == want["weight"]
+        for state in states[1:]:
+            assert all(torch.equal(x, state[name]) for name, x in states[0].items())
+        alone.load_state_dict(others[0][0])
+        with raises(ValueError, "the call: process 1 of the group has state_dict()"):
+            if dist.get_rank() == 1:
+                others[0][1].optimizer.state_dict()
+            others[0][1].applied().__enter__()
 
 
 def released(folder: Path) -> None:

@@ -5,7 +5,8 @@ have the same param groups, so that schedules and changes by hand are as ever.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -52,6 +53,8 @@ class Divided(Checkpoints):
         )
         self.process_group, self._sent = check_process_group(group), deque()
         self._owners, self._rows = dict[Tensor, int](), dict[Tensor, slice]()
+        self._failed: Exception | None = None  # of an update that others wait for
+        self._updates = False  # since `_end_together`
         check_flag("divide_state", divide)
         if divide and group is None:
             raise ValueError(
@@ -71,7 +74,12 @@ class Divided(Checkpoints):
                     f"process_group= with {rules[0].name}, which maps no matrices that "
                     "could be divided: allowed is divide_state=True, or none"
                 )
-        for group, rule in list(zip(self.param_groups, rules))[first:] * self.divides:
+        if self.divides:
+            self.check_divides(first)
+
+    def check_divides(self, first: int = 0) -> None:
+        """Raise if the state of groups from `first` on cannot be divided."""
+        for group, rule in list(zip(self.param_groups, self.rules()))[first:]:
             sharded = any(map(is_distributed, group["params"]))
             for refused, text in (
                 (sharded, "a DTensor, whose state is divided as it is"),
@@ -107,22 +115,31 @@ class Divided(Checkpoints):
         ]
         if any([new for new, _, _ in every]):
             every.sort(key=lambda x: x[0])
-            known = [self._owners[p] for new, p, _ in every if not new]
-            loads = [self._load_of(group, p) for _, p, group in every]
             own, count = self.process_group.rank(), self.process_group.size()
-            to_cut = [i for i, (_, p, g) in enumerate(every) if self._can_cut(g, p, count)]
-            found = owners_of(loads, count, known, to_cut)
-            self._owners = {p: owner for (_, p, _), owner in zip(every, found)}
+            known = [self._owners[p] for new, p, _ in every if not new]
+            self._owners = self.shared_by(count, [(g, p) for _, p, g in every], known)
             cut = [p for p, owner in self._owners.items() if owner == EVERY]
             self._rows = {p: rows_of(p, count)[own] for p in cut}
         return self._owners
 
+    def shared_by(
+        self, count: int, every: list[tuple[Group, Tensor]], known: Sequence[int] = ()
+    ) -> dict[Tensor, int]:
+        """Return the owners of parameters in `count` processes; the first are `known`."""
+        loads = [self._load_of(*x) for x in every]
+        to_cut = [i for i, x in enumerate(every) if self._can_cut(*x, count)]
+        found = owners_of(loads, count, known, to_cut)
+        return {p: owner for (_, p), owner in zip(every, found)}
+
     def _load_of(self, group: Group, p: Tensor) -> tuple[int, ...]:
         """Return what is balanced: bytes of state and parameter, and the map's cost."""
-        rule, holders = self.rule_of(group), holders_of(p, "", self.process_group)
+        rule, holders = (
+            self.rule_of(group),
+            Holders("", (*p.shape,), p.device, None, None, 1),
+        )
         fresh = fresh_like(rule, p, group_storage(group))
         kept = sum([x.nbytes for x in entry_of(fresh.state, fresh.comp).values()])
-        return kept, p.nbytes, holders.cost if holders and rule.whole else 0
+        return kept, p.nbytes, holders.cost if rule.whole else 0
 
     def owns(self, p: Tensor) -> bool:
         """Return True if this process has p's state and steps it."""
@@ -160,13 +177,8 @@ class Divided(Checkpoints):
         """Return the part of an entry of all of p that belongs to `part_of` it."""
         if not (self.divides and p in self._rows):
             return entry
-        found, rows = dict(entry), self._rows[p]
-        for name, x in entry.items():
-            if name.endswith("_scale") and p.dim() == 1:
-                found[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)].clone()
-            elif isinstance(x, Tensor) and x.dim() and len(x) == len(p):
-                found[name] = x[rows].clone()
-        return found
+        part = entry_in(p, entry, self._rows[p])
+        return {k: x.clone() if x is not entry[k] else x for k, x in part.items()}
 
     def ensured(
         self, made: dict[Tensor, Entry], path: object, p: Tensor, *how: Any
@@ -238,6 +250,38 @@ class Divided(Checkpoints):
         while self.divides and self._sent:
             self._sent.popleft()()
 
+    @contextmanager
+    def _keep_error(self) -> Generator[None]:
+        """Keep an error inside for `_end_together`, because others wait for messages."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = self._failed or error
+
+    def _send(self, works: list[Work], write: bool, last: bool) -> None:
+        """Send what was stepped to the other processes, and end the step if it is all."""
+        params = [p for _, params, _, _ in works for p in params]
+        self._updates |= bool(params)
+        if write:
+            self._spread(params)
+        if last:
+            self._end_together()
+
+    def _end_together(self) -> None:
+        """Wait for messages, and raise in all processes if one has failed to update."""
+        if not (self.divides and self._updates):
+            return
+        self._arrive()
+        error, self._failed, self._updates = self._failed, None, False
+        told = {"an error": error and f"{type(error).__name__}: {error}"}
+        said = "a process of the group could not update its share of the parameters"
+        try:
+            agree([Holders("", (), self._home(), self.process_group, None, 1)], told, said)
+        except Exception as raised:
+            raise raised from error
+        if error is not None:
+            raise error
+
     def _of_owners(self, measured: list[float]) -> list[float]:
         """Return numbers of all processes, of which each has 0 for what it does not own."""
         if not self.divides:
@@ -296,6 +340,17 @@ class Divided(Checkpoints):
         plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
         found = [str(torch.hash_tensor(p)) for p in plain]
         return {"hashes of parameters, which process_group= says are copies": found}
+
+
+def entry_in(p: Tensor, entry: Entry, rows: slice) -> Entry:
+    """Return views of some rows of p's entry; what has no rows stays."""
+    found = dict(entry)
+    for name, x in entry.items():
+        if name.endswith("_scale") and p.dim() == 1:
+            found[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)]
+        elif isinstance(x, Tensor) and x.dim() and len(x) == len(p):
+            found[name] = x[rows]
+    return found
 
 
 def _joined(name: str, parts: list[Any], rows: int) -> Any:

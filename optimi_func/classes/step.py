@@ -135,7 +135,10 @@ class Steps(Stats, Given):
             with suppress(Exception):  # others wait to hear, and raise too
                 if write and tell:
                     self._tell("a step", every, error)
-            raise
+            if tell or not self.divides:
+                raise
+            works, made, on_host = [], {}, True
+            self._failed = self._failed or error
         if (tracked := self._tracked) is not None:
             tracked.begin(works, write)
         if write and self.divides and tell:
@@ -146,16 +149,16 @@ class Steps(Stats, Given):
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
         some = filter(None, map(_params_of, works))
-        with nullcontext() if on_host else kernel_context(next(some)[0].device):
+        waited = self.divides and (write or not tell)  # for messages, also if this fails
+        keep = self._keep_error() if waited else nullcontext()
+        with keep, nullcontext() if on_host else kernel_context(next(some)[0].device):
             if made:
                 insert_made(self.state, made)
             for work, run in zip(works, runs):
                 if found := run():
                     parts.update({work[1][i]: part for i, part in found.items()})
-        if write and self.divides:
-            self._spread([p for _, params, _, _ in every for p in params])
-        if tell and self.divides:
-            self._arrive()
+        if waited:
+            self._send(every, write, tell)
         return parts
 
     def _prepare(
@@ -423,7 +426,7 @@ class Steps(Stats, Given):
 
         `parts` are what `update` has returned for all parameters that stepped.
         """
-        self._arrive()
+        self._end_together()
         if not (parts and count):
             return
         homes = {id(self.group_of(p)) for p in parts}

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.divided import entry_in
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
+from optimi_func.core.owners import EVERY, rows_of
 from optimi_func.core.rule import WHOLE_BATCH, StorageLike
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.trace import Counter, cast_dtype, most_alive
@@ -132,19 +134,31 @@ def kept(
     options: Options,
     device: str,
     ranks: int,
+    owners: int = 1,
 ) -> Kept:
-    """Make the optimizer of meta parameters, and count its state and temporaries."""
+    """Make the optimizer of meta parameters, and count its state and temporaries.
+
+    If `owners` > 1, these processes divide the state, and it is that of the largest owner.
+    """
     options = {**options, "storage": storage}
     made = make(params, options)
     made.init_state()
-    state = 0
-    eager: list[str] = []
+    shares, eager, owner_of = [0] * owners, list[str](), dict[Tensor, int]()
+    if owners > 1:
+        made.check_divides()
+        every = [(g, p) for g in made.param_groups for p in g["params"] if p.requires_grad]
+        owner_of = made.shared_by(owners, every)
     for name, p in params.items():
         entry = made.state.get(p, {})
-        tensors = [x for x in entry.values() if isinstance(x, Tensor)]
-        # Step counts stay on the host.
-        there = [x for x in tensors if x.is_meta or device == "cpu"]
-        state += sum(rounded(held(x, ranks), device) for x in there)
+        cut = owner_of.get(p, 0) == EVERY
+        for k, rows in (
+            enumerate(rows_of(p, owners)) if cut else [(owner_of.get(p, 0), None)]
+        ):
+            own = entry if rows is None else entry_in(p, entry, rows)
+            tensors = [x for x in own.values() if isinstance(x, Tensor)]
+            # Step counts stay on the host.
+            there = [x for x in tensors if x.is_meta or device == "cpu"]
+            shares[k] += sum(rounded(held(x, ranks), device) for x in there)
         group = made.group_of(p)
         # A rule with a map of whole tensors needs temporaries in a compiled step too.
         compiled = group["compile"] is not False and made.rule_of(group).whole is None
@@ -166,7 +180,7 @@ def kept(
         if kind not in found:
             found[kind] = _temporaries(made, p, device)
         scratch[name] = -(-found[kind] // ranks)
-    return Kept(state, scratch)
+    return Kept(max(shares), scratch)
 
 
 def _has_kernel(p: Tensor, entry: Mapping[str, Any], device: str) -> bool:

@@ -9,10 +9,12 @@ from optimi_func.core.owners import EVERY, owners_of
 QUICK = [
     divided_worlds.some_rules,
     divided_worlds.cut,
+    divided_worlds.planned,
     divided_worlds.loops,
     divided_worlds.groups,
     divided_worlds.messages,
     divided_worlds.differ,
+    divided_worlds.failures,
     divided_worlds.options,
     divided_worlds.averages,
     divided_worlds.emas,

@@ -30,8 +30,10 @@ from optimi_func import (
     adamw,
     compiled,
     lion,
+    memory,
     prepare_for_gradient_release,
 )
+from optimi_func.execution.plans import ClassPlan
 
 MESSAGES = ("all_gather", "broadcast", "all_reduce", "reduce", "broadcast_object_list")
 
@@ -240,6 +242,33 @@ def cut(folder: Path) -> None:
     assert_same_state(optimizer.state_dict(), alone.state_dict())
 
 
+def planned(folder: Path) -> None:
+    """memory.plan counts the state of the largest owner, as it is alive."""
+    n = dist.get_world_size()
+    for cls, own, net_of in (
+        (AdamW, {}, Tied),
+        (AdamW, {}, net),
+        (MuonAdamW, {}, Tied),
+        (SGD, {"momentum": 0.9}, Tied),
+    ):
+        given: Any = {"device": "cpu", "divide_state": True, **own}
+        plan = memory.plan(net_of(), cls, "1GB", ranks=n, **given)
+        for recipe in plan.recipes[::3]:
+            how: Any = {"lr": 1e-2, "process_group": dist.group.WORLD, **EAGER}
+            optimizer, release = recipe.apply(model := net_of(), **how)
+            assert release is None and optimizer.divides
+            optimizer.init_state()
+            found = torch.tensor(nbytes(optimizer))
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            assert found == recipe.state, (cls, recipe.name)
+            assert recipe.parameters == sum(p.nbytes for p in model.parameters())
+    assert f"state divided among {n} ranks" in str(plan)
+    with raises(ValueError, "divide_state=True with prodigy"):
+        memory.plan(net(), Prodigy, "1GB", ranks=n, divide_state=True)
+    with raises(ValueError, "divide_state=True with ranks=1"):
+        memory.plan(net(), AdamW, "1GB", divide_state=True)
+
+
 def all_rules(folder: Path) -> None:
     """Every rule, also in bfloat16, and in a table by name."""
     for name, dtype in itertools.product(CLASSES, (torch.float32, torch.bfloat16)):
@@ -323,7 +352,7 @@ def groups(folder: Path) -> None:
 
 
 def messages(folder: Path) -> None:
-    """One small message, and few that are full, whatever the number of parameters."""
+    """Two small messages, and few that are full, whatever the number of parameters."""
     n = dist.get_world_size()
     for blocks, dtype in ((2, torch.float32), (12, torch.bfloat16)):
         model = Net(24, blocks).to(dtype)
@@ -335,7 +364,7 @@ def messages(folder: Path) -> None:
         loss(model, 0).backward()
         with counted() as names:
             optimizer.step()
-        assert names == ["all_gather", *["broadcast"] * n], names
+        assert names == ["all_gather", *["broadcast"] * n, "all_gather"], names
         with counted() as names:
             optimizer.state_dict()
         gathers = [name for name in names if name == "broadcast_object_list"]
@@ -348,7 +377,7 @@ def messages(folder: Path) -> None:
     versions = [p._version for p in params]
     with counted() as names:
         optimizer.step()
-    assert names == ["all_gather", *["broadcast"] * 2 * n], names
+    assert names == ["all_gather", *["broadcast"] * 2 * n, "all_gather"], names
     assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
     assert all(p._version > v for p, v in zip(params, versions))
 
@@ -418,6 +447,57 @@ def differ(folder: Path) -> None:
             AdamW([("w", p)], lr=0.1, **own, **EAGER).step()
         assert torch.equal(p, torch.ones(4, 4))
     dist.barrier()
+
+
+def failures(folder: Path) -> None:
+    """An owner that fails while others wait for its parameters: all raise, at once."""
+    rank = dist.get_rank()
+    said = "an error: process 1 of the group has "
+    for release in (False, True):
+        model = net()
+        own = {"lr": 1e-2, "gradient_release": release, **divided(), **EAGER}
+        optimizer = AdamW(model.named_parameters(), **own)
+        given = {"process_group": dist.group.WORLD, "bucket_cap_mb": 0.02}
+        handle = (
+            prepare_for_gradient_release(model, optimizer, **given) if release else None
+        )
+        assert handle is None or optimizer.releases
+
+        def one(i: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            loss(model, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        one(0)
+        lead = next(p for p, owner in optimizer.owners().items() if owner == 1)
+        if release:  # what is checked before a bucket is written
+            if rank == 1:
+                kept = optimizer.state[lead]["exp_avg"]
+                optimizer.state[lead]["exp_avg"] = torch.ones(1)
+            with raises(ValueError, said + "ValueError: state['"):
+                one(1)
+            if rank == 1:
+                optimizer.state[lead]["exp_avg"] = kept
+        run = ClassPlan.run
+        if rank == 1:  # while it writes
+
+            def fails(*args: Any, **how: Any) -> Any:
+                raise MemoryError("too little")
+
+            ClassPlan.run = fails
+        try:
+            with raises(ValueError, said + "MemoryError: too little"):
+                one(2)
+        finally:
+            ClassPlan.run = run
+        # What all processes share is equal still, and they go on.
+        for p in model.parameters():
+            p.grad = None
+        one(3)
+        for p in model.parameters():
+            told = p.detach().clone()
+            dist.broadcast(told, 0)
+            assert torch.equal(told, p)
 
 
 def options(folder: Path) -> None:
@@ -609,7 +689,7 @@ def released(folder: Path) -> None:
             if how and not options:  # a bucket's gradients and their numbers; parameters
                 assert names.count("reduce") == names.count("broadcast") >= n, names
                 assert names.count("all_reduce") == names.count("reduce")
-                assert names.count("all_gather") == 1  # of step(), which finds no gradient
+                assert names.count("all_gather") == 2  # of step(), which finds no gradient
             whole = copy.deepcopy(optimizer.state_dict())
             pairs.append((model, optimizer, handle, whole))
         (one, alone, first, kept), (model, optimizer, handle, whole) = pairs

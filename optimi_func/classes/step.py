@@ -137,8 +137,7 @@ class Steps(Stats, Given):
                     self._tell("a step", every, error)
             if tell or not self.divides:
                 raise
-            works, made, on_host = [], {}, True
-            self._failed = self._failed or error
+            self._failed, works, made, on_host = self._failed or error, [], {}, True
         if (tracked := self._tracked) is not None:
             tracked.begin(works, write)
         if write and self.divides and tell:
@@ -152,8 +151,7 @@ class Steps(Stats, Given):
         waited = self.divides and (write or not tell)  # for messages, also if this fails
         keep = self._keep_error() if waited else nullcontext()
         with keep, nullcontext() if on_host else kernel_context(next(some)[0].device):
-            if made:
-                insert_made(self.state, made)
+            insert_made(self.state, made)
             for work, run in zip(works, runs):
                 if found := run():
                     parts.update({work[1][i]: part for i, part in found.items()})

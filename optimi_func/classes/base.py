@@ -6,7 +6,7 @@ a compensation, `kahan_comp`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
 from functools import partial
@@ -31,6 +31,7 @@ from optimi_func.classes.groups import (
     path_of,
     plain_numbers,
     take_torchs,
+    warn_if_unprepared,
     warn_of_torchs_order,
 )
 from optimi_func.classes.step import Steps
@@ -100,6 +101,8 @@ class BaseOptimizer(Fields, Steps):
             SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
         divide_state: Each process of the group has the state of its share of parameters,
             steps these, and sends them to the others (ZeRO-1), bit for bit.
+        transforms: Gradient transforms, as `clip_param_norm(1.0)`, that the gradients of a
+            step go through first; behind `...` they rewrite its updates: see `chain`.
 
     Raises:
         ValueError: A hyperparameter out of its range, or options that exclude each other.
@@ -126,6 +129,7 @@ class BaseOptimizer(Fields, Steps):
     skip_nonfinite: InitVar[Literal["step", False]] = False
     process_group: InitVar[Any] = None
     divide_state: InitVar[bool] = False
+    transforms: InitVar[Sequence[Any]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
@@ -162,6 +166,7 @@ class BaseOptimizer(Fields, Steps):
         check_no_module(params)
         self.optimizer_accumulation = False
         self._take_group(defaults)
+        self._take_transforms(defaults)
         self.skips_steps = check_skip(defaults.pop("skip_nonfinite", False))
         self.skipped_steps: int | Tensor = 0  # a tensor if capturable
         self.releases: list[Any] = []
@@ -172,7 +177,7 @@ class BaseOptimizer(Fields, Steps):
         self._constructed = True
         self._warn_of_mistakes(0)
         if self.defaults["gradient_release"]:
-            self._unprepared = _warn_if_unprepared(self)
+            self._unprepared = warn_if_unprepared(self)
 
     def attach(self, release: Any) -> None:
         """Register a gradient release that steps this optimizer; it detaches itself."""
@@ -205,6 +210,7 @@ class BaseOptimizer(Fields, Steps):
             check_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_runs(group, rule)
+            self._check_transforms(group, rule)
             self.extras = {} if rule.extras else self.extras
             for p in group["params"] if rule.refuses or rule.whole else ():
                 check_taken(rule, path_of(group, p), p)
@@ -289,12 +295,14 @@ class BaseOptimizer(Fields, Steps):
             self._note_idle(works)
         if self.skips_steps and not (works := finite_works(self, works)):
             return loss
+        if self.rewriters:
+            extras = self._tell_transforms(extras)
         if extras or self.extras is not None:
             self.extras = found_extras(self, {**self.given, **extras})
         write = not self.optimizer_accumulation
         if parts := self._update(works, write, count=True):
             self.end(parts)
-        self.extras = self.extras and {}
+        self.extras, self._told = self.extras and {}, {}
         return loss
 
     @uncompiled
@@ -316,6 +324,8 @@ class BaseOptimizer(Fields, Steps):
                 if new and self.owns(p):
                     with kernel_context(p.device):
                         self.ensured(made, path_of(group, p), p, *how)
+                        self._ensure(group, p, made)
+        self._common()
         insert_made(self.state, made)
 
     def step_params(self, params: list[Tensor]) -> None:
@@ -385,6 +395,7 @@ class BaseOptimizer(Fields, Steps):
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
+        self._check_whole(False)
         for group in self.param_groups:
             check_accumulates(self.rule_of(group), group["cautious"])
 
@@ -466,34 +477,19 @@ class BaseOptimizer(Fields, Steps):
         """Restore the attributes and make new caches; load_state_dict calls this too."""
         is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])
+        self.__dict__.setdefault("_told", {})
         for name in ("_unprepared", "process_group", "skips_steps", "divides"):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
         self._clear_caches()
         if is_copy and self.defaults["gradient_release"]:
-            self._unprepared = _warn_if_unprepared(self)
-
-
-def _warn_if_unprepared(optimizer: BaseOptimizer) -> RemovableHandle:
-    """Add a hook by which the first step with gradients warns of an unprepared model."""
-    said: list[bool] = []
-
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if said or len(args) > 2 or kwargs.get("param") is not None:
-            return  # step(param=...) in a hook of the user's
-        groups = optimizer.param_groups
-        if any(p.grad is not None for group in groups for p in group["params"]):
-            said.append(True)
-            text = "gradient_release=True, but no model was prepared: this is the ordinary "
-            warn_user(f"{text}step. Call prepare_for_gradient_release(model, optimizer)")
-
-    return optimizer.register_step_post_hook(after_step)
+            self._unprepared = warn_if_unprepared(self)
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = (
     *("_bound", "_plans", "_wide", "_has_stepped", "_idle", "_grouped", "_group_index"),
-    *("_versions", "_tracked", "holds_averages"),
+    *("_versions", "_tracked", "holds_averages", "_layouts"),
 )
 _ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.

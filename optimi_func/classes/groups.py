@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from optimi_func.core import checks
 from optimi_func.core.distributed import all_finite, redistribute_like
@@ -329,3 +330,21 @@ def finite_works(optimizer: Any, works: list[Any]) -> list[Any]:
     optimizer.skipped_steps.add_(~finite)
     flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
     return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
+
+
+def warn_if_unprepared(optimizer: Any) -> RemovableHandle:
+    """Add a hook by which the first step with gradients warns of an unprepared model."""
+    said: list[bool] = []
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if said or len(args) > 2 or kwargs.get("param") is not None:
+            return  # step(param=...) in a hook of the user's
+        groups = optimizer.param_groups
+        if any(p.grad is not None for group in groups for p in group["params"]):
+            said.append(True)
+            text = "gradient_release=True, but no model was prepared: this is the ordinary "
+            checks.warn_user(
+                f"{text}step. Call prepare_for_gradient_release(model, optimizer)"
+            )
+
+    return optimizer.register_step_post_hook(after_step)

@@ -24,19 +24,18 @@ from optimi_func.classes.groups import (
     executor_of,
     path_of,
 )
-from optimi_func.classes.stats import Stats
+from optimi_func.classes.rewriting import Rewriting, Write, write_all
 from optimi_func.core.checks import check_grad, check_moves_state, warn_user
 from optimi_func.core.distributed import any_distributed, to_local
-from optimi_func.core.leaf import leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.owners import Holders, agree
-from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule, Scalar
+from optimi_func.core.rule import Leaf, Rule, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.sums import Unit, join, write_running
-from optimi_func.execution.tensors import flat_leaf, is_capturing, uncollected, write_back
+from optimi_func.execution.tensors import is_capturing, uncollected
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry
 from optimi_func.state.entry import insert_made
@@ -50,7 +49,7 @@ _Wide: TypeAlias = tuple[ClassPlan, dict[int, int]]  # and the places of paramet
 _LISTS = 32
 
 
-class Steps(Stats, Given):
+class Steps(Rewriting, Given):
     """The methods of an optimizer that step. It keeps values of groups, and plans."""
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
@@ -64,6 +63,7 @@ class Steps(Stats, Given):
         self._plans: dict[Any, ClassPlan] = {}
         self._wide: dict[Any, _Wide | None] = {}
         self._has_stepped, self._idle = False, 0  # steps before the first gradient
+        self._layouts: dict[Any, Any] = {}
 
     def _factory_of(
         self, group: Group
@@ -122,10 +122,15 @@ class Steps(Stats, Given):
         runs: list[Callable[[], Any]] = []
         parts: dict[Tensor, Any] = {}
         on_host, divided, sharing = True, list[Holders](), set[int]()
-        every = works
+        every, rewritten = works, list[Write]()
         try:
             works = self._mine(works)
-            for work in works:
+            if self.rewriters:
+                works, rewritten = self._rewritten(works, write, made)
+                on_host = not any(map(_params_of, works))
+            if self._moves:
+                runs += self._by_leaf(works, write, count, made, rewritten)
+            for work in () if self._moves else works:
                 run, host, holders = self._prepare(work, write, count, made)
                 runs.append(run)
                 on_host &= host
@@ -138,6 +143,7 @@ class Steps(Stats, Given):
             if tell or not self.divides:
                 raise
             self._failed, works, made, on_host = self._failed or error, [], {}, True
+            rewritten = []
         if (tracked := self._tracked) is not None:
             tracked.begin(works, write)
         if write and self.divides and tell:
@@ -155,6 +161,7 @@ class Steps(Stats, Given):
             for work, run in zip(works, runs):
                 if found := run():
                     parts.update({work[1][i]: part for i, part in found.items()})
+            write_all(rewritten)
         if waited:
             self._send(every, write, tell)
         return parts
@@ -192,7 +199,7 @@ class Steps(Stats, Given):
             tensors = plan.current(mine, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                return partial(self._step_without_memory, work, write, count), False, []
+                return self._by_leaf([work], write, count, made, [])[0], False, []
             with uncollected(), kernel_context(params[0].device):
                 new = partial(self._plan, group, bound, capturable, apart)
                 plan = self._part(how, group, bound.rule, params, new)
@@ -291,32 +298,6 @@ class Steps(Stats, Given):
         found = [places.get(id(p), -1) for p in params]
         return None if tensors is None or -1 in found else plan.part(found, tensors)
 
-    def _step_without_memory(self, work: Work, write: bool, count: bool) -> None:
-        """Step meta and fake tensors, which programs take to estimate memory."""
-        group, params, grads, batches = work
-        bound, made = self.bound_of(group), dict[Tensor, Entry]()
-        rule, names = bound.rule, bound.rule.running._fields
-        how = bound.starting_rule, group_storage(group), group["capturable"]
-        with torch.no_grad():
-            for p, g in zip(params, grads):
-                check_grad(path := path_of(group, p), self.part_of(p), g)
-                self.ensured(made, path, p, *how)
-            insert_made(self.state, made)
-            for p, g, batch in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
-                entry, p = made[p], self.part_of(p)
-                # A count without memory is taken for 0.
-                counts = [entry[name] for name in ("step", *names)]
-                step, *own = [x.item() if has_memory(x) else 0.0 for x in counts]
-                (scalars,), (after,) = scalars_after(bound, [(step, own)], coded=True)
-                scalars = microbatch_scalars(rule, scalars, batch, write)
-                leaf = Leaf(p, *state_in(rule, entry))
-                new = leaf_step(rule, leaf, g, scalars, write, whole_means)
-                write_back(flat_leaf(leaf), new)
-                if count:
-                    entry["step"].add_(1.0)
-                    for name, x in zip(names, after):
-                        entry[name].fill_(x)
-
     @torch.no_grad()
     def reset(
         self, params: Tensor | Iterable[Tensor] | None = None, rows: Any = None
@@ -364,6 +345,8 @@ class Steps(Stats, Given):
             bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
             rule, storage = bound.rule, group_storage(group)
             anew = None if rows is None else rows_of(rule, where, p, rows)
+            if rows is not None and (kept := self._kept_of(p)):
+                raise ValueError(f"reset(rows=...) with {kept[0]!r} of a transform")
             if "step" in self.state.get(p, {}):
                 self.ensured(made, where, p, rule, storage, capturable)
                 coeffs, _ = bound.advance(1.0, rule.running())
@@ -377,9 +360,13 @@ class Steps(Stats, Given):
             mask = None if anew is None else mask_like(part, anew)
             begin(rule, coeffs, part, storage, entry, mask, anew)
             if mask is None:
+                for name in self._kept_of(p):
+                    del entry[name]
                 entry["step"].zero_()
                 for name, x in rule.running()._asdict().items() if together else ():
                     entry[name].fill_(x)
+        if params is None:
+            self.param_groups[0].pop("transforms", None)
         self._join_loaded()
 
     def in_cycle(self) -> bool:

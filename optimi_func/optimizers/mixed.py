@@ -1,6 +1,7 @@
 """`Mixed`: one optimizer with several rules, chosen by the names of parameters."""
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -100,6 +101,7 @@ class Mixed(Evaluated):
         skip_nonfinite: Literal["step", False] = False,
         process_group: Any = None,
         divide_state: bool = False,
+        transforms: Sequence[Any] = (),
     ) -> None:
         self._selects, values = check_parts("Mixed", parts, rest)
         self._values = list(map(_checked_value, values))
@@ -111,7 +113,7 @@ class Mixed(Evaluated):
         defaults |= dict(gradient_release=gradient_release, compile=compile)
         defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
         defaults |= dict(skip_nonfinite=skip_nonfinite, divide_state=divide_state)
-        defaults |= dict(process_group=process_group)
+        defaults |= dict(process_group=process_group, transforms=transforms)
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())
@@ -169,6 +171,7 @@ class Mixed(Evaluated):
         Raises:
             ValueError: A class or an option that torch does not have.
         """
+        self.refuse_transforms("torch_state_dict()")
         whole = self.decoded_state_dict()
         found: dict[str, Any] = {}
         for value in self._values:

@@ -1,7 +1,7 @@
 """`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -59,6 +59,7 @@ def MuonAdamW(  # noqa: D417
     skip_nonfinite: Literal["step", False] = False,
     process_group: Any = None,
     divide_state: bool = False,
+    transforms: Sequence[Any] = (),
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest.
 
@@ -172,6 +173,7 @@ def MuonAdamW(  # noqa: D417
     how |= dict(state_dtype=state_dtype, storage=storage, skip_nonfinite=skip_nonfinite)
     named = [(name, p) for name, p in params.items() if p.requires_grad]
     how |= dict(process_group=process_group, divide_state=divide_state)
+    how |= dict(transforms=transforms)
     return Mixed(named, *parts, **how)
 
 

@@ -91,6 +91,7 @@ class Checkpoints(Optimizer):
     part_of: Callable[[Tensor], Tensor]
     part_of_entry: Callable[[Tensor, Entry], Entry]
     check_undivided: Callable[[str], None]
+    refuse_transforms: Callable[[str], None]
     holds_averages = False  # within `EMA.applied`
 
     def rule_of(self, group: Group) -> Rule:
@@ -131,6 +132,7 @@ class Checkpoints(Optimizer):
         Raises:
             ValueError: A class or an option that torch does not have.
         """
+        self.refuse_transforms("torch_state_dict()")
         name = type(self).__name__
         state = self.decoded_state_dict()
         return convert.as_torchs(name, self.keywords, counterparts_of(self), state)

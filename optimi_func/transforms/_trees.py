@@ -1,6 +1,6 @@
 """Helpers of the transforms: base classes, checked trees, checks of states."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Unpack
@@ -128,14 +128,14 @@ def dotted_paths(params: PyTree) -> list[str]:
     if torch.compiler.is_compiling():  # Dynamo cannot trace torch's key paths
         return [".".join(path) for path in _traced_paths(params)]
     keyed, _ = pytree.tree_flatten_with_path(without_none(params))
-    return [".".join(_key(key) for key in path) for path, _ in keyed]
+    return [".".join(keys_of(path)) for path, _ in keyed]
 
 
-def _key(entry: Any) -> str:
-    for name in ("key", "idx", "name"):
-        if hasattr(entry, name):
-            return str(getattr(entry, name))
-    return str(entry)
+def keys_of(path: Iterable[Any]) -> list[str]:
+    """Return the keys of a leaf, given its path in a tree."""
+    names = ("key", "idx", "name")
+    found = [[getattr(x, name) for name in names if hasattr(x, name)] for x in path]
+    return [str([*own, x][0]) for own, x in zip(found, path)]
 
 
 _NODES = (dict, list, tuple)

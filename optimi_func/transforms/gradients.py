@@ -57,12 +57,15 @@ class GradientTransform:
             state. Those called limit or max_norm may be inf.
         takes: The names of the further arguments, and True for those without a default.
             None reads them from the signature.
+        by_parameter: True if `rewrite` takes any part of the parameters, each for itself,
+            and `init` one tensor too: gradient release and divided states need that.
     """
 
     init: Callable[[PyTree], Any]
     rewrite: Callable[..., Rewritten]
     numbers: Mapping[str, Number] = field(default_factory=dict)
     takes: Any = None
+    by_parameter: bool = False
 
     def __post_init__(self) -> None:
         """Read the names of the further arguments, and check those of the numbers."""
@@ -260,7 +263,8 @@ def clip_value(limit: Number) -> GradientTransform:
     tensor([-0.5000,  1.0000])
     """
     check_number("clipping limit", "limit", limit, above=0.0)
-    return GradientTransform(_no_state, _clip_value, {"limit": limit})
+    numbers = {"limit": limit}
+    return GradientTransform(_no_state, _clip_value, numbers, by_parameter=True)
 
 
 def _clip_value(grads: Grads, state: PyTree, step: Tensor, limit: Scalar) -> Rewritten:
@@ -294,7 +298,8 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
     tensor([-0.6000, -0.8000])
     """
     check_number("clipping norm", "max_norm", max_norm, above=0.0)
-    return GradientTransform(_no_state, _clip_param_norm, {"max_norm": max_norm})
+    numbers = {"max_norm": max_norm}
+    return GradientTransform(_no_state, _clip_param_norm, numbers, by_parameter=True)
 
 
 def _clip_param_norm(
@@ -364,7 +369,7 @@ def centralize() -> GradientTransform:
     >>> opt.step(p, torch.tensor([[1.0, 3.0]]), opt.init(p))[0]
     tensor([[ 1., -1.]])
     """
-    return GradientTransform(_no_state, _centralize)
+    return GradientTransform(_no_state, _centralize, by_parameter=True)
 
 
 def _centralize(grads: Grads, state: PyTree, step: Tensor) -> Rewritten:

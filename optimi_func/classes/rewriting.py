@@ -1,0 +1,373 @@
+"""Transforms of a class: gradients are rewritten before a step, and its updates after it.
+
+What a transform keeps for a parameter is in `state[p]`, and what it keeps for all is in the
+first param group, so that state dicts have both.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func.classes.divided import Work
+from optimi_func.classes.extras import with_given
+from optimi_func.classes.groups import Group, path_of
+from optimi_func.classes.stats import Stats, names_of
+from optimi_func.core.checks import check_grad, warn_user
+from optimi_func.core.distributed import is_distributed
+from optimi_func.core.leaf import held_dtype, leaf_move, microbatch_scalars, whole_means
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule
+from optimi_func.core.storage import group_storage, state_in
+from optimi_func.core.torch_private import has_memory
+from optimi_func.execution.counts import write_scalar
+from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.scalars import scalars_after
+from optimi_func.execution.tensors import flat_leaf
+from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.state.convert import Entry, Match
+from optimi_func.transforms._trees import keys_of
+from optimi_func.transforms.gradients import GradientTransform
+
+Write = tuple[Tensor, Any, Tensor | None]  # a target, its value, and if it is written
+KEY = "transforms"
+_WHOLE = WHOLE_BATCH.grad_scale
+_ZERO = torch.zeros((), device="cpu")
+
+
+@dataclass(slots=True)
+class Row:
+    """A parameter in a step: its gradient or update, if it is written, and more of both."""
+
+    g: Any
+    flag: Tensor | None
+    x: Tensor | None = None  # the parameter with its compensation
+    leaf: Any = None
+    add: Any = None  # returns the leaf after an update
+
+
+class Rewriting(Stats):
+    """The methods of an optimizer whose gradients and updates are rewritten."""
+
+    rewriters: tuple[GradientTransform, ...] = ()
+    bound_of: Callable[..., FunctionalOptimizer]
+    extras: Any
+    _before: int = 0  # of the transforms, those before the optimizer
+    _told: dict[str, Any]  # the extras of a step that transforms take
+    _layouts: dict[Any, Any]  # names and structure of what a transform keeps
+
+    def _take_transforms(self, options: dict[str, Any]) -> None:
+        """Take transforms out of the options. Raise for what they cannot honour."""
+        given: Any = options.pop(KEY, ())
+        given, self._told = [*given] if isinstance(given, Iterable) else [given], {}
+        places = [i for i, x in enumerate(given) if x is ...]
+        found = [x for x in given if isinstance(x, GradientTransform)]
+        if len(found) + len(places) < len(given) or len(places) > 1:
+            odd = [x for x in given if x is not ... and x not in found] or ["two of ..."]
+            raise TypeError(
+                f"transforms got {odd[0]!r}: allowed are gradient transforms such as "
+                "clip_param_norm(1.0), and once ..., behind which they rewrite updates. "
+                "EMA(optimizer, decay) averages parameters"
+            )
+        self.rewriters, self._before = tuple(found), [*places, len(found)][0]
+        for i, x in enumerate(found):
+            taken = [name for name, needed in _extras_of(x).items() if needed]
+            why = f"takes {taken[0]!r} of step()" if taken else ""
+            why = why if x.by_parameter else "is not by_parameter: it takes all gradients"
+            for option in ("gradient_release", "divide_state")[
+                : 1 if x.by_parameter else 2
+            ]:
+                if why and options.get(option):
+                    name = self._name_of(i)
+                    raise ValueError(f"{option}=True with {name}, which {why}: omit one")
+
+    def _name_of(self, i: int) -> str:
+        fn = self.rewriters[i].rewrite
+        return f"{KEY}[{self._place(i)}], {getattr(fn, '__qualname__', fn)}"
+
+    def _place(self, i: int) -> int:
+        return i + (i >= self._before)
+
+    @property
+    def _moves(self) -> bool:
+        """True if updates are rewritten."""
+        return self._before < len(self.rewriters)
+
+    def _check_transforms(self, group: Group, rule: Rule) -> None:
+        """Raise for a group that cannot honour the transforms."""
+        if KEY in group:
+            raise TypeError(f"{KEY} of a param group: they are the optimizer's, for all")
+        divided = self.process_group is not None and not self.divides
+        for refused, text in (
+            *[(group[x], f"{x}=True, but they run eagerly") for x in _KERNELS],
+            (rule.join is not None, f"{rule.name}, which joins sums of all parameters"),
+            (any(map(is_distributed, group["params"])), "a DTensor"),
+            (divided, "process_group= without divide_state=True"),
+        ):
+            if refused and self._moves:
+                raise ValueError(f"transforms that rewrite updates with {text}: omit one")
+
+    def _check_whole(self, whole: bool) -> None:
+        if self.rewriters and not whole:
+            raise RuntimeError(
+                "transforms= with accumulation='states' or optimizer_accumulation=True: "
+                "they need a step's whole gradient. Allowed is accumulation='buffer'"
+            )
+
+    def refuse_transforms(self, what: str) -> None:
+        """Raise if there are transforms, which a result would lose."""
+        if self.rewriters:
+            raise ValueError(f"{what} with transforms=, which it would lose: omit one")
+
+    def _tell_transforms(self, extras: dict[str, Any]) -> dict[str, Any]:
+        """Keep the extras that transforms take, and return those of the rules."""
+        taken = {*chain.from_iterable(map(_extras_of, self.rewriters))}
+        self._told = {k: x for k, x in extras.items() if k in taken}
+        own = {*chain.from_iterable([rule.extras for rule in self.rules()])}
+        return {k: x for k, x in extras.items() if k not in taken or k in own}
+
+    def _can_cut(self, group: Group, p: Tensor, count: int) -> bool:
+        # A transform takes whole parameters.
+        return not self.rewriters and super()._can_cut(group, p, count)
+
+    # What transforms keep, by name, in `state[p]` or, for all, in the first group.
+
+    def _fresh(self, p: Tensor | None, *only: int) -> dict[str, Tensor]:
+        """Return what transforms of a parameter, or (None) of all, keep at first."""
+        found: dict[str, Tensor] = {}
+        every = [p.detach() for group in self.param_groups for p in group["params"]]
+        for i, x in enumerate(self.rewriters):
+            if x.by_parameter is (p is None) or i not in (only or (i,)):
+                continue
+            with torch.no_grad():
+                tree = x.init(every if p is None else p.detach())
+                rows, spec = pytree.tree_flatten_with_path(tree)
+                first = [KEY, str(self._place(i))][p is None :]
+                names = [".".join((*first, *keys_of(path))) for path, _ in rows]
+                if odd := [y for _, y in rows if not isinstance(y, Tensor)]:
+                    raise TypeError(f"init of {self._name_of(i)} returned {odd[0]!r}")
+                # Parameters, and what is kept, are written in place.
+                found |= {name: y.clone() for name, (_, y) in zip(names, rows)}
+            self._layouts[i, p] = names, spec
+        return found
+
+    def _layout(self, i: int, p: Tensor | None) -> tuple[list[str], Any]:
+        if (i, p) not in self._layouts:
+            self._fresh(p)
+        return self._layouts[i, p]
+
+    def _ensure(self, group: Group, p: Tensor, made: dict[Tensor, Entry]) -> None:
+        """Make what transforms keep of a parameter, with its state, if it is missing."""
+        known = self.state.get(p, {})
+        places = [i for i, x in enumerate(self.rewriters) if x.by_parameter]
+        lack = [i for i in places if not known.keys() >= {*self._layout(i, p)[0]}]
+        if lack:
+            how = self.rule_of(group), group_storage(group), group["capturable"]
+            entry = self.ensured(made, path_of(group, p), p, *how)
+            made[p] = {**entry, **self._fresh(p, *lack)}
+
+    def _common(self) -> dict[str, Tensor]:
+        """Return what transforms of all parameters keep, made if it is missing."""
+        group = self.param_groups[0]
+        if all([x.by_parameter for x in self.rewriters]):
+            return {}
+        if KEY not in group:
+            home = self._home() if group["capturable"] else "cpu"
+            group[KEY] = {"step": torch.zeros((), device=home), **self._fresh(None)}
+        return group[KEY]
+
+    def _kept_of(self, p: Tensor) -> list[str]:
+        """Return the names of what transforms keep of a parameter."""
+        return [k for k in self.state.get(p, {}) if str(k).startswith(f"{KEY}.")]
+
+    # A step.
+
+    def _rewritten(
+        self, works: list[Work], write: bool, made: dict[Tensor, Entry]
+    ) -> tuple[list[Work], list[Write]]:
+        """Return a step with rewritten gradients, and what is written besides."""
+        rows, writes = dict[Tensor, Row](), list[Write]()
+        for group, params, grads, batches in works:
+            for p, g, m in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
+                self._check_whole(write and not m.accumulate)
+                check_grad(path_of(group, p), p, g)
+                if self._tracked is not None and m.grad_scale is not _WHOLE:
+                    raise RuntimeError(
+                        "track() with transforms= and a handle that clips: what it clips "
+                        "could not be counted. Clip by a transform"
+                    )
+                g = g if m.grad_scale is _WHOLE else g * m.grad_scale
+                rows[p] = Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
+                self._ensure(group, p, made)
+        if rows:
+            self._run(range(self._before), rows, made, writes)
+            if (step := self._common().get("step")) is not None:
+                writes.append((step, step + 1.0, next(iter(rows.values())).flag))
+        found: list[Work] = []
+        for group, params, _, batches in works:
+            at = [i for i, p in enumerate(params) if rows[p].g is not None]
+            its = batches and [batches[i]._replace(grad_scale=_WHOLE) for i in at]
+            own = [params[i] for i in at]
+            found.append((group, own, [rows[p].g for p in own], its))
+        return found, writes
+
+    def _run(
+        self,
+        places: Iterable[int],
+        rows: dict[Tensor, Row],
+        made: dict[Tensor, Entry],
+        writes: list[Write],
+    ) -> None:
+        """Rewrite the gradients, or the updates, of rows by some transforms."""
+        groups = [*enumerate(self.param_groups)]
+        every = [p for _, group in groups for p in group["params"]]
+        paths = dict(zip(every, chain.from_iterable([names_of(*x) for x in groups])))
+        none = Row(None, next(iter(rows.values())).flag)
+
+        def rewrite(i: int, some: list[Tensor], kept: Any, of: Any, step: Tensor) -> None:
+            transform, (names, spec) = self.rewriters[i], self._layout(i, of)
+            own, xs = [rows.get(p, none) for p in some], [p.detach() for p in some]
+            if "params" in transform.takes:
+                wide = [x.to(held_dtype(x.dtype)) for x in xs]
+                xs = [x if row.x is None else row.x for x, row in zip(wide, own)]
+            known = {**self._told, "params": xs, "paths": [paths[p] for p in some]}
+            state = pytree.tree_unflatten([kept[name] for name in names], spec)
+            given = [row.g for row in own], state, step, known
+            new, after = transform.run(self._place(i), *given)
+            for row, g in zip(own, new):
+                row.g = None if row is none else g
+            found = zip(names, pytree.tree_leaves(after))
+            writes.extend([(kept[name], x, own[0].flag) for name, x in found])
+
+        with kernel_context(next(iter(rows)).device):
+            for i in places:
+                if not self.rewriters[i].by_parameter:
+                    common = self._common()
+                    rewrite(i, every, common, None, common["step"])
+                    continue
+                turns: dict[Any, tuple[list[Tensor], Any, Tensor]] = {}
+                for p in [p for p, row in rows.items() if row.g is not None]:
+                    entry: Entry = made.get(p) or self.state.get(p, {})
+                    step = entry.get("step", _ZERO)
+                    # One call for all that keep nothing and have taken as many steps.
+                    alone = self._layout(i, p)[0] or step.device.type != "cpu"
+                    key = p if alone else float(step)
+                    turns.setdefault(key, ([], entry, step))[0].append(p)
+                for some, entry, step in turns.values():
+                    rewrite(i, some, entry, some[0], step)
+
+    def _by_leaf(
+        self,
+        works: list[Work],
+        write: bool,
+        count: bool,
+        made: dict[Tensor, Entry],
+        writes: list[Write],
+    ) -> list[Callable[[], None]]:
+        """Compute an update leaf by leaf, and return for each work what writes it.
+
+        Updates are rewritten. Meta and fake tensors have steps too, which programs take to
+        estimate memory.
+        """
+        rows, each = dict[Tensor, Row](), list[list[Write]]()
+        for group, params, grads, batches in works:
+            bound, own = self.bound_of(group, params, group["capturable"]), list[Write]()
+            rule, names = bound.rule, ("step", *bound.rule.running._fields)
+            how = bound.starting_rule, group_storage(group), group["capturable"]
+            batches = batches or [WHOLE_BATCH] * len(params)
+            for p, g in zip(params, grads):
+                check_grad(path_of(group, p), self.part_of(p), g)
+            entries = [self.ensured(made, path_of(group, p), p, *how) for p in params]
+            kept = [[entry[name] for name in names] for entry in entries]
+            counts = [(x, y) for x, *y in [list(map(_number, some)) for some in kept]]
+            scalars, after = scalars_after(bound, counts, coded=True)
+            if rule.given:
+                every = [*range(len(params))]
+                scalars, _ = with_given(self, bound, params, scalars, counts, every)
+            for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
+                leaf = Leaf(self.part_of(p).detach(), *state_in(rule, entry))
+                now = microbatch_scalars(rule, scalars[i], m, write)
+                with kernel_context(p.device):
+                    u, x, add = leaf_move(rule, leaf, grads[i], now, write, whole_means)
+                rows[p] = Row(u, m.finite, x, leaf, add)
+                last = zip(kept[i], (kept[i][0] + 1.0, *after[i])) if count else ()
+                own += [(x, y, m.finite) for x, y in last]
+            each.append(own)
+        if rows and self._moves:
+            self._run(range(self._before, len(self.rewriters)), rows, made, writes)
+        for (_, params, _, _), own in zip(works, each):
+            for row in [rows[p] for p in params]:
+                if row.g is None:
+                    text = "transforms behind ... have to return an update for each"
+                    raise ValueError(f"{text} parameter with a gradient: zeros move none")
+                with kernel_context(row.g.device):
+                    pairs = zip(flat_leaf(row.leaf), flat_leaf(row.add(row.g)))
+                own += [(x, y, row.flag) for x, y in pairs if y is not x]
+        return [partial(write_all, own) for own in each]
+
+    # Saving and loading.
+
+    def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
+        self.refuse_transforms("functional()")
+        return super()._named_entries(group, rule)
+
+    def _loaded_tree(self, state: Any, params: Any) -> Any:
+        self.refuse_transforms("load_functional()")
+        return super()._loaded_tree(state, params)
+
+    def _loaded(
+        self, found: Match, keep_dtypes: bool
+    ) -> tuple[list[Group], dict[Tensor, Entry]]:
+        """Return groups and entries, with what transforms keep in the right places."""
+        groups, made = super()._loaded(found, keep_dtypes)
+        for group in groups:
+            group.pop(KEY, None)
+        saved, common = found.groups[0].get(KEY, {}), self._common()
+        common = common and {"step": common["step"], **self._fresh(None)}
+        said = _unlike(common, saved, "param_groups[0]['transforms']")
+        if common and not said:
+            own = {k: saved[k].to(x.device, copy=True) for k, x in common.items()}
+            groups[0][KEY] = own
+        for p, entry in made.items():
+            own = {k: x for k, x in entry.items() if str(k).startswith(f"{KEY}.")}
+            said += _unlike(self._fresh(p), own, f"state{path_of(self.group_of(p), p)}")
+        warn_user(said[0]) if said else None
+        return groups, made
+
+
+def _number(x: Tensor) -> Any:
+    # A count without memory is taken for 0.
+    return x if x.is_cuda else x.item() if has_memory(x) else 0.0
+
+
+def _extras_of(x: GradientTransform) -> dict[str, bool]:
+    known = ("params", "paths", *x.numbers)
+    return {name: needed for name, needed in x.takes.items() if name not in known}
+
+
+def _unlike(want: dict[str, Tensor], saved: Any, where: str) -> list[str]:
+    """Return how a saved state differs. Raise for tensors of other shapes."""
+    for name, x in want.items():
+        y = saved.get(name, x)
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"{where}[{name!r}] is {tuple(y.shape)} of {y.dtype}, its transform keeps "
+                f"{tuple(x.shape)} of {x.dtype}"
+            )
+    lacking, unused = want.keys() - saved.keys(), saved.keys() - want.keys()
+    said = [f"the state lacks {where}[{x!r}]: a transform begins anew" for x in lacking]
+    return said + [f"{where}[{x!r}] is of a transform that is not here" for x in unused]
+
+
+@torch.no_grad()
+def write_all(writes: list[Write]) -> None:
+    """Write values to their targets, unless a flag is false."""
+    for x, new, flag in writes:
+        write_scalar(x, new, flag)
+
+
+_KERNELS = ("compile", "foreach", "triton")

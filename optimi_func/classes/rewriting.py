@@ -19,7 +19,7 @@ from optimi_func.classes.extras import with_given
 from optimi_func.classes.groups import Group, path_of
 from optimi_func.classes.stats import Stats, names_of
 from optimi_func.core.checks import check_grad, warn_user
-from optimi_func.core.distributed import is_distributed
+from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.leaf import held_dtype, leaf_move, microbatch_scalars, whole_means
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule
 from optimi_func.core.storage import group_storage, state_in
@@ -307,7 +307,24 @@ class Rewriting(Stats):
                 with kernel_context(row.g.device):
                     pairs = zip(flat_leaf(row.leaf), flat_leaf(row.add(row.g)))
                 own += [(x, y, row.flag) for x, y in pairs if y is not x]
-        return [partial(write_all, own) for own in each]
+        runs = [partial(write_all, own) for own in each]
+        return [self._watched(work, run) for work, run in zip(works, runs)]
+
+    def _watched(self, work: Work, run: Callable[[], None]) -> Callable[[], None]:
+        """Return `run` that is measured, if updates are tracked."""
+        (_, params, grads, _), tracked = work, self._tracked
+        if tracked is None or not self._moves:
+            return run
+
+        @torch.no_grad()
+        def measured() -> None:
+            comps: list[Any] = [self.state[p].get("kahan_comp") for p in params]
+            columns = [p.detach() for p in params], grads, comps
+            end = tracked.watch(work, list(map(to_local, columns)))(range(len(params)))
+            run()
+            end()
+
+        return measured
 
     # Saving and loading.
 

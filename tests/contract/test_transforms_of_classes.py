@@ -468,6 +468,20 @@ def test_transforms_may_leave_a_parameter_out() -> None:
     assert not behind.state
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tracked_steps_are_those_that_were_taken(dtype: torch.dtype) -> None:
+    params = params_of(dtype)
+    parts = [clip_global_norm(0.5), ..., clip_param_norm(0.01)]
+    optimizer = AdamW(params.items(), lr=0.1, transforms=parts, **EAGER)
+    grads = grads_of(params, 2)
+    train(optimizer, params, grads[:1])
+    optimizer.track()
+    train(optimizer, params, grads[1:])
+    found = optimizer.stats("parameter")
+    assert found["all"]["grad_norm"] == pytest.approx(0.5, rel=1e-3)
+    assert found["w"]["update_norm"] == pytest.approx(0.01, rel=1e-2)
+
+
 def test_mixed_rules() -> None:
     model, parts = Net(), [centralize(), clip_global_norm(0.1)]
     models = [(MuonAdamW(model, lr=0.1, transforms=parts, **EAGER), model)]

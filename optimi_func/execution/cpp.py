@@ -31,6 +31,7 @@ class Native(NamedTuple):
     """The compiled functions, which take addresses as integers."""
 
     run_list: Callable[..., None]
+    run_shaped: Callable[..., None]
     counts_hold: Callable[[int, int, int, int], int]
     counts_advance: Callable[[int, int, int, int], None]
     decode: Callable[..., None]
@@ -63,10 +64,12 @@ def native() -> Native | None:
     at, count, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     run.argtypes = [at, count, at, at, at, count, count, real, count]
     hold.argtypes = advance.argtypes = [at, at, count, count]
+    library.run_shaped.argtypes = [at, count, at, at, at, count]
     library.decode.argtypes = [count, at, at, at, count]
     library.encode.argtypes = [count, at, at, at, count, real]
     run.restype, hold.restype, advance.restype = None, count, None
-    return Native(run, hold, advance, library.decode, library.encode)
+    library.run_shaped.restype = None
+    return Native(run, library.run_shaped, hold, advance, library.decode, library.encode)
 
 
 def _compile() -> str:

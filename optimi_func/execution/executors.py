@@ -45,7 +45,7 @@ from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
 from optimi_func.execution.slots import Update, alike, by_count, split_twins
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
-from optimi_func.execution.wholes import elementwise, plan_wholes
+from optimi_func.execution.wholes import elementwise, plan_shaped, plan_wholes
 
 # Parameters with fewer elements share an update where others have their own, because a
 # call costs as much as some thousand elements.
@@ -71,7 +71,10 @@ def plan_launches(
     compiler is raised, before anything is written.
     """
     if rule.whole is not None and write:
-        return plan_wholes(rule, updates, partial(plan_launches, executor))
+        launches: list[Launch] = []
+        if executor in ("auto", "kernels"):
+            launches, updates = plan_shaped(rule, updates, executor == "auto")
+        return launches + plan_wholes(rule, updates, partial(plan_launches, executor))
     if rule.pairs is not None and any([u.slot.paired for u in updates]):
         paired = [u for u in updates if u.slot.paired]
         how: Executor = "foreach" if executor == "foreach" else "eager"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from optimi_func.execution.cpp import SHARED_SETTINGS, native, native_key, with_vectors
 from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
+from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
 from optimi_func.execution.triton_list import triton_list_kernel_of
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -93,6 +94,28 @@ def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKern
     return with_vectors(made)
 
 
+def compile_shaped_kernel(
+    function: Kernel, example: Sequence[Tensor]
+) -> ShapedKernel | None:
+    """Compile `function` for whole tensors of any shape on CPU; None if it does not fit.
+
+    It takes a 1-D tensor of fixed length, then tensors, of which the first has a shape of
+    distinct prime numbers. The shapes of the others are made of these.
+    """
+
+    def made() -> ShapedKernel | None:
+        options = {"cpp.threads": 1, **_width(), **_one_pass()}
+        _, found = _compile(function, example, options, store_vectors)
+        return None if found is None else shaped_kernel_of(*found, [*example])
+
+    for x in example[1:]:
+        for i, n in enumerate(x.shape):
+            if n > 1:
+                torch._dynamo.mark_dynamic(x, i)
+    native_key()  # of the settings before they are changed
+    return with_vectors(made)
+
+
 def _width() -> dict[str, object]:
     """Return the width of vectors, which is in the key of torch's cache as an option alone.
 
@@ -117,9 +140,15 @@ def _one_pass() -> dict[str, object]:
 
 
 def _compile(
-    function: Kernel, example: Sequence[Tensor], options: dict[str, Any]
+    function: Kernel,
+    example: Sequence[Tensor],
+    options: dict[str, Any],
+    change: Callable[[Any], None] | None = None,
 ) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
-    """Return torch.compile's function, and the generated code with `argument_order`."""
+    """Return torch.compile's function, and the generated code with `argument_order`.
+
+    `change` changes the graph that Inductor compiles.
+    """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -127,6 +156,8 @@ def _compile(
     calls: list[Sequence[object]] = []
 
     def inner(graph: Any, given: Any, **more: Any) -> object:
+        if change is not None:
+            change(graph)
         compiled: Any = compile_fx_inner(graph, given, **more)
         codes.append(generated_code(compiled))
         call = compiled.__call__
@@ -169,13 +200,13 @@ def lower(graph: Any, example: Any, inner: Any, options: dict[str, Any]) -> Any:
 
 
 def argument_order(given: Sequence[Any], example: Sequence[Tensor]) -> list[int] | None:
-    """Return for each generated argument the index of ours, -1 for the length."""
+    """Return for each generated argument the index of ours, -1 - i for dimension i."""
     found: list[int] = []
     places = {x.data_ptr(): i for i, x in enumerate(example)}
-    length = len(example[1])
+    sizes = list(example[1].shape)
     for argument in given:
-        if isinstance(argument, int) and argument == length:
-            found.append(-1)
+        if isinstance(argument, int) and argument in sizes:
+            found.append(-1 - sizes.index(argument))
         elif isinstance(argument, Tensor) and argument.data_ptr() in places:
             found.append(places[argument.data_ptr()])
         else:

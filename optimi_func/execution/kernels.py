@@ -29,9 +29,11 @@ from optimi_func.execution.inductor import (
     Kernel,
     compile_flat,
     compile_list_kernel,
+    compile_shaped_kernel,
     in_rows,
 )
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
+from optimi_func.execution.shaped import ShapedKernel, trials
 from optimi_func.execution.slots import scale_places
 from optimi_func.execution.tensors import flat_leaf, is_capturing, leaf_of, write_back
 
@@ -56,6 +58,10 @@ class KernelKey(NamedTuple):
     measures: bool = False
     # Fields of the state that the kernel itself decodes: two tensors each.
     codes: tuple[bool, ...] = ()
+    # Of a kernel that maps whole tensors: the shape of its example, and the places of the
+    # scalars that are None.
+    shape: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
 
     @property
     def compensated(self) -> bool:
@@ -75,7 +81,13 @@ class KernelKey(NamedTuple):
         chosen = [str(s) for s in self.statics if s is not None]
         part = ["mean"] if self.measures else []
         codes = ["codes"] if any(self.codes) else []
-        return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes])
+        sizes = list(map(str, self.shape))
+        return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes, *sizes])
+
+    @property
+    def digest(self) -> str:
+        """Return the hash of all that the kernel computes, empty if there is none."""
+        return (self.rule.whole_digest or "") if self.shape else self.rule.digest
 
 
 def has_list_kernels(device: torch.device) -> bool:
@@ -138,7 +150,7 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
             "leave it for the step, or pass compile=False"
         )
     # Rules of one digest compute the same.
-    place = key._replace(rule=key.rule.digest or key.rule), _threads(key.device)
+    place = key._replace(rule=key.digest or key.rule), _threads(key.device)
     if (found := _kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
@@ -162,7 +174,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     # Only torch.compile knows what a stance asks for.
     if key.device.type == "cpu" and not has_stance():
         own = (key[1:], str(spec), count) if listed else None
-        entry = store.key_of(store.machine(), kernel=own, rule=key.rule.digest or None)
+        entry = store.key_of(store.machine(), kernel=own, rule=key.digest or None)
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
@@ -170,17 +182,25 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
         timer.start()
         try:
             with store.alone(entry):
+                kind: Any = ShapedKernel if key.shape else ListKernel
                 if (found := store.find(entry)) and native() is not None:
-                    made = ListKernel(found[0], *found[1])
-                    if agree(made, run, _example(key, count, TRIAL), 0.5):
+                    made = kind(found[0], *found[1])
+                    if _agrees(made, key, run, count):
                         return made
                 made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
-                if isinstance(made, ListKernel):
+                if isinstance(made, ListKernel | ShapedKernel):
                     path, *facts = made.made_of
                     store.keep(entry, path, facts)
         finally:
             timer.cancel()
     return made
+
+
+def _agrees(made: Kernel, key: KernelKey, run: Kernel, count: int) -> bool:
+    """Return True if a kernel does about what its function does, on a trial."""
+    shapes = trials(len(key.shape)) if key.shape else [()]
+    tried = [_example(key._replace(shape=shape), count, TRIAL) for shape in shapes]
+    return all([agree(made, run, example, 0.5) for example in tried])
 
 
 def _compile_now(
@@ -194,7 +214,11 @@ def _compile_now(
         run(*tensors)
 
     compiled: Kernel | None = None
-    if listed:
+    if key.shape:
+        compiled = compile_shaped_kernel(with_own_code_object(noticed, key.name), example)
+        if compiled is None or not (ran_eagerly or _agrees(compiled, key, run, 0)):
+            return run  # which is no kernel
+    elif listed:
         body = with_own_code_object(noticed, key.name)
         compiled = compile_list_kernel(body, example)
         if compiled is None and not ran_eagerly:
@@ -209,6 +233,12 @@ def _compile_now(
 
 def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     """Return arguments of a kernel with `count` means, in rows if the key has rows."""
+    if key.shape:
+        p = torch.ones(key.shape, dtype=key.dtypes[0], device=key.device)
+        like = p, p, *key.rule.init(p, p.dtype), p
+        own = key.statics.count(None)
+        numbers = torch.ones(own, dtype=torch.float64, device=key.device)
+        return [numbers, *[torch.ones_like(x, dtype=d) for x, d in zip(like, key.dtypes)]]
     # Scales have one element for each row. The state comes after p and g.
     scales = scale_places(key.codes, 2)
     lengths = [length // key.row if i in scales else length for i in range(len(key.dtypes))]
@@ -226,7 +256,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
         values = numbers.unbind()
-        scalars = fill(key.statics, spec, values)
+        scalars = fill(key.statics, spec, values, key.absent)
         p, g, *rest = tensors[:inputs]
         leaf = leaf_of(rule, key.codes, [p, *rest])
         if key.measures:
@@ -242,11 +272,17 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
 
 
 def fill(
-    statics: tuple[bool | None, ...], spec: pytree.TreeSpec, values: Sequence[Tensor]
+    statics: tuple[bool | None, ...],
+    spec: pytree.TreeSpec,
+    values: Sequence[Tensor],
+    absent: Sequence[int] = (),
 ) -> Scalars:
     """Return scalars from their static choices and the values of the others."""
     rest = iter(values)
-    return pytree.tree_unflatten([next(rest) if s is None else s for s in statics], spec)
+    found: list[Any] = [next(rest) if s is None else s for s in statics]
+    for i in absent:
+        found[i] = None
+    return pytree.tree_unflatten(found, spec)
 
 
 def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:

@@ -130,7 +130,10 @@ def list_kernel_of(
 
 
 def agree(
-    kernel: ListKernel, run: Callable[..., None], example: Sequence[Tensor], power: float
+    kernel: Callable[..., None],
+    run: Callable[..., None],
+    example: Sequence[Tensor],
+    power: float,
 ) -> bool:
     """Return True if a kernel does what a function does, on tensors like the example.
 
@@ -152,29 +155,14 @@ def _machine_code(
     generated: Any, order: list[int], example: list[Tensor]
 ) -> tuple[str, list[int], list[int]] | None:
     """Return the library, roles and widths of the C++ function that `generated` calls."""
-    scope = getattr(getattr(generated, "__func__", generated), "__globals__", {})
-    kernels = {
-        name: value
-        for name, value in scope.items()
-        if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
-    }
-    if len(kernels) != 1:
+    found = only_call(generated, order, example)
+    if found is None or found[1][-1] != example[-1].numel():
         return None
-    ((name, kernel),) = kernels.items()
-    calls: list[tuple[Any, ...]] = []
-    length = example[-1].numel()
-    scope[name] = lambda *arguments: calls.append(arguments)
-    try:
-        generated([length if i < 0 else example[i] for i in order])
-    finally:
-        scope[name] = kernel
-    file = getattr(kernel.__self__, "__file__", None)
-    if len(calls) != 1 or calls[0][-1] != length or file is None or len(calls[0]) >= MOST:
-        return None
+    file, call = found
     places = {x.data_ptr(): i - 1 for i, x in enumerate(example)}
     roles: list[int] = []
     slots: dict[int, int] = {}
-    for x in calls[0][:-1]:
+    for x in call[:-1]:
         if not isinstance(x, Tensor):
             return None
         role = places.get(x.data_ptr())
@@ -186,5 +174,33 @@ def _machine_code(
         roles.append(role)
     if len(slots) > SLOTS:
         return None
-    widths = [x.element_size() for x in calls[0][:-1]]
+    widths = [x.element_size() for x in call[:-1]]
     return file, roles, widths
+
+
+def only_call(
+    generated: Any, order: list[int], example: list[Tensor]
+) -> tuple[str, tuple[Any, ...]] | None:
+    """Return the library of the C++ function that `generated` calls, and the arguments.
+
+    None if it calls several, or too many arguments are given.
+    """
+    scope = getattr(getattr(generated, "__func__", generated), "__globals__", {})
+    kernels = {
+        name: value
+        for name, value in scope.items()
+        if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
+    }
+    if len(kernels) != 1:
+        return None
+    ((name, kernel),) = kernels.items()
+    calls: list[tuple[Any, ...]] = []
+    scope[name] = lambda *arguments: calls.append(arguments)
+    try:
+        generated([example[1].shape[-1 - i] if i < 0 else example[i] for i in order])
+    finally:
+        scope[name] = kernel
+    file = getattr(kernel.__self__, "__file__", None)
+    if len(calls) != 1 or file is None or len(calls[0]) >= MOST:
+        return None
+    return file, calls[0]

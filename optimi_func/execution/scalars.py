@@ -43,6 +43,8 @@ class Packed:
         if bool in kinds:
             self.statics = tuple([x if isinstance(x, bool) else None for x in leaves])
             self._values = [x for x in leaves if not isinstance(x, bool)]
+        # Of None, which is for a map alone, kernels have the place.
+        self._values = [0.0 if x is None else x for x in self._values]
         # True if all are Python numbers.
         self.on_host = not any([issubclass(kind, Tensor) for kind in kinds])
 

@@ -37,6 +37,8 @@ class Slot(NamedTuple):
     fields: tuple[ShardSpec | None, ...]  # the same of `Rule.whole_fields`
     holders: Holders | None  # the processes that divide a map of the whole
     paired: bool  # real pairs of complex numbers
+    # The dtype and length of each of `Rule.whole_fields`, if all are contiguous.
+    mapped: tuple[tuple[torch.dtype, int], ...] | None
 
     @property
     def in_place(self) -> bool:
@@ -119,6 +121,7 @@ def _make_slot(
     ordered = [
         same_order(p, x) if x.shape == p.shape else x.is_contiguous() for x in every[1:]
     ]
+    fixed = all([is_plainly_strided(x) and x.is_contiguous() for x in whole[1:]])
     return Slot(
         tuple([x.dtype for x in tensors]),
         () if targets else tuple(map(Tensor.data_ptr, tensors)),
@@ -130,6 +133,7 @@ def _make_slot(
         *(shards_of(whole[0]), tuple(map(shards_of, whole[1:]))),
         holders,
         whole[0].is_complex(),
+        tuple([(x.dtype, x.numel()) for x in whole[1:]]) if fixed else None,
     )
 
 

@@ -6,13 +6,16 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 """
 
 import math
+from array import array
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain, compress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import on_whole, shard_of, to_local
@@ -28,9 +31,19 @@ from optimi_func.core.rule import (
     gradient_rule,
 )
 from optimi_func.core.torch_private import share
-from optimi_func.execution.launches import Columns, Launch
+from optimi_func.execution.cpp import address
+from optimi_func.execution.kernels import (
+    CaptureError,
+    DispatchModeError,
+    KernelKey,
+    SwitchedOffError,
+    has_list_kernels,
+    kernel,
+)
+from optimi_func.execution.launches import Columns, Launch, addresses
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Slot, Update
+from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
+from optimi_func.execution.slots import Slot, Update, split_twins
 
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 
@@ -38,6 +51,9 @@ _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 # mapped one by one, and in batches.
 ELEMENTS = 1 << 22
 BATCHED = 1 << 26
+
+# Rules whose map could not be compiled.
+_unshaped: set[Rule] = set()
 
 
 def elementwise(rule: Rule, directs: bool) -> Rule:
@@ -219,11 +235,110 @@ def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
     return [own, *[own._replace(shape=tuple(shape), dim=dim) for shape in shapes]]
 
 
+class ShapedLaunch(Launch):
+    """Parameters that share a shaped kernel, the largest first."""
+
+    def __init__(self, kernel: ShapedKernel, updates: list[Update]) -> None:
+        updates = sorted(updates, key=lambda u: -u.slot.numel)
+        super().__init__(updates)
+        self._kernel, self._compensated = kernel, updates[0].slot.compensated
+        self.host = self._in_place
+        self._sizes = array("q", chain.from_iterable([u.p.shape for u in updates]))
+
+    def pick(self, items: list[Any]) -> list[Any]:
+        """Pick this launch's part, whose order is another one."""
+        return [items[i] for i in self.places]
+
+    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
+        """Update the parameters."""
+        del means
+        end = len(columns) // (1 if self._in_place else 2)
+        given = list(
+            map(self.pick, columns[:end] if self._compensated else columns[: end - 1])
+        )
+        if not self._in_place:
+            # The results, which are moved from where the parameters are.
+            old, given = given, [self.pick(columns[end + i]) for i in range(len(given))]
+            for i in (0, *range(2, len(given))):
+                torch._foreach_copy_(given[i], old[i])
+        table = addresses(chain.from_iterable(given))
+        own, wide = packed[self._at], torch.float64
+        if own.on_host:
+            values = own.array(wide)
+            self._kernel.run(address(values), table, self._sizes)
+        else:
+            kept = own.tensor(wide, columns[0][0].device)
+            self._kernel.run(kept.data_ptr(), table, self._sizes)
+
+
+def plan_shaped(
+    rule: Rule, updates: list[Update], lenient: bool
+) -> tuple[list[Launch], list[Update]]:
+    """Plan updates through shaped kernels, and return the rest, which these do not take.
+
+    If `lenient`, a map that cannot be compiled is taken by none.
+    """
+    listed = rule.whole_digest is not None and has_list_kernels(torch.device("cpu"))
+    if not listed or rule in _unshaped:
+        return [], updates
+    launches: list[Launch] = []
+    groups: dict[Any, list[Update]] = {}
+    rest: list[Update] = []
+    for u in updates:
+        key = _shaped_key(rule, u) if _fits(rule, u) else None
+        (rest if key is None else groups.setdefault((u.at, key), [])).append(u)
+    for (_, key), some in groups.items():
+        try:
+            run = kernel(key, some[0].scalars.scalars)
+        except (CaptureError, DispatchModeError, SwitchedOffError):
+            return [], updates  # which the planner of the rest tells
+        except Exception:
+            if not lenient:
+                raise
+            _unshaped.add(rule)
+            return [], updates
+        takes = [isinstance(run, ShapedKernel) and run.takes(rule, u) for u in some]
+        rest += compress(some, [not x for x in takes])
+        for own in split_twins(list(compress(some, takes))):
+            assert isinstance(run, ShapedKernel)
+            launches.append(ShapedLaunch(run, own))
+    return launches, sorted(rest, key=lambda u: u.place)
+
+
+def _shaped_key(rule: Rule, u: Update) -> KernelKey:
+    """Return the key of the kernel for a parameter, with all its state."""
+    slot, scalars = u.slot, pytree.tree_leaves(u.scalars.scalars)
+    end = len(slot.dtypes) - slot.compensated
+    p, *own = slot.dtypes[:end]
+    fields = [dtype for dtype, _ in slot.mapped or ()]
+    return KernelKey(
+        *(rule, u.scalars.statics, True, True),
+        (p, u.g.dtype, *own, *fields, *slot.dtypes[end:]),
+        u.g.device,
+        shape=example_of(u.p.shape),
+        absent=tuple([i for i, x in enumerate(scalars) if x is None]),
+    )
+
+
+def _fits(rule: Rule, u: Update) -> bool:
+    """Return True if a shaped kernel may update this parameter."""
+    slot, p = u.slot, u.p
+    whole = slot.shard is None and slot.holders is None and not slot.paired
+    plain = u.can_be_cut and not slot.coded and p.is_contiguous()
+    wide = compute_dtype(u.g.dtype, *slot.dtypes)
+    kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
+    kept = kept and not rule.given
+    own = p.device.type == "cpu" and p.numel() > 0 and p.dim() in EXAMPLES
+    return own and whole and plain and kept
+
+
 def plan_wholes(rule: Rule, updates: list[Update], plan: _Planner) -> list[Launch]:
     """Plan launches of few enough parameters to bound the memory of their directions.
 
     The updates are in the same order on all processes, and `plan` plans elementwise rules.
     """
+    if not updates:
+        return []
     together = ELEMENTS
     if all([_batches(u.p) for u in updates]):
         together, updates = BATCHED, sorted(updates, key=_shape)

@@ -132,6 +132,7 @@ class Adafactor(Body, name="adafactor"):
         our_options=our_options,
         unused=State._fields,
     )
+    compiles_whole = True
 
     @choice
     def averages(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
 from functools import partial
+from hashlib import sha256
 from typing import (
     Any,
     ClassVar,
@@ -226,6 +227,8 @@ class Body(BaseOptimizer):
     at_definition: ClassVar[bool] = False
     # False: the direction is the whole move, which lr does not multiply.
     lr_is_factor: ClassVar[bool] = True
+    # True: `whole` is sums over dimensions and elementwise operations, and is compiled.
+    compiles_whole: ClassVar[bool] = False
     _name: ClassVar[str] = ""
     _own: ClassVar[dict[str, Field[Any, Any]]] = {}
     _choices: ClassVar[tuple[str, ...]] = ()
@@ -310,6 +313,12 @@ class Body(BaseOptimizer):
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         making = Making(cls, numbers, fixed)
         rule = making.rule(cls.at_definition)
+        if cls.compiles_whole:
+            # The package's sources are in the keys of the store.
+            text = (cls.__module__, cls.__qualname__, rule.digest, repr(fixed))
+            own = cls.__module__.startswith("optimi_func.")
+            digest = sha256(repr(text).encode()).hexdigest() if own else ""
+            object.__setattr__(rule, "whole_digest", digest)
         if cls.at_definition:
             again = Making(cls, numbers, fixed)
             again.rule(tried=False)

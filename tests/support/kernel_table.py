@@ -36,6 +36,7 @@ TABLE = frozenset(
         # Of all maps that are given the gradient.
         "sgd_direction_float32_in_place",
         "move_float32_write_in_place",
+        "adafactor_float32_write_in_place_61_89",
     }
 )
 # AdamW's kernels are Adam's, under the name of whichever is first.

@@ -8,16 +8,16 @@ copied and moved with the state.
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.groups import Group, path_of
+from optimi_func.classes.groups import Group, executor_of, path_of
 from optimi_func.classes.stats import names_of
 from optimi_func.core.checks import check_number, warn_user
-from optimi_func.core.codes import to
+from optimi_func.core.codes import NEAREST, to
 from optimi_func.core.distributed import (
     distribute_like,
     from_local,
@@ -27,10 +27,23 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.leaf import compute_dtype, leaf_eval_point
 from optimi_func.core.pairs import as_complex
-from optimi_func.core.rule import Leaf
+from optimi_func.core.rule import (
+    Direction,
+    Leaf,
+    NoState,
+    Rates,
+    Rule,
+    Scalars,
+    gradient_rule,
+)
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import reshard
+from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.launches import run_launches
+from optimi_func.execution.plans import Plan, raise_versions
+from optimi_func.execution.scalars import Packed
+from optimi_func.execution.slots import make_slots
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import Number
 from optimi_func.state.convert import TRAIN_PARAM
@@ -233,6 +246,18 @@ def _write(p: Tensor, x: Tensor) -> None:
         torch.autograd.graph.increment_version(p)
 
 
+class _Rest(NamedTuple):
+    rest: Tensor
+
+
+# The step along a compensated weight.
+_compensated = Rule(
+    *("average", _Rest, lambda p, kept: _Rest(p), lambda t: NoState()),
+    lambda g, s, c, *x: Direction(g + s.rest, s),
+    digest="along the gradient and a compensation",
+)
+
+
 class EMA:
     """Exponential moving averages of an optimizer's parameters, to evaluate with.
 
@@ -283,6 +308,7 @@ class EMA:
         self.updates = torch.zeros((), dtype=torch.float64)
         self.weight = torch.full((), 0.0 if debias else 1.0, dtype=torch.float64)
         self._averages: dict[Tensor, Tensor] = {}
+        self._plans: dict[Rule, tuple[Guard, Plan]] = {}
         self._compensations()
 
     def _compensations(self) -> dict[Tensor, Any]:
@@ -296,17 +322,20 @@ class EMA:
         self._averages |= made
         return every
 
-    def _weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parameters, and the local tensors that join their averages."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def _weights(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """Return parameters, and the local tensors whose sums join their averages."""
         optimizer, every = self.optimizer, self._compensations()
+        points: dict[Tensor, Tensor] = {}
         if isinstance(optimizer, Evaluated):
-            for p, x in chain(*map(optimizer._eval_params, optimizer._evaluated())):
-                if p in every:
-                    del every[p]
-                    yield p, x
-        for p, comp in every.items():
-            part, rest = to_local([optimizer.part_of(p).detach(), comp])
-            yield p, weight_of(part, rest, compute_dtype(p.dtype))
+            found = chain(*map(optimizer._eval_params, optimizer._evaluated()))
+            points = {p: x for p, x in found if p in every}
+        rest = [p for p in every if p not in points] if points else [*every]
+        parts, comps = optimizer.parts_of(rest), [every[p] for p in rest]
+        given = [*points.values(), *to_local(parts)]
+        return [*points, *rest], given, [None] * len(points) + to_local(comps)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -320,10 +349,40 @@ class EMA:
         check_number("averaging decay", "decay", decay, below=1.0)
         self.weight.mul_(decay).add_(1.0 - decay)
         share = float((1.0 - decay) / self.weight)
-        for p, x in self._weights():
-            (average,) = to_local([self._averages[p]])
-            average.lerp_(to(x, average.dtype), share)
+        groups, rows = self.optimizer.param_groups, dict[Rule, list[Any]]()
+        listed = [x["params"] for x in groups if executor_of(x) in ("auto", "kernels")]
+        kernels = set(map(id, chain(*listed)))
+        params, parts, rests = self._weights()
+        averages = to_local([self._averages[p] for p in params])
+        for p, average, part, rest in zip(params, averages, parts, rests):
+            floating = rest is None or rest.is_floating_point()
+            # A large share would round by the average that was.
+            if share <= 0.5 and floating and id(p) in kernels:
+                rule = gradient_rule if rest is None else _compensated
+                rows.setdefault(rule, []).append((average, part, rest))
+            else:
+                x = weight_of(part, rest, compute_dtype(p.dtype))
+                average.lerp_(to(x, average.dtype), share)
+        for rule, some in rows.items():
+            self._step(rule, list(map(list, zip(*some))), share)
         self.updates += 1
+
+    def _step(self, rule: Rule, columns: list[list[Any]], share: float) -> None:
+        """Move averages as SGD with decay does, along the weights in place of gradients."""
+        averages, _, rests = columns
+        fixed = averages + (rests if rule.fields else [])
+        guard, plan = self._plans.get(rule, (None, None))
+        if rule.fields:
+            columns = [*columns, [None] * len(averages)]
+        if guard is None or plan is None or not guard.holds(fixed):
+            plan = Plan(rule, make_slots([*rule.fields], rule, columns, [], columns))
+            self._plans[rule] = Guard(fixed, addresses=True), plan
+        rates = Rates(-share, share, 0.0, 1.0, (), ())
+        packed, at = [Packed(Scalars(NoState(), rates, NEAREST))], [0] * len(averages)
+        with kernel_context(averages[0].device):
+            launches, _ = plan.launches("auto", columns, packed, at, True, lambda: None)
+            run_launches(launches, columns, packed, at, [averages])
+        raise_versions(averages)
 
     @contextmanager
     def applied(self) -> Generator[None]:

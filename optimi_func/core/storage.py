@@ -13,23 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import (
-    IDLE_KAHAN,
-    check_flag,
-    check_state_dtype,
-    shown,
-    value_of,
-)
-from optimi_func.core.codes import (
-    CODECS,
-    GROUP,
-    Codes,
-    has_groups,
-    is_eligible,
-    is_low,
-    refuse_derivatives,
-    to,
-)
+from optimi_func.core import checks, codes
 from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Rule, Scalar, Storage, StorageLike
 
@@ -45,10 +29,10 @@ def storage_of(
     state_dtype: torch.dtype | None = None,
 ) -> Storage:
     """Return the storage that these options ask for. Raise if they exclude each other."""
-    check_flag("kahan_sum", kahan_sum, none=True)
+    checks.check_flag("kahan_sum", kahan_sum, none=True)
     if storage is None:
         param = {None: None, True: "kahan", False: "plain"}[kahan_sum]
-        check_state_dtype(state_dtype)
+        checks.check_state_dtype(state_dtype)
         return Storage(cast(Any, param), state_dtype)
     if kahan_sum is not None or state_dtype is not None:
         raise ValueError(
@@ -69,7 +53,7 @@ def storage_of(
             f"Invalid storage: storage.param={storage.param!r}: allowed are {params}"
         )
     if not storage.coded:
-        check_state_dtype(storage.moments)
+        checks.check_state_dtype(storage.moments)
     return storage
 
 
@@ -84,11 +68,11 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
     The rules and parameters are those of all groups with this storage.
     """
     stored = storage.param in ("kahan", "kahan8", "exact")
-    low = [p for p in params if is_low(p.dtype)] if stored else []
+    low = [p for p in params if codes.is_low(p.dtype)] if stored else []
     if storage.param == "exact":
         low = [p for p in low if p.dtype == torch.bfloat16]
     if storage.param == "kahan" and not low:
-        return [IDLE_KAHAN]
+        return [checks.IDLE_KAHAN]
     if storage.param in ("kahan8", "exact") and params and not low:
         allowed = "bfloat16" if storage.param == "exact" else "bfloat16 or float16"
         raise ValueError(
@@ -106,13 +90,15 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
             "in 8 bits with these options, so it would change nothing"
         )
-    cut = {tuple(p.shape) for p in params if has_groups(p) and not is_eligible(p)}
+    cut = {
+        tuple(p.shape) for p in params if codes.has_groups(p) and not codes.is_eligible(p)
+    }
     if not cut:
         return []
     return [
         f"storage.moments='8bit': the shards of parameters of shapes {sorted(cut)} cut "
-        f"groups of {GROUP} elements, which share a scale: their moments are not kept in "
-        "codes"
+        f"groups of {codes.GROUP} elements, which share a scale: their moments are not "
+        "kept in codes"
     ]
 
 
@@ -127,22 +113,22 @@ def keeps_codes(rule: Rule) -> bool:
 # Fields of a state, in codes or not
 
 
-def decode(field: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+def decode(field: Tensor | codes.Codes, dtype: torch.dtype) -> Tensor:
     """Convert a field to a dtype. Return the field itself if it has that dtype."""
-    return field.decode(dtype) if isinstance(field, tuple) else to(field, dtype)
+    return field.decode(dtype) if isinstance(field, tuple) else codes.to(field, dtype)
 
 
-def encode(x: Tensor, like: Tensor | Codes, dither: Scalar) -> Any:
+def encode(x: Tensor, like: Tensor | codes.Codes, dither: Scalar) -> Any:
     """Convert x to the dtype or the codes of `like`."""
     if isinstance(like, tuple):
-        return like.encode(refuse_derivatives(x, x), dither)
-    return to(x, like.dtype)
+        return like.encode(codes.refuse_derivatives(x, x), dither)
+    return codes.to(x, like.dtype)
 
 
-def state_of(kind: Any, tensors: Iterator[Tensor], codes: tuple[bool, ...]) -> Any:
-    """Build a State from the next tensors: codes and scales for a field with codes[i]."""
-    pairs = [(next(tensors), next(tensors) if coded else None) for coded in codes]
-    return kind(*[x if s is None else CODECS[x.dtype](x, s) for x, s in pairs])
+def state_of(kind: Any, tensors: Iterator[Tensor], coded: tuple[bool, ...]) -> Any:
+    """Build a State from the next tensors: codes and scales for a field with coded[i]."""
+    pairs = [(next(tensors), next(tensors) if is_coded else None) for is_coded in coded]
+    return kind(*[x if s is None else codes.CODECS[x.dtype](x, s) for x, s in pairs])
 
 
 # Entries
@@ -166,9 +152,9 @@ def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
 
 def state_in(rule: Rule, entry: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the rule's state and the compensation (or None) of a complete entry."""
-    codes = tuple([entry.get(name) is None for name in rule.state._fields])
-    names = [f + end for f, c in zip(rule.state._fields, codes) for end in _ENDS[c]]
-    state = state_of(rule.state, map(entry.__getitem__, names), codes)
+    coded = tuple([entry.get(name) is None for name in rule.state._fields])
+    names = [f + end for f, c in zip(rule.state._fields, coded) for end in _ENDS[c]]
+    state = state_of(rule.state, map(entry.__getitem__, names), coded)
     return state, entry.get("kahan_comp")
 
 
@@ -240,18 +226,18 @@ def check_entry(
     for name, x in entry.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{root}{path}[{name!r}]={x!r}: allowed is a tensor")
-        if name.endswith(_Q) and x.dtype not in CODECS:
+        if name.endswith(_Q) and x.dtype not in codes.CODECS:
             raise TypeError(
                 f"{root}{path}[{name!r}] has dtype {x.dtype}: allowed are codes, of int8 "
                 "or uint8, as they were saved"
             )
         if name.endswith(_SCALE):
-            count = -(-p.numel() // GROUP)
+            count = -(-p.numel() // codes.GROUP)
             if x.dtype != torch.float32 or x.numel() != count:
                 raise TypeError(
                     f"{root}{path}[{name!r}] has dtype {x.dtype} and {x.numel()} elements: "
-                    f"allowed are {count} of float32, a scale for each {GROUP} elements, "
-                    "as they were saved"
+                    f"allowed are {count} of float32, a scale for each {codes.GROUP} "
+                    "elements, as they were saved"
                 )
             continue
         if name in rule.state._fields and not x.is_floating_point():
@@ -284,12 +270,12 @@ def as_counts(
             continue
         if x.is_complex() or x.dtype == torch.bool or x.shape not in ((), (1,)):
             raise ValueError(
-                f"{root}{path}[{name!r}] is {shown(x)}: allowed is a real tensor of one "
-                "element"
+                f"{root}{path}[{name!r}] is {checks.shown(x)}: allowed is a real tensor of "
+                "one element"
             )
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32 if name == "step" else torch.float64)
-        if name == "step" and not (value_of(x.reshape(())) or 0.0) >= 0.0:
+        if name == "step" and not (checks.value_of(x.reshape(())) or 0.0) >= 0.0:
             raise ValueError(f"{root}{path}['step'] is {x}: allowed is at least 0")
         if x is not entry[name] or x.dim():
             made[name] = x.reshape(())

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import (
-    check_apart,
-    check_grad,
-    check_runs_kernels,
-    check_writable,
-)
+from optimi_func.core import checks
 from optimi_func.core.distributed import (
     any_distributed,
     check_placed,
@@ -102,8 +97,8 @@ class TreeStep:
         for path, p, g in zip(paths, *columns[:2]):
             check_placed(path, p)
             if not results:
-                check_writable(path, *to_local([p]))
-            check_grad(path, p, g)
+                checks.check_writable(path, *to_local([p]))
+            checks.check_grad(path, p, g)
             if step.device != p.device and is_capturing(p.device):
                 raise RuntimeError(
                     f"a CUDA graph would keep the numbers of this step for all its "
@@ -114,7 +109,7 @@ class TreeStep:
         given, columns = columns, list(map(to_local, [columns[0], grads, *columns[2:]]))
         if write and not results:
             named = zip(paths, columns[0])
-            check_apart(named, "params{}".format, "call the pure step")
+            checks.check_apart(named, "params{}".format, "call the pure step")
         targets = list(map(to_local, [results[0], grads, *results[2:]] if results else []))
         slots = make_slots(names, self._rule, columns, targets, given)
         return Plan(self._rule, slots), columns, targets
@@ -135,7 +130,7 @@ class TreeStep:
 
         def check() -> None:
             for i, p, g in zip(places, *columns[:2]):
-                check_grad(path_of(self._tree.params, i), p, g)
+                checks.check_grad(path_of(self._tree.params, i), p, g)
 
         launches, _ = plan.launches(self._executor, *inputs, write, check)
         x, _, *rest = targets or columns
@@ -205,11 +200,11 @@ def _step(
     kind = type(optimizer)
     ours = kind.__module__.startswith("optimi_func.")
     instead = f"optimi_func.{kind.__name__}_step" if ours else "the optimizer's own step"
-    check_runs_kernels(instead, ())
+    checks.check_runs_kernels(instead, ())
     rule, tree = optimizer.rule, FlatTree.of(params, grads, state)
     ps, gs, states = tree.leaves, tree.grads, tree.states
     if not _TENSORS.issuperset(map(type, ps)):
-        check_runs_kernels(instead, [x for x in ps if isinstance(x, Tensor)])
+        checks.check_runs_kernels(instead, [x for x in ps if isinstance(x, Tensor)])
     own, running = (set(map(type, map(f, states))) for f in (_rule_state, _running))
     if (own, running) != ({rule.state}, {rule.running}):
         tree.check(rule)  # which raises, if they are not of subclasses

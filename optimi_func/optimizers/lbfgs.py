@@ -9,22 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 from torch.utils import _pytree as pytree
 
+from optimi_func.core import quasi_newton as qn
 from optimi_func.core.checks import check_flag, check_no_module, check_whole, shown
-from optimi_func.core.quasi_newton import (
-    Point,
-    advance,
-    begin,
-    check_leaves,
-    check_options,
-    direction,
-    empty_history,
-    flat,
-    loaded_history,
-    parts,
-    remember,
-    rows_of,
-    with_room,
-)
 from optimi_func.pure.lbfgs import lbfgs
 from optimi_func.state.convert import Group
 
@@ -114,7 +100,7 @@ class LBFGS(torch.optim.Optimizer):
         try:
             (group,) = self.param_groups
             _check_group(group)
-            check_leaves([(f"[{i}]", p) for i, p in enumerate(group["params"])])
+            qn.check_leaves([(f"[{i}]", p) for i, p in enumerate(group["params"])])
         except Exception:
             self.param_groups.clear()
             raise
@@ -153,12 +139,12 @@ class LBFGS(torch.optim.Optimizer):
         for n in range(1, group["max_iter"] + 1):
             state["n_iter"] += 1
             if state["n_iter"] == 1:
-                state["history"], d = empty_history(1, g, 0, 1.0), g.neg()
+                state["history"], d = qn.empty_history(1, g, 0, 1.0), g.neg()
             else:
-                h = with_room(state["history"], group["history_size"])
+                h = qn.with_room(state["history"], group["history_size"])
                 move, y = state["d"] * state["t"], g - state["prev_flat_grad"]
-                h = state["history"] = remember(h, move, y, g)
-                d = direction(h, g)
+                h = state["history"] = qn.remember(h, move, y, g)
+                d = qn.direction(h, g)
             lr, t = group["lr"], float(group["lr"])
             if state["n_iter"] == 1:
                 lr = t = t / max(1.0, float(g.abs().sum()))
@@ -168,8 +154,8 @@ class LBFGS(torch.optim.Optimizer):
                 break
             count, width = 0, float(d.abs().max())
             if searches:
-                start, x = Point(0.0, f, slope, g), [p.clone() for p in params]
-                search, ended, best = begin(t, start, False, 0), False, start
+                start, x = qn.Point(0.0, f, slope, g), [p.clone() for p in params]
+                search, ended, best = qn.begin(t, start, False, 0), False, start
                 most = group["max_eval"] - evals
                 try:
                     while not ended:
@@ -177,8 +163,8 @@ class LBFGS(torch.optim.Optimizer):
                         _move(params, x, t, d)
                         f, g = sign * float(evaluate()), _grads(params, sign)
                         count += 1
-                        new = Point(t, f, float(g.dot(d)), g)
-                        search, ended, best = advance(
+                        new = qn.Point(t, f, float(g.dot(d)), g)
+                        search, ended, best = qn.advance(
                             search, new, start, width, most, least
                         )
                 except BaseException:
@@ -211,7 +197,7 @@ class LBFGS(torch.optim.Optimizer):
                 continue  # of a hook
             entry = found["state"][key] = dict(entry)
             if (h := entry.pop("history", None)) is not None:
-                rows = rows_of(h)
+                rows = qn.rows_of(h)
                 entry["old_dirs"] = [h.pairs[i, 1].clone() for i in rows]
                 entry["old_stps"] = [h.pairs[i, 0].clone() for i in rows]
                 entry["ro"] = [h.inverse[i, i].clone() for i in rows]
@@ -226,7 +212,7 @@ class LBFGS(torch.optim.Optimizer):
         """
         (group,), entries = state_dict["param_groups"], [*state_dict["state"].values()]
         params: list[Tensor] = self.param_groups[0]["params"]
-        like = flat([x.detach() for x in params])
+        like = qn.flat([x.detach() for x in params])
         if len(entries) > 1 or not {"max_iter", "history_size"} <= group.keys():
             raise ValueError("state_dict is that of another optimizer: allowed is LBFGS's")
         for d in [x["d"] for x in entries if "d" in x]:
@@ -245,9 +231,9 @@ class LBFGS(torch.optim.Optimizer):
             if "old_dirs" in entry:
                 moves, changes = entry.pop("old_stps"), entry.pop("old_dirs")
                 scale = float(entry.pop("H_diag"))
-                h = empty_history(1, like, 0, scale)
+                h = qn.empty_history(1, like, 0, scale)
                 if moves:
-                    h = loaded_history(moves, changes, entry["prev_flat_grad"], scale)
+                    h = qn.loaded_history(moves, changes, entry["prev_flat_grad"], scale)
                 entry["history"] = h
                 for name in {"ro", "al"} & entry.keys():
                     del entry[name]
@@ -258,16 +244,16 @@ def _check_group(group: Group) -> None:
     check_whole("max_iter", group["max_iter"], 1)
     check_whole("max_eval", group["max_eval"], 1)
     check_flag("maximize", group.get("maximize", False))
-    check_options(SimpleNamespace(**group))
+    qn.check_options(SimpleNamespace(**group))
 
 
 def _grads(params: list[Tensor], sign: float) -> Tensor:
     """Return sign times all gradients, flat; 0 for a parameter that has none."""
-    g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+    g = qn.flat([torch.zeros_like(p) if p.grad is None else p.grad for p in params])
     return g if sign > 0 else g.neg()
 
 
 def _move(params: list[Tensor], x: list[Tensor], t: Any, d: Tensor) -> None:
     """Set the parameters to x + t * d."""
-    for p, at, move in zip(params, x, parts(d, params)):
+    for p, at, move in zip(params, x, qn.parts(d, params)):
         torch.add(at, move, alpha=t, out=p)

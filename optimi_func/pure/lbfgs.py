@@ -9,23 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core import quasi_newton as qn
 from optimi_func.core.checks import check_whole
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.quasi_newton import (
-    History,
-    Point,
-    Search,
-    advance,
-    begin,
-    cast_parts,
-    check_leaves,
-    check_options,
-    direction,
-    empty_history,
-    flat,
-    pick,
-    remembered,
-)
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.core.torch_private import has_vmap, serializable
 from optimi_func.pure.implicit import implicit_root
@@ -44,8 +30,8 @@ class LBFGSState(NamedTuple):
     g: Tensor  # the gradient at params, flat
     d: Tensor  # the direction of the search
     slope: Tensor  # the product of g and d
-    search: Search
-    history: History
+    search: qn.Search
+    history: qn.History
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +80,26 @@ class lbfgs:
 
     def __post_init__(self) -> None:
         """Raise for numbers out of their ranges."""
-        check_options(self)
+        qn.check_options(self)
         check_whole("max_ls", self.max_ls, 1)
 
     def init(self, params: PyTree) -> LBFGSState:
         """Return fresh state for `params`: no history, and no evaluation yet."""
         leaves = pytree.tree_leaves_with_path(params)
-        check_leaves([(pytree.keystr(path), p) for path, p in leaves])
-        x = flat([p for _, p in leaves])
+        qn.check_leaves([(pytree.keystr(path), p) for path, p in leaves])
+        x = qn.flat([p for _, p in leaves])
         wide = scalar_dtype(x.device)
         zero = torch.zeros((), dtype=wide, device=x.device)
         no, count = zero.bool(), zero.long()
-        point = Point(zero, zero, zero, x.new_zeros(x.shape))
-        search = begin(zero, point, no, count)
+        point = qn.Point(zero, zero, zero, x.new_zeros(x.shape))
+        search = qn.begin(zero, point, no, count)
         one = torch.ones((), dtype=x.dtype, device=x.device)
         # One tensor for each field, because in-place users of a state may not share them.
         return pytree.tree_map(
             torch.clone,
             LBFGSState(
                 *(no, count, count, zero, point.g, point.g, zero),
-                *(search, empty_history(self.history_size, x, count, one)),
+                *(search, qn.empty_history(self.history_size, x, count, one)),
             ),
         )
 
@@ -135,23 +121,23 @@ class lbfgs:
         """
         leaves, spec = pytree.tree_flatten(params)
         s: Any = state
-        x = flat(leaves).detach()
-        at = cast_parts(x + s.search.t.to(x.dtype) * s.d, leaves)
+        x = qn.flat(leaves).detach()
+        at = qn.cast_parts(x + s.search.t.to(x.dtype) * s.d, leaves)
         value, grads = value_and_grad(pytree.tree_unflatten(at, spec))
-        g = flat(pytree.tree_leaves(grads)).detach().to(x.dtype)
+        g = qn.flat(pytree.tree_leaves(grads)).detach().to(x.dtype)
         f = value.detach().to(s.f.dtype)
         fresh, none = s.func_evals == 0, self.line_search_fn is None
-        start = Point(torch.zeros_like(s.f), s.f, s.slope, s.g)
-        new = Point(s.search.t, f, g.dot(s.d).to(f.dtype), g)
+        start = qn.Point(torch.zeros_like(s.f), s.f, s.slope, s.g)
+        new = qn.Point(s.search.t, f, g.dot(s.d).to(f.dtype), g)
         width = s.d.abs().amax().to(f.dtype)
-        search, ended, best = advance(
+        search, ended, best = qn.advance(
             s.search, new, start, width, self.max_ls, self.tolerance_change
         )
         moves = (fresh | ended | none) & ~s.done
-        best = pick(fresh | none, new, best)
+        best = qn.pick(fresh | none, new, best)
         move = best.t.to(x.dtype) * s.d
-        history = remembered(s.history, move, best.g - s.g, best.g, moves & ~fresh)
-        d = direction(history, best.g)
+        history = qn.remembered(s.history, move, best.g - s.g, best.g, moves & ~fresh)
+        d = qn.direction(history, best.g)
         slope = best.g.dot(d).to(f.dtype)
         still = (move.abs().amax() <= self.tolerance_change) | (
             (best.f - s.f).abs() < self.tolerance_change
@@ -160,14 +146,14 @@ class lbfgs:
         done = done | ~best.f.isfinite() | (slope > -self.tolerance_change)
         first = (1.0 / best.g.abs().sum()).clamp_max(1.0).to(f.dtype)
         t = torch.where(fresh, first, 1.0) * self.lr
-        again = Point(start.t, best.f, slope, best.g)
-        again = begin(t, again, torch.zeros_like(s.done), torch.zeros_like(s.n_iter))
+        again = qn.Point(start.t, best.f, slope, best.g)
+        again = qn.begin(t, again, torch.zeros_like(s.done), torch.zeros_like(s.n_iter))
         counts = s.n_iter + (moves & ~fresh), s.func_evals + ~s.done
-        here = pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
-        search = pick(moves, again, pick(s.done, s.search, search))
+        here = qn.pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
+        search = qn.pick(moves, again, qn.pick(s.done, s.search, search))
         after = LBFGSState._make([s.done | (moves & done), *counts, *here, search, history])
         x = torch.where(moves, x + move, x)
-        return pytree.tree_unflatten(cast_parts(x, leaves), spec), after
+        return pytree.tree_unflatten(qn.cast_parts(x, leaves), spec), after
 
     def solve(
         self,

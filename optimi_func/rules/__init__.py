@@ -14,16 +14,9 @@ from optimi_func.classes.fields import Betas as Betas
 from optimi_func.classes.fields import Field as Field
 from optimi_func.classes.fields import Float as Float
 from optimi_func.classes.fields import ThreeBetas as ThreeBetas
+from optimi_func.core import math
 from optimi_func.core.checks import check_number as check_number
 from optimi_func.core.distributed import whole_field
-from optimi_func.core.math import (
-    moment,
-    second_moment,
-    slow_moment,
-    slow_second_moment,
-    wide_moment,
-    wide_second_moment,
-)
 from optimi_func.rules.body import Body as Body
 from optimi_func.rules.body import OwnRule as OwnRule
 from optimi_func.rules.body import choice as choice
@@ -58,14 +51,14 @@ __all__ = [
 ]
 
 # The storage of a State's fields. A Tensor is a Moment.
-Moment: TypeAlias = Annotated[Tensor, moment]
-SecondMoment: TypeAlias = Annotated[Tensor, second_moment]
-Wide: TypeAlias = Annotated[Tensor, slow_moment]
+Moment: TypeAlias = Annotated[Tensor, math.moment]
+SecondMoment: TypeAlias = Annotated[Tensor, math.second_moment]
+Wide: TypeAlias = Annotated[Tensor, math.slow_moment]
 # In codes, with a rounding that is right on average, or wide.
-SlowSecondMoment: TypeAlias = Annotated[Tensor, slow_second_moment]
+SlowSecondMoment: TypeAlias = Annotated[Tensor, math.slow_second_moment]
 # Never in codes: a former gradient, and a maximum of squares.
-Former: TypeAlias = Annotated[Tensor, wide_moment]
-Largest: TypeAlias = Annotated[Tensor, wide_second_moment]
+Former: TypeAlias = Annotated[Tensor, math.wide_moment]
+Largest: TypeAlias = Annotated[Tensor, math.wide_second_moment]
 # Of the shape that `init` gives, float32 or wider, for `whole` alone. These come last.
 Shaped: TypeAlias = Annotated[Tensor, whole_field]
 

@@ -14,17 +14,9 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 from torch.utils import _pytree as pytree
 
+from optimi_func.core import storage
 from optimi_func.core.checks import warn_user
 from optimi_func.core.rule import Rule
-from optimi_func.core.storage import (
-    as_counts,
-    check_entry,
-    entry_of,
-    field_of,
-    missing_fields,
-    own_names,
-    state_in,
-)
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import LeafState, TreeState, running_tensors
 
@@ -410,16 +402,16 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     path = f"[{name!r}]"
     if not isinstance(saved, dict):
         raise ValueError(f"{root}{path} is {saved!r}: allowed is a dict")
-    names = own_names(rule)
+    names = storage.own_names(rule)
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
     for key in rule.counted:
         if isinstance(entry.get(key), int | float):
             dtype = torch.float32 if key == "step" else torch.float64
             entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
-    entry.update(as_counts(root, path, rule.counted, entry))
+    entry.update(storage.as_counts(root, path, rule.counted, entry))
     every = entry if before is None else {**entry, TRAIN_PARAM: before}
-    check_entry(rule, root, path, p, every, any_device=True)
+    storage.check_entry(rule, root, path, p, every, any_device=True)
     for key, x in every.items():
         number = x.is_floating_point() or (x.is_complex() and p.is_complex())
         if x.is_meta or (key == TRAIN_PARAM and not number):
@@ -428,11 +420,11 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
                 "floating dtypes and memory"
             )
     own = {*names, _TURNED_OFF.get(rule.state._fields)}
-    if rule.state._fields and not missing_fields(rule, entry):
+    if rule.state._fields and not storage.missing_fields(rule, entry):
         own.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
-    strange = sorted(_FIELDS.intersection(map(field_of, map(str, saved))) - own)
+    strange = sorted(_FIELDS.intersection(map(storage.field_of, map(str, saved))) - own)
     if strange or (
-        entry and (missing_fields(rule, entry) or not {*rule.counted} <= {*entry})
+        entry and (storage.missing_fields(rule, entry) or not {*rule.counted} <= {*entry})
     ):
         raise ValueError(
             f"{root}{path} holds {sorted([k for k in saved if saved[k] is not None])}: the "
@@ -455,7 +447,9 @@ def as_tree(rule: Rule, entries: dict[str, Entry], like: Tensor) -> TreeState:
         )
     leaves: dict[str, LeafState] = {}
     for name, entry in entries.items():
-        state, comp = pytree.tree_map_only(Tensor, torch.clone, state_in(rule, entry))
+        state, comp = pytree.tree_map_only(
+            Tensor, torch.clone, storage.state_in(rule, entry)
+        )
         running = rule.running(*[entry[key] for key in rule.running._fields])
         leaves[name] = LeafState(state, comp, running_tensors(running, like.device))
     count = max(steps.values(), default=0.0)
@@ -466,7 +460,7 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
     """Return the entries of a tree whose parameters are a dict, by name."""
     made: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
-        entry = entry_of(leaf.rule_state, leaf.kahan_comp)
+        entry = storage.entry_of(leaf.rule_state, leaf.kahan_comp)
         made[name] = {**entry, **leaf.running._asdict(), "step": state.step}
     return made
 

@@ -9,20 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
+from optimi_func.core import codes
 from optimi_func.core.checks import warn_user
-from optimi_func.core.codes import (
-    CODECS,
-    NEAREST,
-    alike,
-    in_own_order,
-    is_low,
-    narrow,
-    recast_remainder,
-    remainder,
-    same_order,
-    to,
-    widen,
-)
 from optimi_func.core.distributed import (
     distribute_like,
     from_local,
@@ -86,8 +74,8 @@ def owned(
         if comp is not None and dtype is not None:
             before = _compensated(rule, p, entry)
             mine = _laid_out(before, comp, comp.dtype)
-            if not alike(comp.dtype, dtype):
-                mine = recast_remainder(before, mine, dtype)
+            if not codes.alike(comp.dtype, dtype):
+                mine = codes.recast_remainder(before, mine, dtype)
             elif not keep_dtypes:
                 mine = mine.to(dtype)
         made.update(entry_of(kept, mine))
@@ -134,8 +122,8 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
     if isinstance(field, Tensor):
         x = field
     else:
-        field = in_own_order(field, p)
-        if type(field) is type(like) and same_order(p, field.q):
+        field = codes.in_own_order(field, p)
+        if type(field) is type(like) and codes.same_order(p, field.q):
             q = _laid_out(p, field.q, field.q.dtype)
             scale = distribute_like(p, field.scale.detach().to(p.device, copy=True))
             return type(like)(q, scale)
@@ -147,7 +135,7 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
     (part,) = to_local([_laid_out(p, x, torch.float32)])
     fresh = type(like).zeros(p)
     locals_ = to_local(list(fresh))
-    for mine, new in zip(locals_, type(fresh)(*locals_).encode(part, NEAREST)):
+    for mine, new in zip(locals_, type(fresh)(*locals_).encode(part, codes.NEAREST)):
         mine.copy_(new)
     return fresh
 
@@ -189,15 +177,17 @@ def decoded(rule: Rule, p: Tensor, entry: Entry) -> Entry:
     names = names_in(rule.state._fields, entry)
     for key, x in entry.items():
         if key == "kahan_comp" and not x.is_floating_point():
-            found[key] = recast_remainder(_compensated(rule, p, entry), x, torch.float32)
+            found[key] = codes.recast_remainder(
+                _compensated(rule, p, entry), x, torch.float32
+            )
         elif key in names and key.endswith("_q"):
             name = key.removesuffix("_q")
             q, scale = to_local([x, entry[name + "_scale"]])
-            decoded = CODECS[q.dtype](q, scale).decode(torch.float32)
+            decoded = codes.CODECS[q.dtype](q, scale).decode(torch.float32)
             found[name] = from_local(decoded, as_real(p))
         elif key not in names or not key.endswith("_scale"):
             # A complex tensor cannot be of pairs in 16 bits.
-            low = p.is_complex() and key in rule.state._fields and is_low(x.dtype)
+            low = p.is_complex() and key in rule.state._fields and codes.is_low(x.dtype)
             found[key] = x.float() if low else x
     return {k: stored(p, x) if k in rule.state._fields else x for k, x in found.items()}
 
@@ -244,14 +234,14 @@ def master(p: Tensor, rest: Tensor | None) -> Tensor:
     if rest is None:
         return p.detach().to(wide, copy=True)
     part, here = to_local([p.detach(), rest])
-    return from_local(widen(part, here, wide)[1], p)
+    return from_local(codes.widen(part, here, wide)[1], p)
 
 
 def weight_of(part: Tensor, rest: Any, wide: torch.dtype) -> Tensor:
     """Return `master` of local tensors after a step, to which the compensation belongs."""
     if rest is None or not rest.is_floating_point():
-        return widen(part, rest, wide)[1]
-    return to(part, wide) + rest
+        return codes.widen(part, rest, wide)[1]
+    return codes.to(part, wide) + rest
 
 
 def set_master(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
@@ -266,9 +256,9 @@ def set_master(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
     x = x.to(torch.float32)
     if here.is_floating_point():
         part.copy_(x)
-        here.copy_(remainder(x, part, here.dtype))
+        here.copy_(codes.remainder(x, part, here.dtype))
         return
-    for target, new in zip((part, here), narrow(x, part, here)):
+    for target, new in zip((part, here), codes.narrow(x, part, here)):
         target.copy_(new)
 
 
@@ -325,7 +315,7 @@ def begin(
     new, following = entry_of(leaf.state, leaf.comp), ["kahan_comp"]
     if mask is not None and rule.after is not None:
         # Counts stay, by which a first step would tell that z is the parameter.
-        _, x, _ = widen(leaf.p, leaf.comp, leaf_dtype(leaf, leaf.p))
+        _, x, _ = codes.widen(leaf.p, leaf.comp, leaf_dtype(leaf, leaf.p))
         state = type(leaf.state)(*[decode(s, x.dtype) for s in leaf.state])
         _, moved = rule.after(x, torch.zeros_like(x), state, coeffs)
         pairs = zip(rule.state._fields, state, moved)

@@ -133,13 +133,11 @@ class Divided(Checkpoints):
 
     def _load_of(self, group: Group, p: Tensor) -> tuple[int, ...]:
         """Return what is balanced: bytes of state and parameter, and the map's cost."""
-        rule, holders = (
-            self.rule_of(group),
-            Holders("", (*p.shape,), p.device, None, None, 1),
-        )
+        rule = self.rule_of(group)
+        cost = Holders("", (*p.shape,), p.device, None, None, 1).cost if rule.whole else 0
         fresh = fresh_like(rule, p, group_storage(group))
         kept = sum([x.nbytes for x in entry_of(fresh.state, fresh.comp).values()])
-        return kept, p.nbytes, holders.cost if rule.whole else 0
+        return kept, p.nbytes, cost
 
     def owns(self, p: Tensor) -> bool:
         """Return True if this process has p's state and steps it."""
@@ -155,9 +153,10 @@ class Divided(Checkpoints):
         """Return True if each of p's rows is stepped as if there were no others."""
         rule = self.rule_of(group)
         joins = (rule.whole, rule.means, rule.measure, *rule.given)
-        if any(joins) or group["cautious"] or p.is_complex() or not p.is_contiguous():
-            return False
-        if p.dim() == 0 or p.numel() < LEAST * count:
+        alike = p.is_contiguous() and not (
+            p.is_complex() or group["cautious"] or any(joins)
+        )
+        if not alike or p.dim() == 0 or p.numel() < LEAST * count:
             return False
         return min([p[rows].numel() for rows in rows_of(p, count)]) >= LEAST  # of codes
 
@@ -175,10 +174,8 @@ class Divided(Checkpoints):
 
     def part_of_entry(self, p: Tensor, entry: Entry) -> Entry:
         """Return the part of an entry of all of p that belongs to `part_of` it."""
-        if not (self.divides and p in self._rows):
-            return entry
-        part = entry_in(p, entry, self._rows[p])
-        return {k: x.clone() if x is not entry[k] else x for k, x in part.items()}
+        cut = self.divides and p in self._rows
+        return entry_in(p, entry, self._rows[p]) if cut else entry
 
     def ensured(
         self, made: dict[Tensor, Entry], path: object, p: Tensor, *how: Any
@@ -211,9 +208,9 @@ class Divided(Checkpoints):
         """Raise, in all processes, if others call something else or step others."""
         if not self.divides:
             return
-        shared: dict[str, Any] = {"the call": called}
+        failed = error and f"{type(error).__name__}: {error}"
+        shared: dict[str, Any] = {"the call": called, "an error": failed}
         if works is not None:
-            shared["an error"] = error and f"{type(error).__name__}: {error}"
             owners = self.owners()
             stepped = {id(p) for _, params, _, _ in works for p in params}
             for i, group in enumerate(self.param_groups):
@@ -273,10 +270,8 @@ class Divided(Checkpoints):
             return
         self._arrive()
         error, self._failed, self._updates = self._failed, None, False
-        told = {"an error": error and f"{type(error).__name__}: {error}"}
-        said = "a process of the group could not update its share of the parameters"
         try:
-            agree([Holders("", (), self._home(), self.process_group, None, 1)], told, said)
+            self._tell("the end of an update", error=error)
         except Exception as raised:
             raise raised from error
         if error is not None:
@@ -343,13 +338,13 @@ class Divided(Checkpoints):
 
 
 def entry_in(p: Tensor, entry: Entry, rows: slice) -> Entry:
-    """Return views of some rows of p's entry; what has no rows stays."""
+    """Return copies of some rows of p's entry; what has no rows stays."""
     found = dict(entry)
     for name, x in entry.items():
         if name.endswith("_scale") and p.dim() == 1:
-            found[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)]
+            found[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)].clone()
         elif isinstance(x, Tensor) and x.dim() and len(x) == len(p):
-            found[name] = x[rows]
+            found[name] = x[rows].clone()
     return found
 
 

@@ -127,7 +127,7 @@ class _Named(Tensors):
     fields: dict[str, Tensors]
 
 
-def _worst(got: Any, want: Any) -> str:
+def _worst(got: object, want: object) -> str:
     """Return words for the field or hyperparameter that differs most."""
     fields: dict[str, Tensors] = getattr(got, "fields", {})
     errors: dict[str, float] = {}

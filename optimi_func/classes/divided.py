@@ -286,7 +286,7 @@ class Divided(Checkpoints):
         distributed.all_reduce(total, group=self.process_group)
         return total.tolist()
 
-    def whole_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+    def whole_state(self, state: dict[object, object]) -> dict[Any, Any]:
         """Return the state of all processes, on the host: those of others are copies."""
         if not self.divides:
             return state
@@ -358,7 +358,7 @@ def _joined(name: str, parts: list[Any], rows: int) -> Any:
 
 @torch.no_grad()
 def broadcast(
-    owned: list[list[Tensor]], group: Any, sent: deque[Callable[[], None]]
+    owned: list[list[Tensor]], group: object, sent: deque[Callable[[], None]]
 ) -> None:
     """Copy each process's tensors to the others. The lists are in the order of processes.
 

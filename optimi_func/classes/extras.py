@@ -63,7 +63,7 @@ def found_extras(
     params = [p for group in groups for p in group["params"]]
     found: dict[str, dict[Tensor, Tensor]] = {}
     for name, x in given.items():
-        rows: Any = x
+        rows = x
         if isinstance(x, Tensor) and x.dim() == 0:
             rows = dict.fromkeys(params, x)
         elif isinstance(x, Sequence) and len(x) == len(params):

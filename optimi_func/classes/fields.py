@@ -67,14 +67,14 @@ class Field(Generic[Got, Given]):
         self.name, self.default = "", default
         self.argument, self.value = argument, value
 
-    def __set_name__(self, owner: type[Any], name: str) -> None:
+    def __set_name__(self, owner: type[object], name: str) -> None:
         self.name = name
 
     @overload
-    def __get__(self, instance: None, owner: Any) -> Self: ...
+    def __get__(self, instance: None, owner: object) -> Self: ...
     @overload
-    def __get__(self, instance: object, owner: Any) -> Got: ...
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    def __get__(self, instance: object, owner: object) -> Got: ...
+    def __get__(self, instance: object, owner: Any) -> Any:
         """Return the value of an instance that has one. Note that it was read."""
         if instance is None:
             return self
@@ -84,7 +84,7 @@ class Field(Generic[Got, Given]):
             )
         return read(instance.__dict__, self.name)
 
-    def __set__(self, instance: Any, x: Given) -> None:
+    def __set__(self, instance: object, x: Given) -> None:
         """Write an attribute of this name."""
         instance.__dict__[self.name] = x
 

@@ -42,7 +42,7 @@ class TreeInit(Protocol):
 
 def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
-    owner: type[Any] = cast(Any, factory).owner
+    owner: type[object] = cast(Any, factory).owner
     home = vars(sys.modules.get(factory.__module__, object))  # it may be imported by nobody
     named = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
     named += [(x, "") for cls in owner.__mro__ for x in vars(cls).values()]

@@ -80,7 +80,7 @@ def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) 
     given.update(new)
 
 
-def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
+def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None:
     """Warn of positional arguments that are probably in torch.optim's order."""
     if len(args) < 4:
         return
@@ -101,7 +101,7 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[Any]) -> None:
 
 
 @lru_cache(64)
-def number_defaults(factory: Callable[..., Any]) -> dict[str, Any]:
+def number_defaults(factory: Callable[..., object]) -> dict[str, Any]:
     """Return the defaults of a factory's keywords that take numbers."""
     found = inspect.signature(factory).parameters
     flags = [name for name, x in found.items() if x.annotation is bool]
@@ -293,7 +293,7 @@ def check_capture(
         )
 
 
-def check_skip(value: Any) -> bool:
+def check_skip(value: object) -> bool:
     """Return True if an option skip_nonfinite asks for whole steps."""
     if value is not False and value != "step":
         raise ValueError(

@@ -128,7 +128,7 @@ def plain(x: Any) -> Any:
     return x.item() if boxed else x
 
 
-def check_process_group(group: Any) -> Any:
+def check_process_group(group: object) -> Any:
     """Return a process group, or None if it has one process. Raise for other values."""
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise TypeError(
@@ -350,7 +350,7 @@ def check_state_dtype(dtype: Any) -> None:
         )
 
 
-def check_given(rule: Rule, coeffs: Any) -> None:
+def check_given(rule: Rule, coeffs: object) -> None:
     """Raise if a step has not given what the direction takes besides."""
     if rule.given and type(x := getattr(coeffs, rule.given[-1])) is tuple and not x:
         more = "".join([f", {name}=..." for name in rule.extras])
@@ -386,12 +386,12 @@ def check_moves_state(rule: Rule) -> None:
         )
 
 
-def numbers_of(tree: Any) -> list[float]:
+def numbers_of(tree: object) -> list[float]:
     """Return the numbers of a tree on the host, without tensors and schedules."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, float | int)]
 
 
-def decay_mistakes(groups: list[tuple[DecayKind, Any]]) -> list[str]:
+def decay_mistakes(groups: list[tuple[DecayKind, object]]) -> list[str]:
     """Warn once if weight_decay with decouple_lr=True is as large as an AdamW value."""
     trees = [tree for kind, tree in groups if kind.startswith("fully")]
     decays = numbers_of(trees) if trees else []
@@ -436,7 +436,7 @@ def warn_user(text: str) -> None:
 # Optimizers and losses that a user passes to a function
 
 
-def check_optimizer(optimizer: Any, hyper: Mapping[str, object] | None) -> None:
+def check_optimizer(optimizer: object, hyper: Mapping[str, object] | None) -> None:
     """Raise if it is no optimizer or factory, or if a bound one comes with `hyper`."""
     # A class is a factory if it is one of pure optimizers.
     if not callable(optimizer) or (

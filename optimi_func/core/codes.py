@@ -355,7 +355,7 @@ class _NotDifferentiable(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
-    def setup_context(ctx: object, inputs: Any, output: object) -> None: ...
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
 
     @staticmethod
     def backward(ctx: object, *grads: Any) -> Any:

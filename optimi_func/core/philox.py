@@ -40,7 +40,7 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return (high >> 16) + (total >> 32), total & _WORD
 
 
-def normal_like(x: Tensor, seed: Any, step: Any, place: int, p: Any) -> Tensor:
+def normal_like(x: Tensor, seed: object, step: object, place: int, p: Any) -> Tensor:
     """Draw standard normal numbers for x, which may be the local shard of p.
 
     They are those of the whole p, the leaf at a place of its tree.

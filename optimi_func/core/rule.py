@@ -329,7 +329,7 @@ class PureOptimizer(Protocol):
         ...
 
 
-def check_pure(owner: str, optimizer: Any, others: str) -> PureOptimizer:
+def check_pure(owner: str, optimizer: object, others: str) -> PureOptimizer:
     """Raise if `optimizer` has no init and step, else return it.
 
     The error names the function that takes it, and other types ("..., ") that it takes.

@@ -158,7 +158,7 @@ def state_in(rule: Rule, entry: Mapping[str, Any]) -> tuple[Any, Any]:
     return state, entry.get("kahan_comp")
 
 
-def names_in(fields: tuple[str, ...], entry: Mapping[str, Any]) -> list[str]:
+def names_in(fields: tuple[str, ...], entry: Mapping[str, object]) -> list[str]:
     """Return the names of an entry's state tensors and compensation, in order."""
     return [name for name in _state_names(fields) if name in entry]
 
@@ -172,7 +172,7 @@ def _state_names(fields: tuple[str, ...]) -> list[str]:
     return [*[f + end for f in fields for end in ("", _Q, _SCALE)], "kahan_comp"]
 
 
-def missing_fields(rule: Rule, entry: Mapping[str, Any]) -> list[str]:
+def missing_fields(rule: Rule, entry: Mapping[str, object]) -> list[str]:
     """Return the fields of the rule's state that an entry lacks, plain and in codes."""
     fields = rule.state._fields
     return [x for x in fields if entry.get(x) is None and entry.get(x + _Q) is None]
@@ -211,7 +211,7 @@ def check_entry(
     root: str,
     path: object,
     p: Tensor,
-    entry: Mapping[str, Any],
+    entry: Mapping[str, object],
     any_device: bool = False,
 ) -> None:
     """Raise if a value of an entry, which errors call root and path, does not fit p.
@@ -257,7 +257,7 @@ def check_entry(
 
 
 def as_counts(
-    root: str, path: object, names: Iterable[str], entry: Mapping[str, Any]
+    root: str, path: object, names: Iterable[str], entry: Mapping[str, object]
 ) -> dict[str, Tensor]:
     """Return an entry's counts that are not 0-d float32 or float64 tensors as such ones.
 

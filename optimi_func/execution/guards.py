@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ def _make_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
     sizes, strides = ([list(f(x)) for x in tensors] for f in (Tensor.size, Tensor.stride))
-    shape: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    shape = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
     return TensorGuards(*tensors, **shape).check
 
 

@@ -170,7 +170,7 @@ def _compile(
         first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return first
 
-    def backend(graph: object, given: Any) -> object:
+    def backend(graph: object, given: object) -> object:
         return lower(graph, given, inner, options)
 
     public = torch_compile(function, {"dynamic": True, "backend": backend})

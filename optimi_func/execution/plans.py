@@ -172,7 +172,7 @@ class ClassPlan(Plan):
         made.counts = self.counts.part(made.made, len(places))
         return made
 
-    def _get(self, entry: dict[str, Any]) -> tuple[Any, ...]:
+    def _get(self, entry: dict[str, object]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
 
     def _present(self, tensors: list[Any]) -> list[Tensor]:

@@ -98,7 +98,7 @@ def pack(
         if not write:
             scalars = [microbatch_scalars(rule, s, WHOLE_BATCH, write) for s in scalars]
         return list(map(Packed, scalars)), at
-    places: dict[Any, int] = {}
+    places: dict[object, int] = {}
     packed: list[Packed] = []
     found: list[int] = []
     for i, m in zip(at, microbatches):

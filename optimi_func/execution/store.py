@@ -184,7 +184,7 @@ def tell(name: str, kept: bool) -> None:
         print(text, file=sys.stderr)
 
 
-def key_of(ingredients: Mapping[str, object] | None, **more: Any) -> str:
+def key_of(ingredients: Mapping[str, object] | None, **more: object) -> str:
     """Return the key of an entry, empty if there is none."""
     if ingredients is None or None in more.values():
         return ""

@@ -151,7 +151,7 @@ class TreeStep:
         raise_versions(_present(written))
         return found
 
-    def end(self, parts: dict[int, Any], in_place: bool = True) -> None:
+    def end(self, parts: dict[int, object], in_place: bool = True) -> None:
         """Join the running scalars, in `after` too, if these are the parts of a step."""
         if not parts:
             return
@@ -165,7 +165,7 @@ class TreeStep:
 
 
 @lru_cache(32)
-def _known(_: Any) -> list[tuple[Guard, Plan]]:
+def _known(_: object) -> list[tuple[Guard, Plan]]:
     """Return the last four plans for trees of a kind, each after its guard."""
     return []
 
@@ -269,7 +269,7 @@ def _step(
 
 
 def _columns(
-    rule: Rule, ps: list[Any], gs: list[Any], states: list[Any]
+    rule: Rule, ps: list[object], gs: list[object], states: list[object]
 ) -> tuple[list[str], Columns]:
     """Return the names of the state's columns, and all columns."""
     rows = list(map(_rule_state, states))
@@ -282,7 +282,7 @@ def _columns(
     return names, [ps, gs, *fields, list(map(_comp, states))]
 
 
-def _missing(column: list[Any]) -> tuple[int, ...] | None:
+def _missing(column: list[object]) -> tuple[int, ...] | None:
     """Return the places of None, or None if it is everywhere."""
     kinds = set(map(type, column))
     if kinds == {_NONE}:

@@ -201,7 +201,7 @@ class TritonListKernel:
 
 def triton_list_kernel_of(
     single: Callable[..., None],
-    generated: Callable[[list[Any]], Any],
+    generated: Callable[[list[object]], object],
     order: list[int],
     example: Sequence[Tensor],
 ) -> TritonListKernel | None:

@@ -81,7 +81,7 @@ def _elementwise(
     directs: bool,
 ) -> Rule:
     own = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
-    kind: Any = NamedTuple("State", own)
+    kind = NamedTuple("State", own)
     count = len(fields)
     mapped = (None,) * (len(state._fields) - count)
 

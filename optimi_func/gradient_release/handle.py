@@ -372,7 +372,7 @@ class GradientRelease:
                 "handle.load_state_dict() loads where the saved run stood in its own"
             )
 
-    def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._runner.group is None and not self.accumulating:
             return
         why = "and then the open accumulation cycle, in two steps: drop one of them first, "

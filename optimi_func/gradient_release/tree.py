@@ -60,7 +60,7 @@ class TreeOptimizer:
             parts = self._step.update(places, grads, microbatches, write)
         return {p: parts[i] for p, i in zip(params, places) if i in parts}
 
-    def end(self, parts: dict[Tensor, Any], count: bool) -> None:
+    def end(self, parts: dict[Tensor, object], count: bool) -> None:
         """End the backward's step, and count it if `count`."""
         step, self._step = self._step, None
         if step is not None and parts:

@@ -85,7 +85,7 @@ class Buffers:
 def graph_of(loss: Tensor) -> tuple[set[str], set[Tensor]]:
     """Return the type names of the nodes in the loss's graph, and the leaf tensors."""
     seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

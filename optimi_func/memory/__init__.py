@@ -190,7 +190,7 @@ def _fixed(model: nn.Module, meta: Mapping[str, Tensor], ranks: int, device: str
     return total
 
 
-def _checked_params(model: object, device: Any) -> tuple[dict[str, Tensor], str]:
+def _checked_params(model: object, device: object) -> tuple[dict[str, Tensor], str]:
     """Return the parameters, and the type of the device to plan for."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: allowed are modules")
@@ -214,7 +214,7 @@ def _checked_params(model: object, device: Any) -> tuple[dict[str, Tensor], str]
     return params, device
 
 
-def _check_options(options: Mapping[str, Any], **counts: Any) -> None:
+def _check_options(options: Mapping[str, object], **counts: object) -> None:
     for name, count in counts.items():
         check_whole(name, count, 1)
     for name in [name for name in DECIDED if name in options]:

@@ -102,7 +102,7 @@ def made_of(
             id(p): params[name] for name, p in model.named_parameters()
         }
         first = deepcopy(model, memo | {id(x): x.to("meta") for x in model.buffers()})
-    kind: Any = optimizer
+    kind = optimizer
     if not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -183,7 +183,7 @@ def kept(
     return Kept(max(shares), scratch)
 
 
-def _has_kernel(p: Tensor, entry: Mapping[str, Any], device: str) -> bool:
+def _has_kernel(p: Tensor, entry: Mapping[str, object], device: str) -> bool:
     """Return True if the compiled step of p needs no temporaries."""
     kinds = {x.dtype for x in entry.values() if isinstance(x, Tensor)}
     coded = any(not kind.is_floating_point for kind in kinds)

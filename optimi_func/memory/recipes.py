@@ -91,7 +91,7 @@ class Recipe:
             chosen["gradient_release"] = True
         return {**self.options, **chosen}
 
-    def apply(self, model: nn.Module, **options: Any) -> Applied:
+    def apply(self, model: nn.Module, **options: object) -> Applied:
         """Cast a model, make its optimizer, and prepare gradient release if it is used.
 
         Args:
@@ -205,7 +205,7 @@ class MemoryPlan:
         recipes = [replace(recipe, fits=recipe.peak <= limit) for recipe in self.recipes]
         return MemoryPlan(self.title, limit, tuple(recipes))
 
-    def plot(self, path: Any) -> None:
+    def plot(self, path: object) -> None:
         """Draw each recipe's bytes by part, and the budget.
 
         Args:

@@ -52,7 +52,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 __all__ = ["Muon", "muon", "muon_init", "muon_step"]
 
 
-def as_table(coefficients: Any, steps: Any) -> tuple[Triple, ...]:
+def as_table(coefficients: object, steps: object) -> tuple[Triple, ...]:
     """Return the checked coefficients of each iteration."""
     if steps is not None and (type(steps) is not int or not 0 < steps < 100):
         raise ValueError(

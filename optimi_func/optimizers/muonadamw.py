@@ -34,11 +34,11 @@ def MuonAdamW(  # noqa: D417
     include: str | Iterable[str] = (),
     momentum: Number = 0.95,
     nesterov: bool = True,
-    ns_coefficients: Any = TABLES["standard"][0],
+    ns_coefficients: object = TABLES["standard"][0],
     ns_steps: int | None = None,
     adjust_lr_fn: str | None = "match_rms_adamw",
     ns_dtype: torch.dtype | str | None = None,
-    split: Mapping[str, Any] | None = None,
+    split: Mapping[str, object] | None = None,
     betas: tuple[Number, Number] = (0.9, 0.99),
     eps: float = 1e-6,
     row_beta: float | None = None,
@@ -57,7 +57,7 @@ def MuonAdamW(  # noqa: D417
     corrected_decay: bool = False,
     cautious: bool = False,
     skip_nonfinite: Literal["step", False] = False,
-    process_group: Any = None,
+    process_group: object = None,
     divide_state: bool = False,
     transforms: Sequence[Any] = (),
 ) -> Mixed:
@@ -119,9 +119,9 @@ def MuonAdamW(  # noqa: D417
             "layers say what is a matrix. Make a Mixed of named parameters. Pass "
             "transformers optimizer_cls_and_kwargs=(lambda: MuonAdamW, {...})"
         )
-    own: dict[str, Any] = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
+    own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
-    both: dict[str, Any] = dict(decouple_lr=decouple_lr, maximize=maximize)
+    both = dict(decouple_lr=decouple_lr, maximize=maximize)
     both |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
     matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
     of_muon = partial(matrices, ns_steps=ns_steps, cautious=cautious, **own, **both)
@@ -200,7 +200,7 @@ def NorMuonAdamW(  # noqa: D417
 
 
 def _by_pattern(
-    option: str, given: Mapping[str, Any] | None, names: list[str], usual: Any
+    option: str, given: Mapping[str, object] | None, names: list[str], usual: object
 ) -> dict[str, Any]:
     """Return, for each name, the value of the first pattern that it matches."""
     if not isinstance(given, Mapping | None):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ def _is_factor(f: object) -> bool:
     return isinstance(f, numbers.Real) and 0.0 < float(f) < math.inf
 
 
-def _index(name: str, index: Sequence[int] | Tensor, tree: Any) -> Tensor:
+def _index(name: str, index: Sequence[int] | Tensor, tree: object) -> Tensor:
     """Convert indices or bools of a tree's members to a checked 1-D tensor of indices."""
     n, device = place({"tree": tree}, (0,)).n, first_tensor(tree).device
     if isinstance(index, str) or not isinstance(index, Iterable):

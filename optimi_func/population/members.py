@@ -334,12 +334,12 @@ def state_dicts(members: Population, module: nn.Module) -> list[StateDict]:
     return found
 
 
-def first_tensor(tree: Any) -> Tensor:
+def first_tensor(tree: object) -> Tensor:
     """Return the first leaf of a tree that is not None."""
     return pytree.tree_leaves(without_none(tree))[0]
 
 
-def check_members(members: Any) -> None:
+def check_members(members: object) -> None:
     """Raise if members are no Population."""
     if not isinstance(members, Population):
         raise TypeError(f"members={members!r}: allowed is a Population, which init makes")

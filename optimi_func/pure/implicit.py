@@ -51,7 +51,7 @@ class _Root(torch.autograd.Function):
         return tuple([x.clone() for x in tensors[:count]])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
         ctx.optimality, ctx.spec, ctx.given_spec, ctx.count, *tensors = inputs
         at = [i for i, x in enumerate(tensors) if isinstance(x, Tensor)]
         ctx.at, ctx.others = at, [None if i in {*at} else x for i, x in enumerate(tensors)]

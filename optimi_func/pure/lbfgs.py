@@ -188,7 +188,7 @@ class lbfgs:
             )
         gradient = torch.func.grad(loss)
 
-        def one(p: Any, s: LBFGSState, *given: Any) -> object:
+        def one(p: object, s: LBFGSState, *given: object) -> object:
             def value_and_grad(q: object) -> tuple[Tensor, object]:
                 found, value = torch.func.grad_and_value(loss)(q, *given)
                 return value, found
@@ -231,7 +231,7 @@ def _front(x: Any, dim: int | None) -> Any:
     return x.detach() if dim is None else x.detach().movedim(dim, 0)
 
 
-def _rows(tree: Any, at: Tensor) -> Any:
+def _rows(tree: object, at: Tensor) -> Any:
     """Return some members of a batch."""
     return pytree.tree_map(lambda x: x[at], tree)
 

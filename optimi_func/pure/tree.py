@@ -200,7 +200,7 @@ def flatten(tree: PyTree, found: list[Any]) -> Any:
     return kind, label, *[flatten(x, found) for x in children]
 
 
-def unflatten(spec: Any, leaves: Iterable[Any]) -> PyTree:
+def unflatten(spec: Any, leaves: Iterable[object]) -> PyTree:
     """Return the tree of a structure: None for a leaf, kind and names, or torch's spec."""
     leaves = iter(leaves)
     if spec is None:
@@ -323,12 +323,12 @@ def without_none(tree: PyTree) -> PyTree:
 
 
 def grads_and_value(
-    loss: Callable[..., Any], has_aux: bool, params: PyTree, *rest: Any
+    loss: Callable[..., object], has_aux: bool, params: PyTree, *rest: object
 ) -> tuple[PyTree, PyTree]:
     """Return what torch.func.grad_and_value does, with params that may have None."""
     leaves, spec = pytree.tree_flatten(without_none(params))
 
-    def of_leaves(leaves: list[Tensor], *rest: Any) -> Any:
+    def of_leaves(leaves: list[Tensor], *rest: object) -> Any:
         return loss(pytree.tree_unflatten(leaves, spec), *rest)
 
     grads, found = grad_and_value(of_leaves, has_aux=has_aux)(leaves, *rest)
@@ -387,7 +387,7 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
             ) from error
 
 
-def broadcast(name: str, prefix: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
+def broadcast(name: str, prefix: object, tree: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(tree.leaves)
     # Dynamo cannot ask whether a dict is callable.

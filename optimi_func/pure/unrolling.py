@@ -224,7 +224,7 @@ def _segment(
     optimizer: checks.Optimizer,
     loss_fn: Callable[..., object],
     cuts: list[int],
-    extras: Callable[..., Any] | None,
+    extras: Callable[..., object] | None,
     has_aux: bool,
 ) -> Segment:
     """Make some steps one function: (params, state, hyper, batches) -> (.., .., losses)."""
@@ -290,7 +290,7 @@ def _recomputed(run: Segment) -> Segment:
     return call
 
 
-def _gpus(leaves: list[Any]) -> list[int]:
+def _gpus(leaves: list[object]) -> list[int]:
     return sorted({x.get_device() for x in leaves if isinstance(x, Tensor) and x.is_cuda})
 
 

@@ -23,7 +23,7 @@ def other_scalars(
     return {a: b for a, b in found.items() if not _equal(a, b)}
 
 
-def _match(trace: Trace, a: Any, b: Any, found: dict[fx.Node, Any]) -> bool:
+def _match(trace: Trace, a: object, b: object, found: dict[fx.Node, Any]) -> bool:
     if isinstance(a, fx.Node) and a in trace.host:
         if isinstance(b, fx.Node) and b not in trace.host:
             return False
@@ -39,7 +39,7 @@ def _match(trace: Trace, a: Any, b: Any, found: dict[fx.Node, Any]) -> bool:
     return alike and all([_match(trace, x, y, found) for x, y in pairs])
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     """Return True if two arguments are computed in the same way."""
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
         return type(a) is type(b) and bool(a == b)

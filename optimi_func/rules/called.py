@@ -47,7 +47,7 @@ class Explicit(NamedTuple):
         return found, {name: as_scalar(x) for name, x in named.items()}
 
 
-def makers_of(owner: str, kind: Any) -> list[Callable[..., Any]]:
+def makers_of(owner: str, kind: object) -> list[Callable[..., Any]]:
     """Return the functions that make the fields of a State, by their annotations."""
     if not (isinstance(kind, type) and hasattr(kind, "_field_defaults")):
         raise TypeError(f"{owner}.State is {kind!r}: allowed are NamedTuples of tensors")
@@ -157,7 +157,7 @@ def make_whole(
 
 
 def make_refuses(
-    cls: Any, statics: dict[str, Any], rule: Rule, now: Any
+    cls: Any, statics: dict[str, Any], rule: Rule, now: object
 ) -> Callable[[Tensor], str | None] | None:
     """Return `Rule.refuses`, which also tries a user's `whole` on a parameter's shape."""
     me, map_of = cls.bare(statics), rule.whole

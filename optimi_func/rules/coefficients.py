@@ -35,7 +35,7 @@ _EXPRESSIONS = {
 
 
 def prepared(
-    graph: fx.Graph, rates: Sequence[str], before: Sequence[str], kind: Any, running: Any
+    graph: fx.Graph, rates: Sequence[str], before: Sequence[str], kind: Any, running: object
 ) -> Callable[..., Callable[..., Any]]:
     """Return `(*numbers) -> (t, lr, weight_decay, r) -> (coefficients, r)` for floats.
 

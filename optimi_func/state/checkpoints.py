@@ -36,7 +36,7 @@ class Fitted(NamedTuple):
 _hooking = threading.RLock()
 
 
-def counterparts_of(owner: Any) -> Counterparts:
+def counterparts_of(owner: object) -> Counterparts:
     """Return the counterparts in other libraries of a class or a pure optimizer."""
     value = getattr(owner, "factory", owner)
     return getattr(value, "counterparts", None) or Counterparts()
@@ -446,7 +446,7 @@ class Checkpoints(Optimizer):
         """
         self.check_train_mode("functional()")
         bounds: list[FunctionalOptimizer] = []
-        entries: list[dict[str, dict[str, Any]]] = []
+        entries: list[dict[str, dict[str, object]]] = []
         for group in self.param_groups:
             bounds.append(self.bound_of(group))
             entries.append(self._named_entries(group, bounds[-1].starting_rule))

@@ -124,7 +124,7 @@ def find_entries(
             "loaded state dict has a different number of parameter groups: it has "
             f"{len(saved)}, the optimizer {len(groups)}"
         )
-    options: list[dict[str, Any]] = []
+    options: list[dict[str, object]] = []
     for i, (mine, theirs) in enumerate(zip(groups, saved)):
         if len(mine["params"]) != len(theirs["params"]):
             raise ValueError(
@@ -143,7 +143,7 @@ def _by_name(
     saved: list[dict[str, Any]],
     state: dict[Any, Any],
     groups: list[Group],
-    others: dict[Any, Any],
+    others: dict[object, object],
     strict: bool,
     keywords: tuple[str, ...],
 ) -> Match:
@@ -289,7 +289,7 @@ def _from_optimi(saved: Entry, group: Group, counterparts: Counterparts) -> Entr
     if comp is not None and (not comp.is_floating_point() or comp.shape != shape):
         del entry["kahan_comp"]  # optimi's placeholder for a kernel argument
     # If optimi counts no steps, no bias correction needs them, and 1 will do.
-    step: Any = saved.get("step", group.get("step", 1))
+    step = saved.get("step", group.get("step", 1))
     if entry:
         entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
     if "eps" in group:

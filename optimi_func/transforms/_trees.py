@@ -39,7 +39,7 @@ class Transform:
         """Return the fields without `step`, which pickle and deepcopy make again."""
         return {k: v for k, v in self.__dict__.items() if k != "step"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore the fields."""
         self.__dict__.update(state)
         Transform.__post_init__(self)
@@ -84,7 +84,7 @@ class Around(Transform, Generic[S]):
         return check_state(state, self.state, self.name)
 
 
-def extras_of(optimizer: Any) -> set[str] | None:
+def extras_of(optimizer: object) -> set[str] | None:
     """Return the names of the extras that a step takes, or None if nobody knows."""
     if isinstance(optimizer, FunctionalOptimizer):
         return {*optimizer.rule.extras}

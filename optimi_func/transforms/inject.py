@@ -60,7 +60,7 @@ class Injected(Around[InjectState], state=InjectState, name="inject"):
 
 
 def _rewrite(
-    transform: GradientTransform, grads: Grads, state: PyTree, step: Tensor, **given: Any
+    transform: GradientTransform, grads: Grads, state: PyTree, step: Tensor, **given: object
 ) -> Rewritten:
     _check_hyper(transform.numbers, check_state(state, InjectState, "inject").hyper)
     now = {k: number_at(k, x, step) for k, x in state.hyper.items()}

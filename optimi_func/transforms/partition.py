@@ -280,7 +280,7 @@ def partition(
 
 
 def check_parts(
-    name: str, parts: Sequence[Any], rest: Any
+    name: str, parts: Sequence[Any], rest: object
 ) -> tuple[tuple[Select, ...], tuple[PureOptimizer, ...]]:
     """Return the checked selects of parts, and their optimizers with that of the rest."""
     if not parts:

@@ -48,7 +48,7 @@ IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16.
 
 
 def bind_call(
-    name: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]
+    name: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return all arguments of a constructor's call. Raise TypeError in the class's name."""
     known = signature.parameters
@@ -451,7 +451,7 @@ def check_optimizer(optimizer: object, hyper: Mapping[str, object] | None) -> No
         )
 
 
-def bind(optimizer: Optimizer, hyper: Mapping[str, Any]) -> PureOptimizer:
+def bind(optimizer: Optimizer, hyper: Mapping[str, object]) -> PureOptimizer:
     """Return the optimizer, or call the factory with these hyperparameters."""
     if is_pure(optimizer):
         return optimizer

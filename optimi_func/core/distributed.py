@@ -6,10 +6,10 @@ global tensor need collectives, and all processes issue these in the same order.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from re import search, sub
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, distributed
@@ -20,13 +20,17 @@ from optimi_func.core.pairs import as_real
 from optimi_func.core.rule import Leaf
 from optimi_func.core.torch_private import norms_of
 
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed.tensor import DTensor, Placement
+
 
 class ShardSpec(NamedTuple):
     """The processes that share a global tensor, as dimensions of a mesh."""
 
-    mesh: Any  # a DeviceMesh
+    mesh: "DeviceMesh"
     dims: tuple[int, ...]
-    placements: tuple[Any, ...]
+    placements: "tuple[Placement, ...]"
     shape: tuple[int, ...]  # global, of real numbers
     stride: tuple[int, ...]  # global
 
@@ -36,19 +40,15 @@ class ShardSpec(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def group(self) -> tuple[Any, tuple[int, ...]]:
+    def group(self) -> "tuple[DeviceMesh, tuple[int, ...]]":
         """Return the key of tensors that one collective can reduce together."""
         return self.mesh, self.dims
 
 
-def _dtensor() -> Any:
-    # A program with DTensors has imported them. For others the import takes a second.
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-
-
-def is_distributed(x: Tensor) -> bool:
+def is_distributed(x: object) -> "TypeGuard[DTensor]":
     """Return True if x is a DTensor."""
-    kind = _dtensor()
+    # A program with DTensors has imported them. For others the import takes a second.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(x, kind)
 
 
@@ -72,37 +72,40 @@ def to_local(tensors: list[Tensor]) -> list[Tensor]:
         return [_part(x) if is_distributed(x) else _pairs(x) for x in tensors]
 
 
-def any_complex(tensors: list[Any]) -> bool:
+def any_complex(tensors: Sequence[Tensor | None]) -> bool:
     """Return True if any tensor is complex."""
     return any([x is not None and x.is_complex() for x in tensors])
 
 
-def _pairs(x: Any) -> Any:
-    return as_real(x.detach()) if x is not None and x.is_complex() else x
+def _pairs(x: Tensor) -> Tensor:
+    return as_real(x.detach()) if isinstance(x, Tensor) and x.is_complex() else x
 
 
-def _part(x: Any) -> Tensor:
+def _part(x: "DTensor") -> Tensor:
     part = x.to_local()
     # The shard may be the result of an asynchronous collective.
-    return _pairs(part.wait() if hasattr(part, "wait") else part)
+    wait: Callable[[], Tensor] | None = getattr(part, "wait", None)
+    return _pairs(part if wait is None else wait())
 
 
-def whole(x: Any) -> Tensor:
+def whole(x: Tensor) -> Tensor:
     """Gather a DTensor on every process. Return other tensors as they are."""
     return x.full_tensor() if is_distributed(x) else x
 
 
-def from_local(part: Tensor, like: Any) -> Tensor:
+def from_local(part: Tensor, like: Tensor) -> Tensor:
     """Return a DTensor with this local shard, and the placements and shape of `like`."""
     if not is_distributed(like):
         return part
-    mesh, places = like.device_mesh, like.placements
-    shape = {"shape": like.shape, "stride": like.stride()}
-    return _dtensor().from_local(part, mesh, places, run_check=False, **shape)
+    return _of_shard(part, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def on_whole(
-    fn: Callable[..., Any], d: Any, x: Any, fields: tuple[Any, ...], *more: Any
+    fn: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+    d: Tensor,
+    x: Tensor | None,
+    fields: tuple[Tensor, ...],
+    *more: object,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return fn(d, x, fields, *more), which every process computes on gathered tensors.
 
@@ -110,23 +113,39 @@ def on_whole(
     """
     if not is_distributed(d):
         return fn(d, x, fields, *more)
-    found, new = fn(whole(d), whole(x), tuple(map(whole, fields)), *more)
+    found, new = fn(
+        whole(d), x if x is None else whole(x), tuple(map(whole, fields)), *more
+    )
     first, *rest = map(_divided_like, (d, *fields), (found, *new))
     return first, tuple(rest)
 
 
-def _divided_like(like: Any, x: Tensor) -> Any:
-    everywhere = _dtensor().from_local(x, like.device_mesh, run_check=False)
+def _divided_like(like: Tensor, x: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    assert is_distributed(like)
+    everywhere = DTensor.from_local(x, like.device_mesh, run_check=False)
     return everywhere.redistribute(placements=like.placements)
 
 
-def shard_of(part: Tensor | None, spec: ShardSpec) -> Any:
+def shard_of(part: Tensor, spec: ShardSpec) -> "DTensor":
     """Return the DTensor of a local shard, which may be offloaded to another device."""
-    if part is None:
-        return None
-    shape = {"shape": torch.Size(spec.shape), "stride": spec.stride}
-    own, where = part.to(spec.mesh.device_type), (spec.mesh, spec.placements)
-    return _dtensor().from_local(own, *where, run_check=False, **shape)
+    own = part.to(spec.mesh.device_type)
+    return _of_shard(own, spec.mesh, spec.placements, torch.Size(spec.shape), spec.stride)
+
+
+def _of_shard(
+    part: Tensor,
+    mesh: "DeviceMesh",
+    placements: "Sequence[Placement]",
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> "DTensor":
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def leaf_to_local(leaf: Leaf) -> Leaf:
@@ -135,7 +154,7 @@ def leaf_to_local(leaf: Leaf) -> Leaf:
     return pytree.tree_unflatten(to_local(tensors), spec)
 
 
-def shards_of(x: Any) -> ShardSpec | None:
+def shards_of(x: object) -> ShardSpec | None:
     """Return the processes that hold shards of x, or None if all of x is local."""
     if not is_distributed(x):
         return None
@@ -143,7 +162,7 @@ def shards_of(x: Any) -> ShardSpec | None:
     return _spec(x, [i for i, place in places if not place.is_replicate()])
 
 
-def _spec(x: Any, dims: Iterable[int]) -> ShardSpec | None:
+def _spec(x: "DTensor", dims: Iterable[int]) -> ShardSpec | None:
     """Return these dimensions of x's mesh that have several processes, or None."""
     mesh = x.device_mesh
     if mesh.get_coordinate() is None:
@@ -154,7 +173,7 @@ def _spec(x: Any, dims: Iterable[int]) -> ShardSpec | None:
     return ShardSpec(*where, tuple(x.shape), x.stride()) if several else None
 
 
-def same_placements(p: Any, x: Any, is_whole_field: bool = False) -> bool:
+def same_placements(p: object, x: object, is_whole_field: bool = False) -> bool:
     """Return True if the local shards of p and x are the same elements.
 
     For one of `Rule.whole_fields`, return True if it is divided as `whole_field` does.
@@ -165,7 +184,7 @@ def same_placements(p: Any, x: Any, is_whole_field: bool = False) -> bool:
     return p.device_mesh == x.device_mesh and x.placements == places
 
 
-def check_placed(path: object, p: Any) -> None:
+def check_placed(path: object, p: object) -> None:
     """Raise if a parameter has Partial placements, which are sums still to be computed."""
     if is_distributed(p) and any(place.is_partial() for place in p.placements):
         raise ValueError(
@@ -173,7 +192,7 @@ def check_placed(path: object, p: Any) -> None:
         )
 
 
-def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
+def redistribute_like(path: object, p: Tensor, g: Tensor) -> Tensor:
     """Return the gradient g with the placements of p. Raise if the meshes differ."""
     if same_placements(p, g):
         return g
@@ -190,7 +209,7 @@ def redistribute_like(path: object, p: Any, g: Any) -> Tensor:
         return g.redistribute(placements=p.placements)
 
 
-def cuts_evenly(p: Any, dims: int, group: int) -> bool:
+def cuts_evenly(p: Tensor, dims: int, group: int) -> bool:
     """Return True if every shard of p consists of whole groups of adjacent elements.
 
     Only the first `dims` dimensions may be sharded, and the last of these only in multiples
@@ -202,21 +221,22 @@ def cuts_evenly(p: Any, dims: int, group: int) -> bool:
     for i, place in enumerate(p.placements):
         if not place.is_shard():
             continue
-        if place.dim >= dims:
+        dim: int = getattr(place, "dim", 0)
+        if dim >= dims:
             return False
-        if place.dim == dims - 1 and (place.dim > 0 or p.dim() == 1):
+        if dim == dims - 1 and (dim > 0 or p.dim() == 1):
             parts *= p.device_mesh.size(i)
     return parts == group or p.shape[dims - 1] % parts == 0
 
 
-def zeros_divided_like(p: Any, shape: list[int]) -> Tensor:
+def zeros_divided_like(p: Tensor, shape: list[int]) -> Tensor:
     """Return float32 zeros of another shape, with the placements of p."""
     if not is_distributed(p):
         return p.new_zeros(shape, dtype=torch.float32)
     return _zeros(p, shape, torch.float32, p.placements)
 
 
-def whole_field(p: Any, shape: Sequence[int]) -> Tensor:
+def whole_field(p: Tensor, shape: Sequence[int]) -> Tensor:
     """Return zeros for one of `Rule.whole_fields`, of any shape and at least float32.
 
     Where shards cut p, they cut the field along its first dimension.
@@ -227,27 +247,34 @@ def whole_field(p: Any, shape: Sequence[int]) -> Tensor:
     return _zeros(p, shape, dtype, _of_whole_field(p)).to(p.device)
 
 
-def _of_whole_field(p: Any) -> tuple[Any, ...]:
-    tensor: Any = sys.modules["torch.distributed.tensor"]
-    return tuple([x if x.is_replicate() else tensor.Shard(0) for x in p.placements])
+def _of_whole_field(p: "DTensor") -> "tuple[Placement, ...]":
+    from torch.distributed.tensor import Shard
+
+    return tuple([x if x.is_replicate() else Shard(0) for x in p.placements])
 
 
-def _zeros(p: Any, shape: Any, dtype: torch.dtype, placements: Any) -> Any:
-    tensor: Any = sys.modules["torch.distributed.tensor"]
-    places = {"device_mesh": p.device_mesh, "placements": placements}
-    return tensor.zeros(shape, dtype=dtype, **places)
+def _zeros(
+    p: "DTensor",
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    placements: "Sequence[Placement]",
+) -> "DTensor":
+    from torch.distributed.tensor import zeros
+
+    return zeros(shape, dtype=dtype, device_mesh=p.device_mesh, placements=placements)
 
 
-def distribute_like(p: Any, x: Tensor) -> Tensor:
+def distribute_like(p: object, x: Tensor) -> Tensor:
     """Shard x, which is equal on all processes, like p. A DTensor stays as it is."""
     if not is_distributed(p) or is_distributed(x):
         return x
-    tensor: Any = sys.modules["torch.distributed.tensor"]
+    from torch.distributed.tensor import distribute_tensor
+
     x = x.to(p.device)
-    return tensor.distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def comparable(x: Any, of_device: Callable[[Tensor], Any]) -> Any:
+def comparable(x: object, of_device: Callable[[Tensor], object]) -> object:
     """Return hyperparameters as values; `of_device` reads a tensor on a device or not."""
     if isinstance(x, tuple | list):
         return tuple([comparable(y, of_device) for y in x])
@@ -257,9 +284,9 @@ def comparable(x: Any, of_device: Callable[[Tensor], Any]) -> Any:
     return x if plain else sub(" at 0x[0-9a-f]+", "", repr(x))  # another in each process
 
 
-def check_same(mine: dict[str, Any], group: Any) -> None:
+def check_same(mine: Mapping[str, object], group: "ProcessGroup | None") -> None:
     """Raise, in all processes of a group, if one has another value of a key."""
-    every: list[Any] = [None] * distributed.get_world_size(group)
+    every: list[dict[str, object]] = [{}] * distributed.get_world_size(group)
     distributed.all_gather_object(every, mine, group=group)
     for rank, theirs in enumerate(every):
         for key in {**every[0], **theirs}:
@@ -295,7 +322,7 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
     return sums
 
 
-def all_reduce_all(flags: list[Tensor], tensors: list[Any]) -> list[Tensor]:
+def all_reduce_all(flags: list[Tensor], tensors: Sequence[object]) -> list[Tensor]:
     """All-reduce flags: True if it is on every process with a shard or copy of a tensor."""
     shards = [
         _spec(x, range(x.device_mesh.ndim)) if is_distributed(x) else None for x in tensors
@@ -306,7 +333,9 @@ def all_reduce_all(flags: list[Tensor], tensors: list[Any]) -> list[Tensor]:
     return [denied == 0 for denied in denials]
 
 
-def all_finite(grads: list[Tensor], params: list[Any], copies: Any = None) -> Tensor:
+def all_finite(
+    grads: list[Tensor], params: list[Tensor], copies: "ProcessGroup | None" = None
+) -> Tensor:
     """Return a 0-d bool, True if gradients are finite in all processes with params."""
     parts = [g for g in to_local(grads) if g.numel() and g.layout == torch.strided]
     largest = norms_of(parts, math.inf)
@@ -316,7 +345,9 @@ def all_finite(grads: list[Tensor], params: list[Any], copies: Any = None) -> Te
     return everywhere(finite, params, copies)
 
 
-def everywhere(flag: Tensor, params: list[Any], copies: Any = None) -> Tensor:
+def everywhere(
+    flag: Tensor, params: Sequence[object], copies: "ProcessGroup | None" = None
+) -> Tensor:
     """All-reduce a flag: True if it is in all processes that hold params.
 
     `copies` is the process group that holds copies of plain ones. It is one message for

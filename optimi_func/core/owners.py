@@ -1,7 +1,7 @@
 """Owners: tensors that are mapped as a whole, each by one of the processes that hold it."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import add, attrgetter, mul
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
     return Holders(str(name), tuple(p.shape), p.device, group, dim, parts)
 
 
-def agree(holders: list[Holders], shared: dict[str, Any], said: str = "") -> None:
+def agree(holders: list[Holders], shared: Mapping[str, object], said: str = "") -> None:
     """Raise if other processes of a group are about to step others, by a small message.
 
     Those without a name are not stepped, and only name the group. `shared` are values that
@@ -219,7 +219,7 @@ def _sizes(lists: list[list[Tensor]]) -> list[int]:
     return [sum(map(Tensor.numel, some)) for some in lists]
 
 
-def _counts(lengths: list[list[int]], owned: list[Any]) -> list[int]:
+def _counts(lengths: list[list[int]], owned: Sequence[object]) -> list[int]:
     return list(map(sum, zip(*lengths))) or [0] * len(owned)
 
 

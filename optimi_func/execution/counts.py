@@ -97,7 +97,7 @@ class Counts:
         return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
 
     def advance(
-        self, given: list[Any], after: list[Any], packed: list[Packed], at: list[int]
+        self, given: list[Any], after: Sequence[object], packed: list[Packed], at: list[int]
     ) -> None:
         """Count a step; parameters whose `finite` flag is false do not count it.
 

@@ -10,7 +10,7 @@ This is the only module that uses private parts of Inductor. If they are not as 
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from importlib import import_module
 from threading import Thread
@@ -183,7 +183,7 @@ def _compile(
     return public, None if generated is None or order is None else (generated, order)
 
 
-def lower(graph: Any, example: Any, inner: Any, options: dict[str, Any]) -> Any:
+def lower(graph: Any, example: Any, inner: Any, options: Mapping[str, object]) -> Any:
     """Compile a graph by Inductor, `inner` being its last stage."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -242,7 +242,7 @@ def _alias(x: Tensor) -> Tensor:
     return alias.set_(x.untyped_storage(), x.storage_offset(), (x.numel(),), (1,))
 
 
-def torch_compile(function: T, options: dict[str, Any]) -> T:
+def torch_compile(function: T, options: Mapping[str, object]) -> T:
     """Apply torch.compile as one graph, with room for every kind of ambient state."""
     compiler: Any = torch.compile
     if "recompile_limit" in inspect.signature(compiler).parameters:

@@ -181,7 +181,7 @@ class ClassPlan(Plan):
     def current(
         self,
         params: list[Tensor],
-        entries: list[dict[str, Any] | None],
+        entries: list[Mapping[str, object] | None],
         counted: bool = True,
     ) -> list[Any] | None:
         """Return the local tensors, or None if the plan is no longer true.
@@ -220,7 +220,7 @@ class ClassPlan(Plan):
         columns: Columns,
         packed: list[Packed],
         at: list[int],
-        after: list[Any],
+        after: Sequence[object],
         moved: list[Tensor],
         write: bool,
         count: bool,

@@ -18,7 +18,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import same_order, to, widen
-from optimi_func.core.distributed import on_whole, shard_of, to_local
+from optimi_func.core.distributed import ShardSpec, on_whole, shard_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
@@ -120,7 +120,7 @@ class WholeLaunch(Launch):
         self._after = plan(gradient_rule, second, True)
         self._addresses = list(map(Tensor.data_ptr, directions))
 
-    def pick(self, items: list[Any]) -> list[Any]:
+    def pick(self, items: Sequence[object]) -> list[Any]:
         """Pick this launch's part, whose order may be another one."""
         return [items[i] for i in self.places]
 
@@ -185,9 +185,11 @@ class WholeLaunch(Launch):
                 x = None if slot.holders.dim is None else read(i)
                 owned.setdefault(key, []).append(Owned(i, row, _holders(slot, fields), x))
             elif slot.shard is not None:
-                parts: Any = (*row, read(i)), (slot.shard, *slot.fields, slot.shard)
-                *row, x = map(shard_of, *parts)
-                found, new = on_whole(whole, row[0], x, tuple(row[1:]), coeffs[at])
+                every = cast("tuple[ShardSpec, ...]", (slot.shard, *slot.fields))
+                d, *fields = map(shard_of, row, every)
+                if (x := read(i)) is not None:
+                    x = shard_of(x, slot.shard)
+                found, new = on_whole(whole, d, x, tuple(fields), coeffs[at])
                 _write(rows[i], to_local([found, *new]))
             elif d.numel():
                 here.append(Owned(i, row, []))

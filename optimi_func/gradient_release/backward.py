@@ -5,7 +5,7 @@ The allocator reuses a tensor's memory once the host has dropped it, for work on
 that the tensor was made on, so it has to be told if another stream uses the tensor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ class SinceStep:
         self.moves += moved and (again or not self.moves)
         self._fired |= fired
 
-    def late(self, now: dict[str, Any]) -> dict[str, str]:
+    def late(self, now: Mapping[str, object]) -> dict[str, str]:
         """Return warnings of hyperparameters that have changed since they were used."""
         changed = [k for k, used in self.used.items() if now.get(k, used) != used]
         late = "it comes a step late under gradient release. Set it before backward"

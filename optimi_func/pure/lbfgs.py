@@ -1,6 +1,6 @@
 """L-BFGS as a value: a step over pytrees that vmaps, and `solve`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -237,7 +237,11 @@ def _rows(tree: object, at: Tensor) -> Any:
 
 
 def _solved(
-    step: Callable[..., Any], now: Any, args: list[Any], dims: tuple[object, ...], most: int
+    step: Callable[..., Any],
+    now: Any,
+    args: Sequence[object],
+    dims: tuple[object, ...],
+    most: int,
 ) -> Any:
     """Step `(params, state)` until all problems are done, or `most` times.
 

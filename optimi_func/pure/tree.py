@@ -5,7 +5,7 @@ structure, and lr and weight_decay may be prefixes of it.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -152,7 +152,9 @@ class FlatTree(NamedTuple):
                 _check_state(rule, path, p, s)
         return self
 
-    def rebuild(self, leaves: list[Any], states: list[Any]) -> tuple[PyTree, TreeState]:
+    def rebuild(
+        self, leaves: Sequence[object], states: Sequence[object]
+    ) -> tuple[PyTree, TreeState]:
         """Return trees of other leaves, and count a step."""
         params, state = unflatten(self.spec, leaves), unflatten(self.spec, states)
         return params, TreeState(self.state.step + 1.0, state)

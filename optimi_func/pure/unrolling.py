@@ -45,7 +45,7 @@ def unroll(
     hyper: Mapping[str, object] | None = None,
     detach_at: Collection[int] = (),
     checkpoint_every: int | None = None,
-    extras: Callable[[PyTree, PyTree, Any], Mapping[str, Any]] | None = None,
+    extras: Callable[[PyTree, PyTree, Any], Mapping[str, object]] | None = None,
     has_aux: Literal[False] = False,
 ) -> Unrolled: ...
 
@@ -58,10 +58,10 @@ def unroll(
     batches: Any,
     *,
     steps: int | None = None,
-    hyper: Mapping[str, Any] | None = None,
+    hyper: Mapping[str, object] | None = None,
     detach_at: Collection[int] = (),
     checkpoint_every: int | None = None,
-    extras: Callable[[PyTree, PyTree, Any], Mapping[str, Any]] | None = None,
+    extras: Callable[[PyTree, PyTree, Any], Mapping[str, object]] | None = None,
     has_aux: bool = False,
 ) -> Any:
     """Run training steps as a pure function that torch.func differentiates.

@@ -1,7 +1,7 @@
 """Optimizers that are written as class bodies: fields, a State, a direction."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, make_dataclass
 from functools import partial
@@ -259,7 +259,7 @@ class Body(BaseOptimizer):
         return self._usual
 
     @classmethod
-    def bare(cls, values: dict[str, Any]) -> Any:
+    def bare(cls, values: Mapping[str, object]) -> Any:
         """Return an instance with hyperparameters as attributes, and nothing else."""
         made: Any = object.__new__(cls)
         made.__dict__.update(values)

@@ -1,6 +1,6 @@
 """The methods of a class body that are not traced, but called: coeffs, init, whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -23,7 +23,9 @@ class Explicit(NamedTuple):
     statics: dict[str, Any]
     takes: list[str]
 
-    def __call__(self, t: Any, r: Any, hyper: dict[str, Any], known: Any = None) -> Any:
+    def __call__(
+        self, t: Any, r: Any, hyper: Mapping[str, object], known: Any = None
+    ) -> Any:
         """Return the result and its scalars by name. Raise if it is another."""
         where = f"{self.cls.__name__}.coeffs"
         own = {name: x for name, x in hyper.items() if name not in RATES}
@@ -70,7 +72,11 @@ def makers_of(owner: str, kind: object) -> list[Callable[..., Any]]:
 
 
 def make_init(
-    cls: Any, statics: dict[str, Any], usual: dict[str, Any], kind: Any, makers: list[Any]
+    cls: Any,
+    statics: Mapping[str, object],
+    usual: Mapping[str, object],
+    kind: Any,
+    makers: Sequence[object],
 ) -> Callable[..., Any]:
     """Return `Rule.init`: zeros, or what the class's own init returns."""
     where = f"{cls.__name__}.init"
@@ -115,7 +121,7 @@ def make_init(
 
 def make_whole(
     cls: Any,
-    statics: dict[str, Any],
+    statics: Mapping[str, object],
     kind: Any,
     count: int,
     takes: Sequence[str],
@@ -157,7 +163,7 @@ def make_whole(
 
 
 def make_refuses(
-    cls: Any, statics: dict[str, Any], rule: Rule, now: object
+    cls: Any, statics: Mapping[str, object], rule: Rule, now: object
 ) -> Callable[[Tensor], str | None] | None:
     """Return `Rule.refuses`, which also tries a user's `whole` on a parameter's shape."""
     me, map_of = cls.bare(statics), rule.whole

@@ -7,7 +7,7 @@ as constants around it.
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -92,7 +92,7 @@ def prepared(
 
 
 def with_numbers(
-    made: Callable[[], Callable[..., Any]], own: dict[str, Any], mapped: Sequence[str]
+    made: Callable[[], Callable[..., Any]], own: Mapping[str, object], mapped: Sequence[str]
 ) -> Callable[..., Callable[..., Any]]:
     """Return what `made()` returns, with t and the numbers of `mapped` for `whole`.
 

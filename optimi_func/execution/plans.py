@@ -4,7 +4,7 @@ A plan is a cache, and `state[p]` is the truth. If state is loaded, copied, cast
 edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter

@@ -286,7 +286,7 @@ class Divided(Checkpoints):
         distributed.all_reduce(total, group=self.process_group)
         return total.tolist()
 
-    def whole_state(self, state: dict[object, object]) -> dict[Any, Any]:
+    def whole_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """Return the state of all processes, on the host: those of others are copies."""
         if not self.divides:
             return state

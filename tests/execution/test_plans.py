@@ -19,7 +19,7 @@ from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
-from optimi_func.classes import step as step_
+from optimi_func.classes import divided
 from optimi_func.core import checks
 from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
@@ -492,9 +492,9 @@ def test_any_part_of_the_parameters_steps_as_one_by_one(how, edit: str) -> None:
 
 def test_a_part_of_a_wider_plan_looks_at_no_state_alone(monkeypatch) -> None:
     looked: list[Any] = []
-    ensure = step_.ensure_state
+    ensure = divided.ensure_state
     monkeypatch.setattr(
-        step_, "ensure_state", lambda *given: looked.append(given) or ensure(*given)
+        divided, "ensure_state", lambda *given: looked.append(given) or ensure(*given)
     )
     ps = params()
     optimizer = AdamW(ps, lr=0.05, foreach=True)

@@ -7,10 +7,10 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain, compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor

@@ -111,6 +111,9 @@ def check_rule(
             said = f"error {error:.1e} above {most:.0e}, largest difference "
             said += f"{(got - want).abs().max():.2g}"
             said += _worst(*both)
+            if want.isnan().any():
+                said += ": what it is compared with, as the loop, is NaN. One step has "
+                said += "gradients of 0, and one parameter has no elements"
             said += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
         except Exception as raised:
             said = f"{type(raised).__name__}: {raised}".split("\n")[0]

@@ -221,7 +221,7 @@ class Making:
             raise TypeError(
                 f"{self.name}.{method} returned ({names}): allowed is "
                 f"({first}{''.join([texts[x] for x in kinds])}) of tensors in the "
-                "gradient's shape (in Running: of scalars)"
+                "gradient's shape (in Running: of scalars; means of tensors: Shaped)"
             )
         return flat
 

@@ -5,11 +5,14 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import worlds
 from torch import Tensor, nn
+from wrapper_worlds import shards
 
 from optimi_func import (
     LBFGS,
@@ -327,6 +330,12 @@ def test_checkpoints_of_torch_distributed() -> None:
         assert {"exp_avg", "step"} <= {*found["state"]["weight"]}
         assert all(map(torch.equal, model.parameters(), before))
         assert optimizer.param_groups[0].get("lookahead_step", 0) == 0
+
+
+@pytest.mark.full
+def test_shards_step_as_one_process(tmp_path: Path) -> None:
+    found = worlds.start([shards], 2, tmp_path)
+    assert not found["shards"], found["shards"]
 
 
 # Values: torch.func, vmap, compile, unroll

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class TreeStep(Protocol[P]):
+class StepFunction(Protocol[P]):
     """`(params, grads, state, *, <hyperparameters>) -> (params, state)`."""
 
     def __call__(  # noqa: D102
@@ -26,7 +26,7 @@ class TreeStep(Protocol[P]):
     ) -> tuple[T, TreeState]: ...
 
 
-class TreeInit(Protocol):
+class InitFunction(Protocol):
     """`(params, *, <options that the state depends on>, kahan_sum, ...) -> TreeState`."""
 
     def __call__(  # noqa: D102
@@ -40,7 +40,7 @@ class TreeInit(Protocol):
     ) -> TreeState: ...
 
 
-def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
+def step_function(factory: Callable[P, FunctionalOptimizer]) -> StepFunction[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
     owner: type[object] = cast(Any, factory).owner
     home = vars(sys.modules.get(factory.__module__, object))  # it may be imported by nobody
@@ -57,7 +57,7 @@ def step_function(factory: Callable[P, FunctionalOptimizer]) -> TreeStep[P]:
 
 def compiled_functions(
     factory: Callable[P, FunctionalOptimizer],
-) -> tuple[TreeStep[P], TreeStep[P]]:
+) -> tuple[StepFunction[P], StepFunction[P]]:
     """Make the compiled `lion_step`, for example, and `lion_step_`, which is in place."""
     name = f"compiled_{factory.__name__}_step"
     return _step_function(factory, step, name), _step_function(factory, step_, f"{name}_")
@@ -85,7 +85,7 @@ def _pure_step(
 
 def _step_function(
     factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
-) -> TreeStep[P]:
+) -> StepFunction[P]:
     known = cast(type[FunctionalOptimizer], factory).kept
 
     def step(

@@ -7,7 +7,7 @@ come from the `*_init` functions, which are those of the pure steps.
 """
 
 from optimi_func import functional as pure
-from optimi_func.classes.forms import TreeInit
+from optimi_func.classes.forms import InitFunction
 from optimi_func.classes.forms import compiled_functions as compiled
 from optimi_func.compiled.train_step import train_step as train_step
 from optimi_func.execution.trees import step as step
@@ -41,7 +41,7 @@ soap_step, soap_step_ = compiled(pure.soap)
 stableadamw_step, stableadamw_step_ = compiled(pure.stableadamw)
 
 
-def __getattr__(name: str) -> TreeInit:
+def __getattr__(name: str) -> InitFunction:
     """Return a function that makes a state, such as `adamw_init`."""
     if name.endswith("_init"):
         return getattr(pure, name)

@@ -23,7 +23,7 @@ from optimi_func.core import torch_private
 from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
 from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import is_plain
-from optimi_func.execution.trees import TreeStep
+from optimi_func.execution.trees import TreeUpdate
 from optimi_func.population.axes import path
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState, without_none
@@ -318,7 +318,7 @@ class PureStep:
         # The graph makes gradients like their parameters, so these are checked instead.
         leaves = FlatTree.of(tree, tree, tree_state).check(optimizer.rule)
         optimizer.warn(leaves)
-        steps = TreeStep(optimizer, leaves, "kernels")
+        steps = TreeUpdate(optimizer, leaves, "kernels")
 
         parts: dict[int, Any] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):

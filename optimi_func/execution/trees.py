@@ -45,7 +45,7 @@ _rule_state, _running = attrgetter("rule_state"), attrgetter("running")
 _comp, _is_given = attrgetter("kahan_comp"), partial(is_not, None)
 
 
-class TreeStep:
+class TreeUpdate:
     """One step of a tree's leaves, some at a time. The caller counts it.
 
     Hyperparameters are read once. The tree's state is that of the step before.
@@ -231,7 +231,7 @@ def _step(
         targets = results = [] if in_place else [_empty(p), g, *map(_empty, rest)]
         if found is None:
             tree.check(rule)
-        step = TreeStep(optimizer, tree, "kernels")
+        step = TreeUpdate(optimizer, tree, "kernels")
         if found is None:
             plan, columns, targets = step.plan(places, names, columns, results, True)
             if kept and all([x.is_cpu and not x.is_complex() for x in tensors]):

@@ -8,7 +8,7 @@ from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import comparable, to_local
 from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.trees import TreeStep
+from optimi_func.execution.trees import TreeUpdate
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState
 
@@ -29,7 +29,7 @@ class TreeOptimizer:
         self._places = {p: i for i, p in enumerate(params.values())}
         self._state = optimizer.init(params)
         self._shown = comparable(optimizer, type)
-        self._step: TreeStep | None = None  # the step of the running backward
+        self._step: TreeUpdate | None = None  # the step of the running backward
 
     @property
     def state(self) -> TreeState:
@@ -55,7 +55,7 @@ class TreeOptimizer:
             if self._step is None:
                 tree = FlatTree.of(self._params, self._params, self._state)
                 tree.check(self.optimizer.rule)
-                self._step = TreeStep(self.optimizer, tree, "auto")
+                self._step = TreeUpdate(self.optimizer, tree, "auto")
             places = [self._places[p] for p in params]
             parts = self._step.update(places, grads, microbatches, write)
         return {p: parts[i] for p, i in zip(params, places) if i in parts}

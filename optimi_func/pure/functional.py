@@ -85,7 +85,7 @@ class FunctionalOptimizer(Kept):
     choices: ClassVar[tuple[str, ...]] = ()
     # Its step returns trees of the same structure, so that no caller checks them.
     keeps_structure: ClassVar[bool] = True
-    # Names and options of its class in other libraries: a `_saved.Counterparts`.
+    # Names and options of its class in other libraries: `state.convert.Counterparts`.
     counterparts: ClassVar[Any] = None
 
     lr: Number

@@ -25,8 +25,8 @@ from torch import Tensor, optim
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import EMPTY, Field, Params, made_field, read
 from optimi_func.classes.forms import (
-    TreeInit,
-    TreeStep,
+    InitFunction,
+    StepFunction,
     check_calls,
     step_function,
 )
@@ -457,7 +457,7 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
 
 def functions(
     cls: Callable[Concatenate[Params, P], Body],
-) -> tuple[Callable[P, OwnRule], TreeInit, TreeStep[P]]:
+) -> tuple[Callable[P, OwnRule], InitFunction, StepFunction[P]]:
     """Return `lion`, `lion_init` and `lion_step`, for example: the value and its functions.
 
     The init takes the options that its State depends on.
@@ -466,7 +466,7 @@ def functions(
     return made, _init_function(made), step_function(made)
 
 
-def _init_function(made: type[OwnRule]) -> TreeInit:
+def _init_function(made: type[OwnRule]) -> InitFunction:
     names, own = made.owner.shaping(), inspect.signature(made).parameters
 
     def init(params: PyTree, **options: Any) -> TreeState:

@@ -1,5 +1,5 @@
 // 8-bit state and compensations, decoded to float32 and encoded again. The formulas are
-// those of _codes.py, and codecs.py compares the results with theirs bit for bit.
+// those of core/codes.py, and codecs.py compares the results with theirs bit for bit.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -146,7 +146,7 @@ class Floats(Field[Got, Given]):
         count = len(self.default)
         if not (isinstance(x, tuple | list) and len(x) == count):
             text = f"Invalid {self.name}: {self.name}={x!r}: allowed are {count} numbers"
-            raise ValueError(text)
+            raise ValueError(text + checks.no_tree(x))
         for y in x:
             checks.check_number(self.name, self.name, y, **(self._bounds if bound else ANY))
 

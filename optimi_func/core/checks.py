@@ -104,7 +104,7 @@ def check_number(
     ):
         raise TypeError(
             f"Invalid {label}: {name}={shown(value)}: allowed are numbers and real 0-d "
-            "tensors, and in the pure API schedules"
+            f"tensors, and in the pure API schedules{no_tree(value)}"
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
@@ -175,9 +175,20 @@ def value_of(x: Tensor) -> float | None:
 def check_betas(betas: object, count: int) -> None:
     """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
-        raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
+        said = f"allowed are {count} numbers{no_tree(betas)}"
+        raise ValueError(f"Invalid betas: betas={betas!r}: {said}")
     for i, beta in enumerate(betas):
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
+
+
+def no_tree(x: object) -> str:
+    """Return what to do in place of a tree of numbers, for an error."""
+    if not isinstance(x, dict):
+        return ""
+    return (
+        ". Trees are for lr and weight_decay of the pure API: transforms.partition has an "
+        "optimizer with its own numbers for each part of the parameters"
+    )
 
 
 def shown(x: object) -> str:

@@ -85,8 +85,8 @@ class Tracked:
     def _note(
         self, group: Group, params: list[Tensor], batches: Any, i: int, norms: list[Tensor]
     ) -> None:
-        (g, *rest), m = norms, batches[i] if batches else WHOLE_BATCH
-        plain, p = m.grad_scale is WHOLE_BATCH.grad_scale, params[i]
+        (g, *rest), m, p = norms, batches[i] if batches else WHOLE_BATCH, params[i]
+        plain = m.grad_scale is WHOLE_BATCH.grad_scale
         rate = group["lr"] * group.get("d", 1.0)
         self.last[p] = [g if plain else g * m.grad_scale, *rest], rate
         taken = m.finite.double() if isinstance(m.finite, Tensor) else 1.0
@@ -101,9 +101,11 @@ def _move(*moved: Any) -> Tensor:
 
     `moved` are the parameter and its compensation before the step, and after it.
     """
-    p, *_ = moved
+    p, _, now, comp = moved
     wide, parts = compute_dtype(p.dtype), [moved]
-    if p.dtype != wide and p.numel() > SLICE:
+    if p.dtype == wide and comp is None:
+        return p.sub_(now)
+    if p.numel() > SLICE:
         dim = max(range(p.dim()), key=p.size)
         rows = max(1, SLICE * p.shape[dim] // p.numel())
         cut = [repeat(None) if x is None else x.split(rows, dim) for x in moved]

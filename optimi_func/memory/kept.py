@@ -108,6 +108,8 @@ def made_of(
             warnings.simplefilter("ignore")
             made = optimizer(first, **options)
         if isinstance(made, BaseOptimizer):
+            if made.rewriters:
+                raise ValueError("transforms=: plans do not count what a step rewrites")
             return made
         kind = type(made)
     raise TypeError(

@@ -25,6 +25,8 @@ from optimi_func import (
     Prodigy,
     ScheduleFreeAdamW,
     adamw,
+    compiled,
+    memory,
     prepare_for_gradient_release,
 )
 from optimi_func.transforms import (
@@ -268,9 +270,9 @@ def test_foreach_before_the_optimizer(name: str) -> None:
 @pytest.mark.kernels
 def test_kernels_before_the_optimizer() -> None:
     found = []
-    for compiled in (True, False):
+    for kernels in (True, False):
         params = params_of(torch.float32)
-        how = {"transforms": SETS["clip_global_norm"], "compile": compiled}
+        how = {"transforms": SETS["clip_global_norm"], "compile": kernels}
         train(AdamW(params.items(), lr=0.1, **how), params, grads_of(params, 3))
         found.append(params)
     for k, p in found[0].items():
@@ -556,6 +558,15 @@ NORM = [clip_global_norm(1.0)]
 def test_what_is_refused(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_other_programs_refuse_them() -> None:
+    model, how = Net(), {"transforms": NORM}
+    with pytest.raises(ValueError, match="transforms=: plans do not count"):
+        memory.plan(model, AdamW, "1GB", **how)
+    optimizer = AdamW(model.parameters(), lr=0.1, **how)
+    with pytest.raises(ValueError, match="optimizer has transforms=: make it without"):
+        compiled.train_step(model, lambda out, batch: out.sum(), optimizer)
 
 
 def test_nothing_is_written_if_a_transform_raises() -> None:

@@ -181,8 +181,9 @@ class Divided(Checkpoints):
         self, made: dict[Tensor, Entry], path: object, p: Tensor, *how: Any
     ) -> Entry:
         """Return `ensure_state` of what this process has of p."""
+        if (part := self.part_of(p)) is p:
+            return ensure_state(self.state, made, path, p, *how)
         if p not in made:
-            part = self.part_of(p)
             made[p] = ensure_state({part: self.state.get(p, {})}, {}, path, part, *how)
         return made[p]
 

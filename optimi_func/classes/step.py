@@ -58,9 +58,9 @@ class Steps(Rewriting, Given):
     skips_steps: bool  # with a gradient that is not finite
 
     def _forget(self) -> None:
-        """Drop what is kept, which is made again at the next step."""
+        """Drop what is kept, which is made again at the next step, but for plans."""
         self._bound: dict[int, tuple[Any, Any]] = {}
-        self._plans: dict[Any, ClassPlan] = {}
+        self._plans: dict[Any, ClassPlan] = self.__dict__.get("_plans", {})
         self._wide: dict[Any, _Wide | None] = {}
         self._has_stepped, self._idle = False, 0  # steps before the first gradient
         self._layouts: dict[Any, Any] = {}
@@ -202,8 +202,9 @@ class Steps(Rewriting, Given):
                 return self._by_leaf([work], write, count, made, [])[0], False, []
             with uncollected(), kernel_context(params[0].device):
                 new = partial(self._plan, group, bound, capturable, apart)
-                plan = self._part(how, group, bound.rule, params, new)
-                plan = plan or new(params, made)
+                old = plan if plan is not None and plan.rule is bound.rule else None
+                plan = None if old else self._part(how, group, bound.rule, params, new)
+                plan = plan or new(params, made, old)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
@@ -246,13 +247,16 @@ class Steps(Rewriting, Given):
         apart: bool,
         params: list[Tensor],
         made: dict[Tensor, Entry],
+        old: ClassPlan | None = None,
     ) -> ClassPlan:
-        """Return a new plan. Entries that have to be made or changed are put in `made`."""
+        """Return a plan, if possible of an old one. New entries are put in `made`."""
         how = bound.starting_rule, group_storage(group), capturable
         paths = [path_of(group, p) for p in params]
         entries = [self.ensured(made, path, p, *how) for path, p in zip(paths, params)]
-        holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
         mine = self.parts_of(params)
+        if old is not None and (plan := old.moved(mine, entries)) is not None:
+            return plan
+        holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
         return ClassPlan(bound.rule, capturable, apart, mine, entries, holders)
 
     def _part(

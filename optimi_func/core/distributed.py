@@ -47,6 +47,8 @@ class ShardSpec(NamedTuple):
 
 def is_distributed(x: object) -> "TypeGuard[DTensor]":
     """Return True if x is a DTensor."""
+    if type(x) in _PLAIN:
+        return False
     # A program with DTensors has imported them. For others the import takes a second.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(x, kind)

@@ -7,6 +7,7 @@ fields are decoded for it, and its results encoded.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -168,8 +169,9 @@ def own_names(rule: Rule) -> tuple[str, ...]:
     return (*rule.counted, *_state_names(rule.state._fields))
 
 
-def _state_names(fields: tuple[str, ...]) -> list[str]:
-    return [*[f + end for f in fields for end in ("", _Q, _SCALE)], "kahan_comp"]
+@lru_cache(256)
+def _state_names(fields: tuple[str, ...]) -> tuple[str, ...]:
+    return (*[f + end for f in fields for end in ("", _Q, _SCALE)], "kahan_comp")
 
 
 def missing_fields(rule: Rule, entry: Mapping[str, object]) -> list[str]:
@@ -275,8 +277,9 @@ def as_counts(
             )
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32 if name == "step" else torch.float64)
-        if name == "step" and not (checks.value_of(x.reshape(())) or 0.0) >= 0.0:
+        one = x.reshape(()) if x.dim() else x
+        if name == "step" and not (checks.value_of(one) or 0.0) >= 0.0:
             raise ValueError(f"{root}{path}['step'] is {x}: allowed is at least 0")
-        if x is not entry[name] or x.dim():
-            made[name] = x.reshape(())
+        if one is not entry[name]:
+            made[name] = one
     return made

@@ -136,7 +136,7 @@ def plan_foreach(rule: Rule, updates: list[Update], write: bool) -> list[Launch]
 class ForeachLaunch(Launch):
     """A chunk of parameters, which is updated by operations on lists."""
 
-    raw = False
+    raw, movable = False, True
 
     def __init__(self, rule: Rule, updates: list[Update], write: bool) -> None:
         super().__init__(updates)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from copy import copy
 from operator import attrgetter
 
 import torch
@@ -22,6 +23,16 @@ class Guard:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
         self._facts = [list(map(fact, tensors)) for fact in _FACTS]
         self._check: Callable[..., bool] | None = None  # made when it is first asked
+
+    def moved(self, tensors: Sequence[Tensor], fixed: int) -> "Guard | None":
+        """Return a guard of tensors with these facts, each at an address of its own.
+
+        The first `fixed` are where they were. Returns None for other tensors.
+        """
+        made, was = copy(self), self._addresses or []
+        made._addresses = own = list(map(Tensor.data_ptr, tensors))
+        fit = own[:fixed] == was[:fixed] and len(own) == len({*own}) == len(was)
+        return made if fit and made.holds(tensors) else None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if these tensors have the same facts and, if kept, addresses."""

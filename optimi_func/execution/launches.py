@@ -2,8 +2,9 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain, islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class Launch:
 
     host = False  # with scalars on the host, `run` calls no operation of torch
     raw = True  # `run` may write past autograd, whose versions then count nothing
+    movable = False  # `readdress` is all that other addresses take
     taken: Tensor | None = None  # the means that the last `run` took, a row for each
 
     def __init__(self, updates: Sequence[Update]) -> None:
@@ -90,6 +92,12 @@ class Launch:
         """Update these tensors from now on, which differ in their addresses alone."""
         p, *rest = self.read(columns)
         self._fixed = addresses(p), addresses(chain.from_iterable(rest))
+
+    def moved(self, columns: Columns) -> Self:
+        """Return a launch of tensors that differ in their addresses alone."""
+        made = copy(self)
+        made.readdress(columns)
+        return made
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
@@ -173,7 +181,7 @@ def plan_eager(
 class EagerLaunch(Launch):
     """One parameter, operation by operation, in slices if there is a size of them."""
 
-    raw = False
+    raw, movable = False, True
 
     def __init__(self, rule: Rule, update: Update, write: bool, size: int) -> None:
         super().__init__([update])
@@ -259,6 +267,8 @@ class KernelLaunch(Launch):
         updates: Updates of one kind.
     """
 
+    movable = True
+
     def __init__(
         self, kernel: Kernel, mean: Kernel | None, count: int, updates: list[Update]
     ) -> None:
@@ -323,6 +333,8 @@ class ListLaunch(Launch):
 
     Its arguments are those of KernelLaunch, but `mean` measures pieces of parameters.
     """
+
+    movable = True
 
     def __init__(
         self, kernel: ListKernel, mean: ListKernel | None, count: int, updates: list[Update]

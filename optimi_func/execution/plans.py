@@ -154,6 +154,31 @@ class ClassPlan(Plan):
         self.holders = [x for x in holders if x is not None]
         super().__init__(rule, make_slots(names, rule, own, [], whole, holders))
 
+    def moved(
+        self, params: list[Tensor], entries: list[dict[str, Any]]
+    ) -> "ClassPlan | None":
+        """Return the plan of states that differ in their addresses alone, or None."""
+        names = {*self._names}
+        if self.viewed or self.holders or not all([names == x.keys() for x in entries]):
+            return None
+        tensors = [*params, *chain.from_iterable(map(self._getter, entries))]
+        guard = self._guard.moved(tensors, len(params))
+        if guard is None:
+            return None
+        made = copy(self)
+        made.made, made._guard, made._known = tensors, guard, {}
+        made._lengths = list(map(len, entries))
+        made.counts = self.counts.part(tensors, len(params))
+        columns = made.columns(tensors, [None] * len(params))
+        places = enumerate(made.slots)
+        rows = [tuple([columns[k][i].data_ptr() for k in x.columns]) for i, x in places]
+        made.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
+        for kind, ((grads, (launches, host)), *_) in self._known.items():
+            if all([x.movable for x in launches]):
+                own = [x.moved(columns) for x in launches]
+                made._known[kind] = [(grads, (own, host))]
+        return made
+
     def part(self, places: list[int], tensors: list[Any]) -> "ClassPlan | None":
         """Return the plan of some of the parameters, or None if states have several names.
 

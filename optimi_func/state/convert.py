@@ -405,7 +405,7 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     names = storage.own_names(rule)
     entry = {k: v for k, v in saved.items() if k in names and v is not None}
     for key in rule.counted:
-        if isinstance(entry.get(key), int | float):
+        if isinstance(entry.get(key), (int, float)):
             dtype = torch.float32 if key == "step" else torch.float64
             entry[key] = torch.tensor(float(entry[key]), dtype=dtype)
     before = saved.get(TRAIN_PARAM) if rule.eval_point is not None else None
@@ -422,7 +422,8 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
     own = {*names, _TURNED_OFF.get(rule.state._fields)}
     if rule.state._fields and not storage.missing_fields(rule, entry):
         own.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
-    strange = sorted(_FIELDS.intersection(map(storage.field_of, map(str, saved))) - own)
+    others = map(str, saved.keys() - own)
+    strange = sorted(_FIELDS.intersection(map(storage.field_of, others)) - own)
     if strange or (
         entry and (storage.missing_fields(rule, entry) or not {*rule.counted} <= {*entry})
     ):

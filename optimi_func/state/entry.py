@@ -55,7 +55,10 @@ def ensure_state(
     check_taken(rule, path, p)
     check_placed(path, p)
     check_writable(path, *to_local([p]))
-    state = states.get(p, {})
+    device = p.device if capturable else torch.device("cpu")
+    if not (state := states.get(p, {})):
+        made[p] = _fresh(rule, p, storage, device)
+        return made[p]
     counted = rule.counted
     kept = [k for k in own_names(rule) if k in state]
     own = {k: state[k] for k in kept if k in counted or state[k] is not None}
@@ -70,7 +73,6 @@ def ensure_state(
     comp = state.get("kahan_comp")
     # A compensation of any floating dtype can be used as it is.
     recast = comp is not None and dtype is not None and not alike(comp.dtype, dtype)
-    device = p.device if capturable else torch.device("cpu")
     moved = [k for k in counted if k in state and state[k].device != device]
     compensated = comp is None if dtype is None else comp is not None and not recast
     uncounted = [k for k in counted if k not in state]
@@ -95,6 +97,14 @@ def ensure_state(
             state["kahan_comp"] = recast_remainder(p, comp, dtype)
     made[p] = state
     return state
+
+
+def _fresh(rule: Rule, p: Tensor, storage: Storage, device: torch.device) -> Entry:
+    """Return the entry of a parameter that has not stepped."""
+    leaf = init_leaf(rule, p, storage)
+    running = running_tensors(rule.running(), device)._asdict()
+    step = torch.zeros((), dtype=torch.float32, device=device)
+    return {"step": step, **running, **entry_of(leaf.state, leaf.comp)}
 
 
 def _fields_to_convert(

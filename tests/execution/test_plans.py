@@ -163,6 +163,11 @@ def _reload(optimizer: Any, p: Tensor) -> None:
     optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
+def _clear(optimizer: Any, p: Tensor) -> None:
+    del p
+    optimizer.state.clear()
+
+
 def _first_step(optimizer: Any) -> Tensor:
     return optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]
 
@@ -182,7 +187,7 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
     "first count's data": lambda o, p: _first_step(o).data.fill_(20.0),
     "field gone": lambda o, p: o.state[p].pop("exp_avg"),
     "entry gone": lambda o, p: o.state.pop(p),
-    "all gone": lambda o, p: o.state.clear(),
+    "all gone": _clear,
     "a field more": lambda o, p: o.state[p].update(mine=torch.zeros(p.shape)),
     "reloaded": _reload,
     "p written to": _data(lambda x: x.mul_(0.5)),
@@ -453,6 +458,30 @@ def test_plans_of_lists_that_take_turns_are_kept(how, monkeypatch) -> None:
         optimizer.step()
         # In the second round the counts differ from those of the first.
         assert t < 6 or len(made) == before
+
+
+def test_a_state_that_begins_anew_or_is_loaded_keeps_its_launches(how, monkeypatch) -> None:
+    made: list[int] = []
+    plan = plans_.plan_launches
+    monkeypatch.setattr(
+        plans_, "plan_launches", lambda *given: made.append(1) or plan(*given)
+    )
+    ps, qs = ([p for p in params() if p.numel()] for _ in range(2))
+    ours, plain = (AdamW(xs, lr=0.05, **kind) for xs, kind in ((ps, how), (qs, EAGER)))
+    edits = _clear, _reload, _reload, _clear
+    for t, edit in enumerate(edits):
+        for optimizer, xs in ((ours, ps), (plain, qs)):
+            train(optimizer, xs, 2 * t, 1)
+            edit(optimizer, xs[0])
+            before = len(made)
+            train(optimizer, xs, 2 * t + 1, 1)
+            assert len(made) == before
+    assert_alike(ps, qs)
+    # Two parameters that share a moment take turns, which is another plan.
+    first, last = ours.state[ps[0]], ours.state[ps[-1]]
+    first["exp_avg"] = last["exp_avg"].view(-1)[: ps[0].numel()].view(ps[0].shape)
+    train(ours, ps, 8, 1)
+    assert len(made) == before + 1
 
 
 EDITS: dict[str, Callable[[Any, list[Tensor]], Any]] = {

@@ -16,9 +16,14 @@ from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from optimi_func.classes.groups import path_of
-from optimi_func.core.checks import check_flag, check_grad, check_process_group
+from optimi_func.core.checks import check_flag, check_grad, check_process_group, warn_user
 from optimi_func.core.codes import GROUP, LEAST
-from optimi_func.core.distributed import comparable, is_distributed, to_local
+from optimi_func.core.distributed import (
+    any_distributed,
+    comparable,
+    is_distributed,
+    to_local,
+)
 from optimi_func.core.lists import chunks
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.owners import EVERY, Holders, agree, holders_of, owners_of, rows_of
@@ -43,6 +48,7 @@ class Divided(Checkpoints):
     process_group: Any  # that holds copies of plain parameters, or None
     divides: bool  # the state, among the processes of this group
     _has_stepped: bool
+    _idle: int  # steps before the first gradient
     _sent: deque[Callable[[], None]]  # messages under way
 
     def _take_group(self, options: dict[str, Any]) -> None:
@@ -94,6 +100,22 @@ class Divided(Checkpoints):
             raise ValueError(
                 f"{what} with divide_state=True: this process has but a share. "
                 "Load state_dict(), called in all processes, into one without divide_state"
+            )
+
+    def _note_idle(self, works: list[Work]) -> None:
+        """Warn at the second step of a distributed run if none has had a gradient yet."""
+        params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        alone = not (distributed.is_available() and distributed.is_initialized())
+        if alone or any([some for _, some, _, _ in works]) or any_distributed(params):
+            self._idle = 3  # from now on it is no mistake, as of an actor that waits
+        elif params:
+            self._idle += 1
+        if self._idle == 2:
+            warn_user(
+                f"{type(self).__name__} has taken two steps, and none of its {len(params)} "
+                f"trainable parameters ({path_of(self.group_of(params[0]), params[0])}, "
+                "...) has had a gradient. fully_shard and parallelize_module replace a "
+                "model's parameters: make the optimizer after them"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from optimi_func.classes.divided import Work
 from optimi_func.classes.extras import Given, with_given
@@ -25,7 +25,7 @@ from optimi_func.classes.groups import (
     path_of,
 )
 from optimi_func.classes.rewriting import Rewriting, Write, write_all
-from optimi_func.core.checks import check_grad, check_moves_state, warn_user
+from optimi_func.core.checks import check_grad, check_moves_state
 from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.core.owners import Holders, agree
 from optimi_func.core.rule import Leaf, Rule, Scalar
@@ -62,7 +62,7 @@ class Steps(Rewriting, Given):
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[Any, ClassPlan] = self.__dict__.get("_plans", {})
         self._wide: dict[Any, _Wide | None] = {}
-        self._has_stepped, self._idle = False, 0  # steps before the first gradient
+        self._has_stepped, self._idle = False, 0
         self._layouts: dict[Any, Any] = {}
 
     def _factory_of(
@@ -124,7 +124,7 @@ class Steps(Rewriting, Given):
         on_host, divided, sharing = True, list[Holders](), set[int]()
         every, rewritten = works, list[Write]()
         try:
-            works = self._mine(works)
+            works = self._mine(works) if self.divides else works
             if self.rewriters:
                 works, rewritten = self._rewritten(works, write, made)
                 on_host = not any(map(_params_of, works))
@@ -191,8 +191,11 @@ class Steps(Rewriting, Given):
             check_moves_state(bound.rule)
         how, own = (*_asked(group), capturable, apart), tuple(map(id, params))
         key = *how, *own
-        plan, tensors, mine = self._plans.get(key), None, self.parts_of(params)
-        if plan is not None and plan.rule is bound.rule:
+        plan, tensors = self._plans.get(key), None
+        mine = self.parts_of(params) if self.divides else params
+        if plan is not None and plan.rule is not bound.rule:
+            plan = None
+        if plan is not None:
             # A tensor's hash is a call of Python.
             alone = len(self.state) == len(own) and tuple(map(id, self.state)) == own
             entries = self.state.values() if alone else map(self.state.get, params)
@@ -201,8 +204,7 @@ class Steps(Rewriting, Given):
             if not all(map(has_memory, params)):
                 return self._by_leaf([work], write, count, made, [])[0], False, []
             with uncollected(), kernel_context(params[0].device):
-                new = partial(self._plan, group, bound, capturable, apart)
-                old = plan if plan is not None and plan.rule is bound.rule else None
+                old, new = plan, partial(self._plan, group, bound, capturable, apart)
                 plan = None if old else self._part(how, group, bound.rule, params, new)
                 plan = plan or new(params, made, old)
                 tensors, plan.made = plan.made, []
@@ -461,22 +463,6 @@ class Steps(Rewriting, Given):
     def _join_loaded(self) -> None:
         for group in self.param_groups:
             self._show(group)
-
-    def _note_idle(self, works: list[Work]) -> None:
-        """Warn at the second step of a distributed run if none has had a gradient yet."""
-        params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
-        alone = not (distributed.is_available() and distributed.is_initialized())
-        if alone or any(map(_params_of, works)) or any_distributed(params):
-            self._idle = 3  # from now on it is no mistake, as of an actor that waits
-        elif params:
-            self._idle += 1
-        if self._idle == 2:
-            warn_user(
-                f"{type(self).__name__} has taken two steps, and none of its {len(params)} "
-                f"trainable parameters ({path_of(self.group_of(params[0]), params[0])}, "
-                "...) has had a gradient. fully_shard and parallelize_module replace a "
-                "model's parameters: make the optimizer after them"
-            )
 
     def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""

@@ -157,7 +157,8 @@ class Steps(Rewriting, Given):
         waited = self.divides and (write or not tell)  # for messages, also if this fails
         keep = self._keep_error() if waited else nullcontext()
         with keep, nullcontext() if on_host else kernel_context(next(some)[0].device):
-            insert_made(self.state, made)
+            if made:
+                insert_made(self.state, made)
             for work, run in zip(works, runs):
                 if found := run():
                     parts.update({work[1][i]: part for i, part in found.items()})

@@ -128,9 +128,9 @@ class Steps(Rewriting, Given):
             if self.rewriters:
                 works, rewritten = self._rewritten(works, write, made)
                 on_host = not any(map(_params_of, works))
-            if self._moves:
+            if moves := self.rewriters and self._moves:
                 runs += self._by_leaf(works, write, count, made, rewritten)
-            for work in () if self._moves else works:
+            for work in () if moves else works:
                 run, host, holders = self._prepare(work, write, count, made)
                 runs.append(run)
                 on_host &= host
@@ -162,7 +162,8 @@ class Steps(Rewriting, Given):
             for work, run in zip(works, runs):
                 if found := run():
                     parts.update({work[1][i]: part for i, part in found.items()})
-            write_all(rewritten)
+            if rewritten:
+                write_all(rewritten)
         if waited:
             self._send(every, write, tell)
         return parts

@@ -110,9 +110,8 @@ class Rule:
             argument. Executors gather the shards of a tensor for it. It is the place for
             all operations that are not elementwise. x is the parameter if the rule
             `reads_param`, else None.
-        whole_digest: None, or a hash of `whole` and all else of the step, if `whole` is
-            made of sums over dimensions and elementwise operations, for a compiler to join.
-            "": it shares no kernel.
+        whole_digest: A hash of `whole` and all else of the step, if `whole` is sums over
+            dimensions and elementwise operations, for a compiler to join; else "".
         whole_fields: The names of the State's last fields, if they are the map's `fields`.
             `direction` is given None for them, and may leave them out of its result.
             `init` makes them by `whole_field`, in shapes of their own.
@@ -166,7 +165,7 @@ class Rule:
     extras: tuple[str, ...] = ()
     noise: bool = False
     digest: str = ""
-    whole_digest: str | None = None
+    whole_digest: str = ""
     numbers: tuple[str, ...] = ()
     narrow: int | None = None
     prepare: Callable[[], Callable[..., Callable[..., tuple[Any, Any]]]] | None = None

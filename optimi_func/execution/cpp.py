@@ -64,7 +64,7 @@ def native() -> Native | None:
     at, count, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     run.argtypes = [at, count, at, at, at, count, count, real, count]
     hold.argtypes = advance.argtypes = [at, at, count, count]
-    library.run_shaped.argtypes = [at, count, at, at, at, count]
+    library.run_shaped.argtypes = [at, count, count, at, at, count, count]
     library.decode.argtypes = [count, at, at, at, count]
     library.encode.argtypes = [count, at, at, at, count, real]
     run.restype, hold.restype, advance.restype = None, count, None

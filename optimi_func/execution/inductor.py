@@ -75,43 +75,28 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
     return with_vectors(made)
 
 
-def compile_list_kernel(function: Kernel, example: Sequence[Tensor]) -> ListKernel | None:
-    """Compile `function` for lists of tensors on CPU; None if that is not possible."""
+def compile_list_kernel(
+    function: Kernel, example: Sequence[Tensor], shaped: bool
+) -> ListKernel | ShapedKernel | None:
+    """Compile `function` for lists of tensors on CPU; None if that is not possible.
 
-    def made() -> ListKernel | None:
+    If `shaped`, tensors have shapes, and the first of the example one of different primes.
+    """
+
+    def made() -> ListKernel | ShapedKernel | None:
         # Two threads that import parts of it would wait for each other.
         import_module("torch._inductor.compile_fx")
         # The C++ compiler runs in processes of its own. Settings belong to a context.
         ahead = Thread(target=copy_context().run, args=(native,))
         if not SHARED_SETTINGS:
             ahead.start()
-        _, found = _compile(function, example, {"cpp.threads": 1, **_width()})
+        options = {"cpp.threads": 1, **_width(), **(_one_pass() if shaped else {})}
+        _, found = _compile(function, example, options, store_vectors if shaped else None)
         if ahead.is_alive():
             ahead.join()
-        return None if found is None else list_kernel_of(*found, example)
+        make = shaped_kernel_of if shaped else list_kernel_of
+        return None if found is None else make(*found, example)
 
-    native_key()  # of the settings before they are changed
-    return with_vectors(made)
-
-
-def compile_shaped_kernel(
-    function: Kernel, example: Sequence[Tensor]
-) -> ShapedKernel | None:
-    """Compile `function` for whole tensors of any shape on CPU; None if it does not fit.
-
-    It takes a 1-D tensor of fixed length, then tensors, of which the first has a shape of
-    distinct prime numbers. The shapes of the others are made of these.
-    """
-
-    def made() -> ShapedKernel | None:
-        options = {"cpp.threads": 1, **_width(), **_one_pass()}
-        _, found = _compile(function, example, options, store_vectors)
-        return None if found is None else shaped_kernel_of(*found, [*example])
-
-    for x in example[1:]:
-        for i, n in enumerate(x.shape):
-            if n > 1:
-                torch._dynamo.mark_dynamic(x, i)
     native_key()  # of the settings before they are changed
     return with_vectors(made)
 

@@ -29,7 +29,6 @@ from optimi_func.execution.inductor import (
     Kernel,
     compile_flat,
     compile_list_kernel,
-    compile_shaped_kernel,
     in_rows,
 )
 from optimi_func.execution.list_kernel import TRIAL, ListKernel, agree
@@ -47,7 +46,7 @@ class KernelKey(NamedTuple):
     """The choices that a kernel is compiled for."""
 
     rule: Rule
-    statics: tuple[bool | None, ...]  # the scalars that choose a graph
+    statics: tuple[bool | str | None, ...]  # the scalars that choose a graph
     write: bool  # False moves the state alone
     in_place: bool  # False: results go to more arguments, the targets
     dtypes: tuple[torch.dtype, ...]  # of p, g, the state's fields, the compensation
@@ -58,10 +57,7 @@ class KernelKey(NamedTuple):
     measures: bool = False
     # Fields of the state that the kernel itself decodes: two tensors each.
     codes: tuple[bool, ...] = ()
-    # Of a kernel that maps whole tensors: the shape of its example, and the places of the
-    # scalars that are None.
-    shape: tuple[int, ...] = ()
-    absent: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of the example of a kernel that maps whole tensors
 
     @property
     def compensated(self) -> bool:
@@ -87,7 +83,7 @@ class KernelKey(NamedTuple):
     @property
     def digest(self) -> str:
         """Return the hash of all that the kernel computes, empty if there is none."""
-        return (self.rule.whole_digest or "") if self.shape else self.rule.digest
+        return self.rule.whole_digest if self.shape else self.rule.digest
 
 
 def has_list_kernels(device: torch.device) -> bool:
@@ -182,10 +178,9 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
         timer.start()
         try:
             with store.alone(entry):
-                kind: Any = ShapedKernel if key.shape else ListKernel
                 if (found := store.find(entry)) and native() is not None:
-                    made = kind(found[0], *found[1])
-                    if _agrees(made, key, run, count):
+                    kind: Any = ShapedKernel if key.shape else ListKernel
+                    if _agrees(made := kind(found[0], *found[1]), key, run, count):
                         return made
                 made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
                 if isinstance(made, ListKernel | ShapedKernel):
@@ -214,14 +209,14 @@ def _compile_now(
         run(*tensors)
 
     compiled: Kernel | None = None
-    if key.shape:
-        compiled = compile_shaped_kernel(with_own_code_object(noticed, key.name), example)
-        if compiled is None or not (ran_eagerly or _agrees(compiled, key, run, 0)):
-            return run  # which is no kernel
-    elif listed:
+    if listed:
         body = with_own_code_object(noticed, key.name)
-        compiled = compile_list_kernel(body, example)
-        if compiled is None and not ran_eagerly:
+        compiled = compile_list_kernel(body, example, bool(key.shape))
+        if ran_eagerly:
+            raise SwitchedOffError
+        if key.shape and (compiled is None or not _agrees(compiled, key, run, 0)):
+            return run  # which is no kernel
+        if compiled is None:
             _without_lists.add(key.device.type)
     if compiled is None:
         own = with_own_code_object(noticed, key.name)
@@ -256,7 +251,7 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
 
     def run(numbers: Tensor, *tensors: Tensor) -> None:
         values = numbers.unbind()
-        scalars = fill(key.statics, spec, values, key.absent)
+        scalars = fill(key.statics, spec, values)
         p, g, *rest = tensors[:inputs]
         leaf = leaf_of(rule, key.codes, [p, *rest])
         if key.measures:
@@ -272,16 +267,11 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
 
 
 def fill(
-    statics: tuple[bool | None, ...],
-    spec: pytree.TreeSpec,
-    values: Sequence[Tensor],
-    absent: Sequence[int] = (),
+    statics: tuple[bool | str | None, ...], spec: pytree.TreeSpec, values: Sequence[Tensor]
 ) -> Scalars:
     """Return scalars from their static choices and the values of the others."""
     rest = iter(values)
-    found: list[Any] = [next(rest) if s is None else s for s in statics]
-    for i in absent:
-        found[i] = None
+    found = [next(rest) if s is None else None if s == "None" else s for s in statics]
     return pytree.tree_unflatten(found, spec)
 
 

@@ -35,16 +35,16 @@ class Packed:
         if kinds != _FLOAT:
             leaves = _flatten(leaves)
             kinds = set(map(type, leaves))
-        # A bool is a static choice and part of the kernel, the others are its argument.
-        self.statics: tuple[bool | None, ...] = (None,) * len(leaves)
+        # A bool is a static choice and part of the kernel, and so is "None", a number that
+        # a map lacks. The others are its argument.
+        self.statics: tuple[bool | str | None, ...] = (None,) * len(leaves)
         self._values, self.on_host = leaves, True
         if kinds == _FLOAT:
             return
-        if bool in kinds:
-            self.statics = tuple([x if isinstance(x, bool) else None for x in leaves])
-            self._values = [x for x in leaves if not isinstance(x, bool)]
-        # Of None, which is for a map alone, kernels have the place.
-        self._values = [0.0 if x is None else x for x in self._values]
+        if not kinds.isdisjoint((bool, type(None))):
+            kept = [str(x) if x is None else x for x in leaves]
+            self.statics = tuple([x if isinstance(x, bool | str) else None for x in kept])
+            self._values = [x for x in kept if not isinstance(x, bool | str)]
         # True if all are Python numbers.
         self.on_host = not any([issubclass(kind, Tensor) for kind in kinds])
 

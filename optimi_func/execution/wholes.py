@@ -6,16 +6,13 @@ the mapped direction, like SGD along a gradient. Both are planned like any rule'
 """
 
 import math
-from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import chain, compress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import same_order, to, widen
 from optimi_func.core.distributed import ShardSpec, on_whole, shard_of, to_local
@@ -52,8 +49,7 @@ _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 ELEMENTS = 1 << 22
 BATCHED = 1 << 26
 
-# Rules whose map could not be compiled.
-_unshaped: set[Rule] = set()
+_unshaped: set[str] = set()  # digests of maps that could not be compiled
 
 
 def elementwise(rule: Rule, directs: bool) -> Rule:
@@ -244,33 +240,26 @@ class ShapedLaunch(Launch):
         updates = sorted(updates, key=lambda u: -u.slot.numel)
         super().__init__(updates)
         self._kernel, self._compensated = kernel, updates[0].slot.compensated
+        self._prepared = kernel.prepared([u.p.shape for u in updates])
         self.host = self._in_place
-        self._sizes = array("q", chain.from_iterable([u.p.shape for u in updates]))
-
-    def pick(self, items: list[Any]) -> list[Any]:
-        """Pick this launch's part, whose order is another one."""
-        return [items[i] for i in self.places]
 
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         del means
-        end = len(columns) // (1 if self._in_place else 2)
-        given = list(
-            map(self.pick, columns[:end] if self._compensated else columns[: end - 1])
-        )
+        end = len(columns) if self._in_place else len(columns) // 2
+        every = [[x[i] for i in self.places] for x in columns]
+        given = every[: end if self._compensated else end - 1]
         if not self._in_place:
             # The results, which are moved from where the parameters are.
-            old, given = given, [self.pick(columns[end + i]) for i in range(len(given))]
+            old, given = given, every[end : end + len(given)]
             for i in (0, *range(2, len(given))):
                 torch._foreach_copy_(given[i], old[i])
-        table = addresses(chain.from_iterable(given))
-        own, wide = packed[self._at], torch.float64
-        if own.on_host:
-            values = own.array(wide)
-            self._kernel.run(address(values), table, self._sizes)
-        else:
-            kept = own.tensor(wide, columns[0][0].device)
-            self._kernel.run(kept.data_ptr(), table, self._sizes)
+        own, wide, device = packed[self._at], torch.float64, given[0][0].device
+        # One of these keeps the scalars alive.
+        values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
+        at = address(values) if own.on_host else values.data_ptr()
+        table = [[at] * len(self.places), *[addresses(x) for x in given]]
+        self._kernel.run(table, *self._prepared)
 
 
 def plan_shaped(
@@ -278,60 +267,48 @@ def plan_shaped(
 ) -> tuple[list[Launch], list[Update]]:
     """Plan updates through shaped kernels, and return the rest, which these do not take.
 
-    If `lenient`, a map that cannot be compiled is taken by none.
+    If `lenient`, they take none of a map that cannot be compiled.
     """
-    listed = rule.whole_digest is not None and has_list_kernels(torch.device("cpu"))
-    if not listed or rule in _unshaped:
-        return [], updates
-    launches: list[Launch] = []
     groups: dict[Any, list[Update]] = {}
-    rest: list[Update] = []
-    for u in updates:
-        key = _shaped_key(rule, u) if _fits(rule, u) else None
-        (rest if key is None else groups.setdefault((u.at, key), [])).append(u)
+    if rule.whole_digest not in ("", *_unshaped) and has_list_kernels(torch.device("cpu")):
+        for u in filter(partial(_fits, rule), updates):
+            groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)
+    launches: list[Launch] = []
     for (_, key), some in groups.items():
         try:
             run = kernel(key, some[0].scalars.scalars)
-        except (CaptureError, DispatchModeError, SwitchedOffError):
-            return [], updates  # which the planner of the rest tells
-        except Exception:
+        except Exception as error:
             if not lenient:
                 raise
-            _unshaped.add(rule)
-            return [], updates
-        takes = [isinstance(run, ShapedKernel) and run.takes(rule, u) for u in some]
-        rest += compress(some, [not x for x in takes])
-        for own in split_twins(list(compress(some, takes))):
-            assert isinstance(run, ShapedKernel)
-            launches.append(ShapedLaunch(run, own))
-    return launches, sorted(rest, key=lambda u: u.place)
+            if not isinstance(error, CaptureError | DispatchModeError | SwitchedOffError):
+                _unshaped.add(rule.whole_digest)
+            return [], updates  # whose planner says why
+        if not isinstance(run, ShapedKernel):
+            continue
+        first = 3 + len(rule.fields)  # after the scalars, the parameter and the gradient
+        kept = [[n for _, n in u.slot.mapped or ()] for u in some]
+        taken = [u for u, own in zip(some, kept) if run.fits(u.p.shape, own, first)]
+        launches += [ShapedLaunch(run, own) for own in split_twins(taken) if own]
+    places = {i for launch in launches for i in launch.places}
+    return launches, [u for u in updates if u.place not in places]
 
 
 def _shaped_key(rule: Rule, u: Update) -> KernelKey:
     """Return the key of the kernel for a parameter, with all its state."""
-    slot, scalars = u.slot, pytree.tree_leaves(u.scalars.scalars)
-    end = len(slot.dtypes) - slot.compensated
-    p, *own = slot.dtypes[:end]
-    fields = [dtype for dtype, _ in slot.mapped or ()]
-    return KernelKey(
-        *(rule, u.scalars.statics, True, True),
-        (p, u.g.dtype, *own, *fields, *slot.dtypes[end:]),
-        u.g.device,
-        shape=example_of(u.p.shape),
-        absent=tuple([i for i, x in enumerate(scalars) if x is None]),
-    )
+    end = len(u.slot.dtypes) - u.slot.compensated
+    (p, *own), comp = u.slot.dtypes[:end], u.slot.dtypes[end:]
+    dtypes = (p, u.g.dtype, *own, *[dtype for dtype, _ in u.slot.mapped or ()], *comp)
+    own = rule, u.scalars.statics, True, True, dtypes, u.g.device
+    return KernelKey(*own, shape=example_of(u.p.shape))
 
 
 def _fits(rule: Rule, u: Update) -> bool:
     """Return True if a shaped kernel may update this parameter."""
-    slot, p = u.slot, u.p
+    slot, p, wide = u.slot, u.p, compute_dtype(u.g.dtype, *u.slot.dtypes)
     whole = slot.shard is None and slot.holders is None and not slot.paired
-    plain = u.can_be_cut and not slot.coded and p.is_contiguous()
-    wide = compute_dtype(u.g.dtype, *slot.dtypes)
+    plain = u.can_be_cut and not slot.coded and p.is_contiguous() and p.numel() > 0
     kept = slot.mapped is not None and all([dtype == wide for dtype, _ in slot.mapped])
-    kept = kept and not rule.given
-    own = p.device.type == "cpu" and p.numel() > 0 and p.dim() in EXAMPLES
-    return own and whole and plain and kept
+    return p.device.type == "cpu" and p.dim() in EXAMPLES and whole and plain and kept
 
 
 def plan_wholes(rule: Rule, updates: list[Update], plan: _Planner) -> list[Launch]:

@@ -313,11 +313,10 @@ class Body(BaseOptimizer):
         numbers = {k: 0.5 if isinstance(x, odd) else x for k, x in numbers.items()}
         making = Making(cls, numbers, fixed)
         rule = making.rule(cls.at_definition)
-        if cls.compiles_whole:
+        if cls.compiles_whole and cls.__module__.startswith("optimi_func."):
             # The package's sources are in the keys of the store.
-            text = (cls.__module__, cls.__qualname__, rule.digest, repr(fixed))
-            own = cls.__module__.startswith("optimi_func.")
-            digest = sha256(repr(text).encode()).hexdigest() if own else ""
+            text = repr((cls.__module__, cls.__qualname__, rule.digest, fixed))
+            digest = sha256(text.encode()).hexdigest()
             object.__setattr__(rule, "whole_digest", digest)
         if cls.at_definition:
             again = Making(cls, numbers, fixed)

@@ -128,55 +128,22 @@ extern "C" void run_list(const Kernel* kernel, int64_t rows, const int64_t* leng
     work();
 }
 
-// A kernel of whole tensors. Of each argument of the machine code: what it is (a column of
-// the table, the scalars, room for a temporary tensor, a size), the index of the column or
-// of the size, the dimensions whose product is the room's length, as bits, and the bytes
-// of an element.
-enum { COLUMN, SCALARS, ROOM, SIZE };
-struct Shaped {
-    void* code;
-    int64_t count, rank;
-    const int64_t (*arguments)[4];
-};
-
-// Args:
-//     sizes: Those of the dimensions of each row, one row after the other.
-//     table, scalars: As above. All rows have the same scalars.
-extern "C" void run_shaped(const Shaped* kernel, int64_t rows, const int64_t* sizes,
-    const int64_t* table, char* scalars, int64_t threads) {
-    const int64_t count = kernel->count, rank = kernel->rank;
+// Call a kernel of whole tensors for rows of its `count` arguments: addresses and sizes.
+// Those that are `inside` are offsets in a thread's room of so many bytes.
+extern "C" void run_shaped(void* code, int64_t count, int64_t rows,
+    const int64_t* arguments, const int64_t* inside, int64_t room, int64_t threads) {
     const Apply call = chosen(count - 1, std::make_index_sequence<MOST>());
-    auto product = [&](int64_t row, int64_t dims) {
-        int64_t found = 1;
-        for (int64_t i = 0; i < rank; ++i)
-            if (dims >> i & 1) found *= sizes[row * rank + i];
-        return found;
-    };
-    int64_t total = 0;
-    for (int64_t row = 0; row < rows; ++row) total += product(row, -1);
-    if (threads > total / GRAIN) threads = total / GRAIN + 1;
     std::atomic<int64_t> next{0};
     auto work = [&]() {
-        int64_t given[MOST], row;
-        std::vector<char> room;
+        int64_t row;
+        std::vector<char> own(room);
         while ((row = next.fetch_add(1, std::memory_order_relaxed)) < rows) {
-            int64_t used = 0;
-            for (int64_t i = 0; i < count; ++i) {
-                const auto [kind, index, dims, width] = kernel->arguments[i];
-                if (kind == COLUMN) given[i] = table[index * rows + row];
-                if (kind == SCALARS) given[i] = reinterpret_cast<int64_t>(scalars);
-                if (kind == SIZE) given[i] = sizes[row * rank + index];
-                if (kind != ROOM) continue;
-                given[i] = used;
-                used += (product(row, dims) * width + SLOT - 1) / SLOT * SLOT;
-            }
-            if (room.size() < static_cast<size_t>(used)) room = std::vector<char>(used);
+            const int64_t* given = arguments + row * count;
             void* pointers[MOST];
-            for (int64_t i = 0; i < count; ++i) {
-                const bool own = kernel->arguments[i][0] == ROOM;
-                pointers[i] = own ? room.data() + given[i] : reinterpret_cast<void*>(given[i]);
-            }
-            call(kernel->code, pointers, given[count - 1]);
+            for (int64_t i = 0; i < count; ++i)
+                pointers[i] = reinterpret_cast<void*>(
+                    given[i] + (inside[i] ? reinterpret_cast<int64_t>(own.data()) : 0));
+            call(code, pointers, given[count - 1]);
         }
     };
 #pragma omp parallel num_threads(threads)

@@ -33,7 +33,7 @@ def train(ps: list[Any], optimizer: Any, steps: int = 4) -> list[Tensor]:
 
 def ended(shapes: list[Any], compile: bool, dtype: Any = torch.float32, **more: Any) -> Any:
     ps = params(shapes, dtype)
-    return train(ps, Adafactor(ps, **{"lr": 0.1, "compile": compile, **more}))
+    return train(ps, Adafactor(ps, lr=0.1, compile=compile, **more))
 
 
 def launches_of(monkeypatch: Any) -> list[Any]:

@@ -139,7 +139,8 @@ class Rewriting(Stats):
     def _fresh(self, p: Tensor | None, *only: int) -> dict[str, Tensor]:
         """Return what transforms of a parameter, or (None) of all, keep at first."""
         found: dict[str, Tensor] = {}
-        every = [p.detach() for group in self.param_groups for p in group["params"]]
+        groups = self.param_groups if p is None else ()
+        every = [p.detach() for group in groups for p in group["params"]]
         for i, x in enumerate(self.rewriters):
             if x.by_parameter is (p is None) or i not in (only or (i,)):
                 continue
@@ -351,7 +352,9 @@ class Rewriting(Stats):
             groups[0][KEY] = own
         for p, entry in made.items():
             own = {k: x for k, x in entry.items() if str(k).startswith(f"{KEY}.")}
-            said += _unlike(self._fresh(p), own, f"state{path_of(self.group_of(p), p)}")
+            if own or self.rewriters:
+                where = f"state{path_of(self.group_of(p), p)}"
+                said += _unlike(self._fresh(p), own, where)
         warn_user(said[0]) if said else None
         return groups, made
 

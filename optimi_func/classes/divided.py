@@ -226,13 +226,13 @@ class Divided(Checkpoints):
         return found
 
     def _tell(
-        self, called: str, works: list[Work] | None = None, error: Any = None
+        self, called: str, works: list[Work] | None = None, error: object = None
     ) -> None:
         """Raise, in all processes, if others call something else or step others."""
         if not self.divides:
             return
         failed = error and f"{type(error).__name__}: {error}"
-        shared: dict[str, Any] = {"the call": called, "an error": failed}
+        shared = {"the call": called, "an error": failed}
         if works is not None:
             owners = self.owners()
             stepped = {id(p) for _, params, _, _ in works for p in params}

@@ -31,7 +31,7 @@ class Given:
     extras: dict[str, Any] | None = None  # of a step, None if no rule takes any
     given: Mapping[str, dict[Tensor, Tensor]] = MappingProxyType({})  # by `give`
 
-    def give(self, **extras: Any) -> None:
+    def give(self, **extras: object) -> None:
         """Give extras to the steps to come, until others take their place.
 
         Gradient release takes no others. `step` takes its own before these. They are not
@@ -47,7 +47,7 @@ class Given:
 
 
 def found_extras(
-    optimizer: Any, given: Mapping[str, Any], every: bool = False
+    optimizer: Any, given: Mapping[str, object], every: bool = False
 ) -> dict[str, dict[Tensor, Tensor]]:
     """Return extras by name and parameter: those with a gradient, or all that take one.
 

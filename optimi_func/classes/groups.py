@@ -46,12 +46,12 @@ def plain_number(x: Any) -> Any:
     return x
 
 
-def plain_numbers(given: dict[str, Any]) -> dict[str, Any]:
+def plain_numbers(given: dict[str, object]) -> dict[str, Any]:
     """Convert options by `plain_number`."""
     return {k: x if type(x) in _PLAIN else plain_number(x) for k, x in given.items()}
 
 
-def take_torchs(given: dict[str, Any], factory: Any, keywords: Collection[str]) -> None:
+def take_torchs(given: dict[str, Any], factory: object, keywords: Collection[str]) -> None:
     """Replace options that only torch.optim has, in a call or in a group, by ours.
 
     `keywords` are those of the factory.

@@ -209,12 +209,12 @@ def check_no_module(params: object) -> None:
         )
 
 
-def is_param(p: Any) -> bool:
+def is_param(p: object) -> bool:
     """Return True for a strided tensor of a dtype that parameters have."""
     return isinstance(p, Tensor) and p.dtype in _DTYPES and p.layout == torch.strided
 
 
-def check_param(path: object, p: Any) -> None:
+def check_param(path: object, p: object) -> None:
     """Raise if p is no strided, floating or complex tensor of at least 16 bits a number."""
     if is_param(p):
         return

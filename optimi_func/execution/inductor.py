@@ -127,8 +127,8 @@ def _one_pass() -> dict[str, object]:
 def _compile(
     function: Kernel,
     example: Sequence[Tensor],
-    options: dict[str, Any],
-    change: Callable[[Any], None] | None = None,
+    options: dict[str, object],
+    change: Callable[[object], None] | None = None,
 ) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
     """Return torch.compile's function, and the generated code with `argument_order`.
 
@@ -184,7 +184,7 @@ def lower(graph: Any, example: Any, inner: Any, options: Mapping[str, object]) -
     return compile_fx(graph, example, inner_compile=inner, config_patches=patches)
 
 
-def argument_order(given: Sequence[Any], example: Sequence[Tensor]) -> list[int] | None:
+def argument_order(given: Sequence[object], example: Sequence[Tensor]) -> list[int] | None:
     """Return for each generated argument the index of ours, -1 - i for dimension i."""
     found: list[int] = []
     places = {x.data_ptr(): i for i, x in enumerate(example)}

@@ -95,7 +95,7 @@ def trials(rank: int) -> list[tuple[int, ...]]:
 
 
 def shaped_kernel_of(
-    generated: Any, order: list[int], example: Sequence[Tensor]
+    generated: object, order: list[int], example: Sequence[Tensor]
 ) -> ShapedKernel | None:
     """Make a shaped kernel of Inductor's code, or return None."""
     found, sizes = only_call(generated, order, [*example]), example[1].shape
@@ -134,7 +134,7 @@ def store_vectors(module: Any) -> None:
     It would compute that anew for each element of a loop over a whole tensor.
     """
 
-    def rank(value: Any) -> int:
+    def rank(value: object) -> int:
         sizes = value.shape if isinstance(value, Tensor) else ()
         return sum([not isinstance(n, int) or n > 1 for n in sizes])
 

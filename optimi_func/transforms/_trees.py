@@ -131,7 +131,7 @@ def dotted_paths(params: PyTree) -> list[str]:
     return [".".join(keys_of(path)) for path, _ in keyed]
 
 
-def keys_of(path: Iterable[Any]) -> list[str]:
+def keys_of(path: Iterable[object]) -> list[str]:
     """Return the keys of a leaf, given its path in a tree."""
     names = ("key", "idx", "name")
     found = [[getattr(x, name) for name in names if hasattr(x, name)] for x in path]

@@ -68,7 +68,7 @@ def slope_of(grads: list[Any], moves: list[Tensor]) -> Tensor:
     return total.clamp_max(0.0)
 
 
-def _values_in(one: Any) -> list[FunctionalOptimizer]:
+def _values_in(one: object) -> list[FunctionalOptimizer]:
     """Return the optimizers of factories that a transform is made of."""
     if isinstance(one, FunctionalOptimizer):
         return [one]

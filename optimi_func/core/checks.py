@@ -298,9 +298,8 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
 
 def is_expanded(x: Tensor) -> bool:
     """Return True if several elements of x share one place in memory."""
-    if x.is_contiguous():
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
+    places = zip(x.shape, x.stride())
+    return not x.is_contiguous() and any(n > 1 and step == 0 for n, step in places)
 
 
 def check_writable(path: object, p: Tensor) -> None:

@@ -479,7 +479,7 @@ def test_select_clone_and_unstack() -> None:
     cloned = population.clone(members, source=[1], into=[0])
     assert cloned.state.step.tolist() == [4.0, 4.0, 8.0]
     assert cloned.hyper["lr"].tolist() == LRS[[1, 1, 2]].tolist()
-    assert members.state.step.tolist() == [3.0, 3.0, 10.0]
+    assert members.state.step.tolist() == [1.0, 4.0, 8.0]
     again = population.stack(population.unstack(members))
     assert type(again) is Population
     for ours, theirs in zip(pytree.tree_leaves(again), pytree.tree_leaves(members)):

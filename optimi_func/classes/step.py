@@ -272,11 +272,11 @@ class Steps(Rewriting, Given):
         list of parameters, and again when it is no longer true.
         """
         home = *how, id(group)
-        if home not in self._wide or not all(map(self.state.get, params)):
-            self._wide.setdefault(home, None)  # the first list, or one with a new state
-            return None
-        part = self._cut(self._wide[home], group, rule, params)
-        if part is None and (wide := self._widen(group, new)):
+        known = home in self._wide
+        part = self._cut(self._wide.setdefault(home, None), group, rule, params)
+        if part is not None or not known or not all(map(self.state.get, params)):
+            return part  # the first list has none, nor one with a new state
+        if wide := self._widen(group, new):
             self._wide[home] = wide
             part = self._cut(wide, group, rule, params)
         return part
@@ -298,13 +298,14 @@ class Steps(Rewriting, Given):
     ) -> ClassPlan | None:
         """Return the part of a wider plan for parameters, if it is still true."""
         plan, places = wide or (None, {})
+        found = [places.get(id(p), -1) for p in params]
         every = [p for p in group["params"] if id(p) in places]
-        if plan is None or plan.rule is not rule or len(every) != len(places):
+        absent = -1 in found or len(every) != len(places)
+        if plan is None or plan.rule is not rule or absent:
             return None
         entries = list(map(self.state.get, every))
         tensors = plan.current(self.parts_of(every), entries, False)
-        found = [places.get(id(p), -1) for p in params]
-        return None if tensors is None or -1 in found else plan.part(found, tensors)
+        return None if tensors is None else plan.part(found, tensors)
 
     @torch.no_grad()
     def reset(

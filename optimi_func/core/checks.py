@@ -280,7 +280,7 @@ def check_grad(path: object, p: Tensor, g: Any) -> None:
     if not (g.is_complex() if p.is_complex() else g.is_floating_point()):
         kind = "complex" if p.is_complex() else "floating"
         raise TypeError(f"grads{path} has dtype {g.dtype}: allowed are {kind} ones")
-    if torch.finfo(g.dtype).bits < torch.finfo(p.dtype).bits:
+    if g.dtype != p.dtype and torch.finfo(g.dtype).bits < torch.finfo(p.dtype).bits:
         raise TypeError(
             f"grads{path} has dtype {g.dtype}, narrower than its parameter's {p.dtype}: "
             f"allowed are that or wider, such as g.to({p.dtype})"

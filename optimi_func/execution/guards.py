@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from copy import copy
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ class Guard:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
         self._facts = [list(map(fact, tensors)) for fact in _FACTS]
         self._check: Callable[..., bool] | None = None  # made when it is first asked
+
+    def part(self, rows: Sequence[int]) -> "Guard":
+        """Return the guard of some of the tensors, which are two or more."""
+        made, pick = copy(self), itemgetter(*rows)
+        made._addresses = self._addresses and list(pick(self._addresses))
+        made._facts, made._check = [list(pick(x)) for x in self._facts], None
+        return made
 
     def moved(self, tensors: Sequence[Tensor], fixed: int) -> "Guard | None":
         """Return a guard of tensors with these facts, each at an address of its own.

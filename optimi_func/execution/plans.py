@@ -190,10 +190,10 @@ class ClassPlan(Plan):
         made._lengths, made._known = [self._lengths[i] for i in places], {}
         made.slots = [self.slots[i] for i in places]
         made.holders = [x.holders for x in made.slots if x.holders is not None]
-        starts = [count + i * width for i in places]
-        made.made = [tensors[i] for i in places]
-        made.made += chain.from_iterable([tensors[i : i + width] for i in starts])
-        made._guard = Guard(made.made, addresses=True)
+        own = [range(i, i + width) for i in [count + k * width for k in places]]
+        rows = [*places, *chain.from_iterable(own)]
+        made.made = [tensors[i] for i in rows]
+        made._guard = self._guard.part(rows)
         made.counts = self.counts.part(made.made, len(places))
         return made
 

@@ -182,11 +182,11 @@ def by_count(updates: list[Update]) -> list[list[Update]]:
 def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
     """Yield updates that share no memory, then the others one by one: they take turns."""
     seen = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
-    shared = {
-        i for i, u in enumerate(updates) if any([seen[x] > 1 for x in u.slot.addresses])
-    }
+    twice = {x for x, n in seen.items() if n > 1}
+    rows = enumerate(updates if twice else ())
+    shared = {i for i, u in rows if not twice.isdisjoint(u.slot.addresses)}
     last, end = 0, 0
-    for start, stop, i in sorted([(*_span(u.p), i) for i, u in enumerate(updates)]):
+    for start, stop, i in sorted([(*_span(u), i) for i, u in enumerate(updates)]):
         shared |= {i, last} if start < end else set()
         last, end = (i, stop) if stop > end else (last, end)
     if len(shared) < len(updates):
@@ -195,8 +195,10 @@ def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
         yield [updates[i]]
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's memory, and the one after the last."""
-    last = sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
+def _span(u: Update) -> tuple[int, int]:
+    """Return the first address of a parameter's memory, and the one after the last."""
+    x, count = u.p, u.slot.numel
+    if not u.slot.dense:
+        count = 1 + sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride())])
     start = x.data_ptr()
-    return start, start + (last + 1) * x.element_size() if start else 0
+    return start, start + count * x.itemsize if start else 0

@@ -335,7 +335,7 @@ class _Check:
 
     def class_rows(self, compile: bool) -> Iterator[_Row]:
         """Yield the rows of the class."""
-        given = self.value.rule.given  # whose steps run operation by operation
+        given = self.value.rule.eager
         ways: dict[str, Any] = {} if given else {"foreach": {"foreach": True}}
         if compile and not given:
             ways["kernels"] = {"compile": True}

@@ -16,12 +16,12 @@ from optimi_func.core.rule import Rule, Scalars
 
 
 def check_runs(group: Group, rule: Rule) -> None:
-    """Raise for options that a rule with extras or noise cannot honour."""
-    for name in ("foreach", "compile", "triton") if rule.given else ():
+    """Raise for options that a rule cannot honour whose steps are eager."""
+    for name in ("foreach", "compile", "triton") if rule.eager else ():
         if group.get(name):
             raise TypeError(
-                f"{name}={group[name]} with {rule.name}, whose direction takes "
-                f"{', '.join(rule.given)}: it runs eagerly. Allowed is {name}=False"
+                f"{name}={group[name]} with {rule.name}, whose {rule.eager}: it runs "
+                f"eagerly. Allowed is {name}=False"
             )
 
 

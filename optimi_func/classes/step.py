@@ -223,7 +223,6 @@ class Steps(Rewriting, Given):
         at, executor = plan.counts.at, executor_of(group)
         if bound.rule.given:
             scalars, at = with_given(self, bound, params, scalars, counts, at)
-            executor = "eager"
         packed, at = pack(bound.rule, scalars, at, microbatches, write)
         inputs = plan.columns(tensors, grads), packed, at
 

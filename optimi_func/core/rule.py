@@ -143,6 +143,7 @@ class Rule:
         counted: The names of the counts of a parameter: "step", and its running scalars.
         fields: The names of the State's fields that `direction` has.
         given: The names of what a step has to give to each parameter's direction.
+        eager: Why its steps run operation by operation; "" if kernels can take them.
     """
 
     name: str
@@ -172,18 +173,23 @@ class Rule:
     counted: tuple[str, ...] = field(init=False)
     fields: tuple[str, ...] = field(init=False)
     given: tuple[str, ...] = field(init=False)
+    eager: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise for parts that do not go together."""
         if self.whole is not None and (self.after is not None or self.means is not None):
             raise ValueError(f"{self.name}: whole goes with neither after nor means")
-        if self.measure is not None and (self.whole is not None or self.means is not None):
-            raise ValueError(f"{self.name}: measure goes with neither whole nor means")
+        if self.measure is not None and (self.whole is not None or self.join is not None):
+            raise ValueError(f"{self.name}: measure goes with neither whole nor join")
         names: tuple[str, ...] = self.state._fields
         fields = names[: len(names) - len(self.whole_fields)]
         object.__setattr__(self, "counted", ("step", *self.running._fields))
         object.__setattr__(self, "fields", fields)
-        object.__setattr__(self, "given", (*self.extras, *["z"] * self.noise))
+        object.__setattr__(self, "given", given := (*self.extras, *["z"] * self.noise))
+        why = "direction takes " * bool(given) + ", ".join(given)
+        if not given and self.measure is not None and self.means is not None:
+            why = "step has both measure and means"
+        object.__setattr__(self, "eager", why)
         if (*fields, *self.whole_fields) != names or (
             self.whole_fields and self.whole is None
         ):

@@ -37,11 +37,10 @@ from optimi_func.execution.launches import (
     KernelLaunch,
     Launch,
     ListLaunch,
-    MeasuredLaunch,
-    ShardedLaunch,
     plan_eager,
 )
 from optimi_func.execution.list_kernel import ListKernel, may_replace, replacing
+from optimi_func.execution.measured import MeasuredLaunch, ShardedLaunch
 from optimi_func.execution.slots import Update, alike, by_count, split_twins
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.execution.triton_list import TritonListKernel
@@ -70,6 +69,10 @@ def plan_launches(
     The updates are in the same order on all processes. With "kernels" any error of the
     compiler is raised, before anything is written.
     """
+    if rule.eager:
+        if executor in ("foreach", "kernels"):
+            raise TypeError(f"{rule.name} is not compiled: its {rule.eager}")
+        executor = "eager"
     if rule.whole is not None and write:
         launches: list[Launch] = []
         if executor in ("auto", "kernels"):
@@ -101,7 +104,7 @@ def plan_launches(
         for u in updates
     ]
     launches = planned(compress(updates, [not held for held in together]))
-    if rule.measure is not None:
+    if rule.measure is not None and rule.means is None:
         each, inner = {u.place: u for u in updates}, launches
         launches = list[Launch]()
         for launch in inner:
@@ -109,7 +112,7 @@ def plan_launches(
             launches.append(MeasuredLaunch(rule.measure.number, launch, own))
     if any(together):
         sharded = list(compress(updates, together))
-        launches.append(ShardedLaunch(rule, planned(iter(sharded)), sharded))
+        launches.append(ShardedLaunch(rule, planned(iter(sharded)), sharded, write))
     return launches
 
 

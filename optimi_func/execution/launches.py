@@ -3,14 +3,13 @@
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.codes import GROUP, same_order
-from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import (
     compute_dtype,
     count_means,
@@ -110,6 +109,12 @@ class Launch:
         """Return the means that the rule takes over the local shards, a row for each."""
         raise NotImplementedError
 
+    def measure_again(
+        self, columns: Columns, packed: list[Packed], means: Tensor
+    ) -> Tensor:
+        """Return the local means of the direction, given those before it."""
+        raise NotImplementedError
+
     def sums(self) -> dict[int, Tensor]:
         """Return the sums that the means of the last `run` were made of, by place."""
         assert self.taken is not None
@@ -169,7 +174,7 @@ def plan_eager(
     """Plan updates one by one, in slices of a size, or the large ones in their own."""
 
     def size_of(u: Update) -> int:
-        if size or u.slot.numel < SLICED or rule.given or not u.can_be_cut:
+        if size or u.slot.numel < SLICED or rule.eager or not u.can_be_cut:
             return size
         wide = compute_dtype(u.g.dtype, *u.slot.dtypes)
         least = LEAST if u.p.device.type in ("cpu", "meta") else AT_ONCE
@@ -189,6 +194,9 @@ class EagerLaunch(Launch):
         rates = update.scalars.scalars.rates
         self._size = size // GROUP * GROUP
         self._measures = size > 0 and write and count_means(rule, rates) > 0
+        # Means before the direction need no more of a step than its state.
+        self._moves = rule.measure is None
+        self._first = 0 if self._moves or rule.means is None else count_means(rule, rates)
 
     def _slices(self, columns: Columns) -> Iterator[Columns]:
         """Yield columns of the parameter alone, or of its elements from one to another."""
@@ -228,10 +236,25 @@ class EagerLaunch(Launch):
             return whole_means(measured)
 
         for part in self._slices(columns):
-            leaf_move(self._rule, *self._given(part, packed), True, take)
+            leaf_move(self._rule, *self._given(part, packed), self._moves, take)
             done += self._size
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes))[None]
+
+    def measure_again(
+        self, columns: Columns, packed: list[Packed], means: Tensor
+    ) -> Tensor:
+        """Return the means of the direction as one row."""
+        rounds: list[list[Tensor]] = []
+
+        def take(measured: list[Tensor]) -> list[Tensor]:
+            rounds.append(whole_means(measured))
+            last = rounds[-1] if rounds[1:] else means[0].to(measured[0].dtype).unbind()
+            return list(last)
+
+        (part,) = self._slices(columns)
+        leaf_move(self._rule, *self._given(part, packed), True, take)
+        return torch.stack(rounds[1])[None]
 
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameter."""
@@ -241,6 +264,8 @@ class EagerLaunch(Launch):
 
         def take(measured: list[Tensor]) -> list[Tensor]:
             known = None if means is None else means[0].to(measured[0].dtype)
+            if known is not None and self._first:
+                known = known[self._first :] if found else known[: self._first]
             found[:] = whole_means(measured) if known is None else known.unbind()
             return found
 
@@ -404,65 +429,6 @@ class ListLaunch(Launch):
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
         self._kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
-
-
-class MeasuredLaunch(Launch):
-    """A launch whose rule's direction reads means, and the number of elements."""
-
-    def __init__(self, number: int, launch: Launch, updates: list[Update]) -> None:
-        super().__init__(updates)
-        self._launch, self._number = launch, number
-        sizes = torch.tensor(self._lengths.tolist(), dtype=torch.float64, device="cpu")
-        self._sizes = sizes.to(updates[0].g.device, scalar_dtype(updates[0].g.device))
-
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
-        """Measure, and update the parameters."""
-        del means
-        found = self._launch.measure(columns, packed)[:, -self._number :]
-        sizes = self._sizes.to(found.dtype)[:, None]
-        self._launch.run(columns, packed, torch.cat([sizes, found], 1))
-
-
-class ShardedLaunch(Launch):
-    """Launches of shards whose rule takes means over whole tensors.
-
-    The means of all tensors of a mesh are one message, which every process has to send
-    even if its shards are empty.
-    """
-
-    def __init__(self, rule: Rule, launches: list[Launch], updates: list[Update]) -> None:
-        super().__init__(updates)
-        self._launches = launches
-        self._slots = [u.slot for u in updates]
-        self._sized = int(rule.measure is not None)
-        rates = [u.scalars.scalars.rates for u in updates]
-        self._counts = [count_means(rule, x) - self._sized for x in rates]
-
-    def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
-        """Measure, all-reduce, and update the parameters."""
-        del means
-        found = {
-            place: means.double()
-            for launch in self._launches
-            for place, means in zip(launch.places, launch.measure(columns, packed))
-        }
-        sums: list[Tensor] = []
-        shards: list[ShardSpec | None] = []
-        for i, slot, count in zip(self.places, self._slots, self._counts):
-            device = columns[1][i].device
-            none_here = torch.zeros(count, dtype=torch.float64, device=device)
-            own = found.get(i, none_here)[-count:]
-            sums += (own * slot.numel).unbind()
-            shards += [slot.shard] * count
-        totals = iter(all_reduce_sum(sums, shards))
-        for i, slot, count in zip(self.places, self._slots, self._counts):
-            assert slot.shard is not None
-            own = torch.stack(list(islice(totals, count))) / slot.shard.numel
-            sizes = own.new_full((self._sized,), slot.shard.numel)
-            found[i] = torch.cat([sizes, own]) if self._sized else own
-        for launch in self._launches:
-            own = torch.stack([found[i] for i in launch.places])
-            launch.run(columns, packed, own)
 
 
 def rows(values: Tensor, last: Tensor) -> Tensor:

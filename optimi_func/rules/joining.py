@@ -63,7 +63,7 @@ def measured(making: Any) -> tuple[list[Traced], list[Traced], dict[str, Traced]
     trace, tensors, means = making.trace, list[Traced](), list[Traced]()
     if not (names := making.names("measure")):
         return [], [], {}
-    if lacks := [x for x in ("means", "sums", "join", "whole") if making.names(x)]:
+    if lacks := [x for x in ("sums", "join", "whole") if making.names(x)]:
         raise TypeError(f"{making.name} has measure and {lacks[0]}: allowed is one of both")
 
     def mean(x: Traced) -> Traced:

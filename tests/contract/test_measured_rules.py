@@ -7,7 +7,7 @@ import torch
 from own_rules import LARS
 from torch import Tensor
 
-from optimi_func import population, prepare_for_gradient_release
+from optimi_func import compiled, population, prepare_for_gradient_release
 from optimi_func.rules import Optimizer
 
 
@@ -46,6 +46,41 @@ def test_slices_of_a_large_parameter_know_the_whole() -> None:
     assert torch.equal(p, p[:1].expand_as(p))
 
 
+class Twice(Shifted):
+    """Steps by the mean of d, which is that of g over its norm, and of x."""
+
+    def direction(self, g: Tensor, x: Tensor, total: Tensor):
+        return g / total + x
+
+    def means(self, mean: Any, d: Tensor):
+        return mean(d)
+
+
+@pytest.mark.parametrize("n", [5, 1_000_000])
+def test_means_before_and_after_the_direction(n: int) -> None:
+    p = torch.linspace(1.0, 2.0, n, dtype=torch.float64, requires_grad=True)
+    g = torch.linspace(3.0, 5.0, n, dtype=torch.float64)
+    x = p.detach().clone()
+    d = g / g.sum() + x
+    want = x - 0.1 * (d / d.mean() + 0.5 * x)
+    optimizer = Twice([p], lr=0.1, weight_decay=0.5)
+    p.grad = g
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), want, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["compile", "foreach"])
+def test_what_takes_means_twice_is_not_compiled(name: str) -> None:
+    p = torch.zeros(2, requires_grad=True)
+    said = f"{name}=True with Twice, whose step has both measure and means: it runs eagerly"
+    with pytest.raises(TypeError, match=said):
+        Twice([p], lr=1.0, **{name: True})  # pyright: ignore[reportArgumentType]
+    value = Twice.pure(lr=1.0)
+    tree, state = torch.ones(2), value.init(torch.ones(2))
+    with pytest.raises(TypeError, match="Twice is not compiled: its step has both"):
+        compiled.step(value, tree, torch.ones(2), state)
+
+
 def test_release_accumulates_and_members_are_measured_apart() -> None:
     p = torch.zeros(4, requires_grad=True)
     model = torch.nn.ParameterList([p])
@@ -81,11 +116,10 @@ def test_parts_of_a_gradient_are_measured_by_themselves() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "means": (
-        {"means": lambda self, mean, g: mean(g)},
-        r"has measure and means: allowed is one of both",
+    "whole": (
+        {"whole": lambda self, d: d},
+        r"has measure and whole: allowed is one of both",
     ),
-    "whole": ({"whole": lambda self, d: d}, r"has measure and whole"),
     "no mean": ({"measure": lambda self, g: {"total": g}}, r"measure\(g\) returned"),
     "a tensor": (
         {"measure": lambda self, mean, g: {"total": mean(g) * g}},

@@ -9,7 +9,7 @@ from tiers import row
 from optimi_func import testing
 from optimi_func.testing import check_rule
 
-QUICK = ("LARS", "GaLore", "SGLD")
+QUICK = ("LARS", "NormedLAMB", "GaLore", "SGLD")
 ROWS = [
     row(*x, id=(name := x[0].__name__), tier="" if name in QUICK else "full") for x in RULES
 ]

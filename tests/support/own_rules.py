@@ -124,6 +124,43 @@ def mars(params: Any, grads: Any, lr: float, gamma: float = 0.025) -> Any:
     return params
 
 
+class NormedLAMB(Optimizer):
+    """LAMB of gradients over their norms: means before the direction, and of it."""
+
+    betas: Betas = Betas(0.9, 0.99)
+    eps: float = 1e-3
+
+    class State(NamedTuple):
+        exp_avg: Tensor
+        exp_avg_sq: SecondMoment
+
+    def measure(self, mean: Any, numel: Tensor, g: Tensor):
+        return {"norm": root(mean(g * g) * numel) + self.eps}
+
+    def direction(self, g: Tensor, s: State, norm: Tensor):
+        (b1, b2), c = self.betas, g / norm
+        m, v = b1 * s.exp_avg + (1 - b1) * c, b2 * s.exp_avg_sq + (1 - b2) * c * c
+        return m / (root(v) + self.eps), self.State(m, v)
+
+    def means(self, mean: Any, d: Tensor, x: Tensor, decay: Tensor):
+        r = d + decay
+        return (root(mean(r * r)) + self.eps) / (root(mean(x * x)) + self.eps)
+
+
+def normed_lamb(
+    params: Any, grads: Any, lr: float, weight_decay: float, eps: float = 1e-3
+) -> Any:
+    for i, p in enumerate(params):
+        m, v, size = 0 * p, 0 * p, max(1, p.numel()) ** 0.5
+        for step in grads:
+            c = step[i] / (step[i].norm() + eps)
+            m, v = 0.9 * m + 0.1 * c, 0.99 * v + 0.01 * c * c
+            r = m / (v.sqrt() + eps) + weight_decay * p
+            p = p - lr * r * (p.norm() / size + eps) / (r.norm() / size + eps)
+        params[i] = p
+    return params
+
+
 class NovoGrad(Optimizer):
     """Momentum of gradients over their norms, one v for a tensor (arXiv:1905.11286)."""
 
@@ -329,6 +366,7 @@ RULES: list[tuple[Any, Any, dict[str, Any]]] = [
     (LARS, lars, {"trust": 0.2}),
     (AdamP, adamp, {"delta": 0.5}),
     (MARS, mars, {"gamma": 0.03}),
+    (NormedLAMB, normed_lamb, {"weight_decay": 0.1}),
     (NovoGrad, novograd, {"betas": (0.9, 0.95)}),
     (PSGD, psgd, {"rate": 0.1}),
     (GaLore, galore, {"rank": 3}),

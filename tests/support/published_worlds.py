@@ -2,10 +2,11 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import worlds
-from own_rules import LARS, MARS, PSGD, SGLD, DAdaptation, GaLore
+from own_rules import LARS, MARS, PSGD, SGLD, DAdaptation, GaLore, NormedLAMB
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 RULES: list[tuple[Any, dict[str, Any]]] = [
     (LARS, {"lr": 0.1}),
     (MARS, {"lr": 0.1}),
+    (NormedLAMB, {"lr": 0.1, "weight_decay": 0.1}),  # and of the direction
     (PSGD, {"lr": 0.1}),
     (SGLD, {"lr": 0.1}),
     (GaLore, {"lr": 0.1, "gap": 2}),
@@ -25,6 +27,12 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
 def published_rules(folder: Path) -> None:
     """Eager, foreach and kernels, float64 and bfloat16, the class and the pure step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sent: list[Any] = []
+    reduce = dist.all_reduce
+
+    def counted(*args: Any, **more: Any) -> Any:
+        sent.append(args)
+        return reduce(*args, **more)
 
     def train(cls: Any, hyper: Any, cut: int | None, dtype: Any, how: Any) -> list[Any]:
         torch.manual_seed(3)
@@ -44,7 +52,11 @@ def published_rules(folder: Path) -> None:
             grads = [placed(torch.randn(s).to(dtype)) for s in shapes]
             for p, g in zip(params, grads):
                 p.grad = g
-            optimizer.step()
+            sent.clear()
+            with mock.patch.object(dist, "all_reduce", counted):
+                optimizer.step()
+            if cls in (LARS, NormedLAMB) and cut is not None:  # a message for each round
+                assert len(sent) == 1 + (cls is NormedLAMB), (cls, how, cut, len(sent))
             tree, state = value.step(tree, grads, state)
         return [*map(worlds.full, params), *map(worlds.full, tree)]
 

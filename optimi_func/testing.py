@@ -335,9 +335,9 @@ class _Check:
 
     def class_rows(self, compile: bool) -> Iterator[_Row]:
         """Yield the rows of the class."""
-        given = self.value.rule.eager
-        ways: dict[str, Any] = {} if given else {"foreach": {"foreach": True}}
-        if compile and not given:
+        alone = self.value.rule.eager  # why steps run operation by operation
+        ways: dict[str, Any] = {} if alone else {"foreach": {"foreach": True}}
+        if compile and not alone:
             ways["kernels"] = {"compile": True}
         codes = "compact" if keeps_codes(self.value.rule) else Storage("kahan8")
         for name, (dtype, how, allowed, alike) in _STORED.items():
@@ -348,7 +348,7 @@ class _Check:
                 other = partial(self.run, dtype, **how, **more)
                 yield f"{name}, {way}", alike, lambda a=other, b=eager: (a(), b())
         decay = {"weight_decay": 0.1} if "weight_decay" not in self.hyper else {}
-        more = decay | ({} if given else {"foreach": True})
+        more = decay | ({} if alone else {"foreach": True})
         yield "decay", 1e-9, lambda: (self.run(**more), self.pure(**decay))
         yield "resumed", 0.0, lambda: (self.run(resumes=True), self.run())
         if self.extras:

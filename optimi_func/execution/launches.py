@@ -109,9 +109,7 @@ class Launch:
         """Return the means that the rule takes over the local shards, a row for each."""
         raise NotImplementedError
 
-    def measure_again(
-        self, columns: Columns, packed: list[Packed], means: Tensor
-    ) -> Tensor:
+    def again(self, columns: Columns, packed: list[Packed], means: Tensor) -> Tensor:
         """Return the local means of the direction, given those before it."""
         raise NotImplementedError
 
@@ -194,9 +192,8 @@ class EagerLaunch(Launch):
         rates = update.scalars.scalars.rates
         self._size = size // GROUP * GROUP
         self._measures = size > 0 and write and count_means(rule, rates) > 0
-        # Means before the direction need no more of a step than its state.
-        self._moves = rule.measure is None
-        self._first = 0 if self._moves or rule.means is None else count_means(rule, rates)
+        twice = rule.measure is not None and rule.means is not None
+        self._first = count_means(rule, rates) if twice else 0
 
     def _slices(self, columns: Columns) -> Iterator[Columns]:
         """Yield columns of the parameter alone, or of its elements from one to another."""
@@ -228,7 +225,7 @@ class EagerLaunch(Launch):
 
         def take(measured: list[Tensor]) -> list[Tensor]:
             if not self._size:
-                wholes[:] = measured
+                wholes[:] = wholes or measured  # those before the direction
                 return whole_means(measured)
             wholes[:] = wholes or [x.new_empty(self._lengths[0]) for x in measured]
             for whole, x in zip(wholes, measured):
@@ -236,14 +233,12 @@ class EagerLaunch(Launch):
             return whole_means(measured)
 
         for part in self._slices(columns):
-            leaf_move(self._rule, *self._given(part, packed), self._moves, take)
+            leaf_move(self._rule, *self._given(part, packed), True, take)
             done += self._size
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes))[None]
 
-    def measure_again(
-        self, columns: Columns, packed: list[Packed], means: Tensor
-    ) -> Tensor:
+    def again(self, columns: Columns, packed: list[Packed], means: Tensor) -> Tensor:
         """Return the means of the direction as one row."""
         rounds: list[list[Tensor]] = []
 

@@ -61,7 +61,7 @@ class ShardedLaunch(Launch):
         known = [torch.stack([found[i] for i in x.places]) for x in self._launches]
         if self._again:
             own = zip(self._launches, known)
-            local = [launch.measure_again(columns, packed, x) for launch, x in own]
+            local = [launch.again(columns, packed, x) for launch, x in own]
             more = self._reduced(columns, local, [self._again] * len(self.places))
             last = [torch.stack([more[i] for i in x.places]) for x in self._launches]
             known = [torch.cat(both, 1) for both in zip(known, last)]

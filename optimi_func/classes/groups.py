@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from optimi_func.state.convert import Group
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
 _PLAIN = {bool, float, int, str, type(None)}
 _NUMBERS = {float, int}
+_kind = attrgetter("dtype", "layout")
 
 
 def plain_number(x: Any) -> Any:
     """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
     if type(x) in _PLAIN or isinstance(x, str | Tensor):
         return x
+    if type(x) is tuple:
+        return tuple(map(plain_number, x))
     if isinstance(x, Storage):
         return Storage(x.param, plain_number(x.moments))
     if isinstance(x, torch.dtype):  # json has none
@@ -115,7 +119,7 @@ def check_group(group: Group, defaults: Mapping[str, object]) -> None:
     `defaults` are the hyperparameters by name, in tuples where they are several.
     """
     params = group["params"]
-    for p in () if all(map(checks.is_param, params)) else params:
+    for p in () if checks.TAKEN.issuperset(map(_kind, params)) else params:
         if p.requires_grad:  # a frozen one may be in codes: its first gradient is checked
             checks.check_param(path_of(group, p), p)
     lr = group["lr"]

@@ -101,6 +101,8 @@ class Rewriting(Stats):
         """Raise for a group that cannot honour the transforms."""
         if KEY in group:
             raise TypeError(f"{KEY} of a param group: they are the optimizer's, for all")
+        if not self._moves:
+            return
         divided = self.process_group is not None and not self.divides
         for refused, text in (
             *[(group[x], f"{x}=True, but they run eagerly") for x in _KERNELS],
@@ -108,7 +110,7 @@ class Rewriting(Stats):
             (any(map(is_distributed, group["params"])), "a DTensor"),
             (divided, "process_group= without divide_state=True"),
         ):
-            if refused and self._moves:
+            if refused:
                 raise ValueError(f"transforms that rewrite updates with {text}: omit one")
 
     def _check_whole(self, whole: bool) -> None:

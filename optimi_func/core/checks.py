@@ -44,6 +44,7 @@ _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.complex64, torch.complex128),
 )
+TAKEN = {(dtype, torch.strided) for dtype in _DTYPES}  # of parameters
 IDLE_KAHAN = "kahan_sum=True has no effect: no parameter is float16 or bfloat16."
 
 
@@ -209,14 +210,9 @@ def check_no_module(params: object) -> None:
         )
 
 
-def is_param(p: object) -> bool:
-    """Return True for a strided tensor of a dtype that parameters have."""
-    return isinstance(p, Tensor) and p.dtype in _DTYPES and p.layout == torch.strided
-
-
 def check_param(path: object, p: object) -> None:
     """Raise if p is no strided, floating or complex tensor of at least 16 bits a number."""
-    if is_param(p):
+    if isinstance(p, Tensor) and (p.dtype, p.layout) in TAKEN:
         return
     if isinstance(p, torch.nn.Module):
         raise TypeError(

@@ -22,6 +22,7 @@ STORAGES: dict[str, Storage] = {
     "compact": Storage("kahan8", "8bit"),
     "exact": Storage("exact", torch.float32),
 }
+_DEFAULT = Storage()
 
 
 def storage_of(
@@ -30,6 +31,8 @@ def storage_of(
     state_dtype: torch.dtype | None = None,
 ) -> Storage:
     """Return the storage that these options ask for. Raise if they exclude each other."""
+    if storage is kahan_sum is state_dtype is None:
+        return _DEFAULT
     checks.check_flag("kahan_sum", kahan_sum, none=True)
     if storage is None:
         param = {None: None, True: "kahan", False: "plain"}[kahan_sum]

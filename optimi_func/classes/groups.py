@@ -27,14 +27,14 @@ from optimi_func.state.convert import Group
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
-_PLAIN = {bool, float, int, str, type(None)}
+PLAIN = {bool, float, int, str, type(None)}
 _NUMBERS = {float, int}
 _kind = attrgetter("dtype", "layout")
 
 
 def plain_number(x: Any) -> Any:
     """Convert numpy numbers, dtypes and sequences to Python values that json can write."""
-    if type(x) in _PLAIN or isinstance(x, str | Tensor):
+    if type(x) in PLAIN or isinstance(x, str | Tensor):
         return x
     if type(x) is tuple:
         return tuple(map(plain_number, x))
@@ -52,7 +52,7 @@ def plain_number(x: Any) -> Any:
 
 def plain_numbers(given: dict[str, object]) -> dict[str, Any]:
     """Convert options by `plain_number`."""
-    return {k: x if type(x) in _PLAIN else plain_number(x) for k, x in given.items()}
+    return {k: x if type(x) in PLAIN else plain_number(x) for k, x in given.items()}
 
 
 def take_torchs(given: dict[str, Any], factory: object, keywords: Collection[str]) -> None:
@@ -222,7 +222,7 @@ def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
     It stays a 0-d float64 tensor if `capturable`, or if it is on the GPU of all `params`,
     because reading it would make the host wait for the GPU at every step.
     """
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         return x
     if isinstance(x, (tuple, list)):
         return tuple([as_scalar(y, params, capturable) for y in x])

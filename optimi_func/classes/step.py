@@ -16,6 +16,7 @@ from torch import Tensor
 from optimi_func.classes.divided import Work
 from optimi_func.classes.extras import Given, with_given
 from optimi_func.classes.groups import (
+    PLAIN,
     UNSCHEDULED,
     Group,
     aligned,
@@ -91,8 +92,11 @@ class Steps(Rewriting, Given):
                 bound = bound.with_lr(given[0])
                 self._bound[id(group)] = given, bound
                 return bound
-        chosen = [as_scalar(x, params, capturable) for x in given[:-1]]
-        for name, x in zip(keywords, chosen):
+        flat = [y for x in given[:-1] for y in (x if isinstance(x, tuple) else (x,))]
+        plain, chosen = PLAIN.issuperset(map(type, flat)), given[:-1]
+        if not plain:
+            chosen = [as_scalar(x, params, capturable) for x in chosen]
+        for name, x in () if plain else zip(keywords, chosen):
             if name in UNSCHEDULED and callable(x):
                 raise TypeError(
                     f"a group has {name}={x!r}: allowed are numbers and tensors of one "
@@ -100,9 +104,9 @@ class Steps(Rewriting, Given):
                 )
         make = getattr(factory, "kept", factory)
         bound = make(**dict(zip(keywords, chosen)))
-        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
         # Tensors and numpy's arrays have this.
-        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in flat])
+        own = () if plain else flat
+        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in own])
         self._bound[id(group)] = None if mutable else given, bound
         return bound
 

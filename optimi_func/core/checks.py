@@ -61,9 +61,9 @@ def bind_call(
     given = {first.name: args[0], **kwargs} if args else kwargs
     keyword = args and first.kind is first.KEYWORD_ONLY
     if not keyword and len(args) + len(kwargs) == len(given):  # in less time than `bind`
-        rest = {k: x.default for k, x in known.items() if k not in given}
-        if inspect.Parameter.empty not in rest.values():
-            return {k: given[k] if k in given else rest[k] for k in known}
+        found = {k: given[k] if k in given else x.default for k, x in known.items()}
+        if all([x is not inspect.Parameter.empty for x in found.values()]):
+            return found
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -187,8 +187,8 @@ def no_tree(x: object) -> str:
     if not isinstance(x, dict):
         return ""
     return (
-        ". Trees are for lr and weight_decay of the pure API: transforms.partition has an "
-        "optimizer with its own numbers for each part of the parameters"
+        ". Trees are for the numbers of the pure API's optimizers, but max_lr, as a whole: "
+        "transforms.partition has an optimizer for each part of the parameters"
     )
 
 

@@ -35,6 +35,7 @@ from optimi_func.core.rule import (
 )
 from optimi_func.core.storage import storage_of
 from optimi_func.pure.casts import Casts, Kept, called, derived, resolve, resolve_tree
+from optimi_func.pure.parts import parts_of, scalars_of, trees_of
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -64,7 +65,7 @@ class FunctionalOptimizer(Kept):
 
     Each optimizer is a subclass, with its own hyperparameters as further fields. Each is a
     float, a 0-d tensor or a callable of the 0-based step; lr and weight_decay may also be
-    prefixes of the parameter tree.
+    prefixes of the parameter tree, and the others dicts that are.
 
     Args:
         lr: Learning rate.
@@ -278,7 +279,9 @@ class FunctionalOptimizer(Kept):
 
     @cached_property
     def _stuck(self) -> list[str]:
-        return checks.stuck_moments(self.narrow_betas)
+        kept = trees_of(self).get("betas", [getattr(self, "betas", ())])
+        narrow = [x[: self.rule.narrow] for x in kept]
+        return [text for betas in narrow for text in checks.stuck_moments(betas)]
 
     def warn(self, tree: FlatTree) -> None:
         """Warn of likely mistakes, and of moments of a tree that hardly move."""
@@ -296,7 +299,9 @@ class FunctionalOptimizer(Kept):
     @cached_property
     def _on_host(self) -> bool:
         """True if a step's scalars can be computed in Python, with the same results."""
-        return self.has_numbers and not self.rule.running._fields
+        given = [self.lr, self.weight_decay, self.max_lr, self.numbers]
+        plain = trees_of(self) and _NUMBERS.issuperset(map(type, pytree.tree_leaves(given)))
+        return bool(self.has_numbers or plain) and not self.rule.running._fields
 
     def init(
         self,
@@ -319,11 +324,20 @@ class FunctionalOptimizer(Kept):
         # Not `mistakes`, which has a lock that a graph cannot enter.
         checks.warn(self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays))
         how = storage_of(storage, kahan_sum, state_dtype)
-        state = init_tree(self.starting_rule, params, how)
+        trees = trees_of(self)
+        state = init_tree(self.rule if trees else self.starting_rule, params, how)
         tree = FlatTree.of(params, params, state)
         for name in ("lr", "weight_decay"):
             broadcast(name, getattr(self, name), tree)  # raises as each step would
-        return state
+        if not trees:
+            return state
+        parts, at = parts_of(self, tree)
+        if all([x.starting_rule is self.rule for x in parts]):
+            return state
+        each = [init_tree(x.starting_rule, params, how) for x in parts]
+        rows = [FlatTree.of(params, params, x).states for x in each]
+        states = [rows[j][i] for i, j in enumerate(at)]
+        return TreeState(state.step, unflatten(tree.spec, states))
 
     def step(
         self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None
@@ -435,6 +449,8 @@ class FunctionalOptimizer(Kept):
             coeffs, after = self.advance(t, NO_RUNNING)
             one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
             return [one], [0] * count, [after] * count
+        if trees_of(self):
+            return scalars_of(self, tree, step, t, at_once)
         step = step.clone()  # a schedule may write to what it is given
         own = {k: resolve_tree(k, x, step) for k, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)

@@ -389,7 +389,9 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
             ) from error
 
 
-def broadcast(name: str, prefix: object, tree: FlatTree) -> tuple[list[Any], list[int]]:
+def broadcast(
+    name: str, prefix: object, tree: FlatTree, is_leaf: Any = None
+) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(tree.leaves)
     # Dynamo cannot ask whether a dict is callable.
@@ -399,17 +401,19 @@ def broadcast(name: str, prefix: object, tree: FlatTree) -> tuple[list[Any], lis
         return [prefix], [0] * count
     places = unflatten(tree.spec, range(count))
     try:
-        return spread(prefix, places, count)
+        return spread(prefix, places, count, is_leaf)
     except ValueError as error:
         raise ValueError(
-            f"{name} is no prefix of params{_difference(prefix, places)}"
+            f"{name} is no prefix of params{_difference(prefix, places, is_leaf)}"
             + " (values of a population's members are a tensor)" * isinstance(prefix, list)
         ) from error
 
 
-def spread(prefix: Any, places: PyTree, count: int) -> tuple[list[Any], list[int]]:
+def spread(
+    prefix: Any, places: PyTree, count: int, is_leaf: Any = None
+) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of a tree of `count` indices, and return its index for each."""
-    found, spec = pytree.tree_flatten(prefix)
+    found, spec = pytree.tree_flatten(prefix, is_leaf)
     at = [0] * count
     for i, subtree in enumerate(spec.flatten_up_to(places)):
         for place in pytree.tree_leaves(subtree):
@@ -454,9 +458,9 @@ def check_pair(owner: str, first: str, found: Any, state: PyTree) -> None:
         raise ValueError(f"{owner} returned a state of another structure than that of init")
 
 
-def _difference(tree: PyTree, params: PyTree) -> str:
+def _difference(tree: PyTree, params: PyTree, is_leaf: Any = None) -> str:
     def stop(x: Any) -> bool:
-        return isinstance(x, LeafState)
+        return isinstance(x, LeafState) if is_leaf is None else is_leaf(x)
 
     ours, theirs = paths_in(without_none(params)), paths_in(tree, stop)
     for path in ours:

@@ -77,15 +77,13 @@ def test_a_tensor_out_of_range_is_refused_as_a_number_is(make, text: str, of) ->
 @pytest.mark.parametrize(
     "make",
     [
-        lambda tree: adamw(lr=0.1, eps=tree),
-        lambda tree: adamw(lr=0.1, betas=tree),
         lambda tree: adamw(lr=0.1, betas=(tree, 0.9)),
-        lambda tree: sgd(lr=0.1, momentum=tree),
         lambda tree: adamw(lr=0.1, decouple_lr=True, max_lr=tree),
-        lambda tree: optimi_func.rprop(lr=0.1, step_sizes=tree),
+        lambda tree: optimi_func.rprop(lr=0.1, step_sizes=(tree, 1.0)),
+        lambda tree: clip_value(tree),
     ],
 )
-def test_trees_of_other_numbers_are_for_partition(make) -> None:
+def test_trees_of_what_is_no_whole_number_are_for_partition(make) -> None:
     with pytest.raises((TypeError, ValueError), match=r"transforms\.partition has an opt"):
         make({"a": 0.5, "b": 0.25})
 

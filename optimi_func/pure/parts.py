@@ -1,0 +1,76 @@
+"""Values whose numbers are trees: parts of the parameters have plain values."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from optimi_func.pure.tree import FlatTree, broadcast, paths_in
+
+_RATES = "lr", "weight_decay"
+
+
+def is_number(x: object) -> bool:
+    """Return True for a leaf of a tree, which is a dict: tuples are numbers too."""
+    return not isinstance(x, dict)
+
+
+def trees_of(value: Any) -> dict[str, list[Any]]:
+    """Return the leaves of numbers that are trees, but lr and weight_decay, by name."""
+    own, static = value.__dict__, (*_RATES, "max_lr", *value.choices)
+    trees = [x for x in value.__dataclass_fields__ if isinstance(own.get(x), dict)]
+    leaves = {x: pytree.tree_leaves(own[x], is_number) for x in trees if x not in static}
+    return {name: found or [None] for name, found in leaves.items()}
+
+
+def _part(value: Any, numbers: dict[str, Any]) -> Any:
+    """Return a value with plain numbers. Raise if its rule is another."""
+    own = {f.name: getattr(value, f.name) for f in fields(value)} | numbers
+    found = (type(value) if torch.compiler.is_compiling() else type(value).kept)(**own)
+    if found.rule is not value.rule or value.rule.join is not None:
+        raise ValueError(
+            f"a tree of {', '.join(trees_of(value))}, but {type(value).__name__} has "
+            "another rule for some of its numbers, or sums over all parameters: "
+            "transforms.partition has an optimizer for each part"
+        )
+    return found
+
+
+def samples(value: Any) -> list[Any]:
+    """Return checked values of one number of each tree, or the value without trees."""
+    trees, found = trees_of(value), []
+    first = {name: leaves[0] for name, leaves in trees.items()}
+    for name, leaves in trees.items():
+        for x, path in zip(leaves, paths_in(getattr(value, name), is_number)):
+            try:
+                found += [_part(value, first | {name: x})]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error} (in {name}{path})") from error
+    return found or [value]
+
+
+def parts_of(value: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
+    """Return the values of parts of the parameters, and the index of each parameter's."""
+    flat = {x: broadcast(x, getattr(value, x), tree) for x in _RATES}
+    trees = trees_of(value)
+    flat |= {x: broadcast(x, getattr(value, x), tree, is_number) for x in trees}
+    alike = [*zip(*[at for _, at in flat.values()])]
+    rows = [*dict.fromkeys(alike)]
+    named = [{x: xs[i] for (x, (xs, _)), i in zip(flat.items(), row)} for row in rows]
+    return [_part(value, x) for x in named], [rows.index(row) for row in alike]
+
+
+def scalars_of(value: Any, tree: FlatTree, *how: Any) -> tuple[Any, Any, Any]:
+    """Return what `FunctionalOptimizer.scalars` does, of each part's numbers."""
+    parts, at = parts_of(value, tree)
+    found, places, running = [], [0] * len(at), [None] * len(at)
+    for k, part in enumerate(parts):
+        own = [i for i, j in enumerate(at) if j == k]
+        leaves, states = [tree.leaves[i] for i in own], [tree.states[i] for i in own]
+        some = tree._replace(leaves=leaves, states=states, spec=(list, len(own)))
+        scalars, index, after = part.scalars(some, *how)
+        for i, j, x in zip(own, index, after):
+            places[i], running[i] = len(found) + j, x
+        found += scalars
+    return found, places, running

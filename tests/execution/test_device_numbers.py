@@ -21,7 +21,7 @@ from optimi_func.classes import base, step
 from optimi_func.classes.groups import as_scalar
 from optimi_func.core.distributed import ShardSpec
 from optimi_func.core.rule import Rates, Scalars
-from optimi_func.execution import executors, kernels, launches, plans, scalars, trees
+from optimi_func.execution import executors, kernels, measured, scalars, slots, trees
 from optimi_func.execution.executors import SMALL
 from optimi_func.execution.kernels import CaptureError
 from optimi_func.execution.scalars import ALIGNMENT, Packed
@@ -125,11 +125,11 @@ def test_kernels_of_one_tensor_measure_for_others_too(
         if sharded:
             # One process, which gets the sums that it sends.
             monkeypatch.setattr(
-                plans,
+                slots,
                 "shards_of",
                 lambda p: ShardSpec(None, (), (), tuple(p.shape), p.stride()),
             )
-            monkeypatch.setattr(launches, "all_reduce_sum", lambda sums, _: sums)
+            monkeypatch.setattr(measured, "all_reduce_sum", lambda sums, _: sums)
         own = torch.Generator().manual_seed(0)
         ps = [torch.randn(SMALL + i, generator=own).requires_grad_() for i in range(3)]
         optimizer = CLASSES["stableadamw"](ps, lr=0.1, compile=True)

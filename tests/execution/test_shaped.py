@@ -127,7 +127,7 @@ def test_pure_steps_have_the_classs_bits() -> None:
     assert all(map(torch.equal, [x.row_var for x in after.leaves], rows))
 
 
-@pytest.mark.kernels
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["only_call", "argument_order", "agree"])
 def test_without_torchs_private_parts_maps_are_called(part: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(kernels, "_kernels", {})

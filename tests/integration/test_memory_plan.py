@@ -94,6 +94,7 @@ def compiled_graphs() -> int:
     return sum(counters[f"fxgraph_cache_{how}"] for how in ("hit", "miss", "bypass"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [2, 3])
 def test_the_peak_is_the_profilers_where_gradients_accumulate(steps: int) -> None:
     options = {"accumulation_steps": steps, "compile": False}
@@ -110,6 +111,7 @@ def test_the_peak_is_the_profilers_where_gradients_accumulate(steps: int) -> Non
         assert found[name].accumulation_steps == steps
 
 
+@pytest.mark.full
 def test_small_gradients_wait_as_in_a_release() -> None:
     """There are more small gradients than a release lets wait at once."""
 

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tiers import row
 from torch import Tensor, nn
 
 from optimi_func.rules import Betas, Moment, Optimizer, Shaped, ThreeBetas, root
@@ -44,8 +45,8 @@ def adam_mini(params: Any, grads: Any, lr: float, betas: Any = (0.9, 0.99)) -> A
         m, v = 0 * p, 0 * p
         for t, step in enumerate(grads, 1):
             squares = step[i] ** 2
-            for row in range(len(p) if p.dim() > 1 else 0):
-                squares[row] = squares[row].mean()
+            for n in range(len(p) if p.dim() > 1 else 0):
+                squares[n] = squares[n].mean()
             m, v = b1 * m + (1 - b1) * step[i], b2 * v + (1 - b2) * squares
             p = p - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-6)
         params[i] = p
@@ -162,18 +163,14 @@ def shampoo(params: Any, grads: Any, lr: float, most: int) -> Any:
     return params
 
 
-ROWS: list[tuple[Any, Any, dict[str, Any]]] = [
-    (AdamMini, adam_mini, {"betas": (0.8, 0.95)}),
-    (CAME, came, {"lr": 1e-3}),
-    (Shampoo, shampoo, {"most": 16, "lr": 0.3}),
+ROWS = [
+    row(AdamMini, adam_mini, {"betas": (0.8, 0.95)}, id="AdamMini"),
+    row(CAME, came, {"lr": 1e-3}, id="CAME"),
+    row(Shampoo, shampoo, {"most": 16, "lr": 0.3}, id="Shampoo", tier="full"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("cls", "loop", "hyper"),
-    ROWS,
-    ids=lambda x: getattr(x, "__name__", ""),
-)
+@pytest.mark.parametrize(("cls", "loop", "hyper"), ROWS)
 def test_rules_of_users(cls: Any, loop: Any, hyper: Any) -> None:
     check_rule(cls, loop, compile=False, **hyper)
 

@@ -71,17 +71,15 @@ class Divided(Checkpoints):
 
     def _check_divided(self, first: int) -> None:
         """Raise if groups from `first` on, or a process_group, cannot be divided."""
-        if self.process_group is None:
-            return
-        rules = self.rules()
-        if not self.divides:
+        if self.divides:
+            self.check_divides(first)
+        elif self.process_group is not None:
+            rules = self.rules()
             if rules and all(rule.whole is None for rule in rules):
                 raise ValueError(
                     f"process_group= with {rules[0].name}, which maps no matrices that "
                     "could be divided: allowed is divide_state=True, or none"
                 )
-        if self.divides:
-            self.check_divides(first)
 
     def check_divides(self, first: int = 0) -> None:
         """Raise if the state of groups from `first` on cannot be divided."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func.classes.groups import Group, path_of
+from optimi_func.classes.groups import EXECUTORS, Group, path_of
 from optimi_func.core.checks import shown
 from optimi_func.core.distributed import same_placements, to_local
 from optimi_func.core.leaf import compute_dtype
@@ -17,7 +17,7 @@ from optimi_func.core.rule import Rule, Scalars
 
 def check_runs(group: Group, rule: Rule) -> None:
     """Raise for options that a rule cannot honour whose steps are eager."""
-    for name in ("foreach", "compile", "triton") if rule.eager else ():
+    for name in EXECUTORS if rule.eager else ():
         if group.get(name):
             raise TypeError(
                 f"{name}={group[name]} with {rule.name}, whose {rule.eager}: it runs "

@@ -22,12 +22,14 @@ from optimi_func.core.rule import WHOLE_BATCH, Storage
 from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
+from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Group
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
-PLAIN = {bool, float, int, str, type(None)}
+# Options that ask for an executor, which eager steps refuse.
+EXECUTORS = ("compile", "foreach", "triton")
 _NUMBERS = {float, int}
 _kind = attrgetter("dtype", "layout")
 
@@ -161,8 +163,8 @@ def check_modes(group: Group) -> None:
 
     foreach is turned off with a warning if gradient_release is on.
     """
-    for name in ("compile", "foreach", "triton", "gradient_release", "capturable"):
-        checks.check_flag(name, group[name], none=name in ("compile", "foreach", "triton"))
+    for name in (*EXECUTORS, "gradient_release", "capturable"):
+        checks.check_flag(name, group[name], none=name in EXECUTORS)
     other = "foreach=True" if group["foreach"] else "compile=False"
     eager = group["foreach"] or group["compile"] is False
     if eager and (group["compile"] or group["triton"]):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.classes.divided import Work
 from optimi_func.classes.extras import with_given
-from optimi_func.classes.groups import Group, path_of
+from optimi_func.classes.groups import EXECUTORS, Group, path_of
 from optimi_func.classes.stats import Stats, names_of
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import is_distributed, to_local
@@ -105,7 +105,7 @@ class Rewriting(Stats):
             return
         divided = self.process_group is not None and not self.divides
         for refused, text in (
-            *[(group[x], f"{x}=True, but they run eagerly") for x in _KERNELS],
+            *[(group[x], f"{x}=True, but they run eagerly") for x in EXECUTORS],
             (rule.join is not None, f"{rule.name}, which joins sums of all parameters"),
             (any(map(is_distributed, group["params"])), "a DTensor"),
             (divided, "process_group= without divide_state=True"),
@@ -390,6 +390,3 @@ def write_all(writes: list[Write]) -> None:
     """Write values to their targets, unless a flag is false."""
     for x, new, flag in writes:
         write_scalar(x, new, flag)
-
-
-_KERNELS = ("compile", "foreach", "triton")

@@ -16,7 +16,6 @@ from torch import Tensor
 from optimi_func.classes.divided import Work
 from optimi_func.classes.extras import Given, with_given
 from optimi_func.classes.groups import (
-    PLAIN,
     UNSCHEDULED,
     Group,
     aligned,
@@ -37,6 +36,7 @@ from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
 from optimi_func.execution.sums import Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing, uncollected
+from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry
 from optimi_func.state.entry import insert_made

@@ -47,7 +47,7 @@ def raise_versions(written: list[Tensor]) -> None:
 
 
 def _few(rule: Rule, updates: list[Update]) -> Iterable[list[Update]]:
-    """Yield updates in parts of few bytes, but all that are mapped together."""
+    """Return updates in parts of few bytes, but all that are mapped together."""
     on_host = all([u.p.device.type == "cpu" for u in updates])
     if rule.whole is not None and not (on_host and all([_alone(u) for u in updates])):
         return [updates]

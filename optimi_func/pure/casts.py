@@ -19,7 +19,7 @@ from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
 T = TypeVar("T")
-_PLAIN = {float, int, bool, str, type(None)}
+PLAIN = {float, int, bool, str, type(None)}
 
 
 class derived(Generic[T]):
@@ -58,7 +58,7 @@ class Kept:
             flat += x if type(x) is tuple else (x,)
         # 1, 1.0 and True are equal, but not equally allowed.
         kinds = tuple(map(type, flat))
-        if type(lr) is not float or not _PLAIN.issuperset(kinds):
+        if type(lr) is not float or not PLAIN.issuperset(kinds):
             return cls(**kwargs)
         key = tuple(rest.items()), kinds
         if key not in cls._made:

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from optimi_func.classes.extras import check_runs, found_extras
 from optimi_func.classes.fields import Fields, Float, Params
 from optimi_func.classes.groups import (
-    check_group,
     check_modes,
     check_skip,
     executor_of,
     finite_works,
     likely_mistakes,
+    normalize_group,
     number_defaults,
     path_of,
     plain_numbers,
@@ -207,7 +207,7 @@ class BaseOptimizer(Fields, Steps):
             group = self.param_groups[count]
             factory, keywords = self._factory_of(group)
             group.update(plain_numbers({name: group[name] for name in keywords}))
-            check_group(group, number_defaults(factory))
+            normalize_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_runs(group, rule)
             self._check_transforms(group, rule)
@@ -221,7 +221,7 @@ class BaseOptimizer(Fields, Steps):
                     "and allowed is a group without it"
                 )
             if rule.join is not None:
-                self._show(group)
+                self._publish_running(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -301,7 +301,7 @@ class BaseOptimizer(Fields, Steps):
             self.extras = found_extras(self, {**self.given, **extras})
         write = not self.optimizer_accumulation
         if parts := self._update(works, write, count=True):
-            self.end(parts)
+            self.finish_step(parts)
         self.extras, self._told = self.extras and {}, {}
         return loss
 
@@ -372,8 +372,8 @@ class BaseOptimizer(Fields, Steps):
 
         Gradient release calls this; `p.grad` is neither read nor written. With write=False
         only the state moves; with count=True the step ends here, so step counts advance. If
-        a gradient does not fit, nothing is written. What it returns belongs to `end`, at
-        the end of the backward.
+        a gradient does not fit, nothing is written. What it returns belongs to
+        `finish_step`, at the end of the backward.
         """
         self.check_train_mode("an update")
         self._idle = 2  # gradients need not be in p.grad

@@ -115,7 +115,7 @@ def number_defaults(factory: Callable[..., object]) -> dict[str, Any]:
     return {k: x.default for k, x in found.items() if k not in choices}
 
 
-def check_group(group: Group, defaults: Mapping[str, object]) -> None:
+def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
     """Check types of parameters and hyperparameters, and set max_lr and dtypes.
 
     `defaults` are the hyperparameters by name, in tuples where they are several.

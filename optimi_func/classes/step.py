@@ -118,8 +118,8 @@ class Steps(Rewriting, Given):
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
         and count=False leaves the step counts, because the step goes on. Returns the parts
-        of sums that `end` joins. Without `tell` the processes that divide the state know
-        what they do, and `end` waits for their messages.
+        of sums that `finish_step` joins. Without `tell` the processes that divide the state
+        know what they do, and `finish_step` waits for their messages.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
@@ -187,15 +187,15 @@ class Steps(Rewriting, Given):
         if _is_cuda(params[0]) and is_capturing(params[0].device):
             check_capture(group, params, self.state, self._factory_of(group)[1])
         # A step that the device may skip is counted there.
-        capturable, apart = group["capturable"], False
+        capturable, flagged = group["capturable"], False
         if microbatches is not None:
             flags = [m.finite for m in microbatches]
             capturable = capturable or any([flag is not None for flag in flags])
-            apart = capturable and len(set(map(id, flags))) > 1
+            flagged = capturable and len(set(map(id, flags))) > 1
         bound = self.bound_of(group, params, capturable)
         if not write:
             check_moves_state(bound.rule)
-        how, own = (*_asked(group), capturable, apart), tuple(map(id, params))
+        how, own = (*_asked(group), capturable, flagged), tuple(map(id, params))
         key = *how, *own
         plan, tensors = self._plans.get(key), None
         mine = self.parts_of(params) if self.divides else params
@@ -210,7 +210,7 @@ class Steps(Rewriting, Given):
             if not all(map(has_memory, params)):
                 return self._by_leaf([work], write, count, made, [])[0], False, []
             with uncollected(), kernel_context(params[0].device):
-                old, new = plan, partial(self._plan, group, bound, capturable, apart)
+                old, new = plan, partial(self._plan, group, bound, capturable, flagged)
                 plan = None if old else self._part(how, group, bound.rule, params, new)
                 plan = plan or new(params, made, old)
                 tensors, plan.made = plan.made, []
@@ -251,7 +251,7 @@ class Steps(Rewriting, Given):
         group: Group,
         bound: FunctionalOptimizer,
         capturable: bool,
-        apart: bool,
+        flagged: bool,
         params: list[Tensor],
         made: dict[Tensor, Entry],
         old: ClassPlan | None = None,
@@ -264,7 +264,7 @@ class Steps(Rewriting, Given):
         if old is not None and (plan := old.moved(mine, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
-        return ClassPlan(bound.rule, capturable, apart, mine, entries, holders)
+        return ClassPlan(bound.rule, capturable, flagged, mine, entries, holders)
 
     def _part(
         self, how: Any, group: Group, rule: Rule, params: list[Tensor], new: _NewPlan
@@ -418,7 +418,7 @@ class Steps(Rewriting, Given):
                 )
         return found
 
-    def end(self, parts: dict[Tensor, Any], count: bool = True) -> None:
+    def finish_step(self, parts: dict[Tensor, Any], count: bool = True) -> None:
         """End a step: join what follows from sums over parameters (see `Rule.join`).
 
         `parts` are what `update` has returned for all parameters that stepped.
@@ -435,7 +435,7 @@ class Steps(Rewriting, Given):
             for (_, entries), new in zip(found, join([unit for unit, _ in found])):
                 write_running(entries, new)
             for group in chain.from_iterable(units):
-                self._show(group)
+                self._publish_running(group)
 
     def _unit(
         self, groups: list[Group], parts: dict[Tensor, Any]
@@ -454,7 +454,7 @@ class Steps(Rewriting, Given):
                 unit.add(p, leaf, parts.get(p))
         return unit, entries
 
-    def _show(self, group: Group) -> None:
+    def _publish_running(self, group: Group) -> None:
         """Put the first of the joined running scalars into a group, under its name."""
         bound = self.bound_of(group, group["params"], group["capturable"])
         if bound.rule.join is not None:
@@ -468,7 +468,7 @@ class Steps(Rewriting, Given):
 
     def _join_loaded(self) -> None:
         for group in self.param_groups:
-            self._show(group)
+            self._publish_running(group)
 
     def _keep(self, key: Any, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""

@@ -323,7 +323,7 @@ class PureStep:
         parts: dict[int, Any] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):
             outcome = graph.step(program, params, buffers, [], batch)
-        steps.end(parts)
+        steps.finish_step(parts)
         tree_state.step.add_(1.0)
         return outcome
 
@@ -386,7 +386,7 @@ class ClassStep:
         with no_grad_context(), running(update, params):
             detached = [p.detach() for p in params]
             outcome = self._step_graph.step(program, detached, buffers, [], batch)
-            optimizer.end(parts)
+            optimizer.finish_step(parts)
         # No parameter has a gradient, so this updates none. It runs the step hooks, and
         # schedulers count the step.
         optimizer.step()

@@ -98,7 +98,7 @@ def leaf_step(
         coeffs <- measure.settle(mean(measure(g, x, state)))
         d, state <- direction(g, state)
         d, fields <- whole(d, x, fields)
-        u <- -(lr * d + decay * x) / settle(mean(measure(g, x, d)))      or d alone / settle
+        u <- -(lr * d + decay * x) / divisor(mean(measure(g, x, d)))    or d alone / divisor
         u, state <- after(x, u, state)
         p <- round(p + (comp + u)),   comp <- what that rounding lost
 
@@ -253,9 +253,9 @@ def _delta(
     if r.cautious:
         scale = 1.0 / means.pop(0).clamp_min(1e-3)
         d = d * scale
-    if rule.means is None or rule.means.settle is None:
+    if rule.means is None or rule.means.divisor is None:
         return -plus(lr * d, r.decay, decaying)
-    divisor = rule.means.settle(means, scale, r.lr, r.decay, coeffs)
+    divisor = rule.means.divisor(means, scale, r.lr, r.decay, coeffs)
     if by == "direction":
         return -plus(lr * d / divisor, r.decay, decaying)
     return -plus(lr * d, r.decay, decaying) / divisor

@@ -52,7 +52,7 @@ class Means(NamedTuple):
         measure: `(g, x, d, decaying, shared, coeffs) -> tensors`, in the shape of the
             parameter x, whose means are taken. `decaying` is x, and 0 for elements that do
             not decay; `shared` is that of `Direction`.
-        settle: `(means, scale, lr, decay, coeffs) -> divisor` of the whole move, which is
+        divisor: `(means, scale, lr, decay, coeffs) -> tensor` that divides the whole move,
             -(lr * scale * d + decay * decaying). None if the rule has a `join` instead,
             which needs the means at the end of the step. `shared` is the new state then.
         divides: "direction" leaves out the decay. "sum" divides the move, and `measure` is
@@ -61,7 +61,7 @@ class Means(NamedTuple):
 
     number: int
     measure: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], list[Tensor]]
-    settle: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor] | None
+    divisor: Callable[[list[Tensor], Scalar, Scalar, Scalar, Any], Tensor] | None
     divides: Literal["move", "direction", "sum"] = "move"
 
 
@@ -100,9 +100,8 @@ class Rule:
         direction: `(g, state, coeffs) -> Direction`: the tensor work, elementwise.
         after: `(x, u, state, coeffs) -> (u, state)`: rewrites the finished delta u of
             the parameter x, for example for lookahead.
-        accumulate: `coeffs -> Coeffs` for a further part of one step's gradient, which
-            joins the parts already in the state. None if the state is no sum over
-            gradients.
+        accumulate: `coeffs -> Coeffs` for the second and later micro-batches of one step.
+            None if the state cannot take a gradient in parts.
         means: The means over a whole tensor that its move is divided by, or None.
         measure: The means over a whole tensor that `direction` reads, or None.
         whole: `(d, x, fields, coeffs) -> (d, fields)`: maps the direction of a whole

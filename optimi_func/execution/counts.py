@@ -25,7 +25,7 @@ class Counts:
 
     `given` are the tensors of a plan (see `ClassPlan.current`): `rows` parameters, then
     `width` for each, of which the first `counted` are counts. If `on_host`, the host reads
-    them. If `apart`, flags on the device decide which parameters count.
+    them. If `flagged`, a flag on the device may skip the step of a parameter.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Counts:
         width: int,
         counted: int,
         on_host: bool,
-        apart: bool,
+        flagged: bool,
     ) -> None:
-        self._rows, self._on_host, self._apart = rows, on_host, apart
+        self._rows, self._on_host, self._flagged = rows, on_host, flagged
         self._shape = width, counted
         self._slices = [slice(rows + i, None, width) for i in range(counted)]
         tensors = self.tensors(given)
@@ -58,7 +58,7 @@ class Counts:
         if self._on_host:
             found = [x.item() for x in tensors]
             self._expected[:] = array("d", found)
-        elif not (self._apart or is_capturing(tensors[0].device)):
+        elif not (self._flagged or is_capturing(tensors[0].device)):
             # The host waits for the device once, here. Their dtypes differ.
             parts = [x for x in (tensors[:rows], tensors[rows:]) if x]
             found = [value for part in parts for value in torch.stack(part).tolist()]
@@ -74,7 +74,7 @@ class Counts:
 
     def part(self, given: list[Any], rows: int) -> "Counts":
         """Return those of some parameters."""
-        made = Counts(given, rows, *self._shape, self._on_host, self._apart)
+        made = Counts(given, rows, *self._shape, self._on_host, self._flagged)
         made.native = loaded() if self._plain else None
         return made
 
@@ -88,7 +88,7 @@ class Counts:
             return bool(self.native.counts_hold(*self._tables))
         if self._on_host:
             return [x.item() for x in self.tensors(given)] == list(self._expected)
-        return self._apart or list(map(_version, self.tensors(given))) == self._versions
+        return self._flagged or list(map(_version, self.tensors(given))) == self._versions
 
     def now(self, given: list[Any]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
         """Return the different counts with their running scalars, numbers or tensors."""

@@ -135,9 +135,9 @@ def run_launches(
 ) -> dict[int, _Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
-    `at` are the indices of the parameters' scalars. Returns the sums of each parameter, by
-    its place, if the rule joins them. `watch` is called with the places of each launch
-    before it, and what it returns after it.
+    `at` is, for each parameter, the index of its scalars in `packed`. Returns the sums of
+    each parameter, by its place, if the rule joins them. `watch` is called with the places
+    of each launch before it, and what it returns after it.
     """
     flagged, sums = False, dict[int, Tensor]()
     for x in packed:

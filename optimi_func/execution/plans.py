@@ -115,17 +115,18 @@ class Plan:
 class ClassPlan(Plan):
     """The plan of a class's parameters, which stay where they are.
 
-    Its methods take the parameters' local tensors as `current` returns them, their columns,
-    the scalars of a step, and for each parameter the index of its own (`at`). With
-    write=False a step moves the state alone. Step counts are on the device if `capturable`,
-    and each parameter has counts of its own if `apart` (see `Counts`).
+    Call `current` first: it returns the local tensors, or None if the plan is stale.
+    `columns` arranges them for launches, and `run` writes the step. `at` is, for each
+    parameter, the index of its scalars in `packed`. With write=False a step moves the state
+    alone. Step counts are on the device if `capturable`. If `flagged`, each parameter has
+    its own count, because a flag on the device may skip its step.
     """
 
     def __init__(
         self,
         rule: Rule,
         capturable: bool,
-        apart: bool,
+        flagged: bool,
         params: list[Tensor],
         entries: list[dict[str, Any]],
         holders: list[Holders | None],
@@ -148,7 +149,7 @@ class ClassPlan(Plan):
         tensors = self.made = to_local(given) if self.viewed else given
         self._guard = Guard(self._present(tensors), addresses=True)
         shape = len(params), len(self._names), self._counted
-        self.counts = Counts(tensors, *shape, not capturable, apart)
+        self.counts = Counts(tensors, *shape, not capturable, flagged)
         names = [name for name in every if name != "kahan_comp"]
         own, whole = (self.columns(x, [None] * len(params)) for x in (tensors, given))
         self.holders = [x for x in holders if x is not None]
@@ -209,7 +210,7 @@ class ClassPlan(Plan):
         entries: list[Mapping[str, object] | None],
         counted: bool = True,
     ) -> list[Any] | None:
-        """Return the local tensors, or None if the plan is no longer true.
+        """Return the local tensors, or None if the plan is stale.
 
         They are the parameters, then for each its counts, state and compensation. Counts
         are read again if something else has written to them, unless counted=False.

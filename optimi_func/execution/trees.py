@@ -151,7 +151,7 @@ class TreeUpdate:
         raise_versions(_present(written))
         return found
 
-    def end(self, parts: dict[int, object], in_place: bool = True) -> None:
+    def finish_step(self, parts: dict[int, object], in_place: bool = True) -> None:
         """Join the running scalars, in `after` too, if these are the parts of a step."""
         if not parts:
             return
@@ -240,7 +240,7 @@ def _step(
         else:
             _, plan = found
         optimizer.warn(tree)
-        step.end(step.run(plan, places, columns, targets), in_place)
+        step.finish_step(step.run(plan, places, columns, targets), in_place)
         if in_place:
             state.step.add_(1.0)
             return params, state

@@ -87,7 +87,7 @@ class Backward:
         self.ids: set[int] = set()  # its own, and those of backwards started inside it
         self.fired: set[Tensor] = set()
         self.norms: list[Norm] = []
-        self.parts: dict[Tensor, Any] = {}  # of sums that the optimizer's `end` joins
+        self.parts: dict[Tensor, Any] = {}  # of sums, joined by `finish_step`
         self.lacking = 0  # how many more whole tensors those that wait are mapped with
         # Parameters, gradients, and the CUDA streams that compute the gradients.
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor, object]]] = {}

@@ -355,7 +355,7 @@ class Runner(Measures):
             self.since_step = self.since_step or SinceStep()
             if backward.ids:  # none if step() ends a cycle
                 self.since_step.add(backward.fired, backward.last and not accumulates)
-            self.optimizer.end(backward.parts, backward.last)
+            self.optimizer.finish_step(backward.parts, backward.last)
             if backward.ids and backward.last:
                 self.since_step.used = self.optimizer.numbers()
         if backward.staging.numel():

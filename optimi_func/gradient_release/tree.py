@@ -49,7 +49,7 @@ class TreeOptimizer:
         write: bool,
         count: bool,
     ) -> dict[Tensor, Any]:
-        """Update leaves in place; `end` counts the step of the whole tree."""
+        """Update leaves in place; `finish_step` counts the step of the whole tree."""
         del count
         with kernel_context(params[0].device):
             if self._step is None:
@@ -60,12 +60,12 @@ class TreeOptimizer:
             parts = self._step.update(places, grads, microbatches, write)
         return {p: parts[i] for p, i in zip(params, places) if i in parts}
 
-    def end(self, parts: dict[Tensor, object], count: bool) -> None:
+    def finish_step(self, parts: dict[Tensor, object], count: bool) -> None:
         """End the backward's step, and count it if `count`."""
         step, self._step = self._step, None
         if step is not None and parts:
             with kernel_context(self._state.step.device):
-                step.end({self._places[p]: part for p, part in parts.items()})
+                step.finish_step({self._places[p]: part for p, part in parts.items()})
         if count:
             with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)

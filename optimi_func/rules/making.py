@@ -246,7 +246,7 @@ class Making:
         taken = self.names("means")
         by = "move" if "move" in taken else "sum" if "decay" in taken else "direction"
         averages: list[Traced] = []
-        divisor: list[Traced] = []
+        divisors: list[Traced] = []
         if self.names("means"):
             measured = found["means"] = list[Traced]()
 
@@ -256,7 +256,7 @@ class Making:
                 return averages[-1]
 
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
-            divisor = [self.call("means", mean=mean, s=new)]
+            divisors = [self.call("means", mean=mean, s=new)]
             decays = me["move"].decays if by == "move" else me["decay"]
             inputs["means"] = [me["g"], me["x"], me["d"], decays, *new]
         join = None
@@ -267,7 +267,7 @@ class Making:
         # If accumulate differs in scalars alone, it is the direction with others.
         others = other_scalars(trace, found["direction"], found.get("accumulate", []))
         again = found.pop("accumulate") if others is not None else []
-        trace.require([*chain(*found.values()), *divisor, *numbers.values()])
+        trace.require([*chain(*found.values()), *divisors, *numbers.values()])
         accumulate = self._accumulate(others) if others is not None else None
         if again and accumulate is None:
             found["accumulate"] = again
@@ -279,7 +279,7 @@ class Making:
         chosen = self._chosen()
         n, more = len(trace.coeffs), len(self.more)
         rates = [*me["move"][:3]] if by == "move" else []
-        settled, _ = trace.function([*averages, *rates], divisor)
+        divided_by, _ = trace.function([*averages, *rates], divisors)
         found_of, _ = trace.function(known, [*numbers.values()]) if numbers else (None, 0)
         made = {x: trace.function(inputs[x], results) for x, results in found.items()}
         run = {method: fn for method, (fn, _) in made.items()}
@@ -331,9 +331,9 @@ class Making:
         def summed(g: Any, x: Any, d: Any, decaying: Any, s: Any, c: Any) -> list[Tensor]:
             return list(run["sums"](g, x, *s, *c[:n]))
 
-        def settle(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
+        def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
             own = (lr, scale, decay) if rates else ()
-            return settled(*means, *own, *c[:n])[0]
+            return divided_by(*means, *own, *c[:n])[0]
 
         def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
             return list(run["measure"](g, *s[:count], x, *c[:n]))
@@ -354,8 +354,8 @@ class Making:
             accumulate=(lambda c: c._replace(further=(True,)))
             if "accumulate" in run
             else accumulate,
-            means=Means(len(averages), measure, settle, by)
-            if divisor
+            means=Means(len(averages), measure, divisor, by)
+            if divisors
             else Means(len(found["sums"]), summed, None)
             if join
             else None,

@@ -585,7 +585,7 @@ def test_flags_on_the_device_add_nothing_either() -> None:
         batches = [whole._replace(finite=flag) for flag in flags]
         before = optimizer.param_groups[0]["d"].item(), optimizer.state[p]["step"].item()
         given = [p, q], [torch.ones(3), bad], batches
-        optimizer.end(optimizer.update(*given, write=True, count=True))
+        optimizer.finish_step(optimizer.update(*given, write=True, count=True))
         for field in ("exp_avg", "s", "p0", "step"):
             assert torch.equal(optimizer.state[q][field], kept[field])
         after = optimizer.param_groups[0]["d"].item(), optimizer.state[p]["step"].item()

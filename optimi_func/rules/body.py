@@ -250,7 +250,8 @@ class Body(BaseOptimizer):
             return
         cls._name, cls._usual = name, decay or cls._usual
         cls._own = {**cls._own, **_own_fields(cls)}
-        cls._choices = tuple([x for x in dir(cls) if isinstance(vars_of(cls, x), choice)])
+        written = {k: x for base in reversed(cls.__mro__) for k, x in vars(base).items()}
+        cls._choices = tuple(sorted(k for k, x in written.items() if isinstance(x, choice)))
         cls._rules, cls._known, traced = {}, [], hasattr(cls, "direction")
         cls.pure = _lacks_direction(cls)
         if traced:
@@ -353,11 +354,6 @@ def _values_of(value: OwnRule) -> dict[str, Any]:
     own = {name: own[name] for name in value.__dataclass_fields__ if name in own}
     # The numbers of a tree have the same rule: one stands for all.
     return own | {name: leaves[0] for name, leaves in trees_of(value).items()}
-
-
-def vars_of(cls: type[Any], name: str) -> Any:
-    """Return an attribute of a class as it is written."""
-    return inspect.getattr_static(cls, name)
 
 
 def _is_rule(cls: type[Any]) -> bool:

@@ -26,7 +26,15 @@ from optimi_func.core.distributed import (
 )
 from optimi_func.core.lists import chunks
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.owners import EVERY, Holders, agree, holders_of, owners_of, rows_of
+from optimi_func.core.owners import (
+    EVERY,
+    Holders,
+    agree,
+    holders_of,
+    map_cost,
+    owners_of,
+    rows_of,
+)
 from optimi_func.core.rule import Microbatch
 from optimi_func.core.storage import entry_of, group_storage
 from optimi_func.execution.plans import raise_versions
@@ -154,7 +162,7 @@ class Divided(Checkpoints):
     def _load_of(self, group: Group, p: Tensor) -> tuple[int, ...]:
         """Return what is balanced: bytes of state and parameter, and the map's cost."""
         rule = self.rule_of(group)
-        cost = Holders("", (*p.shape,), p.device, None, None, 1).cost if rule.whole else 0
+        cost = map_cost((*p.shape,)) if rule.whole else 0
         fresh = fresh_like(rule, p, group_storage(group))
         kept = sum([x.nbytes for x in entry_of(fresh.state, fresh.comp).values()])
         return kept, p.nbytes, cost

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Real
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -37,6 +37,7 @@ from optimi_func.core.torch_private import (
     transform_level,
 )
 
+K = TypeVar("K")
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
@@ -129,7 +130,7 @@ def plain(x: Any) -> Any:
     return x.item() if boxed else x
 
 
-def check_process_group(group: object) -> Any:
+def check_process_group(group: object) -> "distributed.ProcessGroup | None":
     """Return a process group, or None if it has one process. Raise for other values."""
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise TypeError(
@@ -234,7 +235,7 @@ def check_param(path: object, p: object) -> None:
     raise TypeError(f"params{path} has {why}")
 
 
-def missing(name: str) -> Any:
+def missing(name: str) -> NoReturn:
     """Raise for a name that the package lacks: this is its `__getattr__`."""
     text, instead = f"module 'optimi_func' has no attribute {name!r}", ""
     if name[0] != "_" and hasattr(torch.optim, name):
@@ -263,7 +264,7 @@ def check_taken(rule: Rule, path: object, p: Tensor) -> None:
         raise ValueError(f"params{path} has shape {tuple(p.shape)}: {why}")
 
 
-def check_grad(path: object, p: Tensor, g: Any) -> None:
+def check_grad(path: object, p: Tensor, g: object) -> None:
     """Raise if a gradient does not fit its parameter. No gradient (None) fits."""
     if g is None:
         return
@@ -326,7 +327,7 @@ def check_runs_kernels(instead: str, tensors: Iterable[Tensor]) -> None:
 
 
 def check_apart(
-    named: Iterable[tuple[object, Tensor]], name: Callable[[Any], str], instead: str
+    named: Iterable[tuple[K, Tensor]], name: Callable[[K], str], instead: str
 ) -> None:
     """Raise if tensors share memory, because a step in place would move it twice.
 
@@ -346,13 +347,15 @@ def check_apart(
             )
 
 
-def check_state_dtype(dtype: Any) -> None:
+def check_state_dtype(dtype: object) -> None:
     """Raise if the state dtype is neither None nor a floating dtype of 16 bits or more."""
     if dtype is None:
         return
-    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    if not floating or torch.finfo(dtype).bits < 16:
-        raise (ValueError if floating else TypeError)(
+    bits = 0
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        bits = torch.finfo(dtype).bits
+    if bits < 16:
+        raise (ValueError if bits else TypeError)(
             f"Invalid state_dtype: state_dtype={dtype}: allowed are floating torch dtypes "
             "of 16 bits or more and None (and as storage.moments '8bit')"
         )
@@ -412,7 +415,7 @@ def decay_mistakes(groups: list[tuple[DecayKind, object]]) -> list[str]:
     ]
 
 
-def stuck_moments(betas: Any) -> list[str]:
+def stuck_moments(betas: Iterable[object]) -> list[str]:
     """Return warnings for betas whose moments, if bfloat16, round updates to nothing.
 
     A bfloat16 number has 8 bits. If 1 - beta < 2^-8, beta * v + (1 - beta) * g^2 rounds

@@ -4,7 +4,7 @@ All of it is elementwise, except that groups of 64 elements share a scale.
 """
 
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -358,7 +358,7 @@ class _NotDifferentiable(torch.autograd.Function):
     def setup_context(ctx: object, inputs: object, output: object) -> None: ...
 
     @staticmethod
-    def backward(ctx: object, *grads: Any) -> Any:
+    def backward(ctx: object, *grads: object) -> NoReturn:
         raise ValueError(_NO_DERIVATIVE)
 
     jvp = backward

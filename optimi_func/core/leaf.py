@@ -177,7 +177,7 @@ def _complex_move(
     own = _real(leaf)
     u, x, add_pairs = leaf_move(rule.pairs or rule, own, as_real(g.resolve_conj()), *rest)
 
-    def as_before(new: Any, pairs: Any, old: Any) -> object:
+    def as_before(new: Any, pairs: object, old: Any) -> object:
         return old if new is pairs else as_complex(new, old)
 
     def add(u: Tensor) -> Leaf:
@@ -191,7 +191,7 @@ def _real(leaf: Leaf) -> Leaf:
     return pytree.tree_map(as_real, leaf) if leaf.p.dtype.is_complex else leaf
 
 
-def _apart(fields: list[Any], old: list[Any], x: Any, lr: Scalar) -> list[Any]:
+def _apart(fields: list[Tensor], old: list[Tensor], x: Tensor, lr: Scalar) -> list[Tensor]:
     """Copy fields that are another tensor of the step, which may be written before them."""
     taken = [x, *old]
     for i, (new, before) in enumerate(zip(fields, old)):

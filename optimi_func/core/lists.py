@@ -1,7 +1,7 @@
 """Parts of lists: items of one kind, and runs of items of a size."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 def grouped(items: Iterable[T], kind: Callable[[T], K]) -> dict[K, list[T]]:
     """Return the items of each kind, in their order."""
-    found: dict[Any, list[T]] = {}
+    found: dict[K, list[T]] = {}
     for item in items:
         found.setdefault(kind(item), []).append(item)
     return found

@@ -131,7 +131,7 @@ def is_differentiated(x: Tensor) -> bool:
     return x.requires_grad or (not torch.compiler.is_compiling() and differentiates(x))
 
 
-def may_be_differentiated(x: Any) -> bool:
+def may_be_differentiated(x: object) -> bool:
     """Return True also in a graph, in which nobody knows."""
     if not isinstance(x, Tensor):
         return False
@@ -148,12 +148,12 @@ def dtype_in(p: Tensor, kept: MomentStorage) -> torch.dtype:
     return p.dtype if kept == "8bit" else kept
 
 
-def moment(p: Tensor, kept: MomentStorage) -> Any:
+def moment(p: Tensor, kept: MomentStorage) -> Tensor | Moment8:
     """Return zeros for a first moment of p's gradients, in a dtype or in codes."""
     return Moment8.zeros(p) if in_codes(p, kept) else wide_moment(p, kept)
 
 
-def second_moment(p: Tensor, kept: MomentStorage) -> Any:
+def second_moment(p: Tensor, kept: MomentStorage) -> Tensor | SecondMoment8:
     """Return zeros for a mean of squares; never float16, where 1e-4 squared is 0."""
     return SecondMoment8.zeros(p) if in_codes(p, kept) else wide_second_moment(p, kept)
 
@@ -169,7 +169,7 @@ def wide_second_moment(p: Tensor, kept: MomentStorage) -> Tensor:
     return torch.zeros_like(p, dtype=torch.float32 if dtype == torch.float16 else dtype)
 
 
-def slow_second_moment(p: Tensor, kept: MomentStorage) -> Any:
+def slow_second_moment(p: Tensor, kept: MomentStorage) -> Tensor | SecondMoment8:
     """Return `slow_moment(p)`, or codes, whose dithered rounding is right on average."""
     return SecondMoment8.zeros(p) if in_codes(p, kept) else slow_moment(p)
 

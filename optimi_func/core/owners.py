@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import add, attrgetter, mul
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import torch
@@ -14,6 +14,9 @@ from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import check_same, is_distributed, lost
 from optimi_func.core.lists import grouped
 from optimi_func.core.torch_private import assert_later
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ROOM = 0.05  # that balancing other things may take
 EVERY = -1  # the owner of what is cut, of which each process has a part
@@ -25,23 +28,28 @@ class Holders(NamedTuple):
     name: str
     shape: tuple[int, ...]  # global
     device: torch.device
-    group: Any
+    group: "ProcessGroup"
     dim: int | None  # along which the shards are cut, None for copies
     parts: int  # the number of shards, 1 for copies
 
     @property
     def cost(self) -> int:
-        """Return the multiplications of powers of a matrix's smaller Gram matrix."""
-        rows, *rest = self.shape or (1,)
-        stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
-        short, long = sorted((rows, math.prod(rest)))
-        return stack * short * short * (2 * long + short)
+        """Return the multiplications of its map."""
+        return map_cost(self.shape)
 
     def lengths(self) -> list[int]:
         """Return the number of elements of each shard, cut as by torch.chunk."""
         size, row = self.shape[self.dim or 0], math.prod(self.shape)
         step, row = -(-size // self.parts), row // max(1, size)
         return [row * max(0, min(step, size - i * step)) for i in range(self.parts)]
+
+
+def map_cost(shape: tuple[int, ...]) -> int:
+    """Return the multiplications of powers of a matrix's smaller Gram matrix."""
+    rows, *rest = shape or (1,)
+    stack, rows = (rows, rest.pop(0)) if len(rest) == 2 else (1, rows)
+    short, long = sorted((rows, math.prod(rest)))
+    return stack * short * short * (2 * long + short)
 
 
 class Owned(NamedTuple):
@@ -64,7 +72,9 @@ class Owned(NamedTuple):
         return [*self.mapped, *x]
 
 
-def holders_of(p: Any, name: object, copies: Any = None) -> Holders | None:
+def holders_of(
+    p: Tensor, name: object, copies: "ProcessGroup | None" = None
+) -> Holders | None:
     """Return the processes among which p's map is divided, or None if it is not.
 
     `copies` is the process group that holds copies of plain tensors. Of a mesh that shards

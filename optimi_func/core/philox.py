@@ -6,13 +6,14 @@ four random words, so that there is no state to advance.
 """
 
 import math
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from optimi_func.core.distributed import distribute_like, is_distributed, to_local
 from optimi_func.core.pairs import as_real
+from optimi_func.core.rule import Scalar
 
 Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 _WORD = 0xFFFFFFFF
@@ -40,18 +41,18 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return (high >> 16) + (total >> 32), total & _WORD
 
 
-def normal_like(x: Tensor, seed: object, step: object, place: int, p: Any) -> Tensor:
+def normal_like(x: Tensor, seed: Scalar, step: Scalar, place: int, p: Tensor) -> Tensor:
     """Draw standard normal numbers for x, which may be the local shard of p.
 
     They are those of the whole p, the leaf at a place of its tree.
     """
     whole = torch.empty(as_real(p).shape, dtype=x.dtype, device=x.device)
     (z,) = normals(_integer(seed), _integer(step), [whole], place)
-    found: Any = distribute_like(p, cast(Tensor, z))
+    found = distribute_like(p, cast(Tensor, z))
     return found if is_distributed(x) else to_local([found])[0]
 
 
-def _integer(x: Any) -> Tensor:
+def _integer(x: Scalar) -> Tensor:
     x = x.detach() if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
     return x.to(torch.int64)
 

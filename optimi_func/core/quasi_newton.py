@@ -28,7 +28,7 @@ def pick(condition: Truth, yes: Any, no: Any) -> Any:
     if not isinstance(condition, Tensor):
         return yes if condition else no
     if isinstance(yes, tuple):
-        kind: Any = getattr(type(yes), "_make", tuple)
+        kind = getattr(type(yes), "_make", tuple)
         return kind([pick(condition, x, y) for x, y in zip(yes, no)])
     return torch.where(condition, yes, no)
 
@@ -52,7 +52,7 @@ class Point(NamedTuple):
     t: Scalar  # the step length
     f: Scalar  # the loss
     slope: Scalar  # the derivative of the loss along the direction
-    g: Any  # the gradient, flat
+    g: Tensor  # the gradient, flat
 
 
 @serializable
@@ -68,7 +68,7 @@ class Search(NamedTuple):
     count: Any  # evaluations after the first
 
 
-def begin(t: Scalar, start: Point, no: Truth, count: Any) -> Search:
+def begin(t: Scalar, start: Point, no: Truth, count: Scalar) -> Search:
     """Return a search that will try t first; `no` is False, and `count` 0."""
     return Search(t, start, start, no, no, no, count)
 
@@ -149,10 +149,10 @@ class History(NamedTuple):
     squares: Tensor  # (m, m): Y'Y
     inverse: Tensor  # (m, m): R^-1; without its oldest row it is that of the others
     count: Any  # the pairs so far, an int in the class
-    scale: Any  # of the inverse Hessian before these moves
+    scale: Scalar  # of the inverse Hessian before these moves
 
 
-def empty_history(m: int, g: Tensor, count: Any, scale: object) -> History:
+def empty_history(m: int, g: Tensor, count: int | Tensor, scale: Scalar) -> History:
     """Return a history of m rows without moves."""
     zeros = g.new_zeros
     pairs = zeros(m, 2, g.numel())
@@ -160,7 +160,7 @@ def empty_history(m: int, g: Tensor, count: Any, scale: object) -> History:
 
 
 def loaded_history(
-    moves: list[Tensor], changes: list[Tensor], g: Tensor, scale: object
+    moves: list[Tensor], changes: list[Tensor], g: Tensor, scale: Scalar
 ) -> History:
     """Return the history of these pairs, the oldest first, after the gradient g."""
     pairs = torch.stack([torch.stack(moves), torch.stack(changes)], 1)
@@ -258,7 +258,7 @@ def check_options(given: Any) -> None:
     one = given.lr.numel() == 1 if isinstance(given.lr, Tensor) else not callable(given.lr)
     if not one:
         raise ValueError(f"lr={shown(given.lr)}: allowed are numbers and 0-d tensors")
-    any_number: Any = {"least": -math.inf, "most": math.inf}
+    any_number = {"least": -math.inf, "most": math.inf}
     for name in ("tolerance_grad", "tolerance_change"):
         check_number(name.replace("_", " "), name, getattr(given, name), **any_number)
     check_whole("history_size", given.history_size, 1)
@@ -268,7 +268,7 @@ def check_options(given: Any) -> None:
         )
 
 
-def check_leaves(named: list[tuple[str, Any]]) -> None:
+def check_leaves(named: list[tuple[str, Tensor]]) -> None:
     """Raise for parameters that are not dense and floating, or on several devices."""
     for path, p in named:
         if not (isinstance(p, Tensor) and p.dtype in (torch.complex64, torch.complex128)):

@@ -4,13 +4,14 @@ A `Rule` turns one tensor's gradient into a direction. The pipeline in `leaf` tu
 directions into deltas and adds them. All other modules decide where and when it runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import (
     Any,
     Literal,
     NamedTuple,
     Protocol,
+    Self,
     TypeAlias,
     TypedDict,
     TypeGuard,
@@ -29,6 +30,32 @@ MomentStorage: TypeAlias = torch.dtype | Literal["8bit"]
 PyTree: TypeAlias = Any
 
 
+class Named(Protocol):
+    """A NamedTuple of a rule: its State, its Coeffs or its running scalars."""
+
+    _fields: tuple[str, ...]
+
+    def __init__(self, *fields: object) -> None:
+        """Make one of all its fields."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return its fields in order."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of its fields."""
+        ...
+
+    def __getitem__(self, at: slice, /) -> tuple[Any, ...]:
+        """Return some of its fields."""
+        ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+    def _replace(self, **fields: object) -> Self: ...
+
+
 class NoRunning(NamedTuple):
     """The running scalars of a rule without any."""
 
@@ -37,8 +64,8 @@ class Direction(NamedTuple):
     """The result of a rule for one gradient, before learning rate and decay."""
 
     d: Tensor  # shape of p; the move is -lr * d
-    state: PyTree  # the rule's State after this gradient
-    shared: Any = None  # intermediate results for `Means.measure`
+    state: Named  # the rule's State after this gradient
+    shared: object = None  # intermediate results for `Means.measure`
 
 
 class Means(NamedTuple):
@@ -146,19 +173,19 @@ class Rule:
     """
 
     name: str
-    state: type[Any]
-    init: Callable[[Tensor, MomentStorage], Any]
+    state: type[Named]
+    init: Callable[[Tensor, MomentStorage], Named]
     coeffs: Callable[..., Any]
     direction: Callable[..., Direction]
-    after: Callable[..., tuple[Tensor, Any]] | None = None
+    after: Callable[..., tuple[Tensor, Named]] | None = None
     accumulate: Callable[[Any], Any] | None = None
     means: Means | None = None
     measure: Measure | None = None
     whole: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None = None
     whole_fields: tuple[str, ...] = ()
     refuses: Callable[[Tensor], str | None] | None = None
-    running: type[Any] = NoRunning
-    join: Callable[..., Any] | None = None
+    running: type[Named] = NoRunning
+    join: Callable[..., Named] | None = None
     eval_point: Callable[..., Tensor] | None = None
     pairs: "Rule | None" = None
     reads_param: bool = False
@@ -168,7 +195,7 @@ class Rule:
     whole_digest: str = ""
     numbers: tuple[str, ...] = ()
     narrow: int | None = None
-    prepare: Callable[[], Callable[..., Callable[..., tuple[Any, Any]]]] | None = None
+    prepare: Callable[[], Callable[..., Callable[..., tuple[Named, Named]]]] | None = None
     counted: tuple[str, ...] = field(init=False)
     fields: tuple[str, ...] = field(init=False)
     given: tuple[str, ...] = field(init=False)
@@ -197,8 +224,8 @@ class Rule:
             )
 
     def advance(
-        self, t: Scalar, lr: Scalar, running: Any, numbers: Mapping[str, object]
-    ) -> tuple[Any, Any]:
+        self, t: Scalar, lr: Scalar, running: Named, numbers: Mapping[str, object]
+    ) -> tuple[Named, Named]:
         """Return the coefficients of step t, and `running` after it."""
         if not self.running._fields:
             return self.coeffs(t, **numbers), running
@@ -213,7 +240,7 @@ class NoState(NamedTuple):
     """State and coefficients of a rule that steps along the gradient."""
 
 
-def along_gradient(g: Tensor, s: Any, c: object, *x: Tensor) -> Direction:
+def along_gradient(g: Tensor, s: Named, c: object, *x: Tensor) -> Direction:
     """Return the gradient as direction, and the same state."""
     del c, x
     return Direction(g, s)
@@ -302,7 +329,7 @@ class Leaf(NamedTuple):
     """One parameter with its state and compensation."""
 
     p: Tensor
-    state: PyTree  # the rule's State: a NamedTuple of tensors
+    state: Named  # the rule's State: tensors
     comp: Tensor | None  # Kahan compensation: the sum of rounding errors of p
 
 
@@ -346,11 +373,11 @@ def check_pure(owner: str, optimizer: object, others: str) -> PureOptimizer:
     return optimizer
 
 
-def is_pure(x: Any) -> TypeGuard[PureOptimizer]:
+def is_pure(x: object) -> TypeGuard[PureOptimizer]:
     """Return True if x is a pure optimizer, and no class of them."""
     return not isinstance(x, type) and has_init_and_step(x)
 
 
-def has_init_and_step(x: Any) -> bool:
+def has_init_and_step(x: object) -> bool:
     """Return True if x is a pure optimizer, or a class of them."""
     return all(callable(getattr(x, method, None)) for method in ("init", "step"))

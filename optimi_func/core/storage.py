@@ -8,7 +8,7 @@ fields are decoded for it, and its results encoded.
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimi_func.core import checks, codes
 from optimi_func.core.pairs import as_real
-from optimi_func.core.rule import Rule, Scalar, Storage, StorageLike
+from optimi_func.core.rule import Named, ParamStorage, Rule, Scalar, Storage, StorageLike
 
 STORAGES: dict[str, Storage] = {
     "compact": Storage("kahan8", "8bit"),
@@ -35,9 +35,10 @@ def storage_of(
         return _DEFAULT
     checks.check_flag("kahan_sum", kahan_sum, none=True)
     if storage is None:
-        param = {None: None, True: "kahan", False: "plain"}[kahan_sum]
+        kinds: dict[bool | None, ParamStorage | None]
+        kinds = {None: None, True: "kahan", False: "plain"}
         checks.check_state_dtype(state_dtype)
-        return Storage(cast(Any, param), state_dtype)
+        return Storage(kinds[kahan_sum], state_dtype)
     if kahan_sum is not None or state_dtype is not None:
         raise ValueError(
             f"storage={storage!r} with kahan_sum={kahan_sum}, state_dtype={state_dtype}: "
@@ -122,14 +123,16 @@ def decode(field: Tensor | codes.Codes, dtype: torch.dtype) -> Tensor:
     return field.decode(dtype) if isinstance(field, tuple) else codes.to(field, dtype)
 
 
-def encode(x: Tensor, like: Tensor | codes.Codes, dither: Scalar) -> Any:
+def encode(x: Tensor, like: Tensor | codes.Codes, dither: Scalar) -> Tensor | codes.Codes:
     """Convert x to the dtype or the codes of `like`."""
     if isinstance(like, tuple):
         return like.encode(codes.refuse_derivatives(x, x), dither)
     return codes.to(x, like.dtype)
 
 
-def state_of(kind: Any, tensors: Iterator[Tensor], coded: tuple[bool, ...]) -> Any:
+def state_of(
+    kind: type[Named], tensors: Iterator[Tensor], coded: tuple[bool, ...]
+) -> Named:
     """Build a State from the next tensors: codes and scales for a field with coded[i]."""
     pairs = [(next(tensors), next(tensors) if is_coded else None) for is_coded in coded]
     return kind(*[x if s is None else codes.CODECS[x.dtype](x, s) for x, s in pairs])
@@ -141,7 +144,7 @@ _Q, _SCALE = "_q", "_scale"
 _ENDS = ("",), (_Q, _SCALE)  # of the names of a field, and of one in codes
 
 
-def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
+def entry_of(state: Named, comp: Tensor | None) -> dict[str, Tensor]:
     """Return a rule's state and its compensation as an entry."""
     entry: dict[str, Tensor] = {}
     for name, field in state._asdict().items():
@@ -154,7 +157,7 @@ def entry_of(state: Any, comp: Tensor | None) -> dict[str, Tensor]:
     return entry
 
 
-def state_in(rule: Rule, entry: Mapping[str, Any]) -> tuple[Any, Any]:
+def state_in(rule: Rule, entry: Mapping[str, Tensor]) -> tuple[Named, Tensor | None]:
     """Return the rule's state and the compensation (or None) of a complete entry."""
     coded = tuple([entry.get(name) is None for name in rule.state._fields])
     names = [f + end for f, c in zip(rule.state._fields, coded) for end in _ENDS[c]]

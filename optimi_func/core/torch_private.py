@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ from torch.utils import _pytree as pytree
 
 from optimi_func.core.lists import grouped
 
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+_C: Any = torch._C
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -46,7 +52,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return _disable_dynamo(function)
 
 
-_UNCOMPILED: Any = _disable_dynamo(lambda: None)
+_UNCOMPILED = _disable_dynamo(lambda: None)
 
 
 def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
@@ -69,7 +75,7 @@ def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
     """
     watched: Any = Optimizer.profile_hook_step(step)
     first, last = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    profiling = cast(Any, torch._C)._autograd._profiler_enabled
+    profiling = _C._autograd._profiler_enabled
 
     @wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +85,9 @@ def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
             return watched(self, *args, **kwargs)
         return step(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
-    cast(Any, wrapper).hooked = True
-    return cast(Any, wrapper)
+    found: Any = wrapper
+    found.hooked = True
+    return found
 
 
 def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -184,7 +191,7 @@ def accumulate_hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def fake_mode() -> Any:
+def fake_mode() -> "FakeTensorMode":
     """Return a mode in which operations compute shapes, dtypes and devices, but no values.
 
     torch.compile and torch.export use it, but no public name makes one.
@@ -236,8 +243,7 @@ _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
 
 def share(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors have one storage."""
-    private: Any = torch._C
-    return private._is_alias_of(x, y)
+    return _C._is_alias_of(x, y)
 
 
 def has_memory(x: Tensor) -> bool:
@@ -284,14 +290,14 @@ def differentiates(x: Tensor) -> bool:
     return torch.func.debug_unwrap(x, recurse=True).requires_grad if kinds else False
 
 
-def _fsdp_groups(params: Iterable[Tensor]) -> list[tuple[Any, Any]]:
+def _fsdp_groups(params: Iterable[Tensor]) -> "list[tuple[FSDPModule, FSDPParamGroup]]":
     """Return the modules that fully_shard has divided for these shards, and its groups.
 
     The public API leads from a module to its parameters alone. A program that has called
     fully_shard has imported it.
     """
-    known: Any = sys.modules.get("torch.distributed._composable_state")
-    wanted, found = {*params}, list[tuple[Any, Any]]()
+    known = sys.modules.get("torch.distributed._composable_state")
+    wanted, found = {*params}, []
     for module, state in list(known._module_state_mapping.items()) if known else []:
         # Before torch 2.13 a module has one group.
         one = getattr(state(), "_fsdp_param_group", None)
@@ -335,6 +341,6 @@ def is_unwatched() -> bool:
     return not (traced or dispatch_modes())
 
 
-def no_transforms() -> AbstractContextManager[Any]:
+def no_transforms() -> AbstractContextManager[object]:
     """Return a context in which no transformation of torch.func is active."""
     return temporarily_clear_interpreter_stack()

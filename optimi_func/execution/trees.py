@@ -247,7 +247,8 @@ def _step(
         x, _, *fields, comps = results
         rows: Any = zip(*fields) if fields else [()] * len(x)
         if tuple(names) == rule.state._fields:
-            made = map(partial(tuple.__new__, rule.state), rows)
+            kind: Any = rule.state
+            made = map(partial(tuple.__new__, kind), rows)
         else:
             codes = [slot.codes for slot in plan.slots]
             made = [

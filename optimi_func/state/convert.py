@@ -38,7 +38,10 @@ _FIELDS = frozenset(
     "p0".split()
 )
 # Fields that stay in an entry of others when the option that needs them is turned off.
-_TURNED_OFF = {(): "momentum_buffer", ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq"}
+_TURNED_OFF: dict[tuple[str, ...], str] = {
+    (): "momentum_buffer",
+    ("exp_avg", "exp_avg_sq"): "max_exp_avg_sq",
+}
 
 # Parts that torch.compile, activation checkpointing and FSDP add to parameter names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -257,10 +257,15 @@ class Steps(Rewriting, Given):
         old: ClassPlan | None = None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
+        mine = self.parts_of(params)
+        if old is not None and self.state and not (made or capturable):
+            # Entries that differ from checked ones in addresses: only counts are checked.
+            plan = old.moved(mine, [self.state.get(p, {}) for p in params])
+            if plan and all([step >= 0.0 for step, _ in plan.counts.now(plan.made)]):
+                return plan
         how = bound.starting_rule, group_storage(group), capturable
         paths = [path_of(group, p) for p in params]
         entries = [self.ensured(made, path, p, *how) for path, p in zip(paths, params)]
-        mine = self.parts_of(params)
         if old is not None and (plan := old.moved(mine, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]

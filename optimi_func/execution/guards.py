@@ -12,7 +12,7 @@ from torch import Tensor
 # layout has them.
 _FACTS: list[Callable[[Tensor], object]] = [
     *(type, *map(attrgetter, ("layout", "dtype", "shape", "device"))),
-    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.stride),
+    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.is_inference, Tensor.stride),
 ]
 
 

@@ -163,7 +163,10 @@ class ClassPlan(Plan):
         if self.viewed or self.holders or not all([names == x.keys() for x in entries]):
             return None
         tensors = [*params, *chain.from_iterable(map(self._getter, entries))]
-        guard = self._guard.moved(tensors, len(params))
+        try:
+            guard = self._guard.moved(tensors, len(params))
+        except TypeError:
+            guard = None  # a field is no tensor
         if guard is None:
             return None
         made = copy(self)

@@ -484,6 +484,59 @@ def test_a_state_that_begins_anew_or_is_loaded_keeps_its_launches(how, monkeypat
     assert len(made) == before + 1
 
 
+def _checks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Note the paths of the entries that a step checks."""
+    seen: list[object] = []
+    ensure = divided.ensure_state
+    monkeypatch.setattr(
+        divided, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
+    )
+    return seen
+
+
+def test_a_step_checks_entries_that_are_not_as_before(monkeypatch) -> None:
+    ps = [p for p in params(torch.float32) if p.numel()]
+    optimizer = AdamW(ps, lr=0.05, **EAGER)
+    train(optimizer, ps, 0, 1)
+    seen = _checks(monkeypatch)
+    _reload(optimizer, ps[0])
+    train(optimizer, ps, 1, 1)
+    assert not seen
+    _reload(optimizer, ps[0])
+    optimizer.state[ps[0]]["exp_avg"] = optimizer.state[ps[0]]["exp_avg"].double()
+    train(optimizer, ps, 2, 1)
+    assert len(seen) == len(ps)
+
+
+def _inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "below 0": ("step", lambda x: x - 9, "allowed is at least 0"),
+    "NaN": ("step", lambda x: x * float("nan"), "allowed is at least 0"),
+    "a number": ("exp_avg", lambda x: 3.0, "allowed is a tensor"),
+    "not writable": ("exp_avg", _inference, "made under inference_mode"),
+    "expanded": ("exp_avg", lambda x: x[:1].expand_as(x), "is expanded"),
+    "a shape": ("exp_avg", lambda x: x[:1], "has shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_step_after_loading_refuses_what_it_refused_before(name: str) -> None:
+    key, change, said = WRONG[name]
+    ps = [torch.ones(9, requires_grad=True) for _ in range(3)]
+    optimizer = AdamW(ps, lr=0.05, **EAGER)
+    train(optimizer, ps, 0, 1)  # whose plan is not asked again before the next
+    _reload(optimizer, ps[0])
+    optimizer.state[ps[1]][key] = change(optimizer.state[ps[1]][key])
+    before = [p.detach().clone() for p in ps]
+    with pytest.raises((ValueError, TypeError), match=said):
+        train(optimizer, ps, 1, 1)
+    assert all(map(torch.equal, before, ps))
+
+
 EDITS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "none": lambda optimizer, ps: None,
     "a count": lambda optimizer, ps: optimizer.state[ps[1]]["step"].add_(5),

@@ -97,7 +97,7 @@ class Field(Generic[Got, Given]):
         """Raise for a value that is none of its kind or, if `bound`, out of range."""
 
 
-class Float(Field[Scalar, Number]):
+class OneNumber(Field[Got, Given]):
     """A number, a 0-d tensor or a schedule, in range (see `check_number`).
 
     `label` names it in errors. Values of the types in `static` are no numbers: methods may
@@ -127,6 +127,14 @@ class Float(Field[Scalar, Number]):
         if not isinstance(x, self._static):
             bounds = self._bounds if bound else ANY
             checks.check_number(self._label or self.name, self.name, x, **bounds)
+
+
+class Float(OneNumber[Scalar, Number]):
+    """A number: see `OneNumber`."""
+
+
+class FloatOrNone(OneNumber[Scalar | None, Number | None]):
+    """A number, or None, which is static."""
 
 
 class Floats(Field[Got, Given]):

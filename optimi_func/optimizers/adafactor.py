@@ -1,13 +1,14 @@
 """Adafactor (Shazeer and Stern 2018)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.fields import Floats
+from optimi_func.classes.fields import FloatOrNone, Floats
 from optimi_func.core.checks import check_number
 from optimi_func.core.math import choose, norm, sqrt
 from optimi_func.core.rule import Scalar
@@ -18,7 +19,7 @@ from optimi_func.state.convert import Counterparts, Group
 __all__ = ["Adafactor", "adafactor", "adafactor_init", "adafactor_step"]
 
 
-def torchs_options(group: Group) -> dict[str, Any]:
+def torchs_options(group: Group) -> Group:
     """Return a group's options as torch.optim.Adafactor's; raise if it lacks one."""
     for name, only in (("torch_form", True), ("flatten", False), ("beta1", None)):
         if group[name] is not only:
@@ -27,7 +28,7 @@ def torchs_options(group: Group) -> dict[str, Any]:
     return {"beta2_decay": group["decay_rate"], "d": group["clip_threshold"]}
 
 
-def our_options(group: Group) -> dict[str, Any]:
+def our_options(group: Group) -> Group:
     """Return what a group of torch.optim.Adafactor is here."""
     if "beta2_decay" not in group:
         return {}
@@ -35,10 +36,10 @@ def our_options(group: Group) -> dict[str, Any]:
     return {**own, "torch_form": True, "flatten": False, "beta1": None}
 
 
-class Epsilons(Floats[Any, tuple[Number | None, Number]]):
+class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
     """eps1, which may be None for torch's form, and eps2."""
 
-    def check(self, x: Any, bound: bool = True) -> None:
+    def check(self, x: object, bound: bool = True) -> None:
         del bound
         if not isinstance(x, tuple | list) or len(x) != 2:
             raise ValueError(f"Invalid eps: eps={x!r}: allowed are two numbers")
@@ -108,7 +109,7 @@ class Adafactor(Body, name="adafactor"):
     )
     clip_threshold: Float = Float(1.0, "clipping threshold", above=0.0)
     decay_rate: Float = Float(-0.8, "decay rate", least=-1.0, below=0.0)
-    beta1: Float = Float(
+    beta1: FloatOrNone = FloatOrNone(
         None, "beta1 parameter", type(None), argument=float | None, below=1.0
     )
     weight_decay: Float = Float(0.0)
@@ -137,8 +138,7 @@ class Adafactor(Body, name="adafactor"):
     @choice
     def averages(self) -> bool:
         """True if directions are averaged, by beta1."""
-        beta1: Any = self.beta1
-        return beta1 is not None
+        return self.beta1 is not None
 
     @choice
     def machine_eps(self) -> bool:
@@ -154,21 +154,20 @@ class Adafactor(Body, name="adafactor"):
         first, *rest = p.shape
         return [first, math.prod(rest)] if self.flatten else [first, *rest]
 
-    def init(self, p: Tensor) -> Any:
-        made: Any = self.State
+    def init(self, p: Tensor):
         every, none = list(p.shape), [0]
         shapes = [none, none, every]
         if p.dim() > 1:
             *stack, m, n = self.shape(p)
             shapes = [[*stack, m, 1], [*stack, 1, n], none]
         shapes.append(every if self.averages else none)
-        return made(*shapes)
+        return self.State._make(shapes)
 
     def direction(self, g: Tensor):
         return g
 
     @property
-    def whole(self) -> Any:
+    def whole(self) -> Callable[..., tuple[Tensor, State]]:
         """The map, which takes the parameter if that scales the direction."""
         return self.scaled if self.scale_parameter or self.torch_form else self.alone
 
@@ -206,7 +205,7 @@ class Adafactor(Body, name="adafactor"):
         if x is not None:
             length = length * rms(x).clamp_min(rounded(eps2, d))
         u = u.reshape(d.shape) * length
-        if self.averages:
+        if self.beta1 is not None:
             share, rest = rounded(self.beta1, d), rounded(1.0 - self.beta1, d)
             u = avg = share * avg + rest * u
         return u, self.State(row, col, var, avg)

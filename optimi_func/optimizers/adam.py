@@ -1,7 +1,7 @@
 """Adam (Kingma & Ba 2015), AdamW and AMSGrad."""
 
 from dataclasses import KW_ONLY
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,23 +44,30 @@ class Moments(Body):
         exp_avg: Moment  # m
         exp_avg_sq: SecondMoment  # v
 
-    State: ClassVar[Any] = Plain
+    State: ClassVar[type[NamedTuple]] = Plain
 
-    def direction(self, g: Tensor, s: Any, t: float):
+    def direction(self, g: Tensor, s: Plain, t: float):
         return self.with_moments(g, s, t, *self.betas)
 
-    def accumulate(self, g: Tensor, s: Any, t: float):
+    def accumulate(self, g: Tensor, s: Plain, t: float):
         # m is that of the summed gradient, but v sums the squares of the microbatches'
         # gradients (AdamA, arXiv:2305.19982).
         return self.with_moments(g, s, t, 1.0, 1.0)
 
-    def with_moments(self, g: Tensor, s: Any, t: float, kept1: Scalar, kept2: Scalar):
+    def with_moments(
+        self,
+        g: Tensor,
+        s: "Plain | WithLargest.AMSGrad",
+        t: float,
+        kept1: Scalar,
+        kept2: Scalar,
+    ):
         b1, b2 = self.betas
         m = kept1 * s.exp_avg + (1 - b1) * g
         v = kept2 * s.exp_avg_sq + (1 - b2) * (g * g)
         new = s._replace(exp_avg=m, exp_avg_sq=v)
         v = self.squares(v)
-        if "max_exp_avg_sq" in s._fields:
+        if isinstance(s, WithLargest.AMSGrad):
             v = torch.maximum(s.max_exp_avg_sq, v)
             new = new._replace(max_exp_avg_sq=v)
         return self.scaled(1 / (1 - b1**t) * m, self.root(v, t), t), new
@@ -92,10 +99,10 @@ class WithLargest(Moments):
         max_exp_avg_sq: Largest  # the largest v so far
 
     @property
-    def State(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def State(self) -> type[Moments.Plain | AMSGrad]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.AMSGrad if self.amsgrad else self.Plain
 
-    def complex_direction(self, g: Tensor, s: Any, t: float):
+    def complex_direction(self, g: Tensor, s: Moments.Plain, t: float):
         if not self.modulus:
             return None
         # Means are linear: the sum of both parts' is that of |g|^2.

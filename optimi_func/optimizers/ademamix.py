@@ -1,7 +1,7 @@
 """AdEMAMix (Pagliardini et al. 2024)."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ def warmed(t: Scalar, warmup: Scalar) -> Scalar:
 
 def half_life(beta: Scalar) -> Scalar:
     """Return the steps in which a mean forgets half of what it knew."""
-    return where(beta == 0, 0.0, math.log(0.5) / torch.log(where(beta == 0, 0.5, beta)))
+    known = cast(Tensor, where(beta == 0, 0.5, beta))  # to torch a stand-in is one
+    return where(beta == 0, 0.0, math.log(0.5) / torch.log(known))
 
 
 State = AdEMAMix.State  # found by torch.load(weights_only=True)

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 from torch.utils import _pytree as pytree
 
+from optimi_func.classes.fields import Params
 from optimi_func.core import quasi_newton as qn
 from optimi_func.core.checks import check_flag, check_no_module, check_whole, shown
+from optimi_func.core.rule import Scalar
 from optimi_func.pure.lbfgs import lbfgs
-from optimi_func.state.convert import Group
+from optimi_func.state.convert import Entry, Group
 
 __all__ = ["LBFGS", "lbfgs"]
 
@@ -59,7 +61,7 @@ class LBFGS(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1,
         max_iter: int = 20,
         max_eval: int | None = None,
@@ -106,7 +108,7 @@ class LBFGS(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Scalar] | None = None) -> Scalar:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take up to max_iter iterations, and return the first loss.
 
         If the closure raises, the parameters are those before the line search.
@@ -128,7 +130,7 @@ class LBFGS(torch.optim.Optimizer):
         evaluate = torch.enable_grad()(closure)
         sign = -1.0 if group.get("maximize") else 1.0  # torch's states before 2.15 lack it
         params: list[Tensor] = group["params"]
-        state: dict[str, Any] = self.state[params[0]]
+        state: Entry = self.state[params[0]]
         searches, least = group["line_search_fn"] is not None, group["tolerance_change"]
         first = evaluate()
         f, g, evals = sign * float(first), _grads(params, sign), 1
@@ -224,7 +226,9 @@ class LBFGS(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for entry in entries:
 
-            def widened(x: Any) -> Any:  # torch rounded it to the first parameter's dtype
+            def widened(
+                x: object,
+            ) -> object:  # torch rounded it to the first parameter's dtype
                 return x.to(like) if isinstance(x, Tensor) else x
 
             entry = self.state[params[0]] = pytree.tree_map(widened, dict(entry))

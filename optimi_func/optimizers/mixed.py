@@ -99,7 +99,7 @@ class Mixed(Evaluated):
         state_dtype: torch.dtype | str | None = None,
         storage: StorageLike | None = None,
         skip_nonfinite: Literal["step", False] = False,
-        process_group: Any = None,
+        process_group: object = None,
         divide_state: bool = False,
         transforms: Sequence[Any] = (),
     ) -> None:
@@ -109,7 +109,7 @@ class Mixed(Evaluated):
         for value in self._values:
             if factories[rule_name(value)] is not type(value):
                 raise ValueError(f"Mixed got two optimizers called {rule_name(value)!r}")
-        defaults: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
+        defaults: Group = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
         defaults |= dict(gradient_release=gradient_release, compile=compile)
         defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
         defaults |= dict(skip_nonfinite=skip_nonfinite, divide_state=divide_state)
@@ -173,7 +173,7 @@ class Mixed(Evaluated):
         """
         self.refuse_transforms("torch_state_dict()")
         whole = self.decoded_state_dict()
-        found: dict[str, Any] = {}
+        found: dict[str, StateDict] = {}
         for value in self._values:
             rule = rule_name(value)
             own = _of_rule(whole, rule)
@@ -200,10 +200,12 @@ class Mixed(Evaluated):
                 self._check_rules(state_dict)
             parts = {rule: _of_rule(state_dict, rule) for rule in rules}
         groups: list[Group] = [{} for _ in self.param_groups]
-        entries: list[list[Any]] = [[None] * len(g["params"]) for g in self.param_groups]
+        entries: list[list[Entry | None]] = [
+            [None] * len(g["params"]) for g in self.param_groups
+        ]
         missing: list[str] = []
         unexpected: list[str] = []
-        others: dict[Any, Any] = {}
+        others: dict[object, object] = {}
         for rule in rules:
             places = [i for i, g in enumerate(self.param_groups) if g["rule"] == rule]
             mine = [self.param_groups[i] for i in places]
@@ -292,7 +294,7 @@ class Mixed(Evaluated):
         self._take_over(made, moved)
 
 
-def _checked_value(value: Any) -> FunctionalOptimizer:
+def _checked_value(value: object) -> FunctionalOptimizer:
     if not isinstance(value, FunctionalOptimizer):
         raise TypeError(
             f"Mixed got {value!r}: allowed are pure optimizers, as "
@@ -307,7 +309,7 @@ def _checked_value(value: Any) -> FunctionalOptimizer:
     return value
 
 
-def _numbers_of(value: FunctionalOptimizer) -> dict[str, Any]:
+def _numbers_of(value: FunctionalOptimizer) -> Group:
     """Return the keywords and values of the call that makes a value."""
     return {name: getattr(value, name) for name in _keywords(type(value))}
 
@@ -332,7 +334,7 @@ def _named(group: Group) -> tuple[list[str], list[Tensor]]:
     return names, params
 
 
-def _of_rule(state_dict: StateDict, rule: str) -> dict[str, Any]:
+def _of_rule(state_dict: StateDict, rule: str) -> StateDict:
     """Return the part of a state dict with the groups of a rule."""
     groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
     every = {i for group in state_dict["param_groups"] for i in group["params"]}

@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from optimi_func.state.convert import Counterparts, Group
 Triple: TypeAlias = tuple[float, float, float]
 # Rows of a matrix that are matrices of their own: the number of parts, or rows of each.
 Split: TypeAlias = int | tuple[int, ...] | None
+GivenSplit: TypeAlias = int | tuple[int, ...] | list[int] | None
+# One triple for all iterations, one for each, or the name of a table.
+Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]]
 
 # The coefficients of each iteration, by name.
 TABLES: dict[str, tuple[Triple, ...]] = {
@@ -61,8 +64,7 @@ def as_table(coefficients: object, steps: object) -> tuple[Triple, ...]:
         )
     named = isinstance(coefficients, str)
     rows = TABLES.get(coefficients, ()) if named else coefficients
-    one = not named and isinstance(rows, tuple | list) and is_triple(rows)
-    if one:
+    if is_triple(rows):
         return (as_triple(rows),) * (5 if steps is None else steps)
     if not isinstance(rows, tuple | list) or not rows or not all(map(is_triple, rows)):
         raise ValueError(
@@ -77,18 +79,18 @@ def as_table(coefficients: object, steps: object) -> tuple[Triple, ...]:
     return tuple(map(as_triple, rows))
 
 
-def is_triple(x: Any) -> bool:
+def is_triple(x: object) -> TypeGuard[Sequence[float]]:
     if not isinstance(x, tuple | list) or len(x) != 3:
         return False
     return all(isinstance(y, float | int) and math.isfinite(y) for y in x)
 
 
-def as_triple(x: Any) -> Triple:
+def as_triple(x: Sequence[float]) -> Triple:
     a, b, c = map(float, x)
     return a, b, c
 
 
-def as_dtype(x: Any) -> torch.dtype | None:
+def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of the iteration, given itself or its name."""
     if x is None:
         return None
@@ -101,7 +103,7 @@ def as_dtype(x: Any) -> torch.dtype | None:
     return found
 
 
-def as_split(x: Any) -> Split:
+def as_split(x: GivenSplit) -> Split:
     """Return the checked option split."""
     if x is None:
         return None
@@ -114,7 +116,7 @@ def as_split(x: Any) -> Split:
     return tuple(sizes) if isinstance(x, tuple | list) else x
 
 
-def torchs_options(group: Group) -> dict[str, Any]:
+def torchs_options(group: Group) -> Group:
     """Return a group's options as torch.optim.Muon's; raise if it lacks one."""
     table = as_table(group["ns_coefficients"], group["ns_steps"])
     refused = {
@@ -187,13 +189,15 @@ class Muon(Body, name="muon"):
     weight_decay: Float = Float(0.1)
     momentum: Float = Float(0.95, "momentum", below=1.0)
     nesterov: bool = True
-    ns_coefficients: Any = Field(TABLES["standard"][0])
+    ns_coefficients: Field[Coefficients, Coefficients] = Field(
+        TABLES["standard"][0], Coefficients, Coefficients
+    )
     eps: Float = Float(1e-7, "epsilon")
     ns_steps: int | None = None
     adjust_lr_fn: str | None = "match_rms_adamw"
     _: KW_ONLY
     ns_dtype: torch.dtype | str | None = None
-    split: Any = Field(None, Split, Any)
+    split: Field[GivenSplit, GivenSplit] = Field(None, GivenSplit, GivenSplit)
 
     counterparts = Counterparts(
         in_torch=torch.optim.Muon,
@@ -226,14 +230,14 @@ class Muon(Body, name="muon"):
                 f"{list(SCALES)} and None, which is 'original'"
             )
 
-    def direction(self, g: Tensor, s: Any):
+    def direction(self, g: Tensor, s: State):
         return self.averaged(g, s, self.momentum)
 
-    def accumulate(self, g: Tensor, s: Any):
+    def accumulate(self, g: Tensor, s: State):
         # In Nesterov's g + momentum * b, b has the whole gradient and g is the last part.
         return self.averaged(g, s, 1.0)
 
-    def averaged(self, g: Tensor, s: Any, kept: Scalar):
+    def averaged(self, g: Tensor, s: State, kept: Scalar):
         b = kept * s.momentum_buffer + (1 - self.momentum) * g
         new = s._replace(momentum_buffer=b)
         if not self.nesterov:
@@ -241,7 +245,7 @@ class Muon(Body, name="muon"):
         # A coefficient of its own, because accumulate has another share that is kept.
         return (1 - self.momentum) * g + (1.0 * self.momentum) * b, new
 
-    def whole(self, d: Tensor) -> Any:
+    def whole(self, d: Tensor):
         parts = self.matrices(d)
         return joined([self.orthogonalized(x, self.scale(x)) for x in parts], d)
 

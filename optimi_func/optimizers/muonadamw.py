@@ -1,10 +1,10 @@
 """`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.state.convert import without_wrappers
 
 _log = logging.getLogger("optimi_func")
+T = TypeVar("T")
 
 
 def MuonAdamW(  # noqa: D417
@@ -128,7 +129,9 @@ def MuonAdamW(  # noqa: D417
     of_adamw = partial(adamw, betas=betas, eps=eps, cautious=cautious, **both)
     second_lr = lr if adamw_lr is None else adamw_lr
 
-    def made(rule: Any, rate: Any, factor: float, **more: Any) -> FunctionalOptimizer:
+    def made(
+        rule: Callable[..., FunctionalOptimizer], rate: float, factor: float, **more: object
+    ) -> FunctionalOptimizer:
         scale = factor if rate is lr or not lr else factor * rate / lr
         most = max_lr if max_lr is None or scale == 1 else max_lr * scale
         return rule(lr=rate if factor == 1 else rate * factor, max_lr=most, **more)
@@ -141,7 +144,7 @@ def MuonAdamW(  # noqa: D417
     tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
     tied = {id(p) for table in tables for p in table.parameters()}
     # Parameters of one kind, decay, split and factor are a part, Muon's before AdamW's.
-    kinds: dict[Any, list[str]] = {}
+    kinds: dict[tuple[int, object, float], list[str]] = {}
     for name, p in params.items():
         weight = p.dim() > 1 and id(p) not in tied and "weight" in name.split(".")[-1]
         decays = adamw_weight_decay is not None or weight
@@ -200,12 +203,12 @@ def NorMuonAdamW(  # noqa: D417
 
 
 def _by_pattern(
-    option: str, given: Mapping[str, object] | None, names: list[str], usual: object
-) -> dict[str, Any]:
+    option: str, given: Mapping[str, T] | None, names: list[str], usual: T
+) -> dict[str, T]:
     """Return, for each name, the value of the first pattern that it matches."""
     if not isinstance(given, Mapping | None):
         raise TypeError(f"{option}={given!r}: allowed is a dict of names or patterns")
-    found: dict[str, Any] = {}
+    found: dict[str, T] = {}
     rest = dict(given or {})
     for name in names:
         hits = [k for k in given or {} if fnmatchcase(without_wrappers(name), k)]

@@ -1,6 +1,6 @@
 """NorMuon (Li et al. 2025): Muon with rows of one length."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -52,12 +52,11 @@ class NorMuon(Muon, name="normuon"):
         momentum_buffer: Moment  # b
         second_momentum_buffer: Shaped  # r, one number a row
 
-    def init(self, p: Tensor) -> Any:
-        rows: Any = p.shape[:1] if p.dim() > 3 else p.shape[:-1]
-        made: Any = self.State
-        return made(None, (*rows, 1))
+    def init(self, p: Tensor):
+        rows = p.shape[:1] if p.dim() > 3 else p.shape[:-1]
+        return self.State._make((None, (*rows, 1)))
 
-    def whole(self, d: Tensor, s: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def whole(self, d: Tensor, s: State):  # pyright: ignore[reportIncompatibleMethodOverride]
         moved: list[Tensor] = []
         kept: list[Tensor] = []
         for y, rows in zip(self.matrices(d), self.matrices(s.second_momentum_buffer)):

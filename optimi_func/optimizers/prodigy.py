@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import InitVar
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimi_func.classes.fields import FloatOrNone
 from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag, warn_user
 from optimi_func.core.math import dtype_in, in_codes, moment, slow_second_moment
@@ -82,7 +83,7 @@ class Prodigy(Body, name="prodigy"):
     betas: Betas = Betas(0.9, 0.999)
     weight_decay: Float = Float(0.0)
     eps: Float = Float(1e-8, "epsilon")
-    beta3: float | None = cast(Any, Float)(
+    beta3: FloatOrNone = FloatOrNone(
         None, "beta parameter", type(None), argument=float | None, below=1.0
     )
     d0: Float = Float(1e-6, "first d", above=0.0)
@@ -128,7 +129,7 @@ class Prodigy(Body, name="prodigy"):
         weight = self.weight(t, where(r.d == 0, self.d0, r.d))
         return weight * (g * (s.p0 - x)), s.s.abs()
 
-    def join(self, r: Running, sums: tuple[Any, Any]):
+    def join(self, r: Running, sums: tuple[Scalar, Scalar]):
         along, size = sums
         some = size > 0  # else all gradients have been 0 so far
         total = self.kept() * r.d_numerator + along
@@ -142,16 +143,16 @@ class Prodigy(Body, name="prodigy"):
         d = where(unlimited | (grown > d_max), d_max, grown)
         return self.Running(where(some, d, r.d), d_max, total)
 
-    def kept(self) -> Any:
+    def kept(self) -> Scalar:
         """Return b3."""
         return self.betas[1] ** 0.5 if self.beta3 is None else self.beta3
 
-    def move(self, t: Any, d: Any) -> Any:
+    def move(self, t: Scalar, d: Scalar) -> Scalar:
         """Return lr_t / lr."""
         b1, b2 = self.betas
         return d * (1 - b2**t) ** 0.5 / (1 - b1**t) if self.use_bias_correction else d
 
-    def weight(self, t: Any, d: Any) -> Any:
+    def weight(self, t: Scalar, d: Scalar) -> Scalar:
         """Return the factor of <g, x0 - x> in r."""
         return d / self.d0 * (self.move(t, d) * self.lr)
 

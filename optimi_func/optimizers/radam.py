@@ -1,7 +1,6 @@
 """RAdam (Liu et al. 2020)."""
 
 from dataclasses import KW_ONLY
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from optimi_func.state.convert import Counterparts
 __all__ = ["RAdam", "radam", "radam_init", "radam_step"]
 
 
-def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[Any, Scalar]:
+def rectification(t: Scalar, beta2: Scalar, least: float) -> tuple[bool | Tensor, Scalar]:
     """Return rho > least, which must be at least 4, and r."""
     decayed = beta2**t
     rho_inf = 2.0 / (1.0 - beta2) - 1.0

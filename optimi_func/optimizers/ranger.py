@@ -1,6 +1,6 @@
 """Ranger (Wright 2019): RAdam with lookahead."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -53,8 +53,7 @@ class Ranger(Rectified, name="ranger"):
             raise ValueError(f"k={self.k}: allowed are whole numbers, of steps")
 
     def init(self, p: Tensor):
-        kind: Any = self.State
-        return kind(None, None, p)
+        return self.State._make((None, None, p))
 
     def due(self, t: float):
         return t % self.k == 0

@@ -1,7 +1,7 @@
 """RMSprop (Hinton 2012), plain, centered and with momentum."""
 
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,12 +94,12 @@ class RMSprop(Coupled, name="rmsprop"):
         return is_on(self.momentum)
 
     @property
-    def State(self) -> Any:
+    def State(self) -> type[Plain | Momentum | Centered | Both]:
         if self.centered:
             return Both if self.averages else Centered
         return Momentum if self.averages else Plain
 
-    def direction(self, g: Tensor, s: Any, t: float):
+    def direction(self, g: Tensor, s: Both, t: float):
         v = self.alpha * s.square_avg + (1 - self.alpha) * (g * g)
         if self.tf_like:
             v = v + where(t == 1, self.alpha, 0.0)

@@ -46,7 +46,7 @@ class Averaging(NamedTuple):
     weight: Scalar  # factor on z - y in the move of y: c, if b1 has not changed
     inner: Scalar  # factor on u in the move of y: 1 - b1 * (1 - c)
     beyond: Scalar  # (1 - b1) / b1, of the last step
-    running: Any  # after the step
+    running: "Running"  # after the step
 
 
 class ScheduleFreeOptimizer(Evaluated, Body):
@@ -71,16 +71,16 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         lr_max: Scalar = 0.0  # the largest lr, after its warmup
         beta1: Scalar = 0.0  # b1 of the last step, which made y; 0 while W is 0
 
-    def share(self: Any) -> Any:
+    def share(self: Any) -> Scalar:
         """Return b1, the share of x in y."""
         return self.betas[0]
 
-    def warmed(self: Any, t: Any) -> Any:
+    def warmed(self: Any, t: Scalar) -> Scalar:
         """Return the factor on lr at step t, for its warmup."""
         warmup = self.warmup_steps
         return where(t < warmup, t / where(warmup > 0, warmup, 1.0), 1.0)
 
-    def averaging(self: Any, t: Any, r: Any) -> Averaging:
+    def averaging(self: Any, t: Scalar, r: "Running") -> Averaging:
         """Return the averaging of step t."""
         b1, now = self.share(), self.lr * self.warmed(t)
         top = where(now > r.lr_max, now, r.lr_max)
@@ -102,15 +102,15 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         after = self.Running(total, top, where(some, b1, r.beta1))
         return Averaging(weight, inner, beyond, after)
 
-    def z_of(self, x: Tensor, s: Any, r: Any) -> Tensor:
+    def z_of(self, x: Tensor, s: "SGDState | State", r: Running) -> Tensor:
         """Return z before a step: the parameter itself if no step has moved it."""
         return s.z + where(r.weight_sum == 0, 1.0, 0.0) * (x - s.z)
 
-    def after(self, x: Tensor, u: Tensor, s: Any, t: float, r: Any):
+    def after(self, x: Tensor, u: Tensor, s: "SGDState | State", t: float, r: Running):
         a, z, u = self.averaging(t, r), self.z_of(x, s, r), self.warmed(t) * u
         return a.weight * (z - x) + a.inner * u, s._replace(z=z + u)
 
-    def eval_point(self, x: Tensor, s: Any, t: float, r: Any):
+    def eval_point(self, x: Tensor, s: "SGDState | State", t: float, r: Running):
         return x + self.averaging(t, r).beyond * (x - self.z_of(x, s, r))
 
     def check(self: Any) -> None:
@@ -167,10 +167,10 @@ class ScheduleFreeSGD(ScheduleFreeOptimizer, name="schedule_free_sgd"):
     class State(NamedTuple):
         z: Wide  # the parameter is y
 
-    def share(self) -> Any:
+    def share(self) -> Scalar:
         return self.momentum
 
-    def direction(self, g: Tensor, s: State, t: float, r: Any):
+    def direction(self, g: Tensor, s: State, t: float, r: ScheduleFreeOptimizer.Running):
         return g, s, self.averaging(t, r).running
 
 
@@ -186,7 +186,7 @@ class Squares(ScheduleFreeOptimizer):
         z: Wide  # the parameter is y
         exp_avg_sq: SlowSecondMoment  # v
 
-    def direction(self, g: Tensor, s: State, t: float, r: Any):
+    def direction(self, g: Tensor, s: State, t: float, r: ScheduleFreeOptimizer.Running):
         _, b2 = self.betas
         v = b2 * s.exp_avg_sq + (1 - b2) * (g * g)
         d = self.divided(g, 1 / (1 - b2**t) ** 0.5 * root(v) + self.eps, t)
@@ -273,7 +273,7 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
     weight_lr_power: Float = Float(2.0, "power of the learning rate")
     silent_sgd_phase: bool = True
 
-    def warmed(self, t: Any) -> Any:
+    def warmed(self, t: Scalar) -> Scalar:
         enough, rectified = rectification(t, self.betas[1], 4.0)
         return where(enough, rectified, 0.0 if self.silent_sgd_phase else 1.0)
 
@@ -284,7 +284,8 @@ class ScheduleFreeRAdam(Squares, name="schedule_free_radam"):
 
 
 # Their names in trees that were saved earlier.
-SGDState, State = ScheduleFreeSGD.State, Squares.State
+SGDState = ScheduleFreeSGD.State
+State = Squares.State
 Running = ScheduleFreeOptimizer.Running
 schedule_free_sgd, schedule_free_sgd_init, schedule_free_sgd_step = functions(
     ScheduleFreeSGD

@@ -1,7 +1,7 @@
 """SGD, with momentum and Nesterov."""
 
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,18 +77,18 @@ class SGD(Body, name="sgd"):
         return is_on(self.momentum)
 
     @property
-    def State(self) -> Any:
+    def State(self) -> type[Buffer | NoState]:
         return self.Buffer if self.averages else NoState
 
-    def direction(self, g: Tensor, s: Any, t: float):
-        return self.along(g, s, t, self.momentum) if self.averages else (g, self.State())
+    def direction(self, g: Tensor, s: Buffer, t: float):
+        return self.along(g, s, t, self.momentum) if self.averages else (g, s)
 
-    def accumulate(self, g: Tensor, s: Any, t: float):
+    def accumulate(self, g: Tensor, s: Buffer, t: float):
         # In Nesterov's g + momentum * b, b has the whole gradient and g is the last
         # microbatch.
         return self.along(g, s, t, 1.0) if self.averages else None
 
-    def along(self, g: Tensor, s: Any, t: float, kept: Scalar):
+    def along(self, g: Tensor, s: Buffer, t: float, kept: Scalar):
         flag = isinstance(self.dampening, bool)
         tau = self.momentum if self.dampening is True else 0.0 if flag else self.dampening
         rest = 1.0 - tau
@@ -96,7 +96,9 @@ class SGD(Body, name="sgd"):
             rest = where(t == 1, 1.0, rest)  # b starts as the gradient
         b = kept * s.momentum_buffer + rest * g
         # A scalar of its own, so that `accumulate` is the same kernel.
-        return g + 1.0 * self.momentum * b if self.nesterov else b, self.State(b)
+        return g + 1.0 * self.momentum * b if self.nesterov else b, s._replace(
+            momentum_buffer=b
+        )
 
     def usual_decay(self):
         return "decoupled" if self.decouple_wd else "l2"

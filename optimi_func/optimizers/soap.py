@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,10 +103,9 @@ class SOAP(Body, name="soap"):
         rotates = (len(shape) > 1 or self.precondition_1d) and 0 not in shape
         return merged, {i: n for i, n in enumerate(merged) if rotates and 1 < n <= most}
 
-    def init(self, p: Tensor) -> Any:
-        made: Any = self.State
+    def init(self, p: Tensor):
         squares = (sum(n * n for n in self.sides(p.shape)[1].values()),)
-        return made(None, None, squares, squares)
+        return self.State._make((None, None, squares, squares))
 
     def direction(self, g: Tensor):
         return g

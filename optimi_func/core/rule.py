@@ -47,8 +47,8 @@ class Named(Protocol):
         """Return the number of its fields."""
         ...
 
-    def __getitem__(self, at: slice, /) -> tuple[Any, ...]:
-        """Return some of its fields."""
+    def __getitem__(self, at: Any, /) -> Any:
+        """Return a field, or some for a slice."""
         ...
 
     def _asdict(self) -> dict[str, Any]: ...

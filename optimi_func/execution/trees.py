@@ -270,7 +270,7 @@ def _step(
 
 
 def _columns(
-    rule: Rule, ps: list[object], gs: list[object], states: list[object]
+    rule: Rule, ps: list[Tensor], gs: list[Tensor | None], states: list[LeafState]
 ) -> tuple[list[str], Columns]:
     """Return the names of the state's columns, and all columns."""
     rows = list(map(_rule_state, states))

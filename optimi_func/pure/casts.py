@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import shown, value_of
 from optimi_func.core.leaf import leaf_dtype, leaf_sums
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Leaf, PyTree, Rates, Rule, Scalar, Scalars
+from optimi_func.core.rule import Leaf, Named, PyTree, Rates, Rule, Scalar, Scalars
 from optimi_func.core.torch_private import is_constant, is_unwatched
 from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
@@ -39,7 +39,7 @@ class derived(Generic[T]):
 class Kept:
     """A base class whose instances of equal plain hyperparameters are made once."""
 
-    _made: ClassVar[dict[Any, Any]] = {}
+    _made: ClassVar[dict[object, Any]] = {}
 
     def __init_subclass__(cls) -> None:
         """Keep no values yet."""
@@ -47,13 +47,13 @@ class Kept:
         cls._made = {}
 
     @classmethod
-    def kept(cls, **kwargs: Any) -> Self:
+    def kept(cls, **kwargs: object) -> Self:
         """Return `cls(**kwargs)`, made once for all lrs of equal other numbers.
 
         Tensors, schedules and trees may change, so values with these are not kept.
         """
         rest = dict(kwargs)
-        lr, flat = rest.pop("lr", getattr(cls, "lr", None)), list[Any]()
+        lr, flat = rest.pop("lr", getattr(cls, "lr", None)), list[object]()
         for x in rest.values():
             flat += x if type(x) is tuple else (x,)
         # 1, 1.0 and True are equal, but not equally allowed.
@@ -94,14 +94,14 @@ class Casts:
             return made[key]
         passed: list[Tensor] = []
 
-        def cast(x: Any) -> Any:
+        def cast(x: Scalar) -> Scalar:
             if not isinstance(x, Tensor):
                 return x
             if not is_constant(x):
                 passed.append(x)
             return _cast(x, dtype, device)
 
-        def convert(x: Any) -> Any:
+        def convert(x: Scalar) -> Scalar:
             return _number(x, dtype) if type(x) in (float, int) else cast(x)
 
         found = self._as_tensors(cast, convert, scalars) if self._at_once else None
@@ -127,7 +127,7 @@ class Casts:
         states: list[LeafState],
         means: dict[int, list[Tensor]],
         scalars: list[Scalars],
-        running: Any,
+        running: Named,
     ) -> list[LeafState]:
         """Return the states with the running scalars that the rule joins after a step."""
         rows: list[Tensor] = []
@@ -176,7 +176,7 @@ def _cast(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def called(optimizer: Any, t: Scalar) -> dict[str, Any]:
     """Return an optimizer's numbers at step t (1-based), with schedules called."""
-    numbers: dict[str, Any] = optimizer.numbers
+    numbers = optimizer.numbers
     flat = [y for x in numbers.values() for y in (x if type(x) is tuple else (x,))]
     if not any(map(callable, flat)):
         return numbers
@@ -194,7 +194,7 @@ def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:
 
 def resolve(
     name: str,
-    number: Any,
+    number: Scalar | Callable[[Tensor], Scalar],
     step: Tensor,
     used: bool = True,
     most: float = sys.float_info.max,
@@ -221,7 +221,7 @@ def resolve(
     return number.to(scalar_dtype(number.device))
 
 
-def _check_scheduled(name: str, number: Any, used: bool, most: float) -> None:
+def _check_scheduled(name: str, number: Scalar, used: bool, most: float) -> None:
     """Raise if a schedule returned no number from 0, as far as that can be read."""
     value = number
     if isinstance(number, Tensor) and number.dim() == 0:
@@ -236,7 +236,7 @@ def _check_scheduled(name: str, number: Any, used: bool, most: float) -> None:
     )
 
 
-def _call(name: str, schedule: Callable[..., Any], step: Tensor) -> Scalar:
+def _call(name: str, schedule: Callable[[Tensor], Scalar], step: Tensor) -> Scalar:
     """Call a schedule; raise if its number is no tensor in a graph or under vmap."""
     help = (
         f"{name} is a schedule that turns the 0-d tensor step into a host number, which "

@@ -26,6 +26,7 @@ from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import (
     DecayKind,
     Leaf,
+    Named,
     PyTree,
     Rates,
     Rule,
@@ -55,7 +56,7 @@ T = TypeVar("T")
 _NUMBERS = {float, int, bool, type(None)}
 
 
-def _leaves(tree: PyTree) -> Sequence[Any]:
+def _leaves(tree: PyTree) -> Sequence[object]:
     return (tree,) if type(tree) is float else pytree.tree_leaves(tree)
 
 
@@ -136,7 +137,7 @@ class FunctionalOptimizer(Kept):
         """The betas of moments that are stored in the parameter's dtype by default."""
         return getattr(self, "betas", ())[: self.rule.narrow]
 
-    def advance(self, t: Scalar, running: Any) -> tuple[Any, Any]:
+    def advance(self, t: Scalar, running: Named) -> tuple[Named, Named]:
         """Return the rule's coefficients at step t (1-based), and `running` after it.
 
         lr and weight_decay may be neither schedules nor trees.
@@ -150,7 +151,7 @@ class FunctionalOptimizer(Kept):
         return self.rule.advance(t, lr, running, called(self, t))
 
     @cached_property
-    def _plain(self) -> Callable[..., tuple[Any, Any]] | None:
+    def _plain(self) -> Callable[..., tuple[Named, Named]] | None:
         """The coefficients of a step if all hyperparameters are Python numbers."""
         if self.rule.prepare is None or not self.has_numbers:
             return None
@@ -184,7 +185,7 @@ class FunctionalOptimizer(Kept):
         if not torch.compiler.is_compiling():
             self.__dict__.update(rule=self.rule, decay=self.decay, numbers=self.numbers)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the fields, because a copy of a cached rule would be another rule."""
         return {f.name: self.__dict__[f.name] for f in fields(self)}
 
@@ -268,7 +269,7 @@ class FunctionalOptimizer(Kept):
         ]
 
     @property
-    def unscaled_decays(self) -> list[tuple[DecayKind, Any]]:
+    def unscaled_decays(self) -> list[tuple[DecayKind, object]]:
         """The kind and coefficient of decay, unless the rule multiplies it too."""
         return [(self.decay, self.weight_decay)] if self.rule.join is None else []
 
@@ -360,8 +361,8 @@ class FunctionalOptimizer(Kept):
         self,
         tree: FlatTree,
         rewrite: Rewrite | None,
-        extras: list[dict[str, Any]] | None = None,
-    ) -> tuple[Any, TreeState]:
+        extras: list[dict[str, Tensor]] | None = None,
+    ) -> tuple[PyTree, TreeState]:
         """Step; `extras` are further coefficients of each leaf, by name."""
         if not torch.compiler.is_compiling():
             self.warn(tree)
@@ -423,7 +424,7 @@ class FunctionalOptimizer(Kept):
             found.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), p.dtype))
         return unflatten(tree.spec, found)
 
-    def _now(self, tree: FlatTree) -> tuple[list[Scalars], list[int], list[Any], Casts]:
+    def _now(self, tree: FlatTree) -> tuple[list[Scalars], list[int], list[Named], Casts]:
         """Return what `scalars` does, and the casts for a step of the tree."""
         step, at_once = tree.state.step.detach(), tree.runs_at_once()
         if at_once and self._on_host:
@@ -437,7 +438,7 @@ class FunctionalOptimizer(Kept):
 
     def scalars(
         self, tree: FlatTree, step: Tensor, t: Scalar, at_once: bool = False
-    ) -> tuple[list[Scalars], list[int], list[Any]]:
+    ) -> tuple[list[Scalars], list[int], list[Named]]:
         """Return the different scalars, the index of each leaf's, and its running ones.
 
         The last are those after the step. `step` counts the steps before this one and t is
@@ -463,11 +464,11 @@ class FunctionalOptimizer(Kept):
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
         decay_now = {j: resolve("weight_decay", decays[j], step) for j in {*decay_at}}
         reads = bool(own.keys() & {"lr", "weight_decay"})
-        known: dict[Any, tuple[Any, Any]] = {}
-        places: dict[Any, int] = {}
+        known: dict[tuple[object, ...], tuple[Named, Named]] = {}
+        places: dict[tuple[object, ...], int] = {}
         found: list[Scalars] = []
         at: list[int] = []
-        running: list[Any] = []
+        running: list[Named] = []
         lead = tree.states[0].running
         if self.rule.join is not None and not isinstance(t, Tensor):
             lead = type(lead)(*[x.item() for x in lead])

@@ -46,7 +46,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        optimality: object, spec: object, given_spec: object, count: int, *tensors: Any
+        optimality: object, spec: object, given_spec: object, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         return tuple([x.clone() for x in tensors[:count]])
 
@@ -65,7 +65,7 @@ class _Root(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *outer: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *outer: Tensor) -> tuple[object, ...]:
         tensors = [*ctx.others]
         for i, x in zip(ctx.at, ctx.saved_tensors):
             tensors[i] = x
@@ -87,7 +87,7 @@ class _Root(torch.autograd.Function):
         _, by_given = vjp(lambda xs: optimal(params, xs), own)
         solved = conjugate_gradients(lambda u: by_params(u)[0], list(outer))
         (pulled,) = by_given([-x for x in solved])
-        grads: list[Any] = [None] * len(given)
+        grads: list[Tensor | None] = [None] * len(given)
         for i, x in zip(floats, pulled):
             grads[i] = x
         return (None, None, None, None, *[None] * count, *grads)

@@ -161,7 +161,7 @@ class lbfgs:
         params: T,
         *args: PyTree,
         max_steps: int = 1000,
-        in_dims: tuple[Any, ...] | None = None,
+        in_dims: tuple[int | None, ...] | None = None,
     ) -> tuple[T, LBFGSState]:
         """Return the parameters that minimize loss(params, *args), and the last state.
 
@@ -195,10 +195,10 @@ class lbfgs:
 
             return self.step(p, s, value_and_grad)
 
-        def solved(p: Any, *given: Any) -> Any:
+        def solved(p: T, *given: PyTree) -> T:
             return implicit_root(gradient, p, *given)
 
-        step: Any = one
+        step: Callable[..., PyTree] = one
         dims = (None,) * (1 + len(args)) if in_dims is None else in_dims
         fits = type(dims) is tuple and len(dims) == 1 + len(args)
         fits = fits and all([x is None or type(x) is int for x in dims])
@@ -208,7 +208,7 @@ class lbfgs:
                 f"and an axis or None for each of the {len(args)} args"
             )
         with torch.no_grad():
-            given: Any = [
+            given = [
                 pytree.tree_map(partial(_front, dim=dim), tree)
                 for tree, dim in zip((params, *args), dims)
             ]
@@ -224,25 +224,25 @@ class lbfgs:
         return solved(found, *args), state
 
 
-def _front(x: Any, dim: int | None) -> Any:
+def _front(x: object, dim: int | None) -> object:
     """Return a tensor without its history, and with an axis in front."""
     if not isinstance(x, Tensor):
         return x
     return x.detach() if dim is None else x.detach().movedim(dim, 0)
 
 
-def _rows(tree: object, at: Tensor) -> Any:
+def _rows(tree: PyTree, at: Tensor) -> PyTree:
     """Return some members of a batch."""
     return pytree.tree_map(lambda x: x[at], tree)
 
 
 def _solved(
-    step: Callable[..., Any],
-    now: Any,
+    step: Callable[..., PyTree],
+    now: PyTree,
     args: Sequence[object],
     dims: tuple[object, ...],
     most: int,
-) -> Any:
+) -> PyTree:
     """Step `(params, state)` until all problems are done, or `most` times.
 
     When half of a batch are done, the others go on without them.

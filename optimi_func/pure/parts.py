@@ -1,13 +1,19 @@
 """Values whose numbers are trees: parts of the parameters have plain values."""
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.pure.tree import FlatTree, broadcast, paths_in
+from optimi_func.core.rule import Named, Scalar, Scalars
+from optimi_func.pure.tree import NO_RUNNING, FlatTree, broadcast, paths_in
 
+if TYPE_CHECKING:
+    from optimi_func.pure.functional import FunctionalOptimizer
+
+F = TypeVar("F", bound="FunctionalOptimizer")
 _RATES = "lr", "weight_decay"
 
 
@@ -16,7 +22,7 @@ def is_number(x: object) -> bool:
     return not isinstance(x, dict)
 
 
-def trees_of(value: Any) -> dict[str, list[Any]]:
+def trees_of(value: "FunctionalOptimizer") -> dict[str, list[Any]]:
     """Return the leaves of numbers that are trees, but lr and weight_decay, by name."""
     own, static = value.__dict__, (*_RATES, "max_lr", *value.choices)
     trees = [x for x in value.__dataclass_fields__ if isinstance(own.get(x), dict)]
@@ -24,7 +30,7 @@ def trees_of(value: Any) -> dict[str, list[Any]]:
     return {name: found or [None] for name, found in leaves.items()}
 
 
-def _part(value: Any, numbers: dict[str, Any]) -> Any:
+def _part(value: F, numbers: dict[str, Any]) -> F:
     """Return a value with plain numbers. Raise if its rule is another."""
     own = {f.name: getattr(value, f.name) for f in fields(value)} | numbers
     found = (type(value) if torch.compiler.is_compiling() else type(value).kept)(**own)
@@ -37,7 +43,7 @@ def _part(value: Any, numbers: dict[str, Any]) -> Any:
     return found
 
 
-def samples(value: Any) -> list[Any]:
+def samples(value: F) -> list[F]:
     """Return checked values of one number of each tree, or the value without trees."""
     trees, found = trees_of(value), []
     first = {name: leaves[0] for name, leaves in trees.items()}
@@ -50,7 +56,7 @@ def samples(value: Any) -> list[Any]:
     return found or [value]
 
 
-def parts_of(value: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
+def parts_of(value: F, tree: FlatTree) -> tuple[list[F], list[int]]:
     """Return the values of parts of the parameters, and the index of each parameter's."""
     flat = {x: broadcast(x, getattr(value, x), tree) for x in _RATES}
     trees = trees_of(value)
@@ -61,15 +67,19 @@ def parts_of(value: Any, tree: FlatTree) -> tuple[list[Any], list[int]]:
     return [_part(value, x) for x in named], [rows.index(row) for row in alike]
 
 
-def scalars_of(value: Any, tree: FlatTree, *how: Any) -> tuple[Any, Any, Any]:
+def scalars_of(
+    value: "FunctionalOptimizer", tree: FlatTree, step: Tensor, t: Scalar, at_once: bool
+) -> tuple[list[Scalars], list[int], list[Named]]:
     """Return what `FunctionalOptimizer.scalars` does, of each part's numbers."""
     parts, at = parts_of(value, tree)
-    found, places, running = [], [0] * len(at), [None] * len(at)
+    found: list[Scalars] = []
+    places = [0] * len(at)
+    running: list[Named] = [NO_RUNNING] * len(at)
     for k, part in enumerate(parts):
         own = [i for i, j in enumerate(at) if j == k]
         leaves, states = [tree.leaves[i] for i in own], [tree.states[i] for i in own]
         some = tree._replace(leaves=leaves, states=states, spec=(list, len(own)))
-        scalars, index, after = part.scalars(some, *how)
+        scalars, index, after = part.scalars(some, step, t, at_once)
         for i, j, x in zip(own, index, after):
             places[i], running[i] = len(found) + j, x
         found += scalars

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +18,16 @@ from torch.utils import _pytree as pytree
 from optimi_func.core.checks import check_grad, check_param, check_taken, shown, warn
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import NoRunning, NoState, PyTree, Rule, Scalar, Storage
+from optimi_func.core.rule import Named, NoRunning, NoState, PyTree, Rule, Scalar, Storage
 from optimi_func.core.storage import check_entry, check_stored, entry_of, own_shapes
 from optimi_func.core.torch_private import is_unwatched, serializable, transform_level
 
 NO_RUNNING = NoRunning()
 # From the updates of all leaves and their parameters to the updates that are added.
-Rewrite: TypeAlias = Callable[[list[Any], list[Tensor]], list[Any]]
+Rewrite: TypeAlias = Callable[[list[Tensor | None], list[Tensor]], list[Tensor | None]]
+IsLeaf: TypeAlias = Callable[[PyTree], bool]
+_Kinds: TypeAlias = tuple[type[Named], type[Named], bool]
+N = TypeVar("N", bound=Named)
 
 
 class LeafState:
@@ -38,7 +41,7 @@ class LeafState:
     __slots__ = ("kahan_comp", "rule_state", "running")
 
     def __init__(
-        self, rule_state: Any, kahan_comp: Tensor | None, running: Any = NO_RUNNING
+        self, rule_state: Named, kahan_comp: Tensor | None, running: Named = NO_RUNNING
     ) -> None:
         self.rule_state = rule_state
         self.kahan_comp = kahan_comp
@@ -50,7 +53,7 @@ class LeafState:
         home = self.running if name in self.running._fields else self.rule_state
         return getattr(home, name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return LeafState, (self.rule_state, self.kahan_comp, self.running)
 
     def __repr__(self) -> str:
@@ -58,7 +61,7 @@ class LeafState:
         return f"LeafState({self.rule_state!r}, kahan_comp={self.kahan_comp!r}{running})"
 
 
-def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], Any]:
+def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], _Kinds]:
     tensors = [*leaf.rule_state, *leaf.running]
     if leaf.kahan_comp is not None:
         tensors.append(leaf.kahan_comp)
@@ -67,14 +70,14 @@ def _flatten_leaf(leaf: LeafState) -> tuple[list[Tensor], Any]:
     return tensors, (*kinds, leaf.kahan_comp is not None)
 
 
-def _flatten_leaf_with_keys(leaf: LeafState) -> tuple[list[Any], Any]:
+def _flatten_leaf_with_keys(leaf: LeafState) -> tuple[list[Any], _Kinds]:
     tensors, context = _flatten_leaf(leaf)
     names = [*leaf.rule_state._fields, *leaf.running._fields, "kahan_comp"]
     keyed = [(pytree.GetAttrKey(n), t) for n, t in zip(names, tensors)]
     return keyed, context
 
 
-def _unflatten_leaf(tensors: Any, context: Any) -> LeafState:
+def _unflatten_leaf(tensors: Iterable[Tensor], context: _Kinds) -> LeafState:
     kind, running, compensated = context
     tensors = list(tensors)
     comp = tensors.pop() if compensated else None
@@ -110,10 +113,10 @@ class FlatTree(NamedTuple):
     """(params, grads, state) as flat lists, whose structures are equal."""
 
     params: PyTree
-    spec: Any  # see `unflatten`
-    leaves: list[Any]
-    grads: list[Any]
-    states: list[Any]
+    spec: object  # see `unflatten`
+    leaves: list[Tensor]
+    grads: list[Tensor | None]
+    states: list[LeafState]
     state: TreeState
 
     @staticmethod
@@ -182,7 +185,7 @@ _LEAVES = {*_TENSORS, _NONE, LeafState}
 _is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
-def flatten(tree: PyTree, found: list[Any]) -> Any:
+def flatten(tree: PyTree, found: list[object]) -> object:
     """Append the leaves of a tree, and return its structure: see `unflatten`."""
     kind = type(tree)
     if kind in _LEAVES:
@@ -216,7 +219,7 @@ def unflatten(spec: Any, leaves: Iterable[object]) -> PyTree:
     return dict(zip(label, items)) if kind is dict else kind(items)
 
 
-def _fits(rule: Rule, p: Any, g: Any, s: Any) -> bool:
+def _fits(rule: Rule, p: object, g: object, s: object) -> bool:
     """Return True if all fit at first sight: p's dtype, no codes, no compensation."""
     if g is p or not isinstance(s, LeafState) or s.kahan_comp is not None:
         return False
@@ -240,7 +243,7 @@ def _fits(rule: Rule, p: Any, g: Any, s: Any) -> bool:
     return True
 
 
-def _is_like(x: Any, kind: Any) -> bool:
+def _is_like(x: object, kind: type[Named]) -> bool:
     """Return True for a NamedTuple with these fields, whose class had another name once."""
     return isinstance(x, kind) or getattr(x, "_fields", None) == kind._fields
 
@@ -251,7 +254,7 @@ _USUAL_DTYPES = {
 }
 
 
-def _check_state(rule: Rule, path: object, p: Tensor, s: Any) -> None:
+def _check_state(rule: Rule, path: object, p: Tensor, s: object) -> None:
     if not isinstance(s, LeafState):
         raise TypeError(f"state.leaves{path} is {shown(s)}, which is not a LeafState")
     if not _is_like(s.rule_state, rule.state):
@@ -284,7 +287,7 @@ def init_tree(rule: Rule, params: PyTree, storage: Storage) -> TreeState:
     return TreeState(step, pytree.tree_unflatten(states, spec))
 
 
-def running_tensors(running: Any, device: torch.device) -> Any:
+def running_tensors(running: N, device: torch.device) -> N:
     """Copy running scalars to new 0-d tensors on a device."""
     dtype = scalar_dtype(device)
     return type(running)(*[tensor_of(x, dtype, device) for x in running])
@@ -330,7 +333,7 @@ def grads_and_value(
     """Return what torch.func.grad_and_value does, with params that may have None."""
     leaves, spec = pytree.tree_flatten(without_none(params))
 
-    def of_leaves(leaves: list[Tensor], *rest: object) -> Any:
+    def of_leaves(leaves: list[Tensor], *rest: object) -> object:
         return loss(pytree.tree_unflatten(leaves, spec), *rest)
 
     grads, found = grad_and_value(of_leaves, has_aux=has_aux)(leaves, *rest)
@@ -365,7 +368,9 @@ def flatten_params(params: PyTree) -> tuple[list[Tensor], pytree.TreeSpec]:
     return tensors, spec
 
 
-def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -> list[Any]:
+def match_tree(
+    name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree
+) -> list[PyTree]:
     """Flatten `tree` as far as `spec` goes. Raise with the first leaf that differs.
 
     A None in params is skipped. If `tree` is grads, its None stands for any subtree.
@@ -374,7 +379,7 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
         return spec.flatten_up_to(tree)
     except ValueError as error:
         leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
-        found: list[Any] = [None] * spec.num_leaves
+        found: list[PyTree] = [None] * spec.num_leaves
         try:
             places = own.flatten_up_to(pytree.tree_unflatten(range(len(found)), spec))
             for x, place in zip(leaves, places):
@@ -390,7 +395,7 @@ def match_tree(name: str, tree: PyTree, spec: pytree.TreeSpec, params: PyTree) -
 
 
 def broadcast(
-    name: str, prefix: object, tree: FlatTree, is_leaf: Any = None
+    name: str, prefix: object, tree: FlatTree, is_leaf: IsLeaf | None = None
 ) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(tree.leaves)
@@ -410,7 +415,7 @@ def broadcast(
 
 
 def spread(
-    prefix: Any, places: PyTree, count: int, is_leaf: Any = None
+    prefix: PyTree, places: PyTree, count: int, is_leaf: IsLeaf | None = None
 ) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of a tree of `count` indices, and return its index for each."""
     found, spec = pytree.tree_flatten(prefix, is_leaf)
@@ -445,7 +450,7 @@ def step_of(
     return found
 
 
-def check_pair(owner: str, first: str, found: Any, state: PyTree) -> None:
+def check_pair(owner: str, first: str, found: object, state: PyTree) -> None:
     """Raise unless `found` is a tuple of `first` and of a state like `state`."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise TypeError(f"{owner} returned {shown(found)}: allowed is ({first}, state)")
@@ -458,8 +463,8 @@ def check_pair(owner: str, first: str, found: Any, state: PyTree) -> None:
         raise ValueError(f"{owner} returned a state of another structure than that of init")
 
 
-def _difference(tree: PyTree, params: PyTree, is_leaf: Any = None) -> str:
-    def stop(x: Any) -> bool:
+def _difference(tree: PyTree, params: PyTree, is_leaf: IsLeaf | None = None) -> str:
+    def stop(x: PyTree) -> bool:
         return isinstance(x, LeafState) if is_leaf is None else is_leaf(x)
 
     ours, theirs = paths_in(without_none(params)), paths_in(tree, stop)
@@ -473,7 +478,7 @@ def _difference(tree: PyTree, params: PyTree, is_leaf: Any = None) -> str:
     return ": the containers are of different types"
 
 
-def paths_in(tree: PyTree, stop: Any = None) -> list[str]:
+def paths_in(tree: PyTree, stop: IsLeaf | None = None) -> list[str]:
     """Return the paths of a tree's leaves."""
     if not torch.compiler.is_compiling():
         try:

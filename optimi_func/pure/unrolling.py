@@ -45,25 +45,25 @@ def unroll(
     hyper: Mapping[str, object] | None = None,
     detach_at: Collection[int] = (),
     checkpoint_every: int | None = None,
-    extras: Callable[[PyTree, PyTree, Any], Mapping[str, object]] | None = None,
+    extras: Callable[[PyTree, PyTree, PyTree], Mapping[str, object]] | None = None,
     has_aux: Literal[False] = False,
 ) -> Unrolled: ...
 
 
 def unroll(
     optimizer: checks.Optimizer,
-    loss_fn: Callable[[PyTree, Any], Tensor],
+    loss_fn: Callable[[PyTree, PyTree], PyTree],
     params: PyTree,
-    state: Any,
-    batches: Any,
+    state: PyTree,
+    batches: object,
     *,
     steps: int | None = None,
     hyper: Mapping[str, object] | None = None,
     detach_at: Collection[int] = (),
     checkpoint_every: int | None = None,
-    extras: Callable[[PyTree, PyTree, Any], Mapping[str, object]] | None = None,
+    extras: Callable[[PyTree, PyTree, PyTree], Mapping[str, object]] | None = None,
     has_aux: bool = False,
-) -> Any:
+) -> Unrolled | tuple[Unrolled, PyTree]:
     """Run training steps as a pure function that torch.func differentiates.
 
         g_t       = d loss_fn(p_t, batch_t) / d p
@@ -229,19 +229,21 @@ def _segment(
 ) -> Segment:
     """Make some steps one function: (params, state, hyper, batches) -> (.., .., losses)."""
 
-    def loss(params: PyTree, batch: object) -> Any:
+    def loss(params: PyTree, batch: PyTree) -> PyTree:
         return checks.scalar_loss(loss_fn(params, batch), has_aux)
 
     def run(given: PyTree) -> PyTree:
         params, state, numbers, batches = given
         bound = checks.bind(optimizer, numbers)
-        losses: list[Any] = []
+        losses: list[PyTree] = []
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
-            seen: list[Any] = []
+            seen: list[PyTree] = []
 
-            def evaluate(p: PyTree, batch: object = batch, seen: Any = seen) -> Any:
+            def evaluate(
+                p: PyTree, batch: PyTree = batch, seen: list[PyTree] = seen
+            ) -> PyTree:
                 grads, found = grads_and_value(loss, has_aux, p, batch)
                 seen.append(found)
                 return (found[0] if has_aux else found), grads
@@ -303,7 +305,7 @@ class _Ambient(NamedTuple):
     autocast: dict[str, tuple[torch.dtype, bool]]
 
     @staticmethod
-    def now(leaves: list[Any]) -> "_Ambient":
+    def now(leaves: list[object]) -> "_Ambient":
         states = {i: torch.cuda.get_rng_state(i) for i in _gpus(leaves)}
         kinds = {"cpu", *(x.device.type for x in leaves if isinstance(x, Tensor))}
         autocast = {
@@ -342,7 +344,9 @@ class _Recomputed(torch.autograd.Function):
         return tuple(x.clone() if id(x) in known else x for x in results)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         ctx.run, tensors = inputs[0], inputs[1:]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -350,7 +354,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.mark_non_differentiable(*(output[i] for i in ctx.counts))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         floats, _ = _of_floats(ctx.run, tensors)
         given = [c for i, c in enumerate(cotangents) if i not in ctx.counts]
@@ -365,7 +369,7 @@ class _Recomputed(torch.autograd.Function):
         return None, *(pulled.get(i) for i in range(len(tensors)))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> object:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> object:
         tensors, tangents = ctx.saved_tensors, tangents[1:]
         floats, run = _of_floats(ctx.run, tensors)
         primals = tuple(tensors[i] for i in floats)

@@ -12,7 +12,7 @@ from optimi_func.core.checks import shown
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree
 from optimi_func.pure.casts import resolve
-from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.functional import FunctionalOptimizer, Number
 from optimi_func.pure.tree import tensor_of
 from optimi_func.transforms._trees import Around, check_state, count_from
 from optimi_func.transforms.around import Averaged
@@ -167,7 +167,7 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, object]:
 
 
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:
-    def after(number: object, value: Any) -> Tensor:
+    def after(number: Number, value: Tensor) -> Tensor:
         if value is not number and not callable(number):
             return value.clone()
         now = resolve(name, number, step.clone(), used=False)

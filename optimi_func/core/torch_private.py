@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import wraps
+from operator import attrgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -239,6 +240,14 @@ def is_plain(x: Tensor) -> bool:
 
 
 _NO_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
+# What a launch depends on, besides the addresses. Strides come last, because not every
+# layout has them.
+FACTS: list[Callable[[Tensor], object]] = [
+    *(type, *map(attrgetter, ("layout", "dtype", "shape", "device"))),
+    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.is_inference, Tensor.stride),
+]
 
 
 def share(x: Tensor, y: Tensor) -> bool:

@@ -3,17 +3,12 @@
 import functools
 from collections.abc import Callable, Sequence
 from copy import copy
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-# What a launch depends on, besides the addresses. Strides come last, because not every
-# layout has them.
-_FACTS: list[Callable[[Tensor], object]] = [
-    *(type, *map(attrgetter, ("layout", "dtype", "shape", "device"))),
-    *(Tensor.is_neg, Tensor._is_zerotensor, Tensor.is_inference, Tensor.stride),
-]
+from optimi_func.core.torch_private import FACTS
 
 
 class Guard:
@@ -21,7 +16,7 @@ class Guard:
 
     def __init__(self, tensors: Sequence[Tensor], addresses: bool) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
-        self._facts = [list(map(fact, tensors)) for fact in _FACTS]
+        self._facts = [list(map(fact, tensors)) for fact in FACTS]
         self._check: Callable[..., bool] | None = None  # made when it is first asked
 
     def part(self, rows: Sequence[int]) -> "Guard":
@@ -50,7 +45,7 @@ class Guard:
             return False
         if self._check is not None and self._check(*tensors):
             return True
-        if any(list(map(fact, tensors)) != was for fact, was in zip(_FACTS, self._facts)):
+        if any(list(map(fact, tensors)) != was for fact, was in zip(FACTS, self._facts)):
             return False
         # torch's guards look at more, such as requires_grad and the thread's modes.
         self._check = tensor_guards(tensors)

@@ -21,7 +21,15 @@ from optimi_func.state import convert
 from optimi_func.state.convert import Counterparts, Entry, Group, LoadReport, Match
 from optimi_func.state.describe import describe
 from optimi_func.state.entry import check_options, ensure_state, insert_made, named_params
-from optimi_func.state.stored import decoded, fitting, has_codes, master, owned, set_master
+from optimi_func.state.stored import (
+    decoded,
+    fitting,
+    has_codes,
+    loading,
+    master,
+    owned,
+    set_master,
+)
 
 
 class Fitted(NamedTuple):
@@ -367,11 +375,10 @@ class Checkpoints(Optimizer):
             loaded.append(group)
             rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
             names = group.get("param_names", places)
+            load = loading(rule, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):
                 if saved is not None and self.owns(p):
-                    entry = convert.checked(rule, "state", name, p, saved)
-                    entry = owned(rule, p, capturable, storage, entry, keep_dtypes)
-                    made[p] = self.part_of_entry(p, entry)
+                    made[p] = self.part_of_entry(p, load(name, p, saved))
         mode = all(group.get("train_mode", True) for group in loaded)
         loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
         return loaded, made

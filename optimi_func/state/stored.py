@@ -1,5 +1,6 @@
 """Convert entries between storages: other dtypes, 8-bit codes, other compensations."""
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
@@ -29,10 +30,10 @@ from optimi_func.core.storage import (
     own_names,
     state_in,
 )
-from optimi_func.core.torch_private import is_plain
+from optimi_func.core.torch_private import FACTS, is_plain, is_unwatched, transform_level
 from optimi_func.pure.casts import called
 from optimi_func.pure.tree import running_tensors
-from optimi_func.state.convert import TRAIN_PARAM, Entry
+from optimi_func.state.convert import TRAIN_PARAM, Entry, checked
 
 # Fields without which moments are in other coordinates.
 _TURNED = frozenset(("bases", "factors"))
@@ -84,6 +85,45 @@ def owned(
         if name not in own:
             made[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
     return made
+
+
+def loading(
+    rule: Rule, capturable: bool, storage: Storage, keep_dtypes: bool
+) -> Callable[[object, Tensor, Any], Entry]:
+    """Return a function of a name, a parameter and its saved entry: `checked` and `owned`.
+
+    What these do follows from facts, but for the check of the step count. If they copied
+    an entry as it was, others with the same facts are copied at once.
+    """
+    known = set[object]()
+
+    def load(name: object, p: Tensor, saved: Any) -> Entry:
+        kind = _facts(p, saved)
+        if kind in known and saved["step"].item() >= 0.0:
+            return {key: x.detach().clone() for key, x in saved.items()}
+        entry = checked(rule, "state", name, p, saved)
+        entry = owned(rule, p, capturable, storage, entry, keep_dtypes)
+        if kind is not None and kind == _facts(p, entry):
+            known.add(kind)
+        return entry
+
+    return load
+
+
+def _facts(p: Tensor, entry: Any) -> object:
+    """Return the facts about an entry and its parameter, or None if there are others."""
+    if type(entry) is not dict or not is_unwatched() or transform_level():
+        return None
+    tensors = [p, *entry.values()]
+    plain = _PLAIN.issuperset(map(type, tensors)) and not p.is_complex()
+    if not plain or {x.layout for x in tensors} != {torch.strided}:
+        return None
+    if "step" not in entry or entry["step"].device.type != "cpu":
+        return None  # nothing to check, or to wait for
+    return *entry, *[tuple(map(fact, tensors)) for fact in FACTS]
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def fresh_like(rule: Rule, p: Tensor, storage: Storage) -> Leaf:
@@ -161,7 +201,7 @@ def _laid_out(
     same = type(like) is Tensor and (like.shape, like.stride()) == (p.shape, p.stride())
     like = p if like is None or same else like
     made = torch.empty_like(like, dtype=dtype, device=p.device, requires_grad=False)
-    made.copy_(distribute_like(made, x))
+    made.copy_(distribute_like(made, x.detach()))
     return made
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import optimi_func
 from optimi_func import SGD, Adam, AdamW, RAdam
+from optimi_func.state import stored
 
 EAGER = {"compile": False}
 
@@ -42,6 +43,96 @@ def go_on_alike(ours: Any, ps: list[Tensor], theirs: Any, qs: list[Tensor]) -> N
     )
     assert any(x.abs().max() > 1e-3 for x in expected if x.numel())
     assert_alike(moved, expected, 1e-6)
+
+
+# Entries with the same facts
+
+
+def _alike(
+    storage: Any = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Any, dict[str, Any], list[Tensor]]:
+    """An optimizer whose parameters are of two shapes, its state, and the parameters."""
+    shapes = [(40, 8), (64,)] * 4
+    ps = [torch.ones(x, dtype=dtype, requires_grad=True) for x in shapes]
+    optimizer = started(AdamW, ps, storage=storage)
+    return optimizer, copy.deepcopy(optimizer.state_dict()), ps
+
+
+@pytest.mark.parametrize("storage", [None, "compact", "exact"])
+def test_entries_of_one_kind_are_checked_once(storage: Any, monkeypatch) -> None:
+    optimizer, saved, ps = _alike(storage)
+    seen: list[object] = []
+    check = stored.checked
+    monkeypatch.setattr(
+        stored, "checked", lambda *given: seen.append(given[2]) or check(*given)
+    )
+    qs = copied(ps)
+    other = AdamW(qs, lr=0.3, storage=storage, **EAGER)
+    optimizer.load_state_dict(saved)
+    assert seen == [0, 1]
+    other.load_state_dict({**saved, "state": {**saved["state"], 3: {}}})
+    assert seen == [0, 1, 0, 1, 3]
+    kept = {i: {k: x.data_ptr() for k, x in e.items()} for i, e in saved["state"].items()}
+    other.load_state_dict(saved)
+    loaded = other.state_dict()["state"]
+    for i, entry in saved["state"].items():
+        assert list(entry) == list(loaded[i])
+        for k, x in entry.items():
+            assert torch.equal(x, loaded[i][k]) and x.stride() == loaded[i][k].stride()
+            assert loaded[i][k].data_ptr() != kept[i][k]
+    go_on_alike(optimizer, ps, other, qs)
+
+
+ODD: dict[str, tuple[str, Any, str]] = {
+    "below 0": ("step", lambda x: x - 9, "allowed is at least 0"),
+    "a shape": ("exp_avg", lambda x: x[:1], "has shape"),
+    "another rule's": ("square_avg", None, "are another rule's"),
+    "no tensor": ("exp_avg", lambda x: "x", "allowed is a tensor"),
+    "lost": ("exp_avg_sq", lambda x: None, "the optimizer needs"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_entry_among_others_of_one_kind_is_refused(name: str) -> None:
+    optimizer, saved, _ = _alike()
+    key, change, said = ODD[name]
+    entry = saved["state"][6]
+    entry[key] = change(entry[key]) if change else torch.zeros(40, 8)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((ValueError, TypeError), match=f"6.*{said}"):
+        optimizer.load_state_dict(saved)
+    assert_state_alike(optimizer.state_dict(), before)
+
+
+def assert_state_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for i, entry in wanted["state"].items():
+        assert all(torch.equal(x, found["state"][i][k]) for k, x in entry.items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Tensor.double,
+        lambda x: x.t().contiguous().t() if x.dim() == 2 else x,
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: torch._neg_view(-x),
+        lambda x: x.requires_grad_() if x.dim() else x,
+        torch.nn.Parameter,
+    ],
+    ids=["wider", "another order", "strided", "negated", "graph", "parameter"],
+)
+def test_an_entry_with_other_facts_is_converted(change: Any) -> None:
+    optimizer, saved, _ = _alike(None, torch.float32)
+    other = copy.deepcopy(optimizer)
+    entry = saved["state"][6]
+    for k in ("exp_avg", "exp_avg_sq"):
+        entry[k] = change(entry[k])
+    other.load_state_dict(saved)
+    assert_state_alike(other.state_dict(), optimizer.state_dict())
+    for k, x in other.state_dict()["state"][6].items():
+        assert type(x) is Tensor and x.dtype == torch.float32 and not x.is_neg()
+        assert x.is_contiguous() and not x.requires_grad
+        assert x.untyped_storage().nbytes() == x.nbytes, k
 
 
 # By name

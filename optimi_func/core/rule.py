@@ -34,6 +34,7 @@ class Named(Protocol):
     """A NamedTuple of a rule: its State, its Coeffs or its running scalars."""
 
     _fields: tuple[str, ...]
+    _field_defaults: dict[str, Any]
 
     def __init__(self, *fields: object) -> None:
         """Make one of all its fields."""

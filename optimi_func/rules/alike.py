@@ -1,7 +1,5 @@
 """Two methods of a rule that do the same to tensors, with other scalars."""
 
-from typing import Any
-
 from torch import fx
 
 from optimi_func.rules.lifting import Trace, Traced
@@ -9,21 +7,21 @@ from optimi_func.rules.lifting import Trace, Traced
 
 def other_scalars(
     trace: Trace, results: list[Traced], others: list[Traced]
-) -> dict[fx.Node, Any] | None:
+) -> dict[fx.Node, object] | None:
     """Return what takes the place of scalars of `results` in `others`.
 
     None if they differ in more, or in the scalars of one coefficient.
     """
     if len(results) != len(others):
         return None
-    found: dict[fx.Node, Any] = {}
+    found: dict[fx.Node, object] = {}
     for one, other in zip(results, others):
         if not _match(trace, one.node, other.node, found):
             return None
     return {a: b for a, b in found.items() if not _equal(a, b)}
 
 
-def _match(trace: Trace, a: object, b: object, found: dict[fx.Node, Any]) -> bool:
+def _match(trace: Trace, a: object, b: object, found: dict[fx.Node, object]) -> bool:
     if isinstance(a, fx.Node) and a in trace.host:
         if isinstance(b, fx.Node) and b not in trace.host:
             return False

@@ -12,6 +12,7 @@ from typing import (
     Concatenate,
     Generic,
     Literal,
+    NoReturn,
     ParamSpec,
     TypeAlias,
     TypeVar,
@@ -31,7 +32,7 @@ from optimi_func.classes.forms import (
     step_function,
 )
 from optimi_func.core.checks import bind_call, shown
-from optimi_func.core.rule import PyTree, Rates, Rule
+from optimi_func.core.rule import DecayKind, Named, PyTree, Rates, Rule, Scalar
 from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.pure.casts import derived, resolve_tree
@@ -66,10 +67,10 @@ class choice(Generic[T]):
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make, self.__doc__ = make, make.__doc__
 
-    def __set_name__(self, owner: type[Any], name: str) -> None:
+    def __set_name__(self, owner: type[object], name: str) -> None:
         self.name = name
 
-    def __get__(self, instance: Any, owner: Any) -> T:
+    def __get__(self, instance: object, owner: object) -> T:
         """Return the value of an instance that has one, else compute it."""
         if instance is None:
             return cast(T, self)
@@ -77,7 +78,7 @@ class choice(Generic[T]):
         return read(own, self.name) if self.name in own else self.make(instance)
 
     # Without this, an item of `__dict__` would be read unseen.
-    def __set__(self, instance: Any, x: T) -> None:
+    def __set__(self, instance: object, x: T) -> None:
         instance.__dict__[self.name] = x
 
 
@@ -96,14 +97,14 @@ class OwnRule(FunctionalOptimizer):
         return owner._rules[key_of(statics)]
 
     @derived
-    def decay(self) -> Any:
+    def decay(self) -> DecayKind:
         """The kind of weight decay."""
         owner = self.owner
         if owner.usual_decay is Body.usual_decay:
             return self._decay_kind(owner._usual)
         return self._decay_kind(owner.with_values(self).usual_decay())
 
-    def rates(self, lr: Any, weight_decay: Any, max_lr: Any) -> Rates:
+    def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
         found = super().rates(lr, weight_decay, max_lr)
         if self.owner.lr_is_factor:
@@ -117,7 +118,7 @@ class OwnRule(FunctionalOptimizer):
             self.__dict__["chosen"] = self.chosen
 
     @derived
-    def chosen(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, object]:
         """The choices."""
         names = self.owner._choices
         given = self.owner.bare(_values_of(self)) if names else None
@@ -161,7 +162,8 @@ class OwnRule(FunctionalOptimizer):
         """The rule, with the class's `init` of these hyperparameters."""
         if not hasattr(self.owner, "init"):
             return self.rule
-        rule, own = copy(self.rule), cast(Any, self.rule.init)
+        rule = copy(self.rule)
+        own: Callable[..., Named] = rule.init
         numbers = resolve_tree("a number", self.numbers, torch.zeros(()))
         object.__setattr__(rule, "init", partial(own, numbers=numbers))
         return rule
@@ -182,7 +184,7 @@ class OwnRule(FunctionalOptimizer):
         state: TreeState,
         *,
         rewrite: Rewrite | None = None,
-        **extras: Any,
+        **extras: PyTree,
     ) -> tuple[T, TreeState]:
         """Return the parameters and the state: see `FunctionalOptimizer.step`.
 
@@ -216,7 +218,7 @@ class OwnRule(FunctionalOptimizer):
 
 
 @constant_in_graphs
-def _trace(cls: "type[Body]", statics: tuple[Any, ...]) -> bool:
+def _trace(cls: "type[Body]", statics: tuple[object, ...]) -> bool:
     """Trace the methods, if they are new. A graph being compiled calls this at once."""
     cls.rule_for(statics)
     return True
@@ -236,11 +238,11 @@ class Body(BaseOptimizer):
     # True: `whole` is sums over dimensions and elementwise operations, and is compiled.
     compiles_whole: ClassVar[bool] = False
     _name: ClassVar[str] = ""
-    _own: ClassVar[dict[str, Field[Any, Any]]] = {}
+    _own: ClassVar[dict[str, Field[object, object]]] = {}
     _choices: ClassVar[tuple[str, ...]] = ()
-    _rules: ClassVar[dict[Any, Rule]] = {}
+    _rules: ClassVar[dict[tuple[object, ...], Rule]] = {}
     # Traced rules with the choices that their methods have read.
-    _known: ClassVar[list[tuple[dict[str, Any], Rule]]] = []
+    _known: ClassVar[list[tuple[dict[str, object], Rule]]] = []
     _usual: ClassVar[Decay] = "decoupled"
 
     def __init_subclass__(cls, decay: Decay | None = None, name: str = "") -> None:
@@ -268,7 +270,7 @@ class Body(BaseOptimizer):
     @classmethod
     def bare(cls, values: Mapping[str, object]) -> Any:
         """Return an instance with hyperparameters as attributes, and nothing else."""
-        made: Any = object.__new__(cls)
+        made = object.__new__(cls)
         made.__dict__.update(values)
         return made
 
@@ -278,9 +280,9 @@ class Body(BaseOptimizer):
         return cls.bare(_values_of(value) | value.chosen)
 
     @classmethod
-    def statics_of(cls, value: Any) -> tuple[Any, ...]:
+    def statics_of(cls, value: "OwnRule | Body") -> tuple[object, ...]:
         """Return what methods may branch on: static options, and choices."""
-        found: list[Any] = []
+        found: list[object] = []
         for own in cls._own.values():
             if own.static:
                 x = getattr(value, own.name)
@@ -303,7 +305,7 @@ class Body(BaseOptimizer):
         return [own.name for own in cls._own.values() if own.name in names]
 
     @classmethod
-    def rule_for(cls, statics: tuple[Any, ...]) -> Rule:
+    def rule_for(cls, statics: tuple[object, ...]) -> Rule:
         """Return the rule of a combination of what methods may branch on."""
         if key_of(statics) in cls._rules:
             return cls._rules[key_of(statics)]
@@ -339,7 +341,7 @@ class Body(BaseOptimizer):
         return rule
 
 
-def key_of(statics: tuple[Any, ...]) -> Any:
+def key_of(statics: tuple[object, ...]) -> tuple[object, ...]:
     """Return a key: 1, 1.0 and True are equal, but not the same."""
     return statics, repr(statics)
 
@@ -349,14 +351,14 @@ def _hashable(x: Any) -> Any:
     return tuple(map(_hashable, x)) if type(x) in (tuple, list) else x
 
 
-def _values_of(value: OwnRule) -> dict[str, Any]:
+def _values_of(value: OwnRule) -> dict[str, object]:
     own = value.__dict__
     own = {name: own[name] for name in value.__dataclass_fields__ if name in own}
     # The numbers of a tree have the same rule: one stands for all.
     return own | {name: leaves[0] for name, leaves in trees_of(value).items()}
 
 
-def _is_rule(cls: type[Any]) -> bool:
+def _is_rule(cls: type[Body]) -> bool:
     """Return True if a class body has a part of a rule."""
     kinds = inspect.get_annotations(cls).items()
     own = [name for name, kind in kinds if name[0] != "_" and "ClassVar" not in str(kind)]
@@ -365,9 +367,9 @@ def _is_rule(cls: type[Any]) -> bool:
     return bool(own) or not METHODS.isdisjoint(vars(cls))
 
 
-def _own_fields(cls: type[Any]) -> dict[str, Field[Any, Any]]:
+def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
     """Return the fields of a class body, and put them in the place of defaults."""
-    found: dict[str, Field[Any, Any]] = {}
+    found: dict[str, Field[object, object]] = {}
     annotations, keyword = inspect.get_annotations(cls), False
     for name, x in vars(cls).items():
         if name in {*cls._own, *RATES} - {*annotations} and not hasattr(x, "__get__"):
@@ -408,10 +410,10 @@ def _own_fields(cls: type[Any]) -> dict[str, Field[Any, Any]]:
     return found
 
 
-def _lacks_direction(cls: type[Any]) -> Any:
+def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
     """Make the constructor of a base raise, and return what raises, for its `pure`."""
 
-    def raises(*args: Any, **kwargs: Any) -> None:
+    def raises(*args: object, **kwargs: object) -> NoReturn:
         raise TypeError(f"{cls.__name__} has no direction(self, g, s): write this method")
 
     type.__setattr__(cls, "__init__", raises)  # type checkers keep the one of the fields

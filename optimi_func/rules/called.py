@@ -1,31 +1,46 @@
 """The methods of a class body that are not traced, but called: coeffs, init, whole."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from optimi_func.core.codes import NEAREST, to
+from optimi_func.core.codes import NEAREST, Codes, to
 from optimi_func.core.distributed import distribute_like, whole, whole_field
 from optimi_func.core.math import moment
-from optimi_func.core.rule import Rule
+from optimi_func.core.rule import MomentStorage, Named, Rule, Scalar
 from optimi_func.core.storage import encode
 from optimi_func.rules.lifting import as_scalar, is_scalar
 
 RATES = ("lr", "weight_decay")
 
 
+class Written(Protocol):
+    """A class body, whose methods nobody knows."""
+
+    __name__: str
+    at_definition: bool
+
+    def bare(self, values: Mapping[str, object]) -> Any:
+        """Return an instance with values as attributes."""
+        ...
+
+
 class Explicit(NamedTuple):
     """The `coeffs` of a class that has one."""
 
-    cls: Any
-    statics: dict[str, Any]
+    cls: Written
+    statics: Mapping[str, object]
     takes: list[str]
 
     def __call__(
-        self, t: Any, r: Any, hyper: Mapping[str, object], known: Any = None
-    ) -> Any:
+        self,
+        t: Scalar,
+        r: object,
+        hyper: Mapping[str, object],
+        known: Mapping[str, object] | None = None,
+    ) -> tuple[Named, dict[str, Scalar]]:
         """Return the result and its scalars by name. Raise if it is another."""
         where = f"{self.cls.__name__}.coeffs"
         own = {name: x for name, x in hyper.items() if name not in RATES}
@@ -72,16 +87,18 @@ def makers_of(owner: str, kind: object) -> list[Callable[..., Any]]:
 
 
 def make_init(
-    cls: Any,
+    cls: Written,
     statics: Mapping[str, object],
     usual: Mapping[str, object],
-    kind: Any,
-    makers: Sequence[object],
-) -> Callable[..., Any]:
+    kind: type[Named],
+    makers: Sequence[Callable[..., Codes | Tensor]],
+) -> Callable[..., Named]:
     """Return `Rule.init`: zeros, or what the class's own init returns."""
     where = f"{cls.__name__}.init"
 
-    def field(p: Tensor, kept: Any, make: Any, x: Any) -> Any:
+    def field(
+        p: Tensor, kept: MomentStorage, make: Callable[..., Codes | Tensor], x: Any
+    ) -> Codes | Tensor:
         if make is not whole_field:
             zeros = make(p, kept)
             # Clones, because fields share no memory with p.
@@ -91,14 +108,16 @@ def make_init(
             return zeros
         return distribute_like(zeros, whole(x).clone().to(zeros.device, zeros.dtype))
 
-    def fits(p: Tensor, make: Any, x: Any) -> bool:
+    def fits(p: Tensor, make: object, x: object) -> bool:
         if make is whole_field and isinstance(x, tuple | list):
             return all([isinstance(n, int) and n >= 0 for n in x])
         return x is None or (
             isinstance(x, Tensor) and (make is whole_field or x.shape == p.shape)
         )
 
-    def init(p: Tensor, kept: Any, numbers: Any = None) -> Any:
+    def init(
+        p: Tensor, kept: MomentStorage, numbers: Mapping[str, object] | None = None
+    ) -> Named:
         if not hasattr(cls, "init"):
             return kind(*[field(p, kept, make, None) for make in makers])
         try:
@@ -120,9 +139,9 @@ def make_init(
 
 
 def make_whole(
-    cls: Any,
+    cls: Written,
     statics: Mapping[str, object],
-    kind: Any,
+    kind: type[Named],
     count: int,
     takes: Sequence[str],
     numbers: Sequence[str],
@@ -133,7 +152,9 @@ def make_whole(
     """
     names, rest = kind._fields[count:], (None,) * count
 
-    def mapped(d: Tensor, x: Any, fields: tuple[Tensor, ...], c: Any) -> Any:
+    def mapped(
+        d: Tensor, x: Tensor | None, fields: tuple[Tensor, ...], c: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         now = dict(zip(numbers, c.whole[1:]))
         given = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
         found = cls.bare({**statics, **now}).whole(*[given[name] for name in takes])
@@ -163,7 +184,7 @@ def make_whole(
 
 
 def make_refuses(
-    cls: Any, statics: Mapping[str, object], rule: Rule, now: object
+    cls: Written, statics: Mapping[str, object], rule: Rule, now: object
 ) -> Callable[[Tensor], str | None] | None:
     """Return `Rule.refuses`, which also tries a user's `whole` on a parameter's shape."""
     me, map_of = cls.bare(statics), rule.whole

@@ -9,12 +9,17 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
 from optimi_func.core import math as core
+from optimi_func.core.rule import Named
 from optimi_func.rules import lifting
+
+# `(t, lr, weight_decay, r) -> (coefficients, r)`, and what makes it of numbers.
+AtStep: TypeAlias = Callable[..., tuple[Named, Named]]
+Prepared: TypeAlias = Callable[..., AtStep]
 
 _EXPRESSIONS = {
     core.choose: "{1} if {0} else {2}",
@@ -35,8 +40,12 @@ _EXPRESSIONS = {
 
 
 def prepared(
-    graph: fx.Graph, rates: Sequence[str], before: Sequence[str], kind: Any, running: object
-) -> Callable[..., Callable[..., Any]]:
+    graph: fx.Graph,
+    rates: Sequence[str],
+    before: Sequence[str],
+    kind: type[Named],
+    running: type[Named],
+) -> Prepared:
     """Return `(*numbers) -> (t, lr, weight_decay, r) -> (coefficients, r)` for floats.
 
     `rates` are the names of t, lr and weight_decay in the graph, and `before` those of the
@@ -92,20 +101,22 @@ def prepared(
 
 
 def with_numbers(
-    made: Callable[[], Callable[..., Any]], own: Mapping[str, object], mapped: Sequence[str]
-) -> Callable[..., Callable[..., Any]]:
+    made: Callable[[], Prepared], own: Mapping[str, object], mapped: Sequence[str]
+) -> Prepared:
     """Return what `made()` returns, with t and the numbers of `mapped` for `whole`.
 
     `own` are the numbers, of which those in tuples are several.
     """
     first = made()
 
-    def prepare(*flat: float) -> Callable[..., Any]:
+    def prepare(*flat: float) -> AtStep:
         at, rest = first(*flat), iter(flat)
         several = [len(x) if isinstance(x, tuple) else 0 for x in own.values()]
         rows = [tuple(islice(rest, n)) if n else next(rest) for n in several]
 
-        def found(t: float, lr: float, weight_decay: float, r: Any) -> Any:
+        def found(
+            t: float, lr: float, weight_decay: float, r: Named
+        ) -> tuple[Named, Named]:
             c, r = at(t, lr, weight_decay, r)
             rates = {"lr": lr, "weight_decay": weight_decay}
             late = [rates[x] for x in mapped if x in rates]

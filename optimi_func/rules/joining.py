@@ -1,15 +1,21 @@
 """Methods that read more than an element: `measure`, and `sums` with `join`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.rule import Named
 from optimi_func.rules.lifting import Traced
 
+if TYPE_CHECKING:
+    from optimi_func.rules.making import Making
 
-def sums_and_join(making: Any, new: Any) -> tuple[list[Traced], Callable[..., Any]]:
+
+def sums_and_join(
+    making: "Making", new: Named
+) -> tuple[list[Traced], Callable[..., Named]]:
     """Trace both methods; return the tensors to sum, and `Rule.join`.
 
     `making` is the `Making` of the class, and `new` the stand-in of the new state. The
@@ -49,13 +55,13 @@ def sums_and_join(making: Any, new: Any) -> tuple[list[Traced], Callable[..., An
     places = [trace.coeffs.index(x.node) for x in own]
     compute, _ = trace.function([*r, *sums, *own], [*after], on_host=True)
 
-    def join(running: Any, sums: list[Tensor | float], c: Any) -> Any:
+    def join(running: Named, sums: list[Tensor | float], c: Any) -> Named:
         return making.running(*compute(*running, *sums, *[c[i] for i in places]))
 
     return tensors, join
 
 
-def measured(making: Any) -> tuple[list[Traced], list[Traced], dict[str, Traced]]:
+def measured(making: "Making") -> tuple[list[Traced], list[Traced], dict[str, Traced]]:
     """Trace `measure`; return the tensors, the stand-ins of their means, and the results.
 
     The last of the stand-ins is the number of elements.
@@ -88,5 +94,5 @@ def measured(making: Any) -> tuple[list[Traced], list[Traced], dict[str, Traced]
     return tensors, [*means, numel], named
 
 
-def _is_traced(x: Any) -> bool:
+def _is_traced(x: object) -> TypeGuard[Traced]:
     return isinstance(x, Traced)

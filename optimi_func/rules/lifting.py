@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 from torch.fx.proxy import GraphAppendingTracer, TraceError
 
 from optimi_func.core import math
@@ -46,7 +46,7 @@ class Traced(fx.Proxy):
 class _Tracer(GraphAppendingTracer):
     def __init__(self, graph: fx.Graph, host: set[fx.Node]) -> None:
         super().__init__(graph)
-        self._host, self._known = host, dict[Any, fx.Node]()
+        self._host, self._known = host, dict[tuple[object, ...], fx.Node]()
 
     def create_node(self, kind: str, target: Any, *args: Any, **more: Any) -> fx.Node:
         """Return a node, for scalar work the one that does the same, if there is one."""
@@ -65,7 +65,7 @@ class _Tracer(GraphAppendingTracer):
         node.meta.setdefault("line", _line(walk_stack(sys._getframe())))
         return Traced(node, self)
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Argument:
         """Refuse constants that a graph cannot hold."""
         if isinstance(a, Tensor):
             raise TypeError(
@@ -100,7 +100,7 @@ class Trace:
         node.meta["value"] = torch.full(shape, 3.0, dtype=torch.float64, device="cpu")
         return Traced(node, self._tracer)
 
-    def call(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def call(self, method: str, fn: Callable[..., object], *args: object) -> object:
         """Call a method with stand-ins. Raise TypeError for what cannot be traced."""
         first, where = len(self._graph.nodes), f"{self.owner}.{method}"
         try:
@@ -137,7 +137,7 @@ class Trace:
             fn, args, kwargs = _normal(node)
             chosen = _in_double(fn) if node in self.host else fn
             values, named = map_arg((args, kwargs), lambda x: x.meta["value"])
-            value = chosen(*values, **named)
+            value: Any = chosen(*values, **named)
         except Exception as error:
             raise TypeError(f"{where} cannot be traced: {error}") from error
         floats = isinstance(value, Tensor) and value.is_floating_point()
@@ -222,7 +222,7 @@ class Trace:
         exec(code.src, space)
         made = space["forward"]
 
-        def on_tensors(*args: Any) -> Any:
+        def on_tensors(*args: Any) -> tuple[Tensor, ...]:
             # A 0-d float64 would widen a bool tensor, and other functions refuse it.
             dtype = args[0].dtype
             for x in args[count:]:
@@ -235,7 +235,7 @@ class Trace:
                     return made(None, *args[:count], *cast)
             return made(None, *args)
 
-        def on_scalars(*args: Any) -> Any:
+        def on_scalars(*args: Scalar) -> tuple[Scalar, ...]:
             return made(None, *[x if type(x) is float else as_scalar(x) for x in args])
 
         return (on_scalars if on_host else on_tensors), graph
@@ -253,7 +253,7 @@ class Trace:
         return at | {x: graph.call_method("type_as", (at[x], like)) for x in given}
 
 
-def _normal(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _normal(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Argument]]:
     """Return the function of a node and its arguments, of one spelling each."""
     method, args, kwargs = node.op == "call_method", node.args, dict(node.kwargs)
     fn: Any = getattr(Tensor, str(node.target)) if method else node.target
@@ -275,31 +275,31 @@ def _kind(node: fx.Node) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
-def is_scalar(x: Any) -> bool:
+def is_scalar(x: object) -> bool:
     """Return True for a number and for a 0-d tensor."""
     return x.dim() == 0 if isinstance(x, Tensor) else isinstance(x, Real)
 
 
-def as_scalar(x: Any) -> Scalar:
+def as_scalar(x: Scalar) -> Scalar:
     """Return a number or a 0-d tensor in double precision; a bool would choose a graph."""
     if not isinstance(x, Tensor):
         return float(x)
     return x if x.dtype == torch.float64 else x.to(math.scalar_dtype(x.device))
 
 
-def as_choice(x: Any) -> Scalar:
+def as_choice(x: Scalar) -> Scalar:
     """Return a bool, which chooses a graph, or a 0-d tensor as a number."""
     return as_scalar(x) if isinstance(x, Tensor) else bool(x)
 
 
-def _in_double(fn: Any) -> Callable[..., Any]:
+def _in_double(fn: Callable[..., Any]) -> Callable[..., Scalar]:
     """Return a function of tensors for numbers too, in double precision."""
 
-    def scalar(*args: Any, **kwargs: Any) -> Any:
+    def scalar(*args: object, **kwargs: object) -> Scalar:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         wide = math.scalar_dtype(device)
-        given: list[Any] = [
+        given = [
             x
             if not isinstance(x, int | float)
             else torch.tensor(x, dtype=_KINDS.get(type(x), wide), device=device)
@@ -315,11 +315,13 @@ def _in_double(fn: Any) -> Callable[..., Any]:
     return scalar
 
 
-def _of_numbers(fn: Any, of_tensors: Any) -> Callable[[Any, Any], Any]:
+def _of_numbers(
+    fn: Callable[[float, float], complex], of_tensors: Callable[..., Scalar]
+) -> Callable[[Scalar, Scalar], Scalar]:
     """Return of_tensors, and fn for two numbers, with torch's result where it raises."""
     in_double = _in_double(of_tensors)
 
-    def both(x: Any, y: Any) -> Any:
+    def both(x: Scalar, y: Scalar) -> Scalar:
         if not (isinstance(x, float | int) and isinstance(y, float | int)):
             return of_tensors(x, y)
         try:
@@ -332,17 +334,17 @@ def _of_numbers(fn: Any, of_tensors: Any) -> Callable[[Any, Any], Any]:
     return both
 
 
-def _floor_quotient(x: Any, y: Any) -> Any:
+def _floor_quotient(x: Tensor, y: Tensor) -> Tensor:
     return torch.div(x, y, rounding_mode="floor")  # the operator has no derivative
 
 
-def _remainder(x: Any, y: Any) -> Any:
+def _remainder(x: Scalar, y: Scalar) -> Scalar:
     if isinstance(x, int | float) and isinstance(y, Tensor):  # which has no derivative
         x = torch.full_like(y, x, dtype=torch.result_type(x, y))
     return x % y
 
 
-def _root(x: Any) -> Any:
+def _root(x: Scalar) -> Scalar:
     """Return sqrt(x), with the derivative 0 at 0."""
     if isinstance(x, int | float):
         return math.sqrt(x) if x >= 0 else float("nan")
@@ -352,14 +354,16 @@ def _root(x: Any) -> Any:
     return torch.where(zero, x.detach(), torch.where(zero, 1, x).sqrt())
 
 
-def _restored(x: Any, kind: torch.dtype) -> Any:
+def _restored(x: Scalar, kind: torch.dtype) -> Scalar:
     """Return the bool or the integer that a coefficient is."""
     if kind == torch.bool:
         return x != 0.0
     return x.to(kind) if isinstance(x, Tensor) else int(x)
 
 
-def _where(condition: Any, yes: Any, no: Any, like: Any, kind: torch.dtype) -> Any:
+def _where(
+    condition: bool | Tensor, yes: Scalar, no: Scalar, like: Tensor, kind: torch.dtype
+) -> Tensor:
     """Return torch.where in the shape of `like`, and in its dtype if it is of floats."""
     dtype = like.dtype if kind.is_floating_point else kind
     yes, no = [
@@ -376,16 +380,16 @@ def _where(condition: Any, yes: Any, no: Any, like: Any, kind: torch.dtype) -> A
     return torch.where(condition, yes, no)
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+def _clamp(x: Tensor, min: Scalar | None = None, max: Scalar | None = None) -> Tensor:
     """Return torch.clamp, of a number and a tensor too."""
     x = x if min is None else x.clamp_min(min)
     return x if max is None else x.clamp_max(max)
 
 
-def _scaled(fn: Any) -> Callable[..., Any]:
+def _scaled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function whose alpha or value may be a tensor."""
 
-    def scaled(x: Any, y: Any, *z: Any, **named: Any) -> Any:
+    def scaled(x: Tensor, y: Tensor, *z: Tensor, **named: Scalar) -> Tensor:
         (factor,) = named.values()
         scales = isinstance(factor, Tensor)
         return fn(x, factor * y, *z) if scales else fn(x, y, *z, **named)
@@ -450,7 +454,7 @@ _NOT_ELEMENTWISE = (
 
 
 def check_elementwise(
-    where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Any
+    where: str, names: Sequence[str], graph: fx.Graph, count: int, scalars: Sequence[Scalar]
 ) -> dict[int, int]:
     """Raise unless an element of each result depends on that of `count` tensors alone.
 

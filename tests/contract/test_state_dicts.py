@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLASSES, NEWER, fitting
+from cases import CLASSES, OPTIMI, fitting
 from many_sizes import assert_alike, fill, params, train
 from torch import Tensor
 
@@ -372,7 +372,7 @@ def test_no_option_is_ours_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["plain", "gradient release"])
-@pytest.mark.parametrize("name", [n for n in CLASSES if n not in NEWER])
+@pytest.mark.parametrize("name", OPTIMI)
 def test_optimis_state_is_ours(name: str, release: bool) -> None:
     optimi = pytest.importorskip("optimi")
     cls = getattr(optimi, CLASSES[name].__name__)

@@ -1,6 +1,7 @@
 """The table that the tests walk: every rule with every option, beside its reference.
 
-A new optimizer is rows here; what they are run through stands in the tests.
+A new optimizer is in it by itself, and its options are rows; what they are run through
+stands in the tests.
 """
 
 import re
@@ -76,63 +77,35 @@ class Prodigy(optimi_func.Prodigy, name="prodigy"):
 
 prodigy: Any = Prodigy.pure
 FACTORIES: dict[str, Any] = {"prodigy": prodigy}
+# The package's optimizers, by the names of their values: a new one is among them.
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": optimi_func.SGD,
-    "adam": optimi_func.Adam,
-    "adamw": optimi_func.AdamW,
-    "stableadamw": optimi_func.StableAdamW,
-    "radam": optimi_func.RAdam,
-    "ranger": optimi_func.Ranger,
-    "adan": optimi_func.Adan,
-    "lion": optimi_func.Lion,
-    "ademamix": optimi_func.AdEMAMix,
-    "adopt": optimi_func.ADOPT,
-    "lamb": optimi_func.LAMB,
-    "adafactor": optimi_func.Adafactor,
-    "prodigy": Prodigy,
-    "muon": optimi_func.Muon,
-    "normuon": optimi_func.NorMuon,
-    "soap": optimi_func.SOAP,
-    "schedule_free_adamw": optimi_func.ScheduleFreeAdamW,
-    "schedule_free_sgd": optimi_func.ScheduleFreeSGD,
-    "schedule_free_radam": optimi_func.ScheduleFreeRAdam,
-    "rmsprop": optimi_func.RMSprop,
-    "adagrad": optimi_func.Adagrad,
-    "adadelta": optimi_func.Adadelta,
-    "adamax": optimi_func.Adamax,
-    "nadam": optimi_func.NAdam,
-    "asgd": optimi_func.ASGD,
-    "rprop": optimi_func.Rprop,
+    x.pure.__name__: x
+    for x in vars(optimi_func).values()
+    if isinstance(x, type) and hasattr(x, "pure")
 }
+CLASSES["prodigy"] = Prodigy
 NAMES = list(CLASSES)
+_VALUES: dict[str, Any] = {n: Case(n).functional() for n in NAMES}
+_RULES: dict[str, Any] = {name: value.rule for name, value in _VALUES.items()}
 # Four that differ in form: two moments, means, two kernels, running scalars. What takes a
 # second a rule and depends on the form alone, `make test` asks of these.
 SOME = ("adamw", "stableadamw", "ranger", "schedule_free_adamw")
 # Those that map whole tensors, and the others; those that take matrices alone.
-MAPPED = ("adafactor", "muon", "normuon", "soap")
+MAPPED = tuple(n for n, rule in _RULES.items() if rule.whole is not None)
 ELEMENTWISE = [name for name in NAMES if name not in MAPPED]
-MATRICES = ("muon", "normuon")
+MATRICES = tuple(n for n, rule in _RULES.items() if rule.refuses is not None)
 # Those that average, and are evaluated elsewhere than they step; they have running numbers.
-SCHEDULE_FREE = tuple(name for name in NAMES if name.startswith("schedule_free"))
+SCHEDULE_FREE = tuple(n for n, rule in _RULES.items() if rule.eval_point is not None)
 # Those of torch.optim that optimi does not have.
 TORCHS = ("rmsprop", "adagrad", "adadelta", "adamax", "nadam", "asgd", "rprop")
+# Those that optimi has.
+OPTIMI = ("sgd", "adam", "adamw", "stableadamw", "radam", "ranger", "adan", "lion")
 # Those whose decay joins the gradient, unless they are told otherwise.
-COUPLED = ("sgd", "adam", "radam", "adopt", *TORCHS[:-1])
-# Those that optimi does not have.
-NEWER = (*TORCHS, "ademamix", "adopt", "lamb", "prodigy", *MAPPED, *SCHEDULE_FREE)
+COUPLED = tuple(n for n, value in _VALUES.items() if value.decay == "l2")
 # The rules that take means over a tensor.
-MEASURED = ("stableadamw", "lamb", "prodigy")
+MEASURED = tuple(n for n, rule in _RULES.items() if rule.means is not None)
 # The rules whose state is no sum over a step's gradients.
-REFUSE_STATES = (
-    *TORCHS,
-    "sgd",
-    "adan",
-    "adopt",
-    "adafactor",
-    "prodigy",
-    "soap",
-    *SCHEDULE_FREE,
-)
+REFUSE_STATES = tuple(n for n, rule in _RULES.items() if rule.accumulate is None)
 
 
 # Those whose steps depend on the last bits of gradients of low rank, where eigenvalues are
@@ -142,17 +115,26 @@ SENSITIVE = ("soap",)
 
 # How many first gradients move nothing, or (SOAP) nothing but decay.
 STILL = {"adopt": 1, "soap": 1, "schedule_free_radam": 4}
+
+
+def _keeps_codes(value: Any) -> bool:
+    """Whether a state has moments in codes, if it is told to."""
+    try:
+        value.init(torch.empty(64, 64), storage=optimi_func.Storage(moments="8bit"))
+    except ValueError:
+        return False
+    return True
+
+
 # Those that by default keep nothing in codes.
-NO_CODES = ("sgd", "schedule_free_sgd", "adafactor", "soap", "adagrad", "asgd", "rprop")
+NO_CODES = tuple(n for n, value in _VALUES.items() if not _keeps_codes(value))
 # Those that divide by nothing.
-NO_EPS = ("sgd", "lion", "schedule_free_sgd", "asgd", "rprop")
+NO_EPS = tuple(n for n, value in _VALUES.items() if not hasattr(value, "eps"))
 
 
 def count_betas(name: str) -> int:
     """How many betas a rule has."""
-    none = dict.fromkeys(("sgd", "schedule_free_sgd", "adafactor", *MATRICES, *TORCHS), 0)
-    none |= {"adamax": 2, "nadam": 2}
-    return {**none, "adan": 3, "ademamix": 3}.get(name, 2)
+    return len(getattr(_VALUES[name], "betas", ()))
 
 
 # Where decay goes, as the factory and as the reference say it. Large enough to show.
@@ -221,6 +203,7 @@ _BETAS = {n: (0.8, 0.95) for n in NAMES if count_betas(n)}
 _BETAS["adan"] = (0.9, 0.8, 0.95)  # type: ignore[assignment]
 _BETAS["ademamix"] = (0.9, 0.95, 0.99)  # type: ignore[assignment]
 
+_WARMING = ("schedule_free_adamw", "schedule_free_sgd")
 _CUBIC = (1.5, -0.5, 0.0)
 _LAST = (2.0, -1.5, 0.5)
 _QUINTIC = (
@@ -257,7 +240,7 @@ OPTIONS = [
     _same("ademamix", alpha_warmup=40),
     _same("ademamix", beta3_warmup=40),
     *[_same(name, r=0.5) for name in SCHEDULE_FREE],
-    *[_same(name, weight_lr_power=1.0, warmup_steps=15) for name in SCHEDULE_FREE[:2]],
+    *[_same(name, weight_lr_power=1.0, warmup_steps=15) for name in _WARMING],
     _same("schedule_free_adamw", weight_lr_power=0),
     _same("schedule_free_radam", weight_lr_power=1.0),
     _same("schedule_free_radam", silent_sgd_phase=False),

@@ -482,4 +482,8 @@ def check_elementwise(
     at = [x.data_ptr() for x in results]
     memory = {x: i - len(at) for i, x in reversed([*enumerate(at)])}
     memory |= {x.data_ptr(): i for i, x in enumerate(rows)}
-    return {i: memory[x] for i, x in enumerate(at) if memory[x] != i - len(at)}
+    # What is the same node is the same tensor, and no view of it.
+    nodes: list[Any] = [*graph.nodes]
+    nodes = [*nodes[:count], *nodes[-1].args[0]]
+    views = {i: memory[x] for i, x in enumerate(at)}
+    return {i: j for i, j in views.items() if nodes[j] is not nodes[count + i]}

@@ -116,6 +116,24 @@ def leaf_step(
     return add(u)
 
 
+def short_step(
+    rule: Rule, p: Tensor, g: Tensor, state: Any, scalars: Scalars
+) -> tuple[Tensor, Any]:
+    """Return p and state after a `leaf_step` that is a direction and decay alone.
+
+    All tensors have the dtype of the arithmetic. No result shares memory with another.
+    """
+    c, r, _ = scalars
+    g = plus(times(r.grad_scale, g), r.l2, p)
+    d, new, _ = rule.direction(g, state, c, *((p,) if rule.reads_param else ()))
+    moved = p - plus(r.lr * d, r.decay, p)
+    taken, fields = {id(p), *map(id, state)}, list[Tensor]()
+    for x in new:
+        fields.append(to(x.clone() if id(x) in taken else x, p.dtype))
+        taken.add(id(x))
+    return to(moved, p.dtype), type(state)(*fields)
+
+
 def leaf_move(
     rule: Rule,
     leaf: Leaf,

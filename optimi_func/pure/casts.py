@@ -20,6 +20,7 @@ from optimi_func.pure.tree import FlatTree, LeafState, running_tensors
 
 T = TypeVar("T")
 PLAIN = {float, int, bool, str, type(None)}
+_WIDE = {torch.float32, torch.float64}
 
 
 class derived(Generic[T]):
@@ -120,6 +121,14 @@ class Casts:
         rest = [None if type(x) is float and x == none else x for x, none in usual]
         own = Rates(*map(cast, r[:kept]), *_each(convert, (*rest, *r[4:])))
         return Scalars(_each(convert, coeffs), own, cast(dither))
+
+    def allow_short_steps(self, tree: FlatTree, scalars: Scalars) -> bool:
+        """Return True if `short_step` can step the leaves of a tree."""
+        rule, r = self._rule, scalars.rates
+        parts = rule.after or rule.means or rule.measure or rule.whole or rule.noise
+        if parts or r.cautious or r.undecayed_lr or not (self._at_once and tree.alike):
+            return False
+        return all([p.dtype in _WIDE for p in tree.leaves])
 
     def joined(
         self,

@@ -20,6 +20,7 @@ from optimi_func.core.leaf import (
     leaf_move,
     leaf_step,
     rates,
+    short_step,
     whole_means,
 )
 from optimi_func.core.math import scalar_dtype
@@ -281,8 +282,7 @@ class FunctionalOptimizer(Kept):
     @cached_property
     def _stuck(self) -> list[str]:
         kept = trees_of(self).get("betas", [getattr(self, "betas", ())])
-        narrow = [x[: self.rule.narrow] for x in kept]
-        return [text for betas in narrow for text in checks.stuck_moments(betas)]
+        return [text for x in kept for text in checks.stuck_moments(x[: self.rule.narrow])]
 
     def warn(self, tree: FlatTree) -> None:
         """Warn of likely mistakes, and of moments of a tree that hardly move."""
@@ -368,6 +368,8 @@ class FunctionalOptimizer(Kept):
             self.warn(tree)
         scalars, at, running, cast = self._now(tree)
         half: Any = leaf_step if rewrite is None else leaf_move
+        short = rewrite is extras is None and cast.allow_short_steps(tree, scalars[0])
+        leaves, states = tree.leaves.copy(), tree.states.copy()
         found: dict[int, Any] = {}
         means: dict[int, list[Tensor]] = {}
 
@@ -376,7 +378,11 @@ class FunctionalOptimizer(Kept):
             return means[i]
 
         for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):
-            if g is not None:
+            if g is not None and short:
+                now = cast(scalars[at[i]], p.dtype, p.device)
+                leaves[i], own = short_step(self.rule, p, g, s.rule_state, now)
+                states[i] = LeafState(own, None, running[i])
+            elif g is not None:
                 leaf = Leaf(p, s.rule_state, s.kahan_comp)
                 wide = leaf_dtype(leaf, g)
                 now = cast(scalars[at[i]], wide, p.device)
@@ -388,7 +394,6 @@ class FunctionalOptimizer(Kept):
             us, xs, adds = zip(*moves)
             new = rewrite([*us], [*xs])
             found = {i: adds[i](new[i]) for i in found}
-        leaves, states = tree.leaves.copy(), tree.states.copy()
         for i, new in found.items():
             # A rule may return a field as it was, or an extra; results share no memory.
             kept = [*states[i].rule_state, *(extras[i].values() if extras else ())]
@@ -445,8 +450,7 @@ class FunctionalOptimizer(Kept):
         step + 1; if t is a tensor, coefficients are computed on its device. at_once is True
         if that is the CPU, where its values can be read.
         """
-        on_host = not (isinstance(t, Tensor) or self.rule.running._fields)
-        if on_host and self.has_numbers:
+        if self.has_numbers and not (isinstance(t, Tensor) or self.rule.running._fields):
             coeffs, after = self.advance(t, NO_RUNNING)
             one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
             return [one], [0] * count, [after] * count

@@ -6,7 +6,7 @@ structure, and lr and weight_decay may be prefixes of it.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_grad, check_param, check_taken, shown, warn
+from optimi_func.core.checks import TAKEN, check_grad, check_param, check_taken, shown, warn
 from optimi_func.core.leaf import init_leaf
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Named, NoRunning, NoState, PyTree, Rule, Scalar, Storage
@@ -118,6 +118,7 @@ class FlatTree(NamedTuple):
     grads: list[Tensor | None]
     states: list[LeafState]
     state: TreeState
+    alike: bool = False  # see `_are_alike`
 
     @staticmethod
     def of(params: PyTree, grads: PyTree, state: TreeState) -> "FlatTree":
@@ -147,13 +148,38 @@ class FlatTree(NamedTuple):
 
     def check(self, rule: Rule) -> "FlatTree":
         """Return the tree. Raise if a step of this rule could not use its tensors."""
+        # Dynamo cannot trace it.
+        if not torch.compiler.is_compiling() and self._are_alike(rule):
+            return self._replace(alike=True)
         for i, (p, g, s) in enumerate(zip(self.leaves, self.grads, self.states)):
-            if not _fits(rule, p, g, s):
-                path = path_of(self.params, i)
-                check_param(path, p)
-                check_grad(path, p, g)
-                _check_state(rule, path, p, s)
+            path = path_of(self.params, i)
+            check_param(path, p)
+            check_grad(path, p, g)
+            _check_state(rule, path, p, s)
         return self
+
+    def _are_alike(self, rule: Rule) -> bool:
+        """Return True if each gradient and state is stored as its parameter is."""
+        states, count = self.states, len(rule.fields)
+        if set(map(type, states)) != {LeafState}:
+            return False
+        rows, comps = [s.rule_state for s in states], [s.kahan_comp for s in states]
+        running = [s.running for s in states]
+        if not (_are_like(rows, rule.state) and _are_like(running, rule.running)):
+            return False
+        grads = [p if g is None else g for p, g in zip(self.leaves, self.grads)]
+        try:
+            kinds = [*map(_kind, self.leaves)]
+            fits = TAKEN.issuperset([kind[2:] for kind in kinds])
+            for column in grads, *[*zip(*rows)][:count]:
+                fits = fits and [*map(_kind, column)] == kinds
+            for p, kind, row in zip(self.leaves, kinds, rows) if rule.whole_fields else ():
+                own = own_shapes(rule, p).values()
+                fits = fits and [*map(_kind, row[count:])] == [(x, *kind[1:]) for x in own]
+            counts = [x.dim() for x in chain.from_iterable(running)]
+        except AttributeError:  # of what is no tensor
+            return False
+        return fits and {*comps} == {None} and not any(counts)
 
     def rebuild(
         self, leaves: Sequence[object], states: Sequence[object]
@@ -183,6 +209,7 @@ _NONE = type(None)
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = {*_TENSORS, _NONE, LeafState}
 _is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
+_kind = attrgetter("shape", "device", "dtype", "layout")
 
 
 def flatten(tree: PyTree, found: list[object]) -> object:
@@ -219,39 +246,14 @@ def unflatten(spec: Any, leaves: Iterable[object]) -> PyTree:
     return dict(zip(label, items)) if kind is dict else kind(items)
 
 
-def _fits(rule: Rule, p: object, g: object, s: object) -> bool:
-    """Return True if all fit at first sight: p's dtype, no codes, no compensation."""
-    if g is p or not isinstance(s, LeafState) or s.kahan_comp is not None:
-        return False
-    if not (_is_like(s.rule_state, rule.state) and _is_like(s.running, rule.running)):
-        return False
-    if not isinstance(p, Tensor) or p.dtype not in _USUAL_DTYPES:
-        return False
-    if any([not isinstance(x, Tensor) or x.dim() for x in s.running]):
-        return False
-    shape, dtype, device = p.shape, p.dtype, p.device
-    tensors = (p, *s.rule_state) if g is None else (p, g, *s.rule_state)
-    shapes = repeat(shape)
-    if rule.whole_fields:
-        own = own_shapes(rule, p).values()
-        shapes = chain(repeat(shape, len(tensors) - len(own)), own)
-    for x, shape in zip(tensors, shapes):
-        if not isinstance(x, Tensor) or x.dtype is not dtype or x.device != device:
-            return False
-        if x.shape != shape or x.layout is not torch.strided:
-            return False
-    return True
-
-
 def _is_like(x: object, kind: type[Named]) -> bool:
     """Return True for a NamedTuple with these fields, whose class had another name once."""
     return isinstance(x, kind) or getattr(x, "_fields", None) == kind._fields
 
 
-_USUAL_DTYPES = {
-    *(torch.float32, torch.bfloat16, torch.float64, torch.float16),
-    *(torch.complex64, torch.complex128),
-}
+def _are_like(rows: Iterable[object], kind: type[Named]) -> bool:
+    """Return True if all are `_is_like`."""
+    return {getattr(x, "_fields", None) for x in rows} == {kind._fields}
 
 
 def _check_state(rule: Rule, path: object, p: Tensor, s: object) -> None:

@@ -1,0 +1,20 @@
+"""A hook of MkDocs: the menu's optimizers, which are the table of docs/choose.md."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROW = re.compile(r"^\| \[`(\w+)`\]\((optimizers/\w+\.md)\)", re.M)
+
+
+def optimizers() -> list[dict[str, str]]:
+    """Return the pages of the table in its order, each with the class as its title."""
+    table = (Path(__file__).parents[1] / "choose.md").read_text()
+    return [{name: page} for name, page in ROW.findall(table)]
+
+
+def on_config(config: Any) -> Any:
+    """Put them behind the other pages about optimizers."""
+    (pages,) = [x["Optimizers"] for x in config.nav if "Optimizers" in x]
+    pages[-1:-1] = optimizers()  # LBFGS has a page of its own, and is the last
+    return config

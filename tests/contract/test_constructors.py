@@ -255,7 +255,7 @@ def test_values_have_the_lr_of_their_class(name: str) -> None:
     factory = getattr(optimi_func, name)
     given = inspect.signature(factory).parameters["lr"].default
     if of_class is inspect.Parameter.empty:
-        assert name in ("lion", "adan") and given is of_class
+        assert given is of_class
         return
     assert given == of_class and repr(factory()) == f"{name}(lr={of_class})"
     p = {"w": torch.eye(2)}

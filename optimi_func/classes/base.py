@@ -6,20 +6,22 @@ a compensation, `kahan_comp`.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Literal, cast
+from types import EllipsisType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from optimi_func.classes.divided import Work
 from optimi_func.classes.extras import check_runs, found_extras
-from optimi_func.classes.fields import Fields, Float, Params
+from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
     check_modes,
     check_skip,
@@ -47,9 +49,11 @@ from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_needed
 from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.sums import Part
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group
 from optimi_func.state.entry import insert_made, wants_state_alone
+from optimi_func.transforms.gradients import GradientTransform
 
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
@@ -127,9 +131,9 @@ class BaseOptimizer(Fields, Steps):
     corrected_decay: InitVar[bool] = False
     cautious: InitVar[bool] = False
     skip_nonfinite: InitVar[Literal["step", False]] = False
-    process_group: InitVar[Any] = None
+    process_group: InitVar["torch.distributed.ProcessGroup | None"] = None
     divide_state: InitVar[bool] = False
-    transforms: InitVar[Sequence[Any]] = ()
+    transforms: InitVar[Sequence[GradientTransform | EllipsisType]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
@@ -147,11 +151,10 @@ class BaseOptimizer(Fields, Steps):
             )
         signature = cls._signature()
 
-        def __init__(self: BaseOptimizer, *args: Any, **kwargs: Any) -> None:
+        def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
             take_torchs(kwargs, cls.factory, cls.keywords)
-            (_, params), *defaults = bind_call(
-                cls.__name__, signature, args, kwargs
-            ).items()
+            bound = bind_call(cls.__name__, signature, args, kwargs)
+            (_, params), *defaults = bound.items()
             BaseOptimizer.__init__(self, params, dict(defaults))
             warn_of_torchs_order(signature.parameters, args)
 
@@ -162,24 +165,24 @@ class BaseOptimizer(Fields, Steps):
         __init__.__qualname__ = f"{cls.__qualname__}.__init__"
         cls.__init__ = __init__
 
-    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Params, defaults: Group) -> None:
         check_no_module(params)
         self.optimizer_accumulation = False
         self._take_group(defaults)
         self._take_transforms(defaults)
         self.skips_steps = check_skip(defaults.pop("skip_nonfinite", False))
         self.skipped_steps: int | Tensor = 0  # a tensor if capturable
-        self.releases: list[Any] = []
+        self.releases = []
         self._unprepared: RemovableHandle | None = None
         self._constructed = False
         self._clear_caches()
-        super().__init__(cast(Any, params), plain_numbers(defaults))
+        super().__init__(params, plain_numbers(defaults))
         self._constructed = True
         self._warn_of_mistakes(0)
         if self.defaults["gradient_release"]:
             self._unprepared = warn_if_unprepared(self)
 
-    def attach(self, release: Any) -> None:
+    def attach(self, release: object) -> None:
         """Register a gradient release that steps this optimizer; it detaches itself."""
         self.releases.append(release)
         if self._unprepared is not None:
@@ -241,7 +244,7 @@ class BaseOptimizer(Fields, Steps):
 
     @watched_if_needed
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], Any] | None = None, param: Any = None, **extras: Any
+        self, closure: Closure | None = None, param: Tensor | None = None, **extras: object
     ) -> Any:
         """Update every parameter that has a gradient, or one parameter.
 
@@ -283,13 +286,13 @@ class BaseOptimizer(Fields, Steps):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        works: list[Any] = []
+        works: list[Work] = []
         for group in self.param_groups:
             params: list[Tensor] = group["params"]
-            grads: list[Any] = list(map(_grad, params))
+            grads: list[Tensor] = list(map(_grad, params))
             if any(map(_is_none, grads)):
                 params = [p for p in params if p.grad is not None]
-                grads = [p.grad for p in params]
+                grads = list(map(_grad, params))
             works.append((group, params, grads, None))
         if self._idle < 2 and not self.releases:
             self._note_idle(works)
@@ -306,7 +309,9 @@ class BaseOptimizer(Fields, Steps):
         return loss
 
     @uncompiled
-    def _step_outside_graph(self, closure: Any, param: Any, extras: Any) -> Any:
+    def _step_outside_graph(
+        self, closure: Closure | None, param: Tensor | None, extras: dict[str, object]
+    ) -> object:
         return self.step(closure, param, **extras)
 
     def init_state(self) -> None:
@@ -355,10 +360,9 @@ class BaseOptimizer(Fields, Steps):
                     f"{self.rule_of(group).name}, whose steps end with sums over all "
                     "parameters: use prepare_for_gradient_release(model, optimizer)"
                 )
-        grads = [cast(Tensor, p.grad) for p in params]
         microbatches = [WHOLE_BATCH] * len(params)
         write = not self.optimizer_accumulation
-        self.update(params, grads, microbatches, write=write, count=True)
+        self.update(params, list(map(_grad, params)), microbatches, write=write, count=True)
 
     def update(
         self,
@@ -367,7 +371,7 @@ class BaseOptimizer(Fields, Steps):
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> dict[Tensor, Any]:
+    ) -> dict[Tensor, Part]:
         """Update parameters by the given gradients, each a part or all of a step's.
 
         Gradient release calls this; `p.grad` is neither read nor written. With write=False
@@ -377,7 +381,7 @@ class BaseOptimizer(Fields, Steps):
         """
         self.check_train_mode("an update")
         self._idle = 2  # gradients need not be in p.grad
-        works: dict[int, Any] = {}
+        works: dict[int, tuple[Group, list[Tensor], list[Tensor], list[Microbatch]]] = {}
         for p, g, microbatch in zip(params, grads, microbatches):
             group = self.group_of(p)
             if id(group) not in works:
@@ -399,7 +403,7 @@ class BaseOptimizer(Fields, Steps):
         for group in self.param_groups:
             check_accumulates(self.rule_of(group), group["cautious"])
 
-    def group_of(self, param: Tensor) -> dict[str, Any]:
+    def group_of(self, param: Tensor) -> Group:
         """Return the group that holds a parameter; raise if none does."""
         groups = [(id(group), len(group["params"])) for group in self.param_groups]
         if groups != self._grouped:
@@ -467,13 +471,13 @@ class BaseOptimizer(Fields, Steps):
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in found.items()]]
         return "\n".join([*lines, ")"])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""
         dropped = (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
         names = [k for k in self.__dict__ if k not in dropped and k[:11] != "_optimizer_"]
         return {**{k: self.__dict__[k] for k in names}, **super().__getstate__()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore the attributes and make new caches; load_state_dict calls this too."""
         is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])

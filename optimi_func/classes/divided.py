@@ -43,7 +43,8 @@ from optimi_func.state.convert import Entry, Group
 from optimi_func.state.entry import ensure_state
 from optimi_func.state.stored import fresh_like
 
-Work: TypeAlias = tuple[Group, list[Tensor], list[Any], list[Microbatch] | None]
+# A group, some of its parameters, their gradients, and what each is to its step.
+Work: TypeAlias = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
 
 BYTES = 1 << 22  # of a message, or one larger tensor
 IN_FLIGHT = 2  # messages under way
@@ -59,7 +60,7 @@ class Divided(Checkpoints):
     _idle: int  # steps before the first gradient
     _sent: deque[Callable[[], None]]  # messages under way
 
-    def _take_group(self, options: dict[str, Any]) -> None:
+    def _take_group(self, options: Group) -> None:
         """Take process_group and divide_state out of the options."""
         group, divide = (
             options.pop("process_group", None),
@@ -124,7 +125,7 @@ class Divided(Checkpoints):
                 "model's parameters: make the optimizer after them"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self.check_undivided("a copy or pickle of an optimizer")
         return super().__getstate__()
 
@@ -188,7 +189,7 @@ class Divided(Checkpoints):
             return False
         return min([p[rows].numel() for rows in rows_of(p, count)]) >= LEAST  # of codes
 
-    def part_of(self, p: Tensor, x: Any = None) -> Tensor:
+    def part_of(self, p: Tensor, x: Tensor | None = None) -> Tensor:
         """Return a view of the rows of p, or of x, of which this process has the state.
 
         Return p or x itself if p is not cut.
@@ -315,14 +316,14 @@ class Divided(Checkpoints):
         distributed.all_reduce(total, group=self.process_group)
         return total.tolist()
 
-    def whole_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+    def whole_state(self, state: dict[int, Entry]) -> dict[int, Entry]:
         """Return the state of all processes, on the host: those of others are copies."""
         if not self.divides:
             return state
         self._tell("state_dict()")
-        group, found = self.process_group, dict[Any, Any]()
+        group, found = self.process_group, dict[int, Entry]()
         params = [p for group in self.param_groups for p in group["params"]]
-        parts = {i: list[Any]() for i, p in enumerate(params) if p in self._rows}
+        parts = {i: list[Entry]() for i, p in enumerate(params) if p in self._rows}
         state = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), state)
         for owner in range(group.size()):  # one after the other, to bound the messages
             told = [state]
@@ -346,8 +347,8 @@ class Divided(Checkpoints):
         return holders_of(p, name, self.process_group)
 
     def numbers(
-        self, of_device: Any = _version, only: Container[int] = ()
-    ) -> dict[str, Any]:
+        self, of_device: Callable[[Tensor], object] = _version, only: Container[int] = ()
+    ) -> dict[str, object]:
         """Return groups' hyperparameters, to compare; `only` are the ids of some groups."""
         return {
             f"{name} of param group {i}": comparable(group[name], of_device)
@@ -356,7 +357,7 @@ class Divided(Checkpoints):
             for name in self._factory_of(group)[1]
         }
 
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self) -> dict[str, object]:
         """Return hashes of the copies in `process_group` before their first step."""
         if self.process_group is None or self._has_stepped:
             return {}
@@ -387,7 +388,9 @@ def _joined(name: str, parts: list[Any], rows: int) -> Any:
 
 @torch.no_grad()
 def broadcast(
-    owned: list[list[Tensor]], group: object, sent: deque[Callable[[], None]]
+    owned: list[list[Tensor]],
+    group: "distributed.ProcessGroup | None",
+    sent: deque[Callable[[], None]],
 ) -> None:
     """Copy each process's tensors to the others. The lists are in the order of processes.
 
@@ -410,7 +413,9 @@ def broadcast(
                     sent.popleft()()
 
 
-def _send(tensors: list[Tensor], owner: int, group: Any) -> Callable[[], None]:
+def _send(
+    tensors: list[Tensor], owner: int, group: "distributed.ProcessGroup | None"
+) -> Callable[[], None]:
     """Begin to send tensors from their owner, and return a function that ends it."""
     flat = [x.reshape(-1).view(torch.uint8) for x in tensors]
     alone = len(tensors) == 1 and tensors[0].is_contiguous()  # is its own message

@@ -322,7 +322,7 @@ class EMA:
         self._averages |= made
         return every
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_plans": {}}
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:

@@ -12,7 +12,7 @@ from optimi_func.classes.groups import EXECUTORS, Group, path_of
 from optimi_func.core.checks import shown
 from optimi_func.core.distributed import same_placements, to_local
 from optimi_func.core.leaf import compute_dtype
-from optimi_func.core.rule import Rule, Scalars
+from optimi_func.core.rule import Rule, Scalar, Scalars
 
 
 def check_runs(group: Group, rule: Rule) -> None:
@@ -28,7 +28,9 @@ def check_runs(group: Group, rule: Rule) -> None:
 class Given:
     """The extras of an optimizer's steps."""
 
-    extras: dict[str, Any] | None = None  # of a step, None if no rule takes any
+    extras: dict[str, dict[Tensor, Tensor]] | None = (
+        None  # of a step, None if no rule takes any
+    )
     given: Mapping[str, dict[Tensor, Tensor]] = MappingProxyType({})  # by `give`
 
     def give(self, **extras: object) -> None:
@@ -83,9 +85,12 @@ def found_extras(
     return found
 
 
-def _checked(name: str, path: object, p: Tensor, x: Any) -> Tensor:
-    right = isinstance(x, Tensor) and x.shape in (p.shape, ())
-    if not right or not (x.dim() == 0 or same_placements(p, x)):
+def _checked(name: str, path: object, p: Tensor, x: object) -> Tensor:
+    if not (
+        isinstance(x, Tensor)
+        and x.shape in (p.shape, ())
+        and (x.dim() == 0 or same_placements(p, x))
+    ):
         raise ValueError(
             f"{name} of {path}, which takes a gradient, is {shown(x)}: allowed are tensors "
             f"of the shape {tuple(p.shape)}, with its placements, and 0-d ones"
@@ -101,7 +106,7 @@ def with_given(
     bound: Any,
     params: list[Tensor],
     scalars: list[Scalars],
-    counts: list[Any],
+    counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
     at: list[int],
 ) -> tuple[list[Scalars], list[int]]:
     """Return scalars of each parameter's own, with what its direction takes besides."""
@@ -119,7 +124,7 @@ def with_given(
                     f"nothing was given as {name} of {where}: allowed is to call "
                     f"optimizer.give({name}=...) before the backward"
                 )
-        own: Any = {name: held[name][p] for name in bound.rule.extras}
+        own: dict[str, object] = {name: held[name][p] for name in bound.rule.extras}
         if bound.rule.noise:
             own["z"] = bound.seed, counts[i][0], places[p], p
         found.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**own)))

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, InitVar
 from functools import reduce
 from inspect import Parameter
@@ -28,6 +28,7 @@ from optimi_func.pure.functional import Number
 Params: TypeAlias = (
     Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 )
+Closure: TypeAlias = Callable[[], Any]  # returns the loss
 EMPTY: Any = Parameter.empty
 ANY = {"least": -math.inf, "most": math.inf}
 Got = TypeVar("Got")
@@ -71,10 +72,10 @@ class Field(Generic[Got, Given]):
         self.name = name
 
     @overload
-    def __get__(self, instance: None, owner: object) -> Self: ...
+    def __get__(self, instance: None, owner: type[object]) -> Self: ...
     @overload
-    def __get__(self, instance: object, owner: object) -> Got: ...
-    def __get__(self, instance: object, owner: Any) -> Any:
+    def __get__(self, instance: object, owner: type[object]) -> Got: ...
+    def __get__(self, instance: object, owner: type[object]) -> object:
         """Return the value of an instance that has one. Note that it was read."""
         if instance is None:
             return self
@@ -88,12 +89,12 @@ class Field(Generic[Got, Given]):
         """Write an attribute of this name."""
         instance.__dict__[self.name] = x
 
-    def is_static(self, x: Any) -> bool:
+    def is_static(self, x: object) -> bool:
         """Return True if methods are traced for this value."""
         del x
         return not self.number
 
-    def check(self, x: Any, bound: bool = True) -> None:
+    def check(self, x: object, bound: bool = True) -> None:
         """Raise for a value that is none of its kind or, if `bound`, out of range."""
 
 
@@ -111,18 +112,18 @@ class OneNumber(Field[Got, Given]):
         default: float | None = EMPTY,
         label: str = "",
         *static: type,
-        argument: Any = float,
+        argument: object = float,
         **bounds: float,
     ) -> None:
         super().__init__(default, argument, reduce(or_, static, Number))
         self._label, self._static, self._bounds = label, static, bounds
         self.static = bool(static)
 
-    def is_static(self, x: Any) -> bool:
+    def is_static(self, x: object) -> bool:
         """Return True for a value that is no number."""
         return isinstance(x, self._static)
 
-    def check(self, x: Any, bound: bool = True) -> None:
+    def check(self, x: object, bound: bool = True) -> None:
         """Raise for what is no number or, if `bound`, out of range."""
         if not isinstance(x, self._static):
             bounds = self._bounds if bound else ANY
@@ -143,13 +144,17 @@ class Floats(Field[Got, Given]):
     number, static = True, False
 
     def __init__(
-        self, *default: float, argument: Any = None, value: Any = None, **bounds: float
+        self,
+        *default: float,
+        argument: object = None,
+        value: object = None,
+        **bounds: float,
     ) -> None:
         kinds = [tuple[(kind,) * len(default)] for kind in (float, Number)]
         super().__init__(default, argument or kinds[0], value or kinds[1])
         self._bounds = bounds
 
-    def check(self, x: Any, bound: bool = True) -> None:
+    def check(self, x: object, bound: bool = True) -> None:
         """Raise unless there are as many numbers and, if `bound`, each is in range."""
         count = len(self.default)
         if not (isinstance(x, tuple | list) and len(x) == count):
@@ -162,7 +167,7 @@ class Floats(Field[Got, Given]):
 class Betas(Floats[tuple[Scalar, Scalar], tuple[Number, Number]]):
     """Two numbers in [0, 1): how much of a moment a step keeps."""
 
-    def check(self, x: Any, bound: bool = True) -> None:
+    def check(self, x: object, bound: bool = True) -> None:
         """Raise unless each is in [0, 1)."""
         del bound
         checks.check_betas(x, len(self.default))
@@ -212,7 +217,7 @@ class Fields:
         return inspect.Signature(found, return_annotation=None)
 
 
-def _own_parameters(cls: type[Any]) -> dict[str, Parameter]:
+def _own_parameters(cls: "type[Fields]") -> dict[str, Parameter]:
     """Return the parameters for the fields of one class, and remove their defaults."""
     found: dict[str, Parameter] = {}
     kind = Parameter.POSITIONAL_OR_KEYWORD
@@ -235,7 +240,7 @@ def _own_parameters(cls: type[Any]) -> dict[str, Parameter]:
     return found
 
 
-def made_field(name: str, annotation: Any, default: Any) -> Field[Any, Any]:
+def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
     """Return the field of an annotation and a default, which may be one."""
     made = default
     if not isinstance(default, Field):

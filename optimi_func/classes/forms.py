@@ -36,7 +36,7 @@ class InitFunction(Protocol):
         kahan_sum: bool | None = None,
         state_dtype: torch.dtype | None = None,
         storage: StorageLike | None = None,
-        **own: Any,
+        **own: object,
     ) -> TreeState: ...
 
 
@@ -68,7 +68,7 @@ def check_calls(factory: Any) -> None:
     made, names = factory.__init__, tuple(inspect.signature(factory).parameters)
 
     @wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: object, *args: object, **kwargs: object) -> None:
         if args or "lr" not in kwargs or not all([name in names for name in kwargs]):
             bind_call(factory.__name__, inspect.signature(factory), args, kwargs)  # raises
         made(self, **kwargs)
@@ -84,7 +84,9 @@ def _pure_step(
 
 
 def _step_function(
-    factory: Callable[P, FunctionalOptimizer], run: Callable[..., Any], name: str
+    factory: Callable[P, FunctionalOptimizer],
+    run: Callable[..., tuple[PyTree, TreeState]],
+    name: str,
 ) -> StepFunction[P]:
     known = cast(type[FunctionalOptimizer], factory).kept
 

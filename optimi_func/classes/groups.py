@@ -9,22 +9,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.core import checks
 from optimi_func.core.distributed import all_finite, redistribute_like
-from optimi_func.core.rule import WHOLE_BATCH, Storage
+from optimi_func.core.rule import WHOLE_BATCH, Rule, Storage
 from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.convert import Group
+from optimi_func.state.convert import Entry, Group
+
+if TYPE_CHECKING:
+    from optimi_func.classes.divided import Work
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
@@ -52,12 +56,14 @@ def plain_number(x: Any) -> Any:
     return x
 
 
-def plain_numbers(given: dict[str, object]) -> dict[str, Any]:
+def plain_numbers(given: dict[str, object]) -> Group:
     """Convert options by `plain_number`."""
     return {k: x if type(x) in PLAIN else plain_number(x) for k, x in given.items()}
 
 
-def take_torchs(given: dict[str, Any], factory: object, keywords: Collection[str]) -> None:
+def take_torchs(
+    given: dict[str, object], factory: object, keywords: Collection[str]
+) -> None:
     """Replace options that only torch.optim has, in a call or in a group, by ours.
 
     `keywords` are those of the factory.
@@ -66,7 +72,7 @@ def take_torchs(given: dict[str, Any], factory: object, keywords: Collection[str
     theirs = {k: given[k] for k in names if k in given and k not in keywords}
     if not theirs:
         return
-    new = {"triton": True} if theirs.get("fused") else {}
+    new: dict[str, object] = {"triton": True} if theirs.get("fused") else {}
     if theirs.get("differentiable"):
         raise ValueError(
             "differentiable=True: allowed is False. The pure functions are "
@@ -107,7 +113,7 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None
 
 
 @lru_cache(64)
-def number_defaults(factory: Callable[..., object]) -> dict[str, Any]:
+def number_defaults(factory: Callable[..., object]) -> dict[str, object]:
     """Return the defaults of a factory's keywords that take numbers."""
     found = inspect.signature(factory).parameters
     flags = [name for name, x in found.items() if x.annotation is bool]
@@ -152,7 +158,7 @@ def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
     group_storage(group)
 
 
-def _as_dtype(x: Any) -> Any:
+def _as_dtype(x: object) -> object:
     """Convert the name of a dtype to the dtype. Return other values as they are."""
     found = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
     return found if isinstance(found, torch.dtype) else x
@@ -190,7 +196,7 @@ def likely_mistakes(
     """
     found: list[str] = []
     # Checked over all groups, because one of them may have only float32 norms.
-    asked: dict[Storage, tuple[list[Any], list[Tensor]]] = {}
+    asked: dict[Storage, tuple[list[Rule], list[Tensor]]] = {}
     storages = list(map(group_storage, groups))
     for storage, group, bound in zip(storages, groups, bounds):
         rules, params = asked.setdefault(storage, ([], []))
@@ -267,7 +273,10 @@ def aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Ten
 
 
 def check_capture(
-    group: Group, params: list[Tensor], states: Mapping[Any, Any], names: Collection[str]
+    group: Group,
+    params: list[Tensor],
+    states: Mapping[Tensor, Entry],
+    names: Collection[str],
 ) -> None:
     """Raise if the replays of a CUDA graph would differ from steps."""
     if not group["capturable"]:
@@ -309,7 +318,7 @@ def check_skip(value: object) -> bool:
     return value == "step"
 
 
-def finite_works(optimizer: Any, works: list[Any]) -> list[Any]:
+def finite_works(optimizer: Any, works: "list[Work]") -> "list[Work]":
     """Return the works of a step, or none if a gradient of a process is not finite.
 
     If a group is capturable, the device decides. Skipped steps are counted.
@@ -338,11 +347,13 @@ def finite_works(optimizer: Any, works: list[Any]) -> list[Any]:
     return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
 
 
-def warn_if_unprepared(optimizer: Any) -> RemovableHandle:
+def warn_if_unprepared(optimizer: Optimizer) -> RemovableHandle:
     """Add a hook by which the first step with gradients warns of an unprepared model."""
     said: list[bool] = []
 
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after_step(
+        optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if said or len(args) > 2 or kwargs.get("param") is not None:
             return  # step(param=...) in a hook of the user's
         groups = optimizer.param_groups

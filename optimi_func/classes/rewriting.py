@@ -4,7 +4,7 @@ What a transform keeps for a parameter is in `state[p]`, and what it keeps for a
 first param group, so that state dicts have both.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from optimi_func.classes.stats import Stats, names_of
 from optimi_func.core.checks import check_grad, warn_user
 from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.leaf import held_dtype, leaf_move, microbatch_scalars, whole_means
-from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.counts import write_scalar
@@ -29,11 +29,12 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.scalars import scalars_after
 from optimi_func.execution.tensors import flat_leaf
 from optimi_func.pure.functional import FunctionalOptimizer
+from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Entry, Match
 from optimi_func.transforms._trees import keys_of
 from optimi_func.transforms.gradients import GradientTransform
 
-Write = tuple[Tensor, Any, Tensor | None]  # a target, its value, and if it is written
+Write = tuple[Tensor, Scalar, Tensor | None]  # a target, its value, and if it is written
 KEY = "transforms"
 _WHOLE = WHOLE_BATCH.grad_scale
 _ZERO = torch.zeros((), device="cpu")
@@ -43,7 +44,7 @@ _ZERO = torch.zeros((), device="cpu")
 class Row:
     """A parameter in a step: its gradient or update, if it is written, and more of both."""
 
-    g: Any
+    g: Tensor | None
     flag: Tensor | None
     x: Tensor | None = None  # the parameter with its compensation
     leaf: Any = None
@@ -55,14 +56,15 @@ class Rewriting(Stats):
 
     rewriters: tuple[GradientTransform, ...] = ()
     bound_of: Callable[..., FunctionalOptimizer]
-    extras: Any
     _before: int = 0  # of the transforms, those before the optimizer
-    _told: dict[str, Any]  # the extras of a step that transforms take
-    _layouts: dict[Any, Any]  # names and structure of what a transform keeps
+    _told: dict[str, object]  # the extras of a step that transforms take
+    _layouts: dict[
+        tuple[int, Tensor | None], tuple[list[str], pytree.TreeSpec]
+    ]  # names and structure of what a transform keeps
 
-    def _take_transforms(self, options: dict[str, Any]) -> None:
+    def _take_transforms(self, options: Group) -> None:
         """Take transforms out of the options. Raise for what they cannot honour."""
-        given: Any = options.pop(KEY, ())
+        given = options.pop(KEY, ())
         given, self._told = [*given] if isinstance(given, Iterable) else [given], {}
         places = [i for i, x in enumerate(given) if x is ...]
         found = [x for x in given if isinstance(x, GradientTransform)]
@@ -125,7 +127,7 @@ class Rewriting(Stats):
         if self.rewriters:
             raise ValueError(f"{what} with transforms=, which it would lose: omit one")
 
-    def _tell_transforms(self, extras: dict[str, Any]) -> dict[str, Any]:
+    def _tell_transforms(self, extras: dict[str, object]) -> dict[str, object]:
         """Keep the extras that transforms take, and return those of the rules."""
         taken = {*chain.from_iterable(map(_extras_of, self.rewriters))}
         self._told = {k: x for k, x in extras.items() if k in taken}
@@ -158,7 +160,7 @@ class Rewriting(Stats):
             self._layouts[i, p] = names, spec
         return found
 
-    def _layout(self, i: int, p: Tensor | None) -> tuple[list[str], Any]:
+    def _layout(self, i: int, p: Tensor | None) -> tuple[list[str], pytree.TreeSpec]:
         if (i, p) not in self._layouts:
             self._fresh(p)
         return self._layouts[i, p]
@@ -215,7 +217,8 @@ class Rewriting(Stats):
             at = [i for i, p in enumerate(params) if rows[p].g is not None]
             its = batches and [batches[i]._replace(grad_scale=_WHOLE) for i in at]
             own = [params[i] for i in at]
-            found.append((group, own, [rows[p].g for p in own], its))
+            grads = [g for p in own if (g := rows[p].g) is not None]
+            found.append((group, own, grads, its))
         return found, writes
 
     def _run(
@@ -231,7 +234,9 @@ class Rewriting(Stats):
         paths = dict(zip(every, chain.from_iterable([names_of(*x) for x in groups])))
         none = Row(None, next(iter(rows.values())).flag)
 
-        def rewrite(i: int, some: list[Tensor], kept: Any, of: Any, step: Tensor) -> None:
+        def rewrite(
+            i: int, some: list[Tensor], kept: Entry, of: Tensor | None, step: Tensor
+        ) -> None:
             transform, (names, spec) = self.rewriters[i], self._layout(i, of)
             own, xs = [rows.get(p, none) for p in some], [p.detach() for p in some]
             if "params" in transform.takes:
@@ -252,7 +257,7 @@ class Rewriting(Stats):
                     common = self._common()
                     rewrite(i, every, common, None, common["step"])
                     continue
-                turns: dict[Any, tuple[list[Tensor], Any, Tensor]] = {}
+                turns: dict[object, tuple[list[Tensor], Entry, Tensor]] = {}
                 for p in [p for p, row in rows.items() if row.g is not None]:
                     entry: Entry = made.get(p) or self.state.get(p, {})
                     step = entry.get("step", _ZERO)
@@ -335,7 +340,9 @@ class Rewriting(Stats):
         self.refuse_transforms("functional()")
         return super()._named_entries(group, rule)
 
-    def _loaded_tree(self, state: Any, params: Any) -> Any:
+    def _loaded_tree(
+        self, state: TreeState, params: Mapping[str, Tensor]
+    ) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
         self.refuse_transforms("load_functional()")
         return super()._loaded_tree(state, params)
 
@@ -361,7 +368,7 @@ class Rewriting(Stats):
         return groups, made
 
 
-def _number(x: Tensor) -> Any:
+def _number(x: Tensor) -> Scalar:
     # A count without memory is taken for 0.
     return x if x.is_cuda else x.item() if has_memory(x) else 0.0
 
@@ -371,7 +378,7 @@ def _extras_of(x: GradientTransform) -> dict[str, bool]:
     return {name: needed for name, needed in x.takes.items() if name not in known}
 
 
-def _unlike(want: dict[str, Tensor], saved: Any, where: str) -> list[str]:
+def _unlike(want: dict[str, Tensor], saved: Mapping[str, Tensor], where: str) -> list[str]:
     """Return how a saved state differs. Raise for tensors of other shapes."""
     for name, x in want.items():
         y = saved.get(name, x)

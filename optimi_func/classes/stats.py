@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimi_func.classes.divided import Divided
+from optimi_func.classes.divided import Divided, Work
 from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag
 from optimi_func.core.distributed import all_reduce_sum, shards_of, to_local
 from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import WHOLE_BATCH, Scalar
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.core.torch_private import norms_of
 from optimi_func.execution.launches import Columns
 from optimi_func.execution.tensors import is_capturing
@@ -35,7 +35,7 @@ class Tracked:
         self.counts: dict[Tensor, tuple[Scalar, Scalar]] = {}
         self.skipped = skipped  # the number of skipped updates before
 
-    def begin(self, works: list[Any], write: bool) -> None:
+    def begin(self, works: list[Work], write: bool) -> None:
         """Raise if an update cannot be measured; forget the last step if this is a new one.
 
         A step is new if its gradients were in p.grad, or if a parameter moves once more.
@@ -62,7 +62,7 @@ class Tracked:
                     self._note(group, params, batches, i, norms)
 
     def watch(
-        self, work: Any, columns: Columns
+        self, work: Work, columns: Columns
     ) -> Callable[[Sequence[int]], Callable[[], None]]:
         """Return a function that measures a launch's parameters, by their places."""
         group, params, _, batches = work
@@ -83,7 +83,12 @@ class Tracked:
         return before
 
     def _note(
-        self, group: Group, params: list[Tensor], batches: Any, i: int, norms: list[Tensor]
+        self,
+        group: Group,
+        params: list[Tensor],
+        batches: list[Microbatch] | None,
+        i: int,
+        norms: list[Tensor],
     ) -> None:
         (g, *rest), m, p = norms, batches[i] if batches else WHOLE_BATCH, params[i]
         plain = m.grad_scale is WHOLE_BATCH.grad_scale

@@ -28,13 +28,13 @@ from optimi_func.classes.rewriting import Rewriting, Write, write_all
 from optimi_func.core.checks import check_grad, check_moves_state
 from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.core.owners import Holders, agree
-from optimi_func.core.rule import Leaf, Rule, Scalar
+from optimi_func.core.rule import Leaf, Named, Rule, Scalar, Storage
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.plans import ClassPlan
 from optimi_func.execution.scalars import pack, scalars_after
-from optimi_func.execution.sums import Unit, join, write_running
+from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing, uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -55,16 +55,15 @@ class Steps(Rewriting, Given):
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     optimizer_accumulation: bool
-    releases: list[Any]
     skips_steps: bool  # with a gradient that is not finite
 
     def _forget(self) -> None:
         """Drop what is kept, which is made again at the next step, but for plans."""
         self._bound: dict[int, tuple[Any, Any]] = {}
-        self._plans: dict[Any, ClassPlan] = self.__dict__.get("_plans", {})
-        self._wide: dict[Any, _Wide | None] = {}
+        self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
+        self._wide: dict[object, _Wide | None] = {}
         self._has_stepped, self._idle = False, 0
-        self._layouts: dict[Any, Any] = {}
+        self._layouts = {}
 
     def _factory_of(
         self, group: Group
@@ -112,7 +111,7 @@ class Steps(Rewriting, Given):
 
     def _update(
         self, works: list[Work], write: bool, count: bool, tell: bool = True
-    ) -> dict[Tensor, Any]:
+    ) -> dict[Tensor, Part]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
@@ -123,8 +122,8 @@ class Steps(Rewriting, Given):
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
         made: dict[Tensor, Entry] = {}
-        runs: list[Callable[[], Any]] = []
-        parts: dict[Tensor, Any] = {}
+        runs: list[Callable[[], dict[int, Part] | None]] = []
+        parts: dict[Tensor, Part] = {}
         on_host, divided, sharing = True, list[Holders](), set[int]()
         every, rewritten = works, list[Write]()
         try:
@@ -174,7 +173,7 @@ class Steps(Rewriting, Given):
 
     def _prepare(
         self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
-    ) -> tuple[Callable[[], Any], bool, list[Holders]]:
+    ) -> tuple[Callable[[], dict[int, Part] | None], bool, list[Holders]]:
         """Check and compile a group's update, and return the function that runs it.
 
         The second result is True if that calls no operation of torch, so that modes such as
@@ -272,7 +271,12 @@ class Steps(Rewriting, Given):
         return ClassPlan(bound.rule, capturable, flagged, mine, entries, holders)
 
     def _part(
-        self, how: Any, group: Group, rule: Rule, params: list[Tensor], new: _NewPlan
+        self,
+        how: tuple[object, ...],
+        group: Group,
+        rule: Rule,
+        params: list[Tensor],
+        new: _NewPlan,
     ) -> ClassPlan | None:
         """Return the plan of parameters as a part of a wider one, if they take turns.
 
@@ -317,7 +321,7 @@ class Steps(Rewriting, Given):
 
     @torch.no_grad()
     def reset(
-        self, params: Tensor | Iterable[Tensor] | None = None, rows: Any = None
+        self, params: Tensor | Iterable[Tensor] | None = None, rows: object = None
     ) -> None:
         """Set the state of parameters to its first values, as after writing to them.
 
@@ -353,7 +357,8 @@ class Steps(Rewriting, Given):
         every = [p for group in self.param_groups for p in group["params"]]
         some = [params] if isinstance(params, Tensor) else params
         given = every if some is None else list(some)
-        works, made = list[Any](), dict[Tensor, Entry]()
+        works: list[tuple[Rule, Named, Tensor, Storage, Tensor | None, bool]] = []
+        made = dict[Tensor, Entry]()
         for p in given:
             if not isinstance(p, Tensor):
                 raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
@@ -400,7 +405,11 @@ class Steps(Rewriting, Given):
         return next((x for x in map(self.state.get, own) if x and "step" in x), None)
 
     def _running(
-        self, bound: FunctionalOptimizer, group: Group, fresh: list[Entry], device: Any
+        self,
+        bound: FunctionalOptimizer,
+        group: Group,
+        fresh: list[Entry],
+        device: torch.device | None,
     ) -> tuple[Scalar, ...]:
         """Return a group's running scalars, on a device or as numbers (None).
 
@@ -423,7 +432,7 @@ class Steps(Rewriting, Given):
                 )
         return found
 
-    def finish_step(self, parts: dict[Tensor, Any], count: bool = True) -> None:
+    def finish_step(self, parts: dict[Tensor, Part], count: bool = True) -> None:
         """End a step: join what follows from sums over parameters (see `Rule.join`).
 
         `parts` are what `update` has returned for all parameters that stepped.
@@ -443,7 +452,7 @@ class Steps(Rewriting, Given):
                 self._publish_running(group)
 
     def _unit(
-        self, groups: list[Group], parts: dict[Tensor, Any]
+        self, groups: list[Group], parts: dict[Tensor, Part]
     ) -> tuple[Unit, list[Entry]]:
         """Return the sums of groups, and the entries to keep what is made of them."""
         first, lead, entries = groups[0], self.lead_of(groups[0]) or {}, list[Entry]()
@@ -475,7 +484,7 @@ class Steps(Rewriting, Given):
         for group in self.param_groups:
             self._publish_running(group)
 
-    def _keep(self, key: Any, plan: ClassPlan) -> None:
+    def _keep(self, key: object, plan: ClassPlan) -> None:
         """Keep a plan, in the place of the oldest if there are too many."""
         most = _LISTS + sum([len(group["params"]) for group in self.param_groups])
         while len(self._plans) >= most:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.fields import Closure
 from optimi_func.core.checks import shown
 from optimi_func.core.distributed import any_distributed
-from optimi_func.core.rule import Scalar
+from optimi_func.core.rule import Rule, Scalar
 from optimi_func.core.torch_private import reshard
 from optimi_func.state.entry import wants_state_alone
 from optimi_func.state.stored import master, set_master
@@ -25,7 +26,7 @@ class Wrapper(torch.optim.Optimizer):
     any torch.optim.Optimizer. Wrappers may be nested.
     """
 
-    def __init__(self, optimizer: Any, **options: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, **options: object) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             name = type(self).__name__
             raise TypeError(
@@ -39,7 +40,7 @@ class Wrapper(torch.optim.Optimizer):
     def _check(self) -> None:
         """Raise for options, and an optimizer, that a step could not honour."""
         check_options({name: self.__dict__[name] for name in self._options})
-        name, inner, rules = type(self).__name__, self.optimizer, list[Any]()
+        name, inner, rules = type(self).__name__, self.optimizer, list[Rule]()
         while isinstance(inner, Wrapper):
             inner = inner.optimizer
         if isinstance(inner, BaseOptimizer):
@@ -54,7 +55,7 @@ class Wrapper(torch.optim.Optimizer):
                 )
         check_wrapped(name, rules, any([x.get("maximize") for x in inner.param_groups]))
 
-    def _evaluator(self, closure: Any) -> Callable[[], Any]:
+    def _evaluator(self, closure: Closure | None) -> Closure:
         """Return the closure with gradients on, after all checks."""
         self._check()
         if not callable(closure):
@@ -65,11 +66,11 @@ class Wrapper(torch.optim.Optimizer):
             )
         return torch.enable_grad()(closure)
 
-    def _rest(self, p: Tensor) -> Any:
+    def _rest(self, p: Tensor) -> Tensor | None:
         """Return a parameter's compensation, or None."""
         return self.state.get(p, {}).get("kahan_comp")
 
-    def _params(self, closure: Any) -> list[Tensor]:
+    def _params(self, closure: Closure | None) -> list[Tensor]:
         """Return all parameters, or none for a step that only makes state."""
         if closure is None and wants_state_alone(self.state, self.param_groups):
             return []
@@ -80,14 +81,14 @@ class Wrapper(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what a copy or pickle has: no hooks."""
         names = "optimizer", "defaults", "_options", *self._options
         return {name: self.__dict__[name] for name in names}
 
 
-def _forwarded(name: str) -> Any:
-    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+def _forwarded(name: str) -> Callable[..., object]:
+    def method(self: Wrapper, *args: object, **kwargs: object) -> object:
         return getattr(self.optimizer, name)(*args, **kwargs)
 
     return method
@@ -134,17 +135,19 @@ class SAM(Wrapper):
     (12.5, tensor([2.1000, 2.8000]))
     """
 
-    def __init__(self, optimizer: Any, rho: Scalar = 0.05, adaptive: bool = False) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rho: Scalar = 0.05, adaptive: bool = False
+    ) -> None:
         super().__init__(optimizer, rho=rho, adaptive=adaptive)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step, and return the first loss; extras are the optimizer's."""
         if not (params := self._params(closure)):
             return self.optimizer.step(**extras)
         loss = (evaluate := self._evaluator(closure))()
         kept = [(p, p.clone()) for p in params if p.grad is not None]
-        grads: list[Any] = [p.grad for p, _ in kept]
+        grads = [p.grad for p, _ in kept]
         try:
             ups = ascent([x for _, x in kept], grads, self.rho, self.adaptive)
             for (p, _), up in zip(kept, ups):
@@ -180,11 +183,13 @@ class Lookahead(Wrapper):
         arXiv:1907.08610.
     """
 
-    def __init__(self, optimizer: Any, k: int = 5, alpha: Scalar = 0.5) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, k: int = 5, alpha: Scalar = 0.5
+    ) -> None:
         super().__init__(optimizer, k=k, alpha=alpha)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step of the optimizer, and return what it returns."""
         self._check()
         params = [p for p in self._params(closure) if p.requires_grad]
@@ -234,7 +239,7 @@ class Backtracking(Wrapper):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         decrease: Scalar = 1e-4,
         shrink: Scalar = 0.5,
         max_ls: int = 20,
@@ -242,7 +247,7 @@ class Backtracking(Wrapper):
         super().__init__(optimizer, decrease=decrease, shrink=shrink, max_ls=max_ls)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step, and return the first loss; extras are the optimizer's."""
         if not (params := self._params(closure)):
             return self.optimizer.step(**extras)
@@ -271,6 +276,6 @@ class Backtracking(Wrapper):
         return loss
 
 
-def _set(p: Tensor, rest: Any, x: Tensor) -> None:
+def _set(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
     """Write x to a parameter and its compensation."""
     p.copy_(x) if rest is None else set_master(p, rest, x)

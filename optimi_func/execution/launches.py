@@ -24,6 +24,7 @@ from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import ALIGNMENT, Packed
 from optimi_func.execution.slots import Update, scale_places
+from optimi_func.execution.sums import Part
 from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
 
@@ -34,8 +35,6 @@ TEMPORARIES = 18
 # temporaries have at most so many bytes for each element of the parameter. Slices have at
 # least so many elements, on other devices than the CPU more: a call costs as much as they.
 SLICED, ROOM, LEAST, AT_ONCE = 1_000_000, 2, 1 << 12, 1 << 18
-# The sums of a parameter over its local tensor, None if that is empty, and its flag.
-_Part: TypeAlias = tuple[Tensor | None, Tensor | None]
 # The tensors of a step, with a row for each parameter: the parameters, the gradients, the
 # tensors of the state, and the compensations or None. If results go to new tensors, the
 # same again for these.
@@ -132,7 +131,7 @@ def run_launches(
     written: Columns,
     joins: bool = False,
     watch: Callable[[Sequence[int]], Callable[[], None]] | None = None,
-) -> dict[int, _Part]:
+) -> dict[int, Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
     `at` is, for each parameter, the index of its scalars in `packed`. Returns the sums of

@@ -26,6 +26,7 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.launches import Columns, Launch, run_launches
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import Slot, Update, make_slots
+from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
 _KINDS = 8
@@ -254,7 +255,7 @@ class ClassPlan(Plan):
         write: bool,
         count: bool,
         watch: Callable[[Sequence[int]], Callable[[], None]] | None,
-    ) -> dict[int, Any]:
+    ) -> dict[int, Part]:
         """Write every result, and if `count` is true, count the step; return the sums.
 
         `after` are the running scalars after the step, and `moved` more tensors that share

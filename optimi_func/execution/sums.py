@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from optimi_func.core.leaf import leaf_sums
 from optimi_func.core.lists import grouped
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Leaf, Rule
+
+# The sums of a parameter over its local tensor, None if that is empty, and its flag.
+Part: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 class Unit(NamedTuple):
@@ -23,7 +26,7 @@ class Unit(NamedTuple):
     rows: list[tuple[Tensor, ShardSpec | None]]  # the sums of each local tensor
     flags: list[Tensor | None]  # of parameters that stepped
 
-    def add(self, p: Tensor, leaf: Callable[[], Leaf], part: Any) -> None:
+    def add(self, p: Tensor, leaf: Callable[[], Leaf], part: Part | None) -> None:
         """Add a parameter, and its part if it stepped. `leaf` returns it with its state."""
         row, flag = part or (None, None)
         if row is None or flag is not None:

@@ -27,7 +27,7 @@ from optimi_func.execution.launches import Columns, run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
 from optimi_func.execution.slots import make_slots
-from optimi_func.execution.sums import Unit, join, write_running
+from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import (
@@ -66,7 +66,7 @@ class TreeUpdate:
         grads: Sequence[Tensor],
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> dict[int, Any]:
+    ) -> dict[int, Part]:
         """Update leaves, of which `places` are the indices, in place by these gradients.
 
         Raises ValueError or TypeError before any write if one does not fit. `microbatches`
@@ -122,7 +122,7 @@ class TreeUpdate:
         targets: Columns,
         microbatches: list[Microbatch] | None = None,
         write: bool = True,
-    ) -> dict[int, Any]:
+    ) -> dict[int, Part]:
         """Update leaves by their plan, into targets or, if there are none, in place."""
         at = [self._at[i] for i in places]
         packed, at = pack(self._rule, self._scalars, at, microbatches, write)
@@ -151,7 +151,7 @@ class TreeUpdate:
         raise_versions(_present(written))
         return found
 
-    def finish_step(self, parts: dict[int, object], in_place: bool = True) -> None:
+    def finish_step(self, parts: dict[int, Part], in_place: bool = True) -> None:
         """Join the running scalars, in `after` too, if these are the parts of a step."""
         if not parts:
             return

@@ -1,6 +1,6 @@
 """A pure optimizer under gradient release."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -8,6 +8,7 @@ from optimi_func.core.checks import check_accumulates, check_apart
 from optimi_func.core.distributed import comparable, to_local
 from optimi_func.core.rule import Microbatch, Rule
 from optimi_func.execution.kernels import kernel_context
+from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState
@@ -48,7 +49,7 @@ class TreeOptimizer:
         microbatches: list[Microbatch],
         write: bool,
         count: bool,
-    ) -> dict[Tensor, Any]:
+    ) -> dict[Tensor, Part]:
         """Update leaves in place; `finish_step` counts the step of the whole tree."""
         del count
         with kernel_context(params[0].device):
@@ -60,7 +61,7 @@ class TreeOptimizer:
             parts = self._step.update(places, grads, microbatches, write)
         return {p: parts[i] for p, i in zip(params, places) if i in parts}
 
-    def finish_step(self, parts: dict[Tensor, object], count: bool) -> None:
+    def finish_step(self, parts: dict[Tensor, Part], count: bool) -> None:
         """End the backward's step, and count it if `count`."""
         step, self._step = self._step, None
         if step is not None and parts:
@@ -70,7 +71,7 @@ class TreeOptimizer:
             with kernel_context(self._state.step.device):
                 self._state.step.add_(1.0)
 
-    def numbers(self, of_device: object = None) -> dict[str, Any]:
+    def numbers(self, of_device: object = None) -> dict[str, object]:
         """Return the hyperparameters, to compare."""
         del of_device
         return {"optimizer": self._shown}

@@ -1,7 +1,7 @@
 """The handles that have hooks on which models and parameters."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class Attached(NamedTuple):
 
 # Weak dictionaries instead of attributes, which copies of a model would share.
 by_model: "WeakKeyDictionary[nn.Module, list[GradientRelease]]" = WeakKeyDictionary()
-by_hook: "WeakKeyDictionary[Any, Attached]" = WeakKeyDictionary()
+by_hook: "WeakKeyDictionary[Callable[..., object], Attached]" = WeakKeyDictionary()
 
 
 def releases_of(model: nn.Module) -> "list[GradientRelease]":

@@ -15,6 +15,7 @@ from optimi_func.core.codes import is_dense
 from optimi_func.core.distributed import is_distributed, to_local
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import is_plain
+from optimi_func.execution.sums import Part
 from optimi_func.gradient_release.norms import Norm, as_scalar
 
 # Pending gradients start at multiples of this many bytes, which is aligned for every dtype.
@@ -53,7 +54,9 @@ class Accumulation:
         self.buffer[p] = g.to(_sum_dtype(g, dtype), copy=copy)
         return self.buffer[p]
 
-    def zeros(self, params: Iterable[Tensor], dtype: Any) -> dict[Tensor, Tensor]:
+    def zeros(
+        self, params: Iterable[Tensor], dtype: torch.dtype | None
+    ) -> dict[Tensor, Tensor]:
         """Return zeros in the place of sums."""
         wide = {p: _sum_dtype(p, dtype) for p in params}
         return {p: torch.zeros_like(p.detach(), dtype=d) for p, d in wide.items()}
@@ -87,7 +90,7 @@ class Backward:
         self.ids: set[int] = set()  # its own, and those of backwards started inside it
         self.fired: set[Tensor] = set()
         self.norms: list[Norm] = []
-        self.parts: dict[Tensor, Any] = {}  # of sums, joined by `finish_step`
+        self.parts: dict[Tensor, Part] = {}  # of sums, joined by `finish_step`
         self.lacking = 0  # how many more whole tensors those that wait are mapped with
         # Parameters, gradients, and the CUDA streams that compute the gradients.
         self.pending: dict[torch.device, list[tuple[Tensor, Tensor, object]]] = {}
@@ -155,7 +158,7 @@ class SinceStep:
         self.backwards = 0
         self.moves = 0  # backwards that move different parameters count as one
         self.repeats = False  # True if a parameter got several gradients
-        self.used: dict[str, Any] = {}  # hyperparameters of the last one that moved any
+        self.used: dict[str, object] = {}  # hyperparameters of the last one that moved any
         self._fired: set[Tensor] = set()
 
     def add(self, fired: set[Tensor], moved: bool) -> None:

@@ -64,7 +64,7 @@ class GradientRelease:
             ]
             optimizer.attach(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return a copy's parts; hooks and locks belong to one model and process."""
         built = None, self.optimizer, self.params, self.options
         return GradientRelease, built, (self.state_dict(), getattr(self, "state", None))

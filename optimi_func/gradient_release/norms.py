@@ -1,6 +1,6 @@
 """Norms of gradients and checks for inf and NaN, over all shards of a DTensor."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from optimi_func.core.math import total_norm
 from optimi_func.core.rule import WHOLE_BATCH, Scalar
 from optimi_func.core.torch_private import clip_factor, norms_of
 from optimi_func.gradient_release.options import ReleaseOptions
+
+if TYPE_CHECKING:
+    from optimi_func.gradient_release.backward import Backward
 
 
 class Norm(NamedTuple):
@@ -133,7 +136,7 @@ class Measures:
         return list(kept), list(kept.values())
 
     def _grad_scales(
-        self, backward: Any, params: list[Tensor], norms: list[Norm]
+        self, backward: "Backward", params: list[Tensor], norms: list[Norm]
     ) -> list[Scalar]:
         limit = self.options.clip_param_norm
         if limit is None and backward.grad_scale is None:

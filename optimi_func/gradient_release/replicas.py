@@ -40,7 +40,7 @@ REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, No
 class Replicas:
     """The options of replicas, under their names in `prepare_for_gradient_release`."""
 
-    process_group: Any
+    process_group: "distributed.ProcessGroup"
     bucket_cap_mb: float
     reduce_dtype: torch.dtype | None
     broadcast_buffers: bool
@@ -181,13 +181,13 @@ class ReplicaRunner(Runner):
                     continue
                 mine[f"optimizer state of {name}"] = sorted(state)
                 if self.optimizer.state:
-                    kept: list[Any] = [p.detach(), *state.values()]
+                    kept = [p.detach(), *state.values()]
                     kept = [x for x in kept if isinstance(x, Tensor) and x.numel()]
                     found = [str(torch.hash_tensor(x)) for x in map(as_real, kept)]
                     mine[f"hashes of {name} and its state"] = found
         check_same(mine | self._shared(Tensor.tolist), self.group)
 
-    def _shared(self, of_device: Any) -> dict[str, object]:
+    def _shared(self, of_device: Callable[[Tensor], object]) -> dict[str, object]:
         """Return the options and hyperparameters, which all processes share, by name."""
         found = self.optimizer.numbers(of_device)
         for some in (self.options, self.replicas):
@@ -197,7 +197,8 @@ class ReplicaRunner(Runner):
 
     def _assign(self, params: Iterable[Tensor]) -> None:
         """Put parameters into buckets, in this order."""
-        kinds, arrival = dict[Any, list[Tensor]](), dict[Tensor, int]()
+        kinds: dict[tuple[torch.dtype, torch.device, int | None], list[Tensor]] = {}
+        arrival: dict[Tensor, int] = {}
         o, size = self.replicas, int(self.replicas.bucket_cap_mb * 2**20)
         if self._divides:  # each owner has buckets of its own, which are filled together
             size //= o.process_group.size()
@@ -263,7 +264,7 @@ class ReplicaRunner(Runner):
         # Of each bit that all processes share, it or its complement sums to 0.
         self.marks = [*bits, *[1 - bit for bit in bits]]
         all_ = [Message(*bucket, self) for bucket in self._buckets]
-        backward.messages = all_, deque(enumerate(all_)), deque[Any](), list[Tensor]()
+        backward.messages = all_, deque(enumerate(all_)), deque[Message](), list[Tensor]()
         return backward
 
     def _check_backward(self) -> None:

@@ -291,7 +291,7 @@ class FunctionalOptimizer(Kept):
 
     @cached_property
     def has_numbers(self) -> bool:
-        """True if no hyperparameter is a tensor, a schedule or a tree."""
+        """True if no number is a tensor, a schedule or a tree; Dynamo cannot trace it."""
         given = [self.lr, self.weight_decay, self.max_lr]
         for x in self.numbers.values():
             given += x if isinstance(x, tuple) else (x,)
@@ -450,7 +450,7 @@ class FunctionalOptimizer(Kept):
         step + 1; if t is a tensor, coefficients are computed on its device. at_once is True
         if that is the CPU, where its values can be read.
         """
-        if self.has_numbers and not (isinstance(t, Tensor) or self.rule.running._fields):
+        if not (isinstance(t, Tensor) or self.rule.running._fields) and self.has_numbers:
             coeffs, after = self.advance(t, NO_RUNNING)
             one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
             return [one], [0] * count, [after] * count

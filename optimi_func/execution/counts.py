@@ -47,7 +47,7 @@ class Counts:
         plain = on_host and len(set(self._addresses)) == len(tensors)
         # C++ may read and write them, once it is compiled.
         self._plain = plain and [x.dtype for x in tensors] == wide
-        self.native: Native | None = None  # if C++ reads and writes them
+        self.native: Native | None = loaded() if self._plain else None
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
         self.read(given)
 
@@ -70,13 +70,11 @@ class Counts:
         self._firsts = sorted(first.values())
         places = {keys[row]: i for i, row in enumerate(self._firsts)}
         self.at = [places[key] for key in keys]
-        self._versions = list(map(_version, tensors))
+        self._versions = [] if self._on_host else list(map(_version, tensors))
 
     def part(self, given: list[Any], rows: int) -> "Counts":
         """Return those of some parameters."""
-        made = Counts(given, rows, *self._shape, self._on_host, self._flagged)
-        made.native = loaded() if self._plain else None
-        return made
+        return Counts(given, rows, *self._shape, self._on_host, self._flagged)
 
     def tensors(self, given: list[Any]) -> list[Tensor]:
         """Return the step counts, then the first running scalar of each, and so on."""

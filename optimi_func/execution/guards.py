@@ -16,15 +16,22 @@ class Guard:
 
     def __init__(self, tensors: Sequence[Tensor], addresses: bool) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
-        self._facts = [list(map(fact, tensors)) for fact in FACTS]
+        self._facts = [tuple(map(fact, tensors)) for fact in FACTS]
         self._check: Callable[..., bool] | None = None  # made when it is first asked
 
     def part(self, rows: Sequence[int]) -> "Guard":
         """Return the guard of some of the tensors, which are two or more."""
         made, pick = copy(self), itemgetter(*rows)
         made._addresses = self._addresses and list(pick(self._addresses))
-        made._facts, made._check = [list(pick(x)) for x in self._facts], None
+        made._facts, made._check = [pick(x) for x in self._facts], None
         return made
+
+    def begins_with(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if these are plain, and have the facts of the first ones."""
+        facts = zip(FACTS[1:], self._facts[1:])
+        return {*map(type, tensors)} == {Tensor} and all(
+            tuple(map(fact, tensors)) == was[: len(tensors)] for fact, was in facts
+        )
 
     def moved(self, tensors: Sequence[Tensor], fixed: int) -> "Guard | None":
         """Return a guard of tensors with these facts, each at an address of its own.
@@ -45,7 +52,7 @@ class Guard:
             return False
         if self._check is not None and self._check(*tensors):
             return True
-        if any(list(map(fact, tensors)) != was for fact, was in zip(FACTS, self._facts)):
+        if any(tuple(map(fact, tensors)) != was for fact, was in zip(FACTS, self._facts)):
             return False
         # torch's guards look at more, such as requires_grad and the thread's modes.
         self._check = tensor_guards(tensors)

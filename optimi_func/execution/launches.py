@@ -359,7 +359,7 @@ class ListLaunch(Launch):
         self, kernel: ListKernel, mean: ListKernel | None, count: int, updates: list[Update]
     ) -> None:
         super().__init__(updates)
-        self._kernel, self._mean, self._count = kernel, mean, count
+        self.kernel, self._mean, self._count = kernel, mean, count
         self._each = [u.at for u in updates]
         self._dithers, self._several = any(self._codes), {*self._each}
         self.host = self._aligned and mean is None
@@ -422,7 +422,7 @@ class ListLaunch(Launch):
             at = values.data_ptr()
         # Only codes are rounded by it. Reading it from a GPU would synchronize.
         dither = float(own.scalars.dither) if self._dithers else 0.0
-        self._kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
+        self.kernel.run(at, table, self._lengths, per_row=per_row, dither=dither)
 
 
 def rows(values: Tensor, last: Tensor) -> Tensor:

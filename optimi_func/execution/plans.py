@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, Launch, run_launches
+from optimi_func.execution.launches import Columns, Launch, ListLaunch, run_launches
+from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Slot, Update, make_slots
+from optimi_func.execution.slots import Slot, Update, make_slots, split_twins
 from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
@@ -72,6 +73,8 @@ class Plan:
         self.coded = any([slot.coded for slot in slots])
         # The last two layouts of gradients, because programs take turns between two.
         self._known: dict[Any, list[tuple[Guard, tuple[list[Launch], bool]]]] = {}
+        # The kernels of one launch for all, by the kind of step: see `_takes_one`.
+        self._kernels: dict[Any, ListKernel] = {}
 
     def launches(
         self,
@@ -98,19 +101,33 @@ class Plan:
         for guard, known in self._known.get(kind, ()):
             if guard.holds(grads):
                 return known
-        check()
+        one = not few and len({x.statics for x in packed}) == 1 and self._takes_one(grads)
+        how = executor, write, watched, packed[0].statics
+        kernel = self._kernels.get(how) if one else None
+        if kernel is None:
+            check()
         rows = enumerate(zip(self.slots, *columns[:2], at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
-        with kernel_context(grads[0].device if grads else torch.device("cpu")):
-            parts = _few(self.rule, updates) if few else [updates]
-            plans = [plan_launches(executor, self.rule, x, write) for x in parts]
-            made = list(chain.from_iterable(plans))
+        if kernel is not None:
+            made: list[Launch] = [ListLaunch(kernel, None, 0, updates)]
+        else:
+            with kernel_context(grads[0].device if grads else torch.device("cpu")):
+                parts = _few(self.rule, updates) if few else [updates]
+                plans = [plan_launches(executor, self.rule, x, write) for x in parts]
+                made = list(chain.from_iterable(plans))
+        if one and len(made) == 1 and isinstance(made[0], ListLaunch) and made[0].host:
+            self._kernels[how] = made[0].kernel
         if len(self._known) >= _KINDS:
             self._known.clear()
         found = made, all([launch.host for launch in made])
         last = self._known.get(kind, [])[:1]
         self._known[kind] = [(Guard(grads, addresses=False), found), *last]
         return found
+
+    def _takes_one(self, grads: list[Tensor]) -> bool:
+        """Return True if these gradients fit, and one launch takes all, as another did."""
+        del grads
+        return False
 
 
 class ClassPlan(Plan):
@@ -143,6 +160,7 @@ class ClassPlan(Plan):
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
+        self._even: bool | None = None  # see `_is_even`; asked when it has parts
         # True if local tensors are others than the parameters.
         self.viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
@@ -191,6 +209,8 @@ class ClassPlan(Plan):
         """
         if not self._all:
             return None
+        if self._even is None:
+            self._even = self._is_even(tensors)
         made, count, width = copy(self), len(self._lengths), len(self._names)
         made._lengths, made._known = [self._lengths[i] for i in places], {}
         made.slots = [self.slots[i] for i in places]
@@ -201,6 +221,18 @@ class ClassPlan(Plan):
         made._guard = self._guard.part(rows)
         made.counts = self.counts.part(made.made, len(places))
         return made
+
+    def _is_even(self, tensors: list[Any]) -> bool:
+        """Return True if one launch takes all parameters, or some, if one takes others."""
+        kinds = {(x.dtypes, x.columns, x.codes, x.dense, x.numel > 0) for x in self.slots}
+        if len(kinds) > 1 or self.coded or self.viewed or not self.slots[0].numel:
+            return False
+        given = enumerate(zip(self.slots, tensors))
+        updates = [Update(i, slot, p, p, 0, cast(Any, None)) for i, (slot, p) in given]
+        return all([x.slot.plain for x in updates]) and len([*split_twins(updates)]) == 1
+
+    def _takes_one(self, grads: list[Tensor]) -> bool:
+        return bool(self._even) and self._guard.begins_with(grads)
 
     def _get(self, entry: dict[str, object]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))

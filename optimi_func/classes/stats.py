@@ -16,7 +16,7 @@ from optimi_func.core.leaf import compute_dtype
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar
 from optimi_func.core.torch_private import norms_of
-from optimi_func.execution.launches import Columns
+from optimi_func.execution.slots import Columns
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.state.convert import without_wrappers
 from optimi_func.state.stored import weight_of

@@ -30,7 +30,7 @@ class Counts:
 
     def __init__(
         self,
-        given: list[Any],
+        given: list[Tensor],
         rows: int,
         width: int,
         counted: int,
@@ -51,7 +51,7 @@ class Counts:
         self._tables = address(self._addresses), address(self._expected), rows, len(tensors)
         self.read(given)
 
-    def read(self, given: list[Any]) -> None:
+    def read(self, given: list[Tensor]) -> None:
         """Read the counts, also again after something else has written to them."""
         rows, tensors = self._rows, self.tensors(given)
         found: list[float] = []
@@ -72,15 +72,15 @@ class Counts:
         self.at = [places[key] for key in keys]
         self._versions = [] if self._on_host else list(map(_version, tensors))
 
-    def part(self, given: list[Any], rows: int) -> "Counts":
+    def part(self, given: list[Tensor], rows: int) -> "Counts":
         """Return those of some parameters."""
         return Counts(given, rows, *self._shape, self._on_host, self._flagged)
 
-    def tensors(self, given: list[Any]) -> list[Tensor]:
+    def tensors(self, given: list[Tensor]) -> list[Tensor]:
         """Return the step counts, then the first running scalar of each, and so on."""
         return [x for own in self._slices for x in given[own]]
 
-    def hold(self, given: list[Any]) -> bool:
+    def hold(self, given: list[Tensor]) -> bool:
         """Return True if nothing else has written to them."""
         if self.native is not None:
             return bool(self.native.counts_hold(*self._tables))
@@ -88,14 +88,18 @@ class Counts:
             return [x.item() for x in self.tensors(given)] == list(self._expected)
         return self._flagged or list(map(_version, self.tensors(given))) == self._versions
 
-    def now(self, given: list[Any]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
+    def now(self, given: list[Tensor]) -> list[tuple[Scalar, tuple[Scalar, ...]]]:
         """Return the different counts with their running scalars, numbers or tensors."""
-        values: Sequence[Any] = self._expected if self._on_host else self.tensors(given)
+        values: Sequence[Scalar] = self._expected if self._on_host else self.tensors(given)
         rows, end = self._rows, len(values)
         return [(values[i], tuple(values[i + rows : end : rows])) for i in self._firsts]
 
     def advance(
-        self, given: list[Any], after: Sequence[object], packed: list[Packed], at: list[int]
+        self,
+        given: list[Tensor],
+        after: Sequence[object],
+        packed: list[Packed],
+        at: list[int],
     ) -> None:
         """Count a step; parameters whose `finite` flag is false do not count it.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -38,7 +38,7 @@ class Native(NamedTuple):
     encode: Callable[..., None]
 
 
-def address(x: "array[Any]") -> int:
+def address(x: "array[int] | array[float]") -> int:
     """Return the address of an array's first element."""
     return x.buffer_info()[0]
 

@@ -4,7 +4,7 @@
 operation is one call for the list.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +18,11 @@ from optimi_func.execution.kernels import fill
 from optimi_func.execution.launches import (
     LEAST,
     TEMPORARIES,
-    Columns,
     Launch,
     plan_eager,
 )
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Update, split_twins
+from optimi_func.execution.slots import Columns, Update, split_twins
 from optimi_func.execution.tensors import leaf_of
 
 T = TypeVar("T")
@@ -64,15 +63,19 @@ class Many:
         torch._foreach_copy_(casted, self.tensors)
         return Many(casted)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> "Callable[..., Many]":
         """Return a method of Tensor for all tensors."""
         func = getattr(Tensor, name)
         return lambda *more, **named: _call(name, func, [self, *more], named)
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Tensor],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> "Many":
         return _call(func.__name__, func, list(args), kwargs or {})
 
 
@@ -89,7 +92,7 @@ for _name in (*_SPELLED, *_REFLECTED, *_OTHERS.split()):
 
 
 def _call(
-    name: str, func: Callable[..., Tensor], args: list[Any], named: dict[str, Any]
+    name: str, func: Callable[..., Tensor], args: list[Any], named: dict[str, object]
 ) -> Many:
     if name in _REFLECTED and not named:
         name, args = _REFLECTED[name], args[::-1]

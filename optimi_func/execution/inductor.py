@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from importlib import import_module
 from threading import Thread
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ from optimi_func.execution.list_kernel import ListKernel, list_kernel_of
 from optimi_func.execution.shaped import ShapedKernel, shaped_kernel_of, store_vectors
 from optimi_func.execution.triton_list import triton_list_kernel_of
 
-T = TypeVar("T", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+T = TypeVar("T", bound=Callable[..., object])
 # `run(scalars, p, g, *state, *comp, *targets)` on 1-D tensors, some of which it writes to.
 Kernel: TypeAlias = Callable[..., None]
-Generated = Callable[[list[Any]], Any]
+Generated = Callable[[list[object]], object]
 
 # Precompiling torch's C++ headers takes as long as four kernels without them.
 PRECOMPILE_HEADERS = False
@@ -44,7 +47,7 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
     `row` elements (see `in_rows`), and writes to its arguments, the example too. The result
     takes dense tensors of any shape and length from 2, with one order of elements in
     memory. Autograd does not see its writes. On CUDA it is a TritonListKernel if one can be
-    made. Any error of the compiler is raised.
+    made. Errors of the compiler are raised.
     """
 
     def made() -> Kernel:
@@ -128,7 +131,7 @@ def _compile(
     function: Kernel,
     example: Sequence[Tensor],
     options: dict[str, object],
-    change: Callable[[object], None] | None = None,
+    change: "Callable[[GraphModule], None] | None" = None,
 ) -> tuple[Kernel, tuple[Generated, list[int]] | None]:
     """Return torch.compile's function, and the generated code with `argument_order`.
 
@@ -140,14 +143,14 @@ def _compile(
     codes: list[Generated | None] = []
     calls: list[Sequence[object]] = []
 
-    def inner(graph: Any, given: Any, **more: Any) -> object:
+    def inner(graph: "GraphModule", given: Sequence[Tensor], **more: Any) -> object:
         if change is not None:
             change(graph)
         compiled: Any = compile_fx_inner(graph, given, **more)
         codes.append(generated_code(compiled))
         call = compiled.__call__
 
-        def first(arguments: list[object]) -> Any:
+        def first(arguments: list[object]) -> object:
             if not calls:
                 calls.append(list(arguments))
             return call(arguments)
@@ -155,7 +158,7 @@ def _compile(
         first._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return first
 
-    def backend(graph: object, given: object) -> object:
+    def backend(graph: "GraphModule", given: Sequence[Tensor]) -> object:
         return lower(graph, given, inner, options)
 
     public = torch_compile(function, {"dynamic": True, "backend": backend})
@@ -168,7 +171,12 @@ def _compile(
     return public, None if generated is None or order is None else (generated, order)
 
 
-def lower(graph: Any, example: Any, inner: Any, options: Mapping[str, object]) -> Any:
+def lower(
+    graph: "GraphModule",
+    example: Sequence[Tensor],
+    inner: Callable[..., Any],
+    options: Mapping[str, object],
+) -> object:
     """Compile a graph by Inductor, `inner` being its last stage."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx

@@ -179,7 +179,7 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
         try:
             with store.alone(entry):
                 if (found := store.find(entry)) and native() is not None:
-                    kind: Any = ShapedKernel if key.shape else ListKernel
+                    kind = ShapedKernel if key.shape else ListKernel
                     if _agrees(made := kind(found[0], *found[1]), key, run, count):
                         return made
                 made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from optimi_func.execution.cpp import PIECE
 from optimi_func.execution.inductor import Kernel
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import ALIGNMENT, Packed
-from optimi_func.execution.slots import Update, scale_places
+from optimi_func.execution.slots import Columns, Update, scale_places
 from optimi_func.execution.sums import Part
 from optimi_func.execution.tensors import leaf_of, write_back
 from optimi_func.execution.triton_list import DeviceTable, TritonListKernel
@@ -35,10 +35,6 @@ TEMPORARIES = 18
 # temporaries have at most so many bytes for each element of the parameter. Slices have at
 # least so many elements, on other devices than the CPU more: a call costs as much as they.
 SLICED, ROOM, LEAST, AT_ONCE = 1_000_000, 2, 1 << 12, 1 << 18
-# The tensors of a step, with a row for each parameter: the parameters, the gradients, the
-# tensors of the state, and the compensations or None. If results go to new tensors, the
-# same again for these.
-Columns: TypeAlias = list[list[Any]]
 
 
 class Launch:
@@ -268,7 +264,12 @@ class EagerLaunch(Launch):
         joins = self._rule.join is not None and found
         self.taken = torch.stack(found)[None] if joins else None
 
-    def _move(self, part: Columns, packed: list[Packed], take: Any) -> None:
+    def _move(
+        self,
+        part: Columns,
+        packed: list[Packed],
+        take: Callable[[list[Tensor]], list[Tensor]],
+    ) -> None:
         # Its temporaries are freed before those of the next slice are made.
         new = leaf_step(self._rule, *self._given(part, packed), self._write, take)
         write_back([x for (x,) in self.written(part)], new)

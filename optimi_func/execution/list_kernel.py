@@ -152,7 +152,7 @@ def agree(
 
 
 def _machine_code(
-    generated: Any, order: list[int], example: list[Tensor]
+    generated: Callable[[list[object]], object], order: list[int], example: list[Tensor]
 ) -> tuple[str, list[int], list[int]] | None:
     """Return the library, roles and widths of the C++ function that `generated` calls."""
     found = only_call(generated, order, example)
@@ -179,7 +179,7 @@ def _machine_code(
 
 
 def only_call(
-    generated: Any, order: list[int], example: list[Tensor]
+    generated: Callable[[list[object]], object], order: list[int], example: list[Tensor]
 ) -> tuple[str, tuple[Any, ...]] | None:
     """Return the library of the C++ function that `generated` calls, and the arguments.
 
@@ -194,7 +194,7 @@ def only_call(
     if len(kernels) != 1:
         return None
     ((name, kernel),) = kernels.items()
-    calls: list[tuple[Any, ...]] = []
+    calls: list[tuple[object, ...]] = []
     scope[name] = lambda *arguments: calls.append(arguments)
     try:
         generated([example[1].shape[-1 - i] if i < 0 else example[i] for i in order])

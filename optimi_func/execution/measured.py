@@ -9,9 +9,9 @@ from optimi_func.core.distributed import ShardSpec, all_reduce_sum
 from optimi_func.core.leaf import count_means
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import Rule
-from optimi_func.execution.launches import Columns, Launch
+from optimi_func.execution.launches import Launch
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Update
+from optimi_func.execution.slots import Columns, Update
 
 
 class MeasuredLaunch(Launch):

@@ -23,10 +23,10 @@ from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, Launch, ListLaunch, run_launches
+from optimi_func.execution.launches import Launch, ListLaunch, run_launches
 from optimi_func.execution.list_kernel import ListKernel
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Slot, Update, make_slots, split_twins
+from optimi_func.execution.slots import Columns, Slot, Update, make_slots, split_twins
 from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
@@ -72,9 +72,11 @@ class Plan:
         self.rule, self.slots = rule, slots
         self.coded = any([slot.coded for slot in slots])
         # The last two layouts of gradients, because programs take turns between two.
-        self._known: dict[Any, list[tuple[Guard, tuple[list[Launch], bool]]]] = {}
+        self._known: dict[
+            tuple[object, ...], list[tuple[Guard, tuple[list[Launch], bool]]]
+        ] = {}
         # The kernels of one launch for all, by the kind of step: see `_takes_one`.
-        self._kernels: dict[Any, ListKernel] = {}
+        self._kernels: dict[tuple[object, ...], ListKernel] = {}
 
     def launches(
         self,
@@ -95,7 +97,7 @@ class Plan:
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
         grads = columns[1]
-        kind: Any = executor, write, watched, few, packed[0].statics
+        kind: tuple[object, ...] = executor, write, watched, few, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
         for guard, known in self._known.get(kind, ()):
@@ -146,7 +148,7 @@ class ClassPlan(Plan):
         capturable: bool,
         flagged: bool,
         params: list[Tensor],
-        entries: list[dict[str, Any]],
+        entries: list[dict[str, object]],
         holders: list[Holders | None],
     ) -> None:
         fields = rule.state._fields
@@ -175,7 +177,7 @@ class ClassPlan(Plan):
         super().__init__(rule, make_slots(names, rule, own, [], whole, holders))
 
     def moved(
-        self, params: list[Tensor], entries: list[dict[str, Any]]
+        self, params: list[Tensor], entries: list[dict[str, object]]
     ) -> "ClassPlan | None":
         """Return the plan of states that differ in their addresses alone, or None."""
         names = {*self._names}
@@ -202,7 +204,7 @@ class ClassPlan(Plan):
                 made._known[kind] = [(grads, (own, host))]
         return made
 
-    def part(self, places: list[int], tensors: list[Any]) -> "ClassPlan | None":
+    def part(self, places: list[int], tensors: list[Tensor]) -> "ClassPlan | None":
         """Return the plan of some of the parameters, or None if states have several names.
 
         It is made without a look at each of them, after `current` has returned `tensors`.

@@ -1,7 +1,7 @@
 """Packing: the scalars of a step as kernels take them, in one tensor or array."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from optimi_func.core.checks import check_given
 from optimi_func.core.codes import NEAREST, dither_at
 from optimi_func.core.leaf import microbatch_scalars
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Rule, Scalar, Scalars
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Named, Rule, Scalar, Scalars
 from optimi_func.execution.tensors import foreach_add_, is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer
 
@@ -111,8 +111,10 @@ def pack(
 
 
 def scalars_after(
-    bound: FunctionalOptimizer, counts: Sequence[tuple[Scalar, Any]], coded: bool
-) -> tuple[list[Scalars], list[Any]]:
+    bound: FunctionalOptimizer,
+    counts: Sequence[tuple[Scalar, Sequence[Scalar]]],
+    coded: bool,
+) -> tuple[list[Scalars], list[Named]]:
     """Return the scalars of the next step, and the running scalars after it.
 
     There are as many as `counts`, which are pairs of steps taken and running scalars. coded
@@ -120,7 +122,7 @@ def scalars_after(
     """
     rule = bound.rule
     found: list[Scalars] = []
-    after: list[Any] = []
+    after: list[Named] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
         coeffs, new = bound.advance(t, rule.running(*running))
@@ -145,5 +147,5 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return host.to(device, non_blocking=True)
 
 
-def _flatten(x: Any) -> list[Any]:
+def _flatten(x: Iterable[object]) -> list[object]:
     return [z for y in x for z in (_flatten(y) if isinstance(y, tuple) else (y,))]

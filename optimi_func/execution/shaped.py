@@ -9,9 +9,9 @@ results are others, tensors are mapped one by one.
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from optimi_func.execution.cpp import address, native
 from optimi_func.execution.list_kernel import only_call
 from optimi_func.execution.store import LOADED
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 # Shapes of examples, by rank. All sizes differ, so that each number tells what it is made
 # of. Where a sum has more than LONG elements, Inductor adds it up in parts.
@@ -68,7 +71,9 @@ class ShapedKernel:
             most = max(most, used)
         return made, most, min(len(shapes), 1 + sum(map(prod, shapes)) // GRAIN)
 
-    def run(self, columns: list[Any], rows: "array[int]", room: int, threads: int) -> None:
+    def run(
+        self, columns: Sequence[Sequence[int]], rows: "array[int]", room: int, threads: int
+    ) -> None:
         """Run the kernel on rows of `prepared`, with the addresses in these columns."""
         functions, count = native(), len(self._inside)
         assert functions is not None
@@ -95,7 +100,7 @@ def trials(rank: int) -> list[tuple[int, ...]]:
 
 
 def shaped_kernel_of(
-    generated: object, order: list[int], example: Sequence[Tensor]
+    generated: Callable[[list[object]], object], order: list[int], example: Sequence[Tensor]
 ) -> ShapedKernel | None:
     """Make a shaped kernel of Inductor's code, or return None."""
     found, sizes = only_call(generated, order, [*example]), example[1].shape
@@ -128,7 +133,7 @@ def _length(sizes: Sequence[int], bits: int) -> int:
     return 0 if bits < 0 else prod([n for i, n in enumerate(sizes) if bits >> i & 1])
 
 
-def store_vectors(module: Any) -> None:
+def store_vectors(module: "GraphModule") -> None:
     """Change a graph so that Inductor computes once what it broadcasts.
 
     It would compute that anew for each element of a loop over a whole tensor.

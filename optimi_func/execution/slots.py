@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from optimi_func.core.rule import Rule
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.tensors import is_plainly_strided
+
+# The tensors of a step, with a row for each parameter: the parameters, the gradients, the
+# tensors of the state, and the compensations or None. If results go to new tensors, the
+# same again for these.
+Columns: TypeAlias = list[list[Any]]
 
 
 class Slot(NamedTuple):
@@ -84,9 +89,9 @@ def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
 def make_slots(
     names: list[str],
     rule: Rule,
-    columns: list[list[Any]],
-    targets: list[list[Any]],
-    given: list[list[Any]],
+    columns: Columns,
+    targets: Columns,
+    given: Columns,
     holders: list[Holders | None] | None = None,
 ) -> list[Slot]:
     """Make the slots of parameters, of which `columns` are the local tensors of `given`.
@@ -166,7 +171,7 @@ class Update(NamedTuple):
 def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
     """Group updates of one kind, if `counted` of one step count. Empty ones are dropped."""
 
-    def kind(u: Update) -> Any:
+    def kind(u: Update) -> tuple[object, ...]:
         tensors = u.slot.dtypes, u.slot.columns, u.slot.dense
         own = u.at if counted or u.slot.coded else u.scalars.statics
         return *tensors, u.plain, u.g.dtype, u.g.device, own

@@ -192,7 +192,7 @@ def key_of(ingredients: Mapping[str, object] | None, **more: object) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def machine() -> dict[str, Any] | None:
+def machine() -> dict[str, object] | None:
     """Return what decides all machine code, or None. Raise if no compiler runs."""
     if not (processor := _processor()):
         return None

@@ -1,6 +1,6 @@
 """Joining: running scalars that follow from sums over all parameters of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ from optimi_func.core.distributed import ShardSpec, all_reduce_sum, leaf_to_loca
 from optimi_func.core.leaf import leaf_sums
 from optimi_func.core.lists import grouped
 from optimi_func.core.math import scalar_dtype
-from optimi_func.core.rule import Leaf, Rule
+from optimi_func.core.rule import Leaf, Named, Rule
 
 # The sums of a parameter over its local tensor, None if that is empty, and its flag.
 Part: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -21,7 +21,7 @@ class Unit(NamedTuple):
     """The parameters of a param group, or of a tree, that have the same running scalars."""
 
     rule: Rule
-    coeffs: Any
+    coeffs: Named
     running: Any  # those before the step, numbers or tensors on a device
     rows: list[tuple[Tensor, ShardSpec | None]]  # the sums of each local tensor
     flags: list[Tensor | None]  # of parameters that stepped
@@ -36,7 +36,7 @@ class Unit(NamedTuple):
         self.flags.extend([] if part is None else [flag])
 
 
-def join(units: Sequence[Unit]) -> list[Any]:
+def join(units: Sequence[Unit]) -> list[Named]:
     """Return the running scalars of each unit after the step.
 
     Shards are summed by one message for all units.
@@ -60,7 +60,7 @@ def join(units: Sequence[Unit]) -> list[Any]:
     return list(map(_joined, units, found))
 
 
-def _joined(unit: Unit, parts: list[Tensor]) -> object:
+def _joined(unit: Unit, parts: list[Tensor]) -> Named:
     total = torch.stack([x.to(parts[0].device) for x in parts]).sum(0)
     on_device = isinstance(unit.running[0], Tensor)
     assert unit.rule.join is not None
@@ -74,7 +74,7 @@ def _joined(unit: Unit, parts: list[Tensor]) -> object:
     return type(new)(*[torch.where(live, x, old) for x, old in zip(new, unit.running)])
 
 
-def write_running(entries: Sequence[Any], new: Any) -> None:
+def write_running(entries: Sequence[Mapping[str, Tensor]], new: Named) -> None:
     """Write running scalars to entries, which keep copies by name."""
     for name, x in new._asdict().items():
         copies = [entry[name] for entry in entries]

@@ -23,10 +23,10 @@ from optimi_func.execution.counts import write_scalar
 from optimi_func.execution.executors import Executor
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, run_launches
+from optimi_func.execution.launches import run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import pack
-from optimi_func.execution.slots import make_slots
+from optimi_func.execution.slots import Columns, make_slots
 from optimi_func.execution.sums import Part, Unit, join, write_running
 from optimi_func.execution.tensors import is_capturing
 from optimi_func.pure.functional import FunctionalOptimizer

@@ -82,7 +82,7 @@ class Parts(NamedTuple):
 
     text: str  # source of its module
     pointers: list[Pointer]  # its arguments, in its order
-    options: dict[str, Any]  # that Triton compiles with
+    options: dict[str, object]  # that Triton compiles with
 
 
 def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
@@ -164,7 +164,7 @@ class DeviceTable:
         return given, *own
 
 
-def _stream(device: torch.device) -> Any:
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -183,7 +183,7 @@ class TritonListKernel:
     """
 
     def __init__(
-        self, single: Callable[..., None], function: Any, options: dict[str, Any]
+        self, single: Callable[..., None], function: Any, options: dict[str, object]
     ) -> None:
         self.single, self._function, self._options = single, function, options
 
@@ -223,7 +223,9 @@ def triton_list_kernel_of(
         return None
 
 
-def _parts(generated: Any, order: list[int], example: list[Tensor]) -> Parts | None:
+def _parts(
+    generated: Callable[[list[object]], object], order: list[int], example: list[Tensor]
+) -> Parts | None:
     """Return the parts of the Triton kernel that `generated` launches, if it is one."""
     scope = _scope(generated)
     kernels = {name: x for name, x in scope.items() if hasattr(x, "triton_meta")}
@@ -247,7 +249,11 @@ def _parts(generated: Any, order: list[int], example: list[Tensor]) -> Parts | N
         pointers.append(Pointer(places[x.data_ptr()], x.dtype))
     # Both kernels have to fuse products into sums, or neither, to give the same bits.
     fused = bool(kernel.triton_meta.get("enable_fp_fusion", True))
-    options = {"num_warps": WARPS, "num_stages": 1, "enable_fp_fusion": fused}
+    options: dict[str, object] = {
+        "num_warps": WARPS,
+        "num_stages": 1,
+        "enable_fp_fusion": fused,
+    }
     return Parts(Path(kernel.filename).read_text(), pointers, options)
 
 

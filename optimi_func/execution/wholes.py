@@ -21,6 +21,7 @@ from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders, Owned, map_owned
 from optimi_func.core.rule import (
     Direction,
+    Named,
     NoState,
     Rule,
     Scalars,
@@ -37,10 +38,10 @@ from optimi_func.execution.kernels import (
     has_list_kernels,
     kernel,
 )
-from optimi_func.execution.launches import Columns, Launch, addresses
+from optimi_func.execution.launches import Launch, addresses
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.shaped import EXAMPLES, ShapedKernel, example_of
-from optimi_func.execution.slots import Slot, Update, split_twins
+from optimi_func.execution.slots import Columns, Slot, Update, split_twins
 
 _Planner: TypeAlias = Callable[[Rule, list[Update], bool], list[Launch]]
 
@@ -67,10 +68,10 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
 @lru_cache(64)
 def _elementwise(
     name: str,
-    state: Any,
-    init: Any,
-    coeffs: Any,
-    direct: Any,
+    state: type[Named],
+    init: Callable[..., Named],
+    coeffs: Callable[..., Named],
+    direct: Callable[..., Direction],
     fields: tuple[str, ...],
     reads: bool,
     digest: str,
@@ -81,7 +82,7 @@ def _elementwise(
     count = len(fields)
     mapped = (None,) * (len(state._fields) - count)
 
-    def direction(g: Tensor, s: Any, c: Any, *x: Tensor) -> Direction:
+    def direction(g: Tensor, s: Named, c: Named, *x: Tensor) -> Direction:
         d, new, _ = direct(g, state(*s[:count], *mapped), c, *x)
         return Direction(d, kind(*new[:count], *[d] * directs))
 
@@ -161,15 +162,19 @@ class WholeLaunch(Launch):
         return Packed(packed.scalars._replace(coeffs=NoState()))
 
     def _map(
-        self, rows: list[list[Tensor]], params: list[Tensor], comps: list[Any], coeffs: Any
+        self,
+        rows: list[list[Tensor]],
+        params: list[Tensor],
+        comps: list[Tensor | None],
+        coeffs: Sequence[Named],
     ) -> None:
         """Map each direction and its fields, in place."""
         whole = self._rule.whole
         assert whole is not None
         here: list[Owned] = []
-        owned: dict[Any, list[Owned]] = {}
+        owned: dict[tuple[object, ...], list[Owned]] = {}
 
-        def read(i: int, x: Any = None) -> Any:
+        def read(i: int, x: Tensor | None = None) -> Any:
             if x is None and self._rule.reads_param:
                 _, x, _ = widen(params[i], comps[i], rows[i][0].dtype)
             return x
@@ -191,7 +196,7 @@ class WholeLaunch(Launch):
                 here.append(Owned(i, row, []))
 
         def in_place(items: list[Owned]) -> None:
-            batches: dict[Any, list[Owned]] = {}
+            batches: dict[tuple[int, object], list[Owned]] = {}
             for item in items:
                 i, (d, *_), *_ = item
                 kind = (d.shape, d.dtype, d.device) if _batches(d) else i
@@ -269,7 +274,7 @@ def plan_shaped(
 
     If `lenient`, they take none of a map that cannot be compiled.
     """
-    groups: dict[Any, list[Update]] = {}
+    groups: dict[tuple[int, KernelKey], list[Update]] = {}
     if rule.whole_digest not in ("", *_unshaped) and has_list_kernels(torch.device("cpu")):
         for u in filter(partial(_fits, rule), updates):
             groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)

@@ -119,13 +119,20 @@ def leaf_step(
 def short_step(
     rule: Rule, p: Tensor, g: Tensor, state: Any, scalars: Scalars
 ) -> tuple[Tensor, Any]:
-    """Return p and state after a `leaf_step` that is a direction and decay alone.
+    """Return p and state after a `leaf_step` of direction, `whole` and decay alone.
 
-    All tensors have the dtype of the arithmetic. No result shares memory with another.
+    All tensors are whole and have the dtype of the arithmetic. No result shares memory
+    with another.
     """
     c, r, _ = scalars
+    more, count, given = (p,) if rule.reads_param else (), len(rule.fields), state
+    if rule.whole_fields:
+        given = type(state)(*state[:count], *[None] * len(rule.whole_fields))
     g = plus(times(r.grad_scale, g), r.l2, p)
-    d, new, _ = rule.direction(g, state, c, *((p,) if rule.reads_param else ()))
+    d, new, _ = rule.direction(g, given, c, *more)
+    if rule.whole is not None:
+        d, found = rule.whole(d, p if more else None, state[count:], c)
+        new = (*new[:count], *found)
     moved = p - plus(r.lr * d, r.decay, p)
     taken, fields = {id(p), *map(id, state)}, list[Tensor]()
     for x in new:

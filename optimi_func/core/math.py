@@ -110,7 +110,7 @@ def symmetric(
 ) -> Tensor:
     """Return xy, or alpha xy + beta z, if that is symmetric: half of it on CPU."""
     size = x.shape[-2]
-    if x.device.type != "cpu" or size < _PANELS:
+    if size < _PANELS or x.device.type != "cpu":
         return x @ y if z is None else product(x, y, z, beta, alpha)
     edges = [(size * i // 4, size * (i + 1) // 4) for i in range(4)]
     rows: list[Tensor] = []

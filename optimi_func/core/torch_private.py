@@ -293,10 +293,12 @@ def differentiates(x: Tensor) -> bool:
     A vmapped tensor has to be unwrapped, because its own requires_grad is False even if the
     tensor in it requires a gradient.
     """
-    kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
-    if {_functorch.TransformType.Grad, _functorch.TransformType.Jvp} & {*kinds}:
+    if not transform_level():
+        return False
+    kinds = {one.key() for one in retrieve_all_functorch_interpreters()}
+    if kinds & {_functorch.TransformType.Grad, _functorch.TransformType.Jvp}:
         return True
-    return torch.func.debug_unwrap(x, recurse=True).requires_grad if kinds else False
+    return torch.func.debug_unwrap(x, recurse=True).requires_grad
 
 
 def _fsdp_groups(params: Iterable[Tensor]) -> "list[tuple[FSDPModule, FSDPParamGroup]]":

@@ -112,15 +112,15 @@ def symmetric(
     size = x.shape[-2]
     if size < _PANELS or x.device.type != "cpu":
         return x @ y if z is None else product(x, y, z, beta, alpha)
-    edges = [(size * i // 4, size * (i + 1) // 4) for i in range(4)]
-    rows: list[Tensor] = []
-    for lo, hi in edges:
+    out = x.new_empty((*x.shape[:-1], size))
+    for i in range(4):
+        lo, hi = size * i // 4, size * (i + 1) // 4
         a, b = x[..., lo:hi, :], y[..., :hi]
-        rows.append(a @ b if z is None else product(a, b, z[..., lo:hi, :hi], beta, alpha))
-    for i, (lo, hi) in enumerate(edges):
-        above = [row[..., lo:hi].mT for row in rows[i + 1 :]]
-        rows[i] = torch.cat([rows[i], *above], -1)
-    return torch.cat(rows, -2)
+        panel = a @ b if z is None else product(a, b, z[..., lo:hi, :hi], beta, alpha)
+        out[..., lo:hi, :hi] = panel
+        # Dense before and after: else torch transposes element by element.
+        out[..., :lo, lo:hi] = panel[..., :lo].contiguous().mT.contiguous()
+    return out
 
 
 _PANELS = 512  # rows from which on four panels are faster than the whole

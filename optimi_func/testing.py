@@ -251,7 +251,7 @@ class _Check:
         got.fields, want.fields = ({k: [x] for k, x in zip(names, y)} for y in (got, want))
         return got, want
 
-    def _numbers(self) -> tuple[list[Any], Any, list[str]]:
+    def _numbers(self) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
         """Return the hyperparameters, flat, with the structure and names."""
         own = {**self.value.numbers, "lr": 1.0 * self.hyper["lr"]}
         own["weight_decay"] = self.value.weight_decay
@@ -288,7 +288,11 @@ class _Check:
         return rule.direction(0.0 * g, before, rule.accumulate(c), *more).state, before
 
     def _run(
-        self, dtype: Any = _DOUBLE, parts: int = 0, resumes: bool = False, **how: Any
+        self,
+        dtype: torch.dtype = _DOUBLE,
+        parts: int = 0,
+        resumes: bool = False,
+        **how: Any,
     ) -> Tensors:
         """Return how far the class moves, with `parts` by gradient release."""
         if self.value is not None:
@@ -336,7 +340,7 @@ class _Check:
     def class_rows(self, compile: bool) -> Iterator[_Row]:
         """Yield the rows of the class."""
         alone = self.value.rule.eager  # why steps run operation by operation
-        ways: dict[str, Any] = {} if alone else {"foreach": {"foreach": True}}
+        ways: dict[str, dict[str, object]] = {} if alone else {"foreach": {"foreach": True}}
         if compile and not alone:
             ways["kernels"] = {"compile": True}
         codes = "compact" if keeps_codes(self.value.rule) else Storage("kahan8")

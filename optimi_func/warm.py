@@ -20,7 +20,7 @@ from optimi_func.execution.list_kernel import ListKernel
 
 def _warm(made: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
     """Compile a class's kernels. Return the names of those that no process can load."""
-    found: dict[str, Any] = kernels.forget()
+    found = kernels.forget()
     for _ in range(2):  # The second time, what has been kept is loaded.
         p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
         optimizer = made([p], **{"lr": 1e-3, "compile": True, **options})

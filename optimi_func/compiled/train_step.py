@@ -23,6 +23,7 @@ from optimi_func.core import torch_private
 from optimi_func.core.checks import check_apart, check_runs_kernels, is_expanded
 from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree, check_pure
 from optimi_func.core.torch_private import is_plain
+from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
 from optimi_func.population.axes import path
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -320,7 +321,7 @@ class PureStep:
         optimizer.warn(leaves)
         steps = TreeUpdate(optimizer, leaves, "kernels")
 
-        parts: dict[int, Any] = {}
+        parts: dict[int, Part] = {}
         with running(lambda *given: parts.update(steps.update(*given)), params):
             outcome = graph.step(program, params, buffers, [], batch)
         steps.finish_step(parts)
@@ -375,7 +376,7 @@ class ClassStep:
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)
 
-        parts: dict[Tensor, Any] = {}
+        parts: dict[Tensor, Part] = {}
 
         def update(
             places: Sequence[int], grads: list[Tensor], microbatches: list[Microbatch]

@@ -69,8 +69,8 @@ TracedUpdate: TypeAlias = Callable[
 class Program:
     """A model and a loss on flat lists of tensors."""
 
-    model: Callable[..., Any]
-    loss_fn: Callable[[Any, Any], Any]
+    model: Callable[..., PyTree]
+    loss_fn: Callable[[PyTree, PyTree], PyTree]
     params: pytree.TreeSpec
     buffers: pytree.TreeSpec
 
@@ -93,7 +93,7 @@ class Program:
         return loss, aux, pytree.tree_leaves(b)
 
 
-def arguments(batch: PyTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: PyTree) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments and keywords that a module is called with."""
     if isinstance(batch, tuple | list):
         batch = batch[0]

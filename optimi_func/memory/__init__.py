@@ -8,7 +8,6 @@ fake tensors, so a model on meta can be planned on a laptop.
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ def plan(
     ranks: int = 1,
     divide_state: bool = False,
     accumulation_steps: int = 1,
-    **options: Any,
+    **options: object,
 ) -> MemoryPlan:
     """Find the recipes that train a model within a memory budget, the most faithful first.
 

@@ -175,7 +175,7 @@ def kept(
         made = make(params, options)
         made.init_state()
     scratch: dict[str, int] = {}
-    found: dict[Any, int] = {}
+    found: dict[object, int] = {}
     for name in eager:
         p = params[name]
         kind = (p.shape, p.stride(), id(made.group_of(p)))

@@ -15,7 +15,7 @@ def save(path: Any, plan: Any, parts: Sequence[str], unit: tuple[str, int]) -> N
             "plot() draws with matplotlib, which is not installed: pip install matplotlib"
         ) from error
     size = (10, 1.8 + 0.28 * len(plan.recipes))
-    figure: Any = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     draw(figure.subplots(), plan, parts, unit)
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=120)

@@ -74,7 +74,7 @@ class Recipe:
     fits: bool
     estimated: tuple[str, ...] = ()
     optimizer: Factory = field(repr=False, kw_only=True)
-    options: Mapping[str, Any] = field(repr=False, kw_only=True)
+    options: Mapping[str, object] = field(repr=False, kw_only=True)
 
     @property
     def peak(self) -> int:
@@ -82,7 +82,7 @@ class Recipe:
         return sum(getattr(self, part) or 0 for part in PARTS)
 
     @property
-    def keywords(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, object]:
         """The keywords that the optimizer's constructor is called with."""
         chosen: dict[str, object] = (
             {} if self.storage is None else {"storage": self.storage}

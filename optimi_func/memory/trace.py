@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_loss
+from optimi_func.core.rule import PyTree
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[[nn.Module, PyTree], PyTree]
 
 
 class Event(NamedTuple):
@@ -96,7 +97,7 @@ class Counter(TorchDispatchMode):
             pytree.tree_map_only_(Tensor, self.see, out)
         return out
 
-    def _see_sum(self, out: Tensor, args: Any) -> None:
+    def _see_sum(self, out: Tensor, args: tuple[Tensor, ...]) -> None:
         """Remember a sum of two gradients until the next operation.
 
         Autograd adds into the first gradient in place if nothing else refers to it, but not
@@ -169,7 +170,7 @@ def cast_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def trace(
-    model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.dtype, for_cuda: bool
+    model: nn.Module, loss_fn: LossFn, batch: PyTree, dtype: torch.dtype, for_cuda: bool
 ) -> Trace:
     """Run forward and backward of a fake copy of the model, and record their events.
 
@@ -251,7 +252,7 @@ def _note_when_inside(module: nn.Module, name: str, inside: list[str]) -> None:
     )
 
 
-def _called(inside: list[str], function: Callable[..., object], *args: object) -> Any:
+def _called(inside: list[str], function: Callable[..., object], *args: object) -> PyTree:
     """Call a function, and name the module that ran if it raises."""
     try:
         return function(*args)

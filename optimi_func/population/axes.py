@@ -1,7 +1,7 @@
 """Axes of members in the arguments of a function, and its vmapped call."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.func import vmap
@@ -16,17 +16,17 @@ Randomness: TypeAlias = Literal["error", "same", "different"]
 class Placed(NamedTuple):
     """The flat arguments of a vmapped function, with the members' axis of each leaf."""
 
-    leaves: list[Any]
+    leaves: list[PyTree]
     spec: pytree.TreeSpec
     axes: list[int | None]
     n: int  # members
 
-    def run(self, fn: Callable[..., Any], randomness: Randomness) -> Any:
+    def run(self, fn: Callable[..., PyTree], randomness: Randomness) -> PyTree:
         """Call fn for each member; results have the members along their first axis."""
         moving = [i for i, axis in enumerate(self.axes) if axis is not None]
 
         # Leaves without members bypass vmap, which refuses floats, None and schedules.
-        def member(*tensors: Tensor) -> Any:
+        def member(*tensors: Tensor) -> PyTree:
             leaves = list(self.leaves)
             for i, x in zip(moving, tensors):
                 leaves[i] = x
@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 
 
 def place(
-    args: Mapping[str, PyTree], in_axes: Sequence[Any], scalars: Collection[str] = ()
+    args: Mapping[str, PyTree], in_axes: Sequence[PyTree], scalars: Collection[str] = ()
 ) -> Placed:
     """Find the members' axis of every leaf, or raise if leaves have unequal members.
 
@@ -75,7 +75,9 @@ def place(
     return Placed(*pytree.tree_flatten(tuple(args.values())), places, n)
 
 
-def _with_axes(name: str, tree: PyTree, prefix: Any) -> tuple[list[Any], list[Any]]:
+def _with_axes(
+    name: str, tree: PyTree, prefix: PyTree
+) -> tuple[list[PyTree], list[int | None]]:
     """Return the leaves of a tree, and for each the axis in a prefix of the tree."""
     leaves, spec = pytree.tree_flatten(tree)
     places, count = pytree.tree_unflatten(range(len(leaves)), spec), len(leaves)

@@ -21,7 +21,7 @@ from optimi_func.population.axes import path, place
 from optimi_func.pure.tree import without_none
 
 T = TypeVar("T")
-Hyper: TypeAlias = Mapping[str, Any]
+Hyper: TypeAlias = Mapping[str, PyTree]
 
 NO_HYPER: Hyper = MappingProxyType({})
 
@@ -35,7 +35,7 @@ class Population:
 
     params: PyTree
     state: PyTree
-    hyper: dict[str, Any]
+    hyper: dict[str, PyTree]
     buffers: dict[str, Tensor]
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ def _copies(tree: T, n: int | None) -> T:
 def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTree:
     """Convert every number in a hyperparameter to a tensor of shape [n]."""
 
-    def spread(x: Any) -> Tensor:
+    def spread(x: object) -> Tensor:
         if isinstance(x, Tensor):
             if x.dim() > 1:
                 raise ValueError(
@@ -320,7 +320,7 @@ def state_dicts(members: Population, module: nn.Module) -> list[StateDict]:
     names = {id(x): name for name, x in module.named_parameters()}
     names |= {id(x): name for name, x in module.named_buffers()}
     own = {**members.params, **members.buffers}
-    found: list[dict[str, Any]] = [{} for _ in range(len(members))]
+    found: list[StateDict] = [{} for _ in range(len(members))]
     for name, x in module.state_dict(keep_vars=True).items():
         known = names.get(id(x))
         if known is not None and known not in own:

@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def vmap_step(
         args = {"params": params, "grads": grads, "state": state, "hyper": dict(hyper)}
         axes = (*in_axes, *(0 for _ in extras))
 
-        def member(p: PyTree, g: PyTree, s: Any, h: Hyper, *given: PyTree) -> object:
+        def member(p: PyTree, g: PyTree, s: PyTree, h: Hyper, *given: PyTree) -> object:
             own = dict(zip(extras, given))
             return step_of("population", bind(optimizer, h), p, g, s, **own)
 
@@ -129,10 +129,10 @@ def loss_and_grad(
     loss_fn: Callable[..., object],
     members: Population,
     *data: PyTree,
-    in_axes: Any = None,
+    in_axes: PyTree = None,
     has_aux: bool = False,
     randomness: Randomness = "error",
-) -> tuple[Any, PyTree]:
+) -> tuple[PyTree, PyTree]:
     """Compute each member's loss and the gradient of its parameters.
 
     Args:
@@ -173,7 +173,7 @@ def evaluate(
     metric: Callable[..., T],
     members: Population,
     *data: PyTree,
-    in_axes: Any = None,
+    in_axes: PyTree = None,
     randomness: Randomness = "error",
 ) -> T:
     """Compute a metric of each member, without gradients.
@@ -209,7 +209,7 @@ def _over_members(
     data: tuple[PyTree, ...],
     in_axes: object,
     randomness: Randomness,
-) -> Any:
+) -> PyTree:
     check_members(members)
     args: dict[str, PyTree] = {"params": members.params}
     if members.buffers:
@@ -260,7 +260,7 @@ def call_module(
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     *args: object,
-) -> tuple[Any, dict[str, Tensor]]:
+) -> tuple[PyTree, dict[str, Tensor]]:
     """Run a module as a function of its parameters and buffers, and return new buffers.
 
     Use it in losses of modules whose buffers change, such as BatchNorm in training mode,

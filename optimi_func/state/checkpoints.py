@@ -93,7 +93,9 @@ class Checkpoints(Optimizer):
     keywords: ClassVar[tuple[str, ...]]  # the factory's, lr first
     bound_of: Callable[[Group], FunctionalOptimizer]
     group_of: Callable[[Tensor], Group]
-    _factory_of: Callable[[Group], tuple[Any, tuple[str, ...]]]
+    _factory_of: Callable[
+        [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
+    ]
     init_state: Callable[[], None]
     owns: Callable[[Tensor], bool]
     part_of: Callable[[Tensor], Tensor]

@@ -87,7 +87,7 @@ class Match(NamedTuple):
 
     groups: list[Group]  # saved options, one dict a group
     entries: list[list[Entry | None]]  # saved entries, one list a group
-    others: dict[Any, Any]  # state that belongs to no parameter
+    others: dict[object, object]  # state that belongs to no parameter
     report: LoadReport
 
 
@@ -143,8 +143,8 @@ def find_entries(
 
 
 def _by_name(
-    saved: list[dict[str, Any]],
-    state: dict[Any, Any],
+    saved: list[Group],
+    state: dict[int, Entry],
     groups: list[Group],
     others: dict[object, object],
     strict: bool,
@@ -196,7 +196,10 @@ def _by_name(
 
 
 def _check_regrouped(
-    saved: list[Group], groups: list[Group], homes: list[list[int]], keywords: Any
+    saved: list[Group],
+    groups: list[Group],
+    homes: list[list[int]],
+    keywords: tuple[str, ...],
 ) -> None:
     """Raise if groups that were joined or divided differ in a hyperparameter.
 
@@ -246,7 +249,7 @@ def _options(group: Group) -> dict[str, object]:
     return {k: v for k, v in group.items() if k not in left_out}
 
 
-def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> dict[str, Any]:
+def under_our_names(state_dict: StateDict, counterparts: Counterparts) -> StateDict:
     """Convert groups and entries of other libraries to our names and values."""
     state = dict(state_dict["state"])
     groups: list[Group] = []
@@ -351,7 +354,7 @@ def as_torchs(
     keywords: tuple[str, ...],
     counterparts: Counterparts,
     state_dict: StateDict,
-) -> dict[str, Any]:
+) -> StateDict:
     """Convert our state dict for torch.optim's class of the same name.
 
     Raises ValueError for a class or an option that torch does not have. `keywords` are

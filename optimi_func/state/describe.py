@@ -1,7 +1,6 @@
 """The tables of `optimizer.describe()`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ _HEAD = (
 
 
 def describe(
-    states: Mapping[Any, Entry],
+    states: Mapping[Tensor, Entry],
     groups: list[Group],
     rule_of: Callable[[Group], Rule],
-    parts: Mapping[Any, Tensor],
+    parts: Mapping[Tensor, Tensor],
 ) -> str:
     """Return the table of storage and bytes, with a row for each group and one for all.
 

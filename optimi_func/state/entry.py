@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from optimi_func.state.stored import fresh_like, restored
 
 
 def ensure_state(
-    states: Mapping[Any, Entry],
+    states: Mapping[Tensor, Entry],
     made: dict[Tensor, Entry],
     path: object,
     p: Tensor,
@@ -144,7 +144,7 @@ def _check_in_place(rule: Rule, path: object, p: Tensor, entry: Entry) -> None:
             )
 
 
-def insert_made(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -> None:
+def insert_made(states: MutableMapping[Tensor, Entry], made: dict[Tensor, Entry]) -> None:
     """Put entries into the optimizer's state. Dicts that are there are updated in place."""
     for p, entry in made.items():
         known = states.get(p)
@@ -156,7 +156,7 @@ def insert_made(states: MutableMapping[Any, Entry], made: dict[Tensor, Entry]) -
             known.update(entry)
 
 
-def wants_state_alone(states: Mapping[Any, Entry], groups: list[Group]) -> bool:
+def wants_state_alone(states: Mapping[Tensor, Entry], groups: list[Group]) -> bool:
     """Return True if this step only has to make state, for torch.distributed.checkpoint.
 
     Its trial step has no state, every lr 0 on the CPU, and every gradient 0 in all

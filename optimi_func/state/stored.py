@@ -32,6 +32,7 @@ from optimi_func.core.storage import (
 )
 from optimi_func.core.torch_private import FACTS, is_plain, is_unwatched, transform_level
 from optimi_func.pure.casts import called
+from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import running_tensors
 from optimi_func.state.convert import TRAIN_PARAM, Entry, checked
 
@@ -89,7 +90,7 @@ def owned(
 
 def loading(
     rule: Rule, capturable: bool, storage: Storage, keep_dtypes: bool
-) -> Callable[[object, Tensor, Any], Entry]:
+) -> Callable[[object, Tensor, Entry], Entry]:
     """Return a function of a name, a parameter and its saved entry: `checked` and `owned`.
 
     What these do follows from facts, but for the check of the step count. If they copied
@@ -97,7 +98,7 @@ def loading(
     """
     known = set[object]()
 
-    def load(name: object, p: Tensor, saved: Any) -> Entry:
+    def load(name: object, p: Tensor, saved: Entry) -> Entry:
         kind = _facts(p, saved)
         if kind in known and saved["step"].item() >= 0.0:
             return {key: x.detach().clone() for key, x in saved.items()}
@@ -110,7 +111,7 @@ def loading(
     return load
 
 
-def _facts(p: Tensor, entry: Any) -> object:
+def _facts(p: Tensor, entry: Entry) -> object:
     """Return the facts about an entry and its parameter, or None if there are others."""
     if type(entry) is not dict or not is_unwatched() or transform_level():
         return None
@@ -232,7 +233,7 @@ def decoded(rule: Rule, p: Tensor, entry: Entry) -> Entry:
     return {k: stored(p, x) if k in rule.state._fields else x for k, x in found.items()}
 
 
-def fitting(bound: Any, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
+def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
     """Return an entry with what fits of another rule's, and the fields that are taken."""
     rule = bound.starting_rule
     entry = decoded(rule, p, {k: x for k, x in saved.items() if x is not None})
@@ -257,9 +258,9 @@ def fitting(bound: Any, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
     return {**fresh, **comp, **kept}, found
 
 
-def _is_steady(bound: Any) -> bool:
+def _is_steady(bound: FunctionalOptimizer) -> bool:
     """Return True if a rule does the same at each step, but for its state."""
-    found: list[list[Any]] = []
+    found: list[list[object]] = []
     for t in (2.0, 3.0):
         coeffs, _ = bound.rule.advance(t, 1.0, bound.rule.running(), called(bound, 1.0))
         found.append([x for name, x in coeffs._asdict().items() if name != "whole"])
@@ -277,7 +278,7 @@ def master(p: Tensor, rest: Tensor | None) -> Tensor:
     return from_local(codes.widen(part, here, wide)[1], p)
 
 
-def weight_of(part: Tensor, rest: Any, wide: torch.dtype) -> Tensor:
+def weight_of(part: Tensor, rest: Tensor | None, wide: torch.dtype) -> Tensor:
     """Return `master` of local tensors after a step, to which the compensation belongs."""
     if rest is None or not rest.is_floating_point():
         return codes.widen(part, rest, wide)[1]

@@ -35,7 +35,7 @@ class Transform:
         step = with_own_code_object(getattr(type(self), "step"), "step")  # noqa: B009
         self.__dict__["step"] = MethodType(step, self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the fields without `step`, which pickle and deepcopy make again."""
         return {k: v for k, v in self.__dict__.items() if k != "step"}
 
@@ -75,7 +75,7 @@ class Around(Transform, Generic[S]):
         """Return the optimizer's parameters: see `FunctionalOptimizer.eval_params`."""
         return inner_eval_params(self.optimizer, params, self.checked(state).inner)
 
-    def _step(self, *given: Any, **extras: PyTree) -> tuple[PyTree, PyTree]:
+    def _step(self, *given: PyTree, **extras: PyTree) -> tuple[PyTree, PyTree]:
         """Return the optimizer's step, and raise if it changes a structure."""
         return step_of(self.name, self.optimizer, *given, **extras)
 

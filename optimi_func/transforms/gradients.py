@@ -61,7 +61,7 @@ class GradientTransform:
             and `init` one tensor too: gradient release and divided states need that.
     """
 
-    init: Callable[[PyTree], Any]
+    init: Callable[[PyTree], PyTree]
     rewrite: Callable[..., Rewritten]
     numbers: Mapping[str, Number] = field(default_factory=dict)
     takes: Any = None
@@ -82,7 +82,12 @@ class GradientTransform:
                     raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
     def run(
-        self, place: int, grads: Grads, state: PyTree, step: Tensor, known: dict[str, Any]
+        self,
+        place: int,
+        grads: Grads,
+        state: PyTree,
+        step: Tensor,
+        known: dict[str, PyTree],
     ) -> Rewritten:
         """Return the result of `rewrite`, checked; `place` is that in the chain."""
         part = (
@@ -98,7 +103,7 @@ class GradientTransform:
                     f"step(params, grads, state, {name}=...)"
                 )
         t = step.to(scalar_dtype(step.device), copy=True)
-        found: Any = self.rewrite([*grads], state, t, **now)
+        found = self.rewrite([*grads], state, t, **now)
         check_pair(part, "grads", found, state)
         new, params = found[0], known["params"]
         if not isinstance(new, list | tuple) or len(new) != len(params):
@@ -115,7 +120,7 @@ class GradientTransform:
         return new, pytree.tree_map(_cast_like, found[1], state)
 
 
-def _cast_like(x: Any, old: Any) -> object:
+def _cast_like(x: object, old: Tensor) -> object:
     return x.to(old.dtype) if isinstance(x, Tensor) else x
 
 
@@ -132,7 +137,7 @@ class ChainState(NamedTuple):
     """The state of `chain`."""
 
     step: Tensor  # 0-d float32: steps taken so far
-    transforms: tuple[Any, ...]  # a state for each transform; () if it has none
+    transforms: tuple[PyTree, ...]  # a state for each transform; () if it has none
     inner: PyTree
 
 
@@ -168,7 +173,7 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
         taken -= extras_of(self.optimizer) or set()
         rest = {name: x for name, x in extras.items() if name not in taken}
 
-        def run(first: int, last: int, now: Grads, known: dict[str, Any]) -> Grads:
+        def run(first: int, last: int, now: Grads, known: dict[str, PyTree]) -> Grads:
             step = state.step.detach()
             for i in range(first, last):
                 place, own = i + (i >= self.before), self.transforms[i]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -22,7 +22,7 @@ from optimi_func.transforms.gradients import GradientTransform, Grads, Rewritten
 class InjectState(NamedTuple):
     """The state of `inject`."""
 
-    hyper: dict[str, Any]  # by name, a 0-d tensor or a tree of them: the next step's
+    hyper: dict[str, PyTree]  # by name, a 0-d tensor or a tree of them: the next step's
     inner: PyTree
 
 
@@ -157,7 +157,7 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, object]:
     """Return the hyperparameters that are numbers and have an effect, by name."""
     if isinstance(optimizer, Averaged):
         return {"decay": optimizer.decay}
-    found: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    found: dict[str, object] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.needs_max_lr:
         found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
     for name, x in optimizer.numbers.items():

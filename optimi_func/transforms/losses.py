@@ -1,7 +1,8 @@
 """Transforms that look around: `sam`, `backtracking` and `lookahead`, as the classes."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,11 +13,14 @@ from optimi_func.core.codes import is_low
 from optimi_func.core.distributed import whole
 from optimi_func.core.leaf import held_dtype
 from optimi_func.core.math import norm, scalar_dtype, total_norm
-from optimi_func.core.rule import PyTree, Scalar, check_pure
+from optimi_func.core.rule import PyTree, Rule, Scalar, check_pure
 from optimi_func.core.torch_private import is_unwatched, level_of, transform_level
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import flatten_params, match_tree
 from optimi_func.transforms._trees import Around, S, Trees, count_from, like
+from optimi_func.transforms.gradients import Grads
+
+ValueAndGrad: TypeAlias = Callable[[PyTree], tuple[Tensor, PyTree]]
 
 _BOUNDS: dict[str, dict[str, float]] = {
     "rho": {},
@@ -26,7 +30,7 @@ _BOUNDS: dict[str, dict[str, float]] = {
 }
 
 
-def check_options(given: dict[str, Any]) -> None:
+def check_options(given: Mapping[str, object]) -> None:
     """Raise for options of these transforms and classes out of their ranges."""
     for name, x in given.items():
         if name == "adaptive":
@@ -39,7 +43,7 @@ def check_options(given: dict[str, Any]) -> None:
             check_number("number", name, x, **_BOUNDS[name])
 
 
-def check_wrapped(owner: str, rules: list[Any], maximizes: bool) -> None:
+def check_wrapped(owner: str, rules: list[Rule], maximizes: bool) -> None:
     """Raise for an optimizer of these rules that `owner` cannot wrap."""
     if owner.lower() != "sam" and any([rule.eval_point for rule in rules]):
         raise ValueError(
@@ -50,7 +54,7 @@ def check_wrapped(owner: str, rules: list[Any], maximizes: bool) -> None:
         raise ValueError(f"{owner} with maximize=True: let the loss be its negative")
 
 
-def ascent(ps: list[Tensor], gs: list[Any], rho: Scalar, adaptive: bool) -> list[Any]:
+def ascent(ps: list[Tensor], gs: Grads, rho: Scalar, adaptive: bool) -> list[Any]:
     """Return SAM's moves rho * T^2 g / |T g|, T being |p| + 0.01 if adaptive, else 1."""
     sizes = [p.abs() + 0.01 if adaptive else 1.0 for p in ps]
     found = [None if g is None else t * g for g, t in zip(gs, sizes)]
@@ -59,7 +63,7 @@ def ascent(ps: list[Tensor], gs: list[Any], rho: Scalar, adaptive: bool) -> list
     return [None if x is None else like(factor, x) * t * x for x, t in zip(found, sizes)]
 
 
-def slope_of(grads: list[Any], moves: list[Tensor]) -> Tensor:
+def slope_of(grads: Grads, moves: list[Tensor]) -> Tensor:
     """Return the derivative of the loss along moves, or 0 if it rises."""
     total = torch.zeros((), dtype=(wide := scalar_dtype(moves[0].device)))
     for g, u in zip(grads, moves):
@@ -105,8 +109,8 @@ class Wrapping(Around[S], state=tuple, name=""):
         return tensors, spec, torch.zeros((), dtype=scalar_dtype(device), device=device)
 
     def _evaluated(
-        self, params: PyTree, state: PyTree, evaluate: Any
-    ) -> tuple[Any, Tensor, Trees]:
+        self, params: PyTree, state: PyTree, evaluate: ValueAndGrad
+    ) -> tuple[PyTree, Tensor, Trees]:
         """Return the checked state, the loss and the gradients at params."""
         if not callable(evaluate):
             raise TypeError(
@@ -115,8 +119,7 @@ class Wrapping(Around[S], state=tuple, name=""):
                 f"What gives gradients goes inside, as in {self.name}(every_k(...))"
             )
         state = self.checked(state)
-        found: Any = evaluate(params)
-        f, grads = found
+        f, grads = evaluate(params)
         return state, f.to(state.f.dtype), Trees.check(params, grads)
 
 
@@ -148,7 +151,11 @@ class sam(Wrapping[SamState], state=SamState, name="sam"):
         return SamState(self._start(params)[2], inner)
 
     def step(
-        self, params: PyTree, state: SamState, value_and_grad: Any, **extras: PyTree
+        self,
+        params: PyTree,
+        state: SamState,
+        value_and_grad: ValueAndGrad,
+        **extras: PyTree,
     ) -> tuple[PyTree, SamState]:
         """Return the result of one update."""
         state, f, trees = self._evaluated(params, state, value_and_grad)
@@ -196,7 +203,7 @@ class backtracking(
         self,
         params: PyTree,
         state: BacktrackingState,
-        value_and_grad: Any,
+        value_and_grad: ValueAndGrad,
         **extras: PyTree,
     ) -> tuple[PyTree, BacktrackingState]:
         """Return the result of one update."""

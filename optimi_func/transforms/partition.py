@@ -68,7 +68,7 @@ class PartitionState(NamedTuple):
 
     places: Places
     # Each part's own state, over the parameter tree with `Elsewhere()` for others' leaves.
-    parts: tuple[Any, ...]
+    parts: tuple[PyTree, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Partition(Transform):
             if (p.dtype == torch.bfloat16 if asked.param == "exact" else is_low(p.dtype))
         }
         storages = self._storages(asked, low)
-        parts: list[Any] = []
+        parts: list[PyTree] = []
         for i, optimizer in enumerate(self.optimizers):
             own = options.copy()
             if low and i not in low:
@@ -130,7 +130,7 @@ class Partition(Transform):
         }
         for i, optimizer in enumerate(self.optimizers):
             p, g = (_part(i, places, x, trees.spec) for x in (trees.params, trees.grads))
-            more: dict[str, Any] = {}
+            more: dict[str, PyTree] = {}
             for name, x in flat.items():
                 if (names := taken[i]) is None or name in names:
                     split = isinstance(x, list)

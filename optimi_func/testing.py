@@ -221,7 +221,7 @@ class _Check:
         ]
         return [*chain(*halves)], half(0, self.pure()) + half(1, self.pure())
 
-    def _members(self) -> tuple[Any, Any]:
+    def _members(self) -> tuple[Tensors, Tensors]:
         lrs = self.hyper["lr"] * torch.tensor([1.0, 0.5], dtype=_DOUBLE)
         many = vmap(lambda lr: self.pure(lr=lr))(lrs)
         each = [self.pure(lr=lr.item()) for lr in lrs]
@@ -259,7 +259,7 @@ class _Check:
         names = [pytree.keystr(path)[2:].replace("']", "") for path, _ in paths]
         return [x for _, x in paths], spec, names
 
-    def _zeros(self) -> tuple[Any, Any]:
+    def _zeros(self) -> "tuple[_Named, _Named]":
         """Return steps with each hyperparameter 0, as a tensor and as a number."""
         leaves, spec, names = self._numbers()
         one = torch.ones(1, dtype=_DOUBLE)  # of the movement, if lr is the only number
@@ -292,7 +292,7 @@ class _Check:
         dtype: torch.dtype = _DOUBLE,
         parts: int = 0,
         resumes: bool = False,
-        **how: Any,
+        **how: object,
     ) -> Tensors:
         """Return how far the class moves, with `parts` by gradient release."""
         if self.value is not None:

@@ -40,7 +40,7 @@ from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import reshard
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import run_launches
+from optimi_func.execution.launches import Columns, run_launches
 from optimi_func.execution.plans import Plan, raise_versions
 from optimi_func.execution.scalars import Packed
 from optimi_func.execution.slots import make_slots
@@ -367,7 +367,7 @@ class EMA:
             self._step(rule, list(map(list, zip(*some))), share)
         self.updates += 1
 
-    def _step(self, rule: Rule, columns: list[list[Any]], share: float) -> None:
+    def _step(self, rule: Rule, columns: Columns, share: float) -> None:
         """Move averages as SGD with decay does, along the weights in place of gradients."""
         averages, _, rests = columns
         fixed = averages + (rests if rule.fields else [])

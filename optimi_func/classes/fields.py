@@ -257,11 +257,11 @@ def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
         if several and floats:
             if name == "betas" and max(some) < 1.0:
                 bounds["below"] = 1.0
-            made = Floats[Any, Any](*default, **bounds)
+            made = Floats[object, object](*default, **bounds)
         elif floats or ("float" in str(annotation) and default is not None):
             made = cast(Any, Float)(default, **bounds)
         else:
-            made = Field[Any, Any](default)
+            made = Field[object, object](default)
             made.value = bool if annotation == "bool" else annotation
         made.argument, made.plain = annotation, True
     made.name = name

@@ -17,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimi_func.core import torch_private
 from optimi_func.core.checks import check_loss
+from optimi_func.core.rule import PyTree
 
 # (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
-Program = Callable[[list[Tensor], list[Tensor], Any], tuple[Any, Any, list[Tensor]]]
+Program = Callable[
+    [list[Tensor], list[Tensor], PyTree], tuple[Tensor, PyTree, list[Tensor]]
+]
 
 
 class DryRun(NamedTuple):
@@ -73,7 +76,7 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: list[Any] = []
+        self.storages: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None

@@ -29,7 +29,7 @@ from optimi_func.population.axes import path
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import FlatTree, TreeState, without_none
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[[PyTree, PyTree], PyTree]
 
 
 class TrainState(NamedTuple):
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
 
     params: PyTree
     buffers: PyTree
-    optimizer: Any  # the state of the optimizer
+    optimizer: PyTree  # the state of the optimizer
 
 
 @overload
@@ -54,7 +54,7 @@ def train_step(
 
 @overload
 def train_step(
-    model_or_fn: Callable[..., Any],
+    model_or_fn: Callable[..., PyTree],
     loss_fn: LossFn,
     optimizer: PureOptimizer,
     *,
@@ -65,9 +65,9 @@ def train_step(
 
 
 def train_step(
-    model_or_fn: Callable[..., Any],
+    model_or_fn: Callable[..., PyTree],
     loss_fn: LossFn,
-    optimizer: Any,
+    optimizer: object,
     *,
     accumulate: int = 1,
     clip_global_norm: float | None = None,
@@ -155,7 +155,7 @@ GRAD_AND_STEP = "torch.func.grad and the step of a pure optimizer"
 
 
 class _Settings(NamedTuple):
-    model: Callable[..., Any]
+    model: Callable[..., PyTree]
     loss_fn: LossFn
     accumulate: int
     clip_global_norm: float | None

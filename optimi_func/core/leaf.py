@@ -22,6 +22,7 @@ from optimi_func.core.rule import (
     DecayKind,
     Leaf,
     Microbatch,
+    Named,
     Rates,
     Rule,
     Scalar,
@@ -117,8 +118,8 @@ def leaf_step(
 
 
 def short_step(
-    rule: Rule, p: Tensor, g: Tensor, state: Any, scalars: Scalars
-) -> tuple[Tensor, Any]:
+    rule: Rule, p: Tensor, g: Tensor, state: Named, scalars: Scalars
+) -> tuple[Tensor, Named]:
     """Return p and state after a `leaf_step` of direction, `whole` and decay alone.
 
     All tensors are whole and have the dtype of the arithmetic. No result shares memory

@@ -75,7 +75,7 @@ class Runner(Measures):
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._measuring: Backward | None = None
         # Disabled, because a compiled training step would trace into them.
-        self.hook = cast(Any, torch.compiler.disable(_weak_hook(self)))
+        self.hook = torch.compiler.disable(_weak_hook(self))
         self._at_end = cast(Any, torch.compiler.disable(self._end))
 
     def check(self, options: ReleaseOptions) -> None:

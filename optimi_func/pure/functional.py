@@ -89,7 +89,7 @@ class FunctionalOptimizer(Kept):
     # Its step returns trees of the same structure, so that no caller checks them.
     keeps_structure: ClassVar[bool] = True
     # Names and options of its class in other libraries: `state.convert.Counterparts`.
-    counterparts: ClassVar[Any] = None
+    counterparts: ClassVar[object] = None
 
     lr: Number
     weight_decay: Number = 0.0

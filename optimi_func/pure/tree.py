@@ -240,7 +240,7 @@ def unflatten(spec: Any, leaves: Iterable[object]) -> PyTree:
     if isinstance(spec, pytree.TreeSpec):
         return pytree.tree_unflatten(islice(leaves, spec.num_leaves), spec)
     kind, label, *children = spec
-    items: Any = [unflatten(x, leaves) for x in children]
+    items: Iterable[PyTree] = [unflatten(x, leaves) for x in children]
     if not children:
         items = islice(leaves, len(label) if kind is dict else label)
     return dict(zip(label, items)) if kind is dict else kind(items)

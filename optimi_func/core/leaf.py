@@ -175,8 +175,7 @@ def leaf_move(
     d, new, shared = rule.direction(g, given, c, *more)
     if write:
         if rule.whole is not None:
-            made, found = on_whole(rule.whole, d, more[0] if more else None, mapped, c)
-            d = to(made, d.dtype)
+            d, found = on_whole(rule.whole, d, more[0] if more else None, mapped, c)
             # Results share no memory with arguments.
             mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, found)])
         d = _delta(rule, g, x, d, shared, c, r, take_means)

@@ -1,7 +1,6 @@
 """Scalar functions for Python numbers and tensors, and initial values of moments."""
 
 import math
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -125,27 +124,6 @@ def symmetric(
 
 
 _PANELS = 512  # rows from which on four panels are faster than the whole
-
-
-def by_rows(
-    function: Callable[..., Tensor],
-    x: Tensor,
-    *more: Tensor,
-    width: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return function(x, *more), which maps rows one by one to rows of this width.
-
-    A large x some rows at a time: fresh memory takes longer than the arithmetic.
-    """
-    size = x.shape[-2]
-    if x.device.type != "cpu" or size < _PANELS:
-        return function(x, *more).to(dtype)
-    out = x.new_empty((*x.shape[:-1], width), dtype=dtype)
-    for i in range(8):
-        lo, hi = size * i // 8, size * (i + 1) // 8
-        out[..., lo:hi, :] = function(*[y[..., lo:hi, :] for y in (x, *more)])
-    return out
 
 
 def is_differentiated(x: Tensor) -> bool:

@@ -8,14 +8,7 @@ from typing import NamedTuple, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from optimi_func.core.math import (
-    by_rows,
-    is_differentiated,
-    iterated_in,
-    norm,
-    product,
-    symmetric,
-)
+from optimi_func.core.math import is_differentiated, iterated_in, norm, product, symmetric
 from optimi_func.core.rule import Scalar
 from optimi_func.rules import Body, Field, Float, Moment, choice, functions, rounded
 from optimi_func.state.convert import Counterparts, Group
@@ -272,9 +265,8 @@ class Muon(Body, name="muon"):
         if dtype.itemsize < wide.itemsize and is_differentiated(x):
             dtype = wide  # else the derivative would be noise
         length = norm(x, dim=(-2, -1), keepdim=True)
-        length = length.clamp_min(rounded(self.eps, x)).clamp_min(torch.finfo(wide).tiny)
-        x = by_rows(lambda x: x / length, x, width=shape[-1], dtype=dtype)
-        x = x.mT if m > n else x
+        x = x / length.clamp_min(rounded(self.eps, x)).clamp_min(torch.finfo(wide).tiny)
+        x = (x.mT if m > n else x).to(dtype)
         x = x.flatten(0, -3) if x.dim() > 2 else x
         rest = self.table
         while rest:
@@ -284,7 +276,7 @@ class Muon(Body, name="muon"):
             rest = rest[some:]
             last = 1.0 if rest else scale
             x = product(own, x, x, last * q, last)
-        return (x.mT if m > n else x).reshape(shape)
+        return (x.mT if m > n else x).to(wide).reshape(shape)
 
     def scale(self, x: Tensor) -> float:
         """Return s."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimi_func.core.math import by_rows, norm
+from optimi_func.core.math import norm
 from optimi_func.optimizers.muon import Muon, joined
 from optimi_func.rules import Float, Moment, Shaped, functions, root
 from optimi_func.state.convert import Counterparts
@@ -59,23 +59,15 @@ class NorMuon(Muon, name="normuon"):
     def whole(self, d: Tensor, s: State):  # pyright: ignore[reportIncompatibleMethodOverride]
         moved: list[Tensor] = []
         kept: list[Tensor] = []
-
-        def row_norms(x: Tensor) -> Tensor:
-            return norm(x.to(d.dtype), dim=-1, keepdim=True)
-
-        def times(x: Tensor, factor: Tensor) -> Tensor:
-            return x.to(d.dtype) * factor
-
         for y, rows in zip(self.matrices(d), self.matrices(s.second_momentum_buffer)):
             o = self.orthogonalized(y)
-            lengths = by_rows(row_norms, o, width=1, dtype=d.dtype)
+            lengths = norm(o, dim=-1, keepdim=True)
             means = lengths.square() / max(1, o.shape[-1])
             kept.append(self.row_beta * rows + (1 - self.row_beta) * means)
             even = 1.0 / (root(kept[-1]) + 1e-10)
             both = lengths, lengths * even
             before, after = (norm(z, dim=(-2, -1), keepdim=True) for z in both)
-            factor = even * (self.scale(y) * before / (after + 1e-10))
-            moved.append(by_rows(times, o, factor, width=o.shape[-1], dtype=d.dtype))
+            moved.append(o * (even * (self.scale(y) * before / (after + 1e-10))))
         rows = joined(kept, s.second_momentum_buffer)
         return joined(moved, d), s._replace(second_momentum_buffer=rows)
 

@@ -178,7 +178,7 @@ def make_whole(
                     f"the shape {tuple(before.shape)}, which init gave it"
                 )
             new.append(to(x, before.dtype))
-        return own, tuple(new)
+        return to(own, d.dtype), tuple(new)
 
     return mapped
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimi_func
 from optimi_func import Mixed, Muon, muon
@@ -201,52 +200,3 @@ def test_the_cpu_chooses_the_dtype_unless_it_is_asked_for(
 
 def test_private_query_of_the_cpu_is_there() -> None:
     assert isinstance(torch_private.multiplies_bfloat16(), bool)
-
-
-class Made(TorchDispatchMode):
-    """The dtypes of new tensors with as many elements as a matrix."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.dtypes = number, set[torch.dtype]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and found.numel() == self.number and not func.is_view:
-            self.dtypes.add(found.dtype)
-        return found
-
-
-def test_a_large_matrix_has_no_wide_copy() -> None:
-    """Fresh memory of its size would take longer than the arithmetic."""
-    rule = Muon.bare({"dtype": torch.bfloat16, "table": TABLES["standard"], "eps": 1e-7})
-    narrow, wide = torch.bfloat16, torch.float32
-    for shape, dtypes in (
-        ((512, 40), {narrow}),
-        ((600, 700), {narrow}),
-        ((5, 4), {narrow, wide}),
-    ):
-        g = torch.randn(shape)
-        with Made(g.numel()) as made:
-            rule.orthogonalized(g)
-        assert made.dtypes == dtypes
-
-
-@pytest.mark.parametrize("shape", [(30, 12), (2, 12, 30)], ids=str)
-def test_rows_some_at_a_time_are_all(shape: Any, monkeypatch: Any) -> None:
-    """Values, derivatives and vmap of NorMuon."""
-    torch.manual_seed(0)
-    g, w = torch.randn(2, *shape, dtype=DOUBLE)
-    value = optimi_func.normuon(lr=1.0)
-
-    def loss(g: Tensor) -> Tensor:
-        p = torch.zeros_like(g)
-        return (value.step(p, g, value.init(p))[0] * w).sum()
-
-    def all_of() -> list[Tensor]:
-        return [loss(g), grad(loss)(g), vmap(grad(loss))(torch.stack([g, w]))[0]]
-
-    before = all_of()
-    monkeypatch.setattr(math, "_PANELS", 3)
-    for got, want in zip(all_of(), before):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)

@@ -103,23 +103,23 @@ def check_rule(
             with warnings.catch_warnings():
                 # Of betas that bfloat16 moments hardly follow, where warnings are errors.
                 warnings.simplefilter("ignore", UserWarning)
-                both = compared()
+                pair = compared()
                 got, want = (
-                    torch.cat([x.detach().flatten().double() for x in y]) for y in both
+                    torch.cat([x.detach().flatten().double() for x in y]) for y in pair
                 )
             error = ((got - want).norm() / want.norm()).item()
-            said = f"error {error:.1e} above {most:.0e}, largest difference "
-            said += f"{(got - want).abs().max():.2g}"
-            said += _worst(*both)
+            problem = f"error {error:.1e} above {most:.0e}, largest difference "
+            problem += f"{(got - want).abs().max():.2g}"
+            problem += _worst(*pair)
             if want.isnan().any():
-                said += ": what it is compared with, as the loop, is NaN. One step has "
-                said += "gradients of 0, and one parameter has no elements"
-            said += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
+                problem += ": what it is compared with, as the loop, is NaN. One step has "
+                problem += "gradients of 0, and one parameter has no elements"
+            problem += " (if the direction jumps, raise allowed=)" * (usual >= 1e-5)
         except Exception as raised:
-            said = f"{type(raised).__name__}: {raised}".split("\n")[0]
+            problem = f"{type(raised).__name__}: {raised}".split("\n")[0]
         fits = error <= most
         print(f"{name:<26} {error:9.1e} {most:8.0e}" + "  wrong" * (not fits))
-        wrong += [] if fits else [f"{name}: {said}"]
+        wrong += [] if fits else [f"{name}: {problem}"]
     if wrong:
         raise AssertionError("\n".join([f"{cls.__name__}, {len(wrong)} rows:", *wrong]))
 
@@ -149,9 +149,9 @@ class _Check:
         self.cls, self.hyper, self.extras = cls, hyper, extras
         self.value: Any = cls.factory(**hyper) if hasattr(cls, "factory") else None
         rule = getattr(self.value, "rule", None)
-        if not extras and (taken := getattr(rule, "extras", ())):
+        if not extras and (names := getattr(rule, "extras", ())):
             raise TypeError(
-                f"the direction of {cls.__name__} takes {', '.join(taken)}: give "
+                f"the direction of {cls.__name__} takes {', '.join(names)}: give "
                 "check_rule extras=, a function from a step's gradients to them by name"
             )
         refuses = getattr(rule, "refuses", None) or (lambda p: None)
@@ -159,8 +159,8 @@ class _Check:
         source = torch.Generator().manual_seed(0)
 
         def draw(scale: float, mean: float) -> Tensors:  # values that bfloat16 has too
-            drawn = [torch.randn(x, generator=source) * scale + mean for x in shapes]
-            return [x.bfloat16().double() for x in drawn]
+            tensors = [torch.randn(x, generator=source) * scale + mean for x in shapes]
+            return [x.bfloat16().double() for x in tensors]
 
         self.start = draw(0.5, 1.0)
         self.grads = [draw(1.0, 0.5 * (-1) ** i) for i in range(steps)]
@@ -181,10 +181,10 @@ class _Check:
 
     def pure_rows(self, reference: object) -> Iterator[_Row]:
         """Yield the rows of the pure step."""
-        kept, rule = copy.deepcopy((self.start, self.grads)), self.value.rule
-        yield "repeated", 0.0, lambda: (self.pure(), self.pure(*kept))
+        copies, rule = copy.deepcopy((self.start, self.grads)), self.value.rule
+        yield "repeated", 0.0, lambda: (self.pure(), self.pure(*copies))
         leaves = pytree.tree_leaves
-        yield "inputs kept", 0.0, lambda: (leaves((self.start, self.grads)), leaves(kept))
+        yield "inputs kept", 0.0, lambda: (leaves((self.start, self.grads)), leaves(copies))
         yield "results apart", 0.0, lambda: (self._overwritten(), self.pure())
         if reference is not None:
             yield "reference", 1e-9, lambda: (self.pure(), self._loop(reference))
@@ -202,15 +202,15 @@ class _Check:
         params, grads = copy.deepcopy((self.start, self.grads))
         state = self.value.init(params)
         for g in grads:
-            given = params, g, state, self.extras(g) if self.extras else {}
-            params, state = self.value.step(*given[:3], **given[3])
-            for x in pytree.tree_leaves(given):
+            arguments = params, g, state, self.extras(g) if self.extras else {}
+            params, state = self.value.step(*arguments[:3], **arguments[3])
+            for x in pytree.tree_leaves(arguments):
                 x.zero_()
         return [p - q for p, q in zip(params, self.start)]
 
     def _loop(self, reference: Any) -> Tensors:
-        found = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)
-        return [p - q for p, q in zip(found, self.start)]
+        result = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)
+        return [p - q for p, q in zip(result, self.start)]
 
     def _halves(self) -> tuple[object, object]:
         def half(i: int, tensors: Tensors) -> Tensors:
@@ -240,30 +240,30 @@ class _Check:
                 scaled[i] = leaves[i] * scale
             turned = [[g * (1 + (scales[-1] - 1) * g.cos()) for g in x] for x in grads]
             hyper = pytree.tree_unflatten(scaled, spec)
-            found = self.pure([p * scales[-2] for p in start], turned, **hyper)
-            return torch.stack([(p * p.cos()).sum() for p in found]).sum()
+            results = self.pure([p * scales[-2] for p in start], turned, **hyper)
+            return torch.stack([(p * p.cos()).sum() for p in results]).sum()
 
-        one, h = torch.ones(len(at) + 2, dtype=_DOUBLE), 1e-5
-        steps = h * torch.eye(len(one), dtype=_DOUBLE)
-        got, want = _Named(grad(end)(one).unbind()), _Named()
-        want += [(end(one + x) - end(one - x)) / (2 * h) for x in steps]
+        ones, h = torch.ones(len(at) + 2, dtype=_DOUBLE), 1e-5
+        steps = h * torch.eye(len(ones), dtype=_DOUBLE)
+        got, want = _Named(grad(end)(ones).unbind()), _Named()
+        want += [(end(ones + x) - end(ones - x)) / (2 * h) for x in steps]
         names = [*[names[i] for i in at], "the parameters", "the gradients"]
         got.fields, want.fields = ({k: [x] for k, x in zip(names, y)} for y in (got, want))
         return got, want
 
     def _numbers(self) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
         """Return the hyperparameters, flat, with the structure and names."""
-        own = {**self.value.numbers, "lr": 1.0 * self.hyper["lr"]}
-        own["weight_decay"] = self.value.weight_decay
-        paths, spec = pytree.tree_flatten_with_path(own)
+        numbers = {**self.value.numbers, "lr": 1.0 * self.hyper["lr"]}
+        numbers["weight_decay"] = self.value.weight_decay
+        paths, spec = pytree.tree_flatten_with_path(numbers)
         names = [pytree.keystr(path)[2:].replace("']", "") for path, _ in paths]
         return [x for _, x in paths], spec, names
 
     def _zeros(self) -> "tuple[_Named, _Named]":
         """Return steps with each hyperparameter 0, as a tensor and as a number."""
         leaves, spec, names = self._numbers()
-        one = torch.ones(1, dtype=_DOUBLE)  # of the movement, if lr is the only number
-        got, want = _Named([one]), _Named([one])
+        ones = torch.ones(1, dtype=_DOUBLE)  # of the movement, if lr is the only number
+        got, want = _Named([ones]), _Named([ones])
         got.fields, want.fields = {}, {}
         for i, name in enumerate(names):
             hypers = [
@@ -275,8 +275,8 @@ class _Check:
             except (TypeError, ValueError):
                 continue  # 0 is not allowed
             for all_of, moved in zip((got, want), pair):
-                all_of.fields[name] = found = [x.nan_to_num(7.0) for x in moved]
-                all_of += found
+                all_of.fields[name] = values = [x.nan_to_num(7.0) for x in moved]
+                all_of += values
         return got, want
 
     def _accumulated(self) -> tuple[object, object]:
@@ -317,13 +317,13 @@ class _Check:
                 torch.stack(terms).sum().backward()
             optimizer.step(**(self.extras(step) if self.extras else {}))
             optimizer.zero_grad()
-        found = _Named([p.detach().double() - q for p, q in zip(params, self.start)])
+        moves = _Named([p.detach().double() - q for p, q in zip(params, self.start)])
         entries = [optimizer.state[p] for p in params if optimizer.state[p]]
         floats = [
             k for k, x in (entries or [{}])[0].items() if isinstance(x, Tensor) and x.dim()
         ]
-        found.fields = {k: [x[k] for x in entries if k in x] for k in floats}
-        return found
+        moves.fields = {k: [x[k] for x in entries if k in x] for k in floats}
+        return moves
 
     def other_rows(self, reference: Any) -> Iterator[_Row]:
         """Yield the rows of a class that is not this package's."""

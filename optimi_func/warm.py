@@ -46,15 +46,15 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=dtypes)
     parser.add_argument("--storage", choices=("compact", "exact"))
     parser.add_argument("--set", nargs="+", default=[], type=_option, metavar="name=json")
-    given = parser.parse_args()
+    args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if (place := store.folder()) is None:
         sys.exit(f"{store.VARIABLE}={os.environ.get(store.VARIABLE)}: no store to fill")
     lost: list[str] = []
-    for name in given.names:
-        for dtype in given.dtype:
-            start, options = time.perf_counter(), {"storage": given.storage}
-            lost += _warm(classes[name], getattr(torch, dtype), options | dict(given.set))
+    for name in args.names:
+        for dtype in args.dtype:
+            start, options = time.perf_counter(), {"storage": args.storage}
+            lost += _warm(classes[name], getattr(torch, dtype), options | dict(args.set))
             print(f"{name} {dtype}: {time.perf_counter() - start:.1f} s", flush=True)
     if lost:
         sys.exit(f"not kept in {place}, so each process compiles: {lost}")

@@ -237,9 +237,9 @@ class BaseOptimizer(Fields, Steps):
         bounds = list(map(self.bound_of, self.param_groups))
         warn(likely_mistakes(self.param_groups, bounds, first))
         for group in self.param_groups[first:]:
-            known = {*self.defaults, *self._factory_of(group)[1]}
-            for key in group.keys() - {*known, "params", "param_names"}:
-                for name in get_close_matches(key, known, 1, 0.85):
+            options = {*self.defaults, *self._factory_of(group)[1]}
+            for key in group.keys() - {*options, "params", "param_names"}:
+                for name in get_close_matches(key, options, 1, 0.85):
                     warn_user(f"a group has {key!r}, unused: did you mean {name!r}?")
 
     @watched_if_needed
@@ -455,20 +455,20 @@ class BaseOptimizer(Fields, Steps):
     def __repr__(self) -> str:
         """Return hyperparameters, changed options, and each group's executor and dtypes."""
         lines, usual = [f"{type(self).__name__} ("], dict[str, inspect.Parameter]()
-        for made in (FunctionalOptimizer, type(self)):
-            usual |= inspect.signature(made).parameters
+        for cls in (FunctionalOptimizer, type(self)):
+            usual |= inspect.signature(cls).parameters
         for i, group in enumerate(self.param_groups):
             entries = [self.state.get(p, {}).values() for p in group["params"]]
             tensors = [x for x in chain(group["params"], *entries) if isinstance(x, Tensor)]
             kinds = {str(x.dtype)[6:] for x in tensors}
-            found = {"params": len(group["params"]), "dtypes": ", ".join(sorted(kinds))}
-            found["runs"] = _RUNS.get(how := executor_of(group), how)
+            rows = {"params": len(group["params"]), "dtypes": ", ".join(sorted(kinds))}
+            rows["runs"] = _RUNS.get(how := executor_of(group), how)
             for k, x in sorted(group.items()):
                 default = usual[k].default if k in usual else inspect.Parameter.empty
                 number = type(default) in (float, int, tuple)
                 if k != "param_names" and (number or str(x) != str(default)):
-                    found.setdefault(k, x)
-            lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in found.items()]]
+                    rows.setdefault(k, x)
+            lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in rows.items()]]
         return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, object]:

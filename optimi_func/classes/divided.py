@@ -113,7 +113,7 @@ class Divided(Checkpoints):
         """Warn at the second step of a distributed run if none has had a gradient yet."""
         params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         alone = not (distributed.is_available() and distributed.is_initialized())
-        if alone or any([some for _, some, _, _ in works]) or any_distributed(params):
+        if alone or any([ps for _, ps, _, _ in works]) or any_distributed(params):
             self._idle = 3  # from now on it is no mistake, as of an actor that waits
         elif params:
             self._idle += 1
@@ -144,11 +144,11 @@ class Divided(Checkpoints):
         ]
         if any([new for new, _, _ in every]):
             every.sort(key=lambda x: x[0])
-            own, count = self.process_group.rank(), self.process_group.size()
+            rank, count = self.process_group.rank(), self.process_group.size()
             known = [self._owners[p] for new, p, _ in every if not new]
             self._owners = self.shared_by(count, [(g, p) for _, p, g in every], known)
             cut = [p for p, owner in self._owners.items() if owner == EVERY]
-            self._rows = {p: rows_of(p, count)[own] for p in cut}
+            self._rows = {p: rows_of(p, count)[rank] for p in cut}
         return self._owners
 
     def shared_by(
@@ -157,16 +157,16 @@ class Divided(Checkpoints):
         """Return the owners of parameters in `count` processes; the first are `known`."""
         loads = [self._load_of(*x) for x in every]
         to_cut = [i for i, x in enumerate(every) if self._can_cut(*x, count)]
-        found = owners_of(loads, count, known, to_cut)
-        return {p: owner for (_, p), owner in zip(every, found)}
+        owners = owners_of(loads, count, known, to_cut)
+        return {p: owner for (_, p), owner in zip(every, owners)}
 
     def _load_of(self, group: Group, p: Tensor) -> tuple[int, ...]:
         """Return what is balanced: bytes of state and parameter, and the map's cost."""
         rule = self.rule_of(group)
         cost = map_cost((*p.shape,)) if rule.whole else 0
         fresh = fresh_like(rule, p, group_storage(group))
-        kept = sum([x.nbytes for x in entry_of(fresh.state, fresh.comp).values()])
-        return kept, p.nbytes, cost
+        state_bytes = sum([x.nbytes for x in entry_of(fresh.state, fresh.comp).values()])
+        return state_bytes, p.nbytes, cost
 
     def owns(self, p: Tensor) -> bool:
         """Return True if this process has p's state and steps it."""
@@ -221,7 +221,7 @@ class Divided(Checkpoints):
         if not self.divides:
             return works
         owners = self.owners([p for _, params, _, _ in works for p in params])
-        rank, found = self.process_group.rank(), list[Work]()
+        rank, parts = self.process_group.rank(), list[Work]()
         for group, params, grads, batches in works:
             at = [i for i, p in enumerate(params) if owners[p] in (rank, EVERY)]
             its, own = None if batches is None else [batches[i] for i in at], list[Tensor]()
@@ -229,8 +229,8 @@ class Divided(Checkpoints):
                 if p in self._rows:
                     check_grad(path_of(group, p), p, g)
                 own.append(self.part_of(p, g))
-            found.append((group, [params[i] for i in at], own, its))
-        return found
+            parts.append((group, [params[i] for i in at], own, its))
+        return parts
 
     def _tell(
         self, called: str, works: list[Work] | None = None, error: object = None
@@ -239,7 +239,7 @@ class Divided(Checkpoints):
         if not self.divides:
             return
         failed = error and f"{type(error).__name__}: {error}"
-        shared = {"the call": called, "an error": failed}
+        facts = {"the call": called, "an error": failed}
         if works is not None:
             owners = self.owners()
             stepped = {id(p) for _, params, _, _ in works for p in params}
@@ -247,11 +247,11 @@ class Divided(Checkpoints):
                 params = group["params"]
                 every = zip(group.get("param_names") or range(len(params)), params)
                 lack = [x for x, p in every if p in owners and id(p) not in stepped]
-                shared[f"parameters without a gradient in param group {i}"] = lack
-            shared |= self.numbers(type) | self._weights()
-            shared["the owners"] = list(owners.values())
-        said = f"other processes do not do the same as this one, {called}"
-        agree([Holders("", (), self._home(), self.process_group, None, 1)], shared, said)
+                facts[f"parameters without a gradient in param group {i}"] = lack
+            facts |= self.numbers(type) | self._weights()
+            facts["the owners"] = list(owners.values())
+        text = f"other processes do not do the same as this one, {called}"
+        agree([Holders("", (), self._home(), self.process_group, None, 1)], facts, text)
 
     def _home(self) -> torch.device:
         """Return the device of the first parameter, on which messages are sent."""
@@ -264,8 +264,8 @@ class Divided(Checkpoints):
             owned: list[list[Tensor]] = [[] for _ in range(group.size())]
             for p in params:
                 if p in self._rows:
-                    for some, rows in zip(owned, rows_of(p, len(owned))):
-                        some.append(p.detach()[rows])
+                    for tensors, rows in zip(owned, rows_of(p, len(owned))):
+                        tensors.append(p.detach()[rows])
                 elif p in owners:
                     owned[owners[p]].append(p)
             broadcast(owned, group, self._sent)
@@ -321,23 +321,23 @@ class Divided(Checkpoints):
         if not self.divides:
             return state
         self._tell("state_dict()")
-        group, found = self.process_group, dict[int, Entry]()
+        group, whole = self.process_group, dict[int, Entry]()
         params = [p for group in self.param_groups for p in group["params"]]
         parts = {i: list[Entry]() for i, p in enumerate(params) if p in self._rows}
         state = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), state)
         for owner in range(group.size()):  # one after the other, to bound the messages
-            told = [state]
-            distributed.broadcast_object_list(told, group=group, group_src=owner)
-            for i in parts.keys() & told[0].keys():
-                parts[i].append(told[0].pop(i))
-            found |= told[0]
-        found |= {i: x for i, x in state.items() if i not in parts}
+            message = [state]
+            distributed.broadcast_object_list(message, group=group, group_src=owner)
+            for i in parts.keys() & message[0].keys():
+                parts[i].append(message[0].pop(i))
+            whole |= message[0]
+        whole |= {i: x for i, x in state.items() if i not in parts}
         for i, entries in parts.items():
             for name in entries[0] if entries else ():
                 of = [entry[name] for entry in entries]
-                found.setdefault(i, {})[name] = _joined(name, of, len(params[i]))
+                whole.setdefault(i, {})[name] = _joined(name, of, len(params[i]))
         return {
-            i: found[i] for i in dict.fromkeys([*range(len(params)), *found]) if i in found
+            i: whole[i] for i in dict.fromkeys([*range(len(params)), *whole]) if i in whole
         }
 
     def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
@@ -363,19 +363,19 @@ class Divided(Checkpoints):
             return {}
         params = [p.detach() for group in self.param_groups for p in group["params"]]
         plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
-        found = [str(torch.hash_tensor(p)) for p in plain]
-        return {"hashes of parameters, which process_group= says are copies": found}
+        hashes = [str(torch.hash_tensor(p)) for p in plain]
+        return {"hashes of parameters, which process_group= says are copies": hashes}
 
 
 def entry_in(p: Tensor, entry: Entry, rows: slice) -> Entry:
     """Return copies of some rows of p's entry; what has no rows stays."""
-    found = dict(entry)
+    part = dict(entry)
     for name, x in entry.items():
         if name.endswith("_scale") and p.dim() == 1:
-            found[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)].clone()
+            part[name] = x[rows.start // GROUP : -(-rows.stop // GROUP)].clone()
         elif isinstance(x, Tensor) and x.dim() and len(x) == len(p):
-            found[name] = x[rows].clone()
-    return found
+            part[name] = x[rows].clone()
+    return part
 
 
 def _joined(name: str, parts: list[Any], rows: int) -> Any:
@@ -400,11 +400,12 @@ def broadcast(
     for device in dict.fromkeys([x.device for x in chain.from_iterable(owned)]):
         # Not .detach(): a model may run twice before a backward that saved a buffer.
         data = [
-            [x.data for x in some if x.device == device and x.numel()] for some in owned
+            [x.data for x in tensors if x.device == device and x.numel()]
+            for tensors in owned
         ]
         # Wide dtypes first, so that each part of a message is aligned for its own.
-        data = [sorted(some, key=lambda x: -x.itemsize) for some in data]
-        parts = [list(chunks(some, BYTES, lambda x: x.nbytes)) for some in data]
+        data = [sorted(tensors, key=lambda x: -x.itemsize) for tensors in data]
+        parts = [list(chunks(tensors, BYTES, lambda x: x.nbytes)) for tensors in data]
         for turn in zip_longest(*parts, fillvalue=[]):
             for owner, part in enumerate(turn):
                 if part:
@@ -427,7 +428,7 @@ def _send(
         assert work is not None
         work.wait()
         if not (alone or distributed.get_rank(group) == owner):
-            for x, told in zip(tensors, message.split([x.nbytes for x in tensors])):
-                x.copy_(told.view(x.dtype).view(x.shape))
+            for x, data in zip(tensors, message.split([x.nbytes for x in tensors])):
+                x.copy_(data.view(x.dtype).view(x.shape))
 
     return end

@@ -156,8 +156,8 @@ class Evaluated(BaseOptimizer):
 
     def _join_loaded(self) -> None:
         super()._join_loaded()
-        shown = [group for group in self._evaluated() if not group["train_mode"]]
-        self._versions = {p: p._version for group in shown for p in group["params"]}
+        groups = [group for group in self._evaluated() if not group["train_mode"]]
+        self._versions = {p: p._version for group in groups for p in group["params"]}
 
     def _restore(self, params: list[Tensor]) -> None:
         for p in params:
@@ -187,14 +187,14 @@ class Evaluated(BaseOptimizer):
 
         In eval mode the parameter is kept as that of train mode, as after `eval()`.
         """
-        found = [
+        params = [
             p
             for group in self._evaluated()
             for p in group["params"]
             if not (group["train_mode"] or "step" in self.state.get(p, {}))
         ]
         super().init_state()
-        for p in found:
+        for p in params:
             if "step" in self.state.get(p, {}):
                 self.state[p][TRAIN_PARAM] = self.part_of(p).detach().clone()
 
@@ -213,8 +213,8 @@ class Evaluated(BaseOptimizer):
             entry = self.state.get(p, {})
             if "step" not in entry:
                 continue
-            mine = self.part_of(p).detach()
-            now = mine if group["train_mode"] else entry[TRAIN_PARAM]
+            part = self.part_of(p).detach()
+            now = part if group["train_mode"] else entry[TRAIN_PARAM]
             leaf = leaf_to_local(Leaf(now, *state_in(rule, entry)))
             running = rule.running(*[entry[k].item() for k in rule.running._fields])
             with kernel_context(p.device):
@@ -224,17 +224,17 @@ class Evaluated(BaseOptimizer):
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Return `Checkpoints.master_state_dict`, in eval mode of the parameters x."""
-        found = super().master_state_dict(model)
+        weights = super().master_state_dict(model)
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         with torch.no_grad():
             for group in self._evaluated():
-                some = [] if group["train_mode"] else self._eval_params(group)
-                for p, x in some:
+                points = [] if group["train_mode"] else self._eval_params(group)
+                for p, x in points:
                     if p in names:
                         x = as_complex(x, p)
                         x = to(x, torch.promote_types(p.dtype, torch.float32))
-                        found[names[p]] = from_local(x, p)
-        return found
+                        weights[names[p]] = from_local(x, p)
+        return weights
 
 
 def _write(p: Tensor, x: Tensor) -> None:
@@ -315,11 +315,11 @@ class EMA:
         """Return trainable parameters with their compensations; new ones get averages."""
         optimizer, entries = self.optimizer, self.optimizer.state
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        mine = [p for p in params if p.requires_grad and optimizer.owns(p)]
-        every = {p: entries.get(p, {}).get("kahan_comp") for p in mine}
+        trained = [p for p in params if p.requires_grad and optimizer.owns(p)]
+        every = {p: entries.get(p, {}).get("kahan_comp") for p in trained}
         new = {p: comp for p, comp in every.items() if p not in self._averages}
-        made = {p: master(optimizer.part_of(p), comp) for p, comp in new.items()}
-        self._averages |= made
+        averages = {p: master(optimizer.part_of(p), comp) for p, comp in new.items()}
+        self._averages |= averages
         return every
 
     def __getstate__(self) -> dict[str, object]:
@@ -330,12 +330,12 @@ class EMA:
         optimizer, every = self.optimizer, self._compensations()
         points: dict[Tensor, Tensor] = {}
         if isinstance(optimizer, Evaluated):
-            found = chain(*map(optimizer._eval_params, optimizer._evaluated()))
-            points = {p: x for p, x in found if p in every}
+            pairs = chain(*map(optimizer._eval_params, optimizer._evaluated()))
+            points = {p: x for p, x in pairs if p in every}
         rest = [p for p in every if p not in points] if points else [*every]
         parts, comps = optimizer.parts_of(rest), [every[p] for p in rest]
-        given = [*points.values(), *to_local(parts)]
-        return [*points, *rest], given, [None] * len(points) + to_local(comps)
+        tensors = [*points.values(), *to_local(parts)]
+        return [*points, *rest], tensors, [None] * len(points) + to_local(comps)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -352,19 +352,19 @@ class EMA:
         groups, rows = self.optimizer.param_groups, dict[Rule, list[Any]]()
         listed = [x["params"] for x in groups if executor_of(x) in ("auto", "kernels")]
         kernels = set(map(id, chain(*listed)))
-        params, parts, rests = self._weights()
+        params, parts, comps = self._weights()
         averages = to_local([self._averages[p] for p in params])
-        for p, average, part, rest in zip(params, averages, parts, rests):
-            floating = rest is None or rest.is_floating_point()
+        for p, average, part, comp in zip(params, averages, parts, comps):
+            floating = comp is None or comp.is_floating_point()
             # A large share would round by the average that was.
             if share <= 0.5 and floating and id(p) in kernels:
-                rule = gradient_rule if rest is None else _compensated
-                rows.setdefault(rule, []).append((average, part, rest))
+                rule = gradient_rule if comp is None else _compensated
+                rows.setdefault(rule, []).append((average, part, comp))
             else:
-                x = weight_of(part, rest, compute_dtype(p.dtype))
+                x = weight_of(part, comp, compute_dtype(p.dtype))
                 average.lerp_(to(x, average.dtype), share)
-        for rule, some in rows.items():
-            self._step(rule, list(map(list, zip(*some))), share)
+        for rule, triples in rows.items():
+            self._step(rule, list(map(list, zip(*triples))), share)
         self.updates += 1
 
     def _step(self, rule: Rule, columns: Columns, share: float) -> None:
@@ -394,15 +394,15 @@ class EMA:
         optimizer, averages = self.optimizer, dict(self._averages)
         optimizer.check_train_mode("EMA.applied()")
         optimizer._tell("EMA.applied()")
-        kept = {p: p.detach().clone() for p in self._every()}
+        weights = {p: p.detach().clone() for p in self._every()}
         optimizer.holds_averages = True
         try:
             self._set([(optimizer.part_of(p), x) for p, x in averages.items()])
-            optimizer._spread([*kept])
+            optimizer._spread([*weights])
             optimizer._arrive()
             yield
         finally:
-            self._set([*kept.items()])
+            self._set([*weights.items()])
             optimizer.holds_averages = False
 
     @torch.no_grad()
@@ -419,10 +419,10 @@ class EMA:
 
     def _names(self) -> dict[Tensor, str]:
         """Return the name, or place, of each parameter."""
-        found: dict[Tensor, str] = {}
+        names: dict[Tensor, str] = {}
         for i, group in enumerate(self.optimizer.param_groups):
-            found.update(zip(group["params"], names_of(i, group)))
-        return found
+            names.update(zip(group["params"], names_of(i, group)))
+        return names
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -434,11 +434,11 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return averages and counts, in tensors that torch's dcp can load into."""
         names = self._names()
-        own = {
+        parts = {
             i: {"": self._averages[p]} for i, p in enumerate(names) if p in self._averages
         }
         every = dict(enumerate(names.values()))
-        whole = self.optimizer.whole_state(own)
+        whole = self.optimizer.whole_state(parts)
         averages = {every[i]: entry[""] for i, entry in whole.items()}
         return {"averages": averages, "updates": self.updates, "weight": self.weight}
 
@@ -449,13 +449,13 @@ class EMA:
         Raises:
             ValueError: Other names or shapes; nothing is loaded then.
         """
-        names, given = self._names(), state_dict.get("averages", {})
+        names, averages = self._names(), state_dict.get("averages", {})
         shapes = {names[p]: tuple(p.shape) for p in self._every()}
-        other = {name: tuple(x.shape) for name, x in given.items()}
-        if shapes != other or not {"updates", "weight"} <= {*state_dict}:
-            differ = sorted(dict(shapes.items() ^ other.items()))
+        saved_shapes = {name: tuple(x.shape) for name, x in averages.items()}
+        if shapes != saved_shapes or not {"updates", "weight"} <= {*state_dict}:
+            differ = sorted(dict(shapes.items() ^ saved_shapes.items()))
             raise ValueError(f"EMA's state has other names or shapes: {differ}")
         for p, x in self._averages.items():
-            x.copy_(distribute_like(x, self.optimizer.part_of(p, given[names[p]])))
+            x.copy_(distribute_like(x, self.optimizer.part_of(p, averages[names[p]])))
         self.updates.copy_(state_dict["updates"])
         self.weight.copy_(state_dict["weight"])

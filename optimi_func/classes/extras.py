@@ -63,7 +63,7 @@ def found_extras(
             f"step got the extras {sorted(given)}: this optimizer's take {sorted(taken)}"
         )
     params = [p for group in groups for p in group["params"]]
-    found: dict[str, dict[Tensor, Tensor]] = {}
+    extras: dict[str, dict[Tensor, Tensor]] = {}
     for name, x in given.items():
         rows = x
         if isinstance(x, Tensor) and x.dim() == 0:
@@ -75,14 +75,14 @@ def found_extras(
                 f"{name}={shown(x)}: allowed are a 0-d tensor for all, a dict by parameter "
                 f"or by name, and a list of {len(params)}, one for each parameter"
             )
-        found[name] = {}
+        extras[name] = {}
         for group in [g for g, rule in zip(groups, rules) if name in rule.extras]:
             names = group.get("param_names", group["params"])
             for p, key in zip(group["params"], names):
                 if p.grad is not None or (every and p.requires_grad):
-                    own = rows.get(p, rows.get(key))
-                    found[name][p] = _checked(name, path_of(group, p), p, own)
-    return found
+                    value = rows.get(p, rows.get(key))
+                    extras[name][p] = _checked(name, path_of(group, p), p, value)
+    return extras
 
 
 def _checked(name: str, path: object, p: Tensor, x: object) -> Tensor:
@@ -110,22 +110,22 @@ def with_given(
     at: list[int],
 ) -> tuple[list[Scalars], list[int]]:
     """Return scalars of each parameter's own, with what its direction takes besides."""
-    found: list[Scalars] = []
+    results: list[Scalars] = []
     places: dict[Tensor, int] = {}
     if bound.rule.noise:
         every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
         places = {p: i for i, p in enumerate(every)}
-    held = optimizer.extras or optimizer.given  # extras are {} outside of a step
+    extras = optimizer.extras or optimizer.given  # extras are {} outside of a step
     for p, i in zip(params, at):
         for name in bound.rule.extras:
-            if p not in held.get(name, ()):
+            if p not in extras.get(name, ()):
                 where = path_of(optimizer.group_of(p), p)
                 raise ValueError(
                     f"nothing was given as {name} of {where}: allowed is to call "
                     f"optimizer.give({name}=...) before the backward"
                 )
-        own: dict[str, object] = {name: held[name][p] for name in bound.rule.extras}
+        values: dict[str, object] = {name: extras[name][p] for name in bound.rule.extras}
         if bound.rule.noise:
-            own["z"] = bound.seed, counts[i][0], places[p], p
-        found.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**own)))
-    return found, [*range(len(params))]
+            values["z"] = bound.seed, counts[i][0], places[p], p
+        results.append(scalars[i]._replace(coeffs=scalars[i].coeffs._replace(**values)))
+    return results, [*range(len(params))]

@@ -196,7 +196,7 @@ class Fields:
         """Collect the parameters: positional ones first, then `_positional`."""
         super().__init_subclass__()
         inherited = cls._parameters
-        found = {**inherited, **_own_parameters(cls)}
+        parameters = {**inherited, **_own_parameters(cls)}
 
         def place(p: Parameter) -> tuple[int, int]:
             if p.name in cls._positional:
@@ -204,22 +204,22 @@ class Fields:
             only = p.kind is Parameter.KEYWORD_ONLY
             return (2, p.name in inherited) if only else (0, 0)
 
-        cls._parameters = {p.name: p for p in sorted(found.values(), key=place)}
+        cls._parameters = {p.name: p for p in sorted(parameters.values(), key=place)}
 
     @classmethod
     def _signature(cls) -> inspect.Signature:
         """Return the constructor's signature, without self."""
         kind = Parameter.POSITIONAL_OR_KEYWORD
-        found = [
+        parameters = [
             p.replace(kind=kind) if p.name in cls._positional else p
             for p in cls._parameters.values()
         ]
-        return inspect.Signature(found, return_annotation=None)
+        return inspect.Signature(parameters, return_annotation=None)
 
 
 def _own_parameters(cls: "type[Fields]") -> dict[str, Parameter]:
     """Return the parameters for the fields of one class, and remove their defaults."""
-    found: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     kind = Parameter.POSITIONAL_OR_KEYWORD
     for name, annotation in inspect.get_annotations(cls).items():
         if annotation in (KW_ONLY, "KW_ONLY"):
@@ -236,33 +236,33 @@ def _own_parameters(cls: "type[Fields]") -> dict[str, Parameter]:
                 annotation = float | Tensor
             if isinstance(annotation, InitVar):
                 annotation = annotation.type
-            found[name] = Parameter(name, kind, default=default, annotation=annotation)
-    return found
+            parameters[name] = Parameter(name, kind, default=default, annotation=annotation)
+    return parameters
 
 
 def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
     """Return the field of an annotation and a default, which may be one."""
-    made = default
+    field = default
     if not isinstance(default, Field):
         several = isinstance(default, tuple)
         floats = any([isinstance(x, float) for x in (default if several else (default,))])
-        some = [
+        numbers = [
             x for x in (default if several else (default,)) if isinstance(x, float | int)
         ]
         bounds: dict[str, float] = {}
-        if min(some, default=0.0) < 0.0:
+        if min(numbers, default=0.0) < 0.0:
             bounds["least"] = -math.inf
-        if math.inf in some:
+        if math.inf in numbers:
             bounds["most"] = math.inf
         if several and floats:
-            if name == "betas" and max(some) < 1.0:
+            if name == "betas" and max(numbers) < 1.0:
                 bounds["below"] = 1.0
-            made = Floats[object, object](*default, **bounds)
+            field = Floats[object, object](*default, **bounds)
         elif floats or ("float" in str(annotation) and default is not None):
-            made = cast(Any, Float)(default, **bounds)
+            field = cast(Any, Float)(default, **bounds)
         else:
-            made = Field[object, object](default)
-            made.value = bool if annotation == "bool" else annotation
-        made.argument, made.plain = annotation, True
-    made.name = name
-    return made
+            field = Field[object, object](default)
+            field.value = bool if annotation == "bool" else annotation
+        field.argument, field.plain = annotation, True
+    field.name = name
+    return field

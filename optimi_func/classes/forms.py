@@ -44,9 +44,9 @@ def step_function(factory: Callable[P, FunctionalOptimizer]) -> StepFunction[P]:
     """Make `lion_step`, for example, with the keywords of the factory."""
     owner: type[object] = cast(Any, factory).owner
     home = vars(sys.modules.get(factory.__module__, object))  # it may be imported by nobody
-    named = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
-    named += [(x, "") for cls in owner.__mro__ for x in vars(cls).values()]
-    kinds = [x for x in named if isinstance(x[0], type) and issubclass(x[0], tuple)]
+    items = [(x, f"{factory.__module__}.{name}") for name, x in home.items()]
+    items += [(x, "") for cls in owner.__mro__ for x in vars(cls).values()]
+    kinds = [x for x in items if isinstance(x[0], type) and issubclass(x[0], tuple)]
     for kind, name in kinds:
         if name and kind.__module__ == factory.__module__:
             # A class in a class is pickled by getattr, which weights_only refuses.
@@ -65,13 +65,13 @@ def compiled_functions(
 
 def check_calls(factory: Any) -> None:
     """Name the factory in errors of its calls, and the keyword that was meant."""
-    made, names = factory.__init__, tuple(inspect.signature(factory).parameters)
+    original, names = factory.__init__, tuple(inspect.signature(factory).parameters)
 
-    @wraps(made)
+    @wraps(original)
     def init(self: object, *args: object, **kwargs: object) -> None:
         if args or "lr" not in kwargs or not all([name in names for name in kwargs]):
             bind_call(factory.__name__, inspect.signature(factory), args, kwargs)  # raises
-        made(self, **kwargs)
+        original(self, **kwargs)
 
     factory.__init__ = init
 
@@ -88,21 +88,21 @@ def _step_function(
     run: Callable[..., tuple[PyTree, TreeState]],
     name: str,
 ) -> StepFunction[P]:
-    known = cast(type[FunctionalOptimizer], factory).kept
+    make = cast(type[FunctionalOptimizer], factory).kept
 
     def step(
         params: T, grads: PyTree, state: TreeState, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[T, TreeState]:
         if torch.compiler.is_compiling() or args:
             return run(factory(*args, **kwargs), params, grads, state)
-        return run(known(**kwargs), params, grads, state)
+        return run(make(**kwargs), params, grads, state)
 
     # torch.compile limits recompilations per code object, so each step has its own.
     step.__code__ = step.__code__.replace(co_name=name)
     keywords = inspect.signature(factory)
-    own = list(inspect.signature(step).parameters.values())[:3]
+    trees = list(inspect.signature(step).parameters.values())[:3]
     step.__signature__ = keywords.replace(  # pyright: ignore[reportFunctionMemberAccess]
-        parameters=[*own, *keywords.parameters.values()],
+        parameters=[*trees, *keywords.parameters.values()],
         return_annotation=tuple[PyTree, TreeState],
     )
     step.__name__ = step.__qualname__ = name

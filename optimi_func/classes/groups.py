@@ -98,13 +98,13 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None
         return
     first, *order = [*known][2:5]
     decay, x = [*args[3:5], None, None][:2]
-    found = isinstance(x, float | int) and not isinstance(x, bool)
+    suspicious = isinstance(x, float | int) and not isinstance(x, bool)
     if order == ["weight_decay", "eps"]:
-        found = isinstance(x, float | int) and not 0 < x < 1e-3
-        found = found or (isinstance(decay, float) and 0 < decay <= 1e-7)
+        suspicious = isinstance(x, float | int) and not 0 < x < 1e-3
+        suspicious = suspicious or (isinstance(decay, float) and 0 < decay <= 1e-7)
     # Equal ones mean the same in both orders.
-    found = found and decay != x
-    if found and order in (["weight_decay", "eps"], ["weight_decay", "dampening"]):
+    suspicious = suspicious and decay != x
+    if suspicious and order in (["weight_decay", "eps"], ["weight_decay", "dampening"]):
         checks.warn_user(
             f"weight_decay={decay}, {order[1]}={x} by position: torch.optim's positional "
             f"order is (lr, {first}, {order[1]}, weight_decay), ours (lr, {first}, "
@@ -115,10 +115,10 @@ def warn_of_torchs_order(known: Collection[str], args: Sequence[object]) -> None
 @lru_cache(64)
 def number_defaults(factory: Callable[..., object]) -> dict[str, object]:
     """Return the defaults of a factory's keywords that take numbers."""
-    found = inspect.signature(factory).parameters
-    flags = [name for name, x in found.items() if x.annotation is bool]
+    parameters = inspect.signature(factory).parameters
+    flags = [name for name, x in parameters.items() if x.annotation is bool]
     choices = (*getattr(factory, "choices", ()), *flags)
-    return {k: x.default for k, x in found.items() if k not in choices}
+    return {k: x.default for k, x in parameters.items() if k not in choices}
 
 
 def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
@@ -138,8 +138,8 @@ def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
         numbers = x if many else (x,)
         if _NUMBERS.issuperset(map(type, numbers)):
             continue
-        called = name not in UNSCHEDULED and any(map(callable, numbers))
-        fit = called or all([isinstance(n, Real | Tensor | None) for n in numbers])
+        scheduled = name not in UNSCHEDULED and any(map(callable, numbers))
+        fit = scheduled or all([isinstance(n, Real | Tensor | None) for n in numbers])
         fit = fit and (x is not None or default is None)
         many = any([isinstance(n, Tensor) and n.numel() != 1 for n in numbers])
         if many or not fit or (name == "lr" and isinstance(x, bool)):
@@ -160,8 +160,8 @@ def normalize_group(group: Group, defaults: Mapping[str, object]) -> None:
 
 def _as_dtype(x: object) -> object:
     """Convert the name of a dtype to the dtype. Return other values as they are."""
-    found = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
-    return found if isinstance(found, torch.dtype) else x
+    dtype = getattr(torch, x.removeprefix("torch."), x) if isinstance(x, str) else x
+    return dtype if isinstance(dtype, torch.dtype) else x
 
 
 def check_modes(group: Group) -> None:
@@ -171,11 +171,11 @@ def check_modes(group: Group) -> None:
     """
     for name in (*EXECUTORS, "gradient_release", "capturable"):
         checks.check_flag(name, group[name], none=name in EXECUTORS)
-    other = "foreach=True" if group["foreach"] else "compile=False"
+    option = "foreach=True" if group["foreach"] else "compile=False"
     eager = group["foreach"] or group["compile"] is False
     if eager and (group["compile"] or group["triton"]):
         raise ValueError(
-            f"{other} and compile=True (triton=True, fused=True) are two ways to run the "
+            f"{option} and compile=True (triton=True, fused=True) are two ways to run the "
             "step: choose one"
         )
     if group["foreach"] and group["gradient_release"]:
@@ -194,26 +194,26 @@ def likely_mistakes(
     Raises ValueError if a storage changes nothing in all groups that ask for it. `bounds`
     are the groups' pure optimizers.
     """
-    found: list[str] = []
+    texts: list[str] = []
     # Checked over all groups, because one of them may have only float32 norms.
-    asked: dict[Storage, tuple[list[Rule], list[Tensor]]] = {}
+    by_storage: dict[Storage, tuple[list[Rule], list[Tensor]]] = {}
     storages = list(map(group_storage, groups))
     for storage, group, bound in zip(storages, groups, bounds):
-        rules, params = asked.setdefault(storage, ([], []))
+        rules, params = by_storage.setdefault(storage, ([], []))
         rules.append(bound.rule)
         params += group["params"]
     for storage in dict.fromkeys(storages[first:]):
-        rules, params = asked[storage]
-        found += check_stored(rules, storage, params)
+        rules, params = by_storage[storage]
+        texts += check_stored(rules, storage, params)
     for storage, group, bound in list(zip(storages, groups, bounds))[first:]:
-        found += bound.likely_mistakes()
+        texts += bound.likely_mistakes()
         if stuck := checks.stuck_moments(bound.narrow_betas):
             trained = [p for p in group["params"] if p.requires_grad]
-            kept = {storage.moments or p.dtype for p in trained}
-            found += stuck * (torch.bfloat16 in kept)
+            dtypes = {storage.moments or p.dtype for p in trained}
+            texts += stuck * (torch.bfloat16 in dtypes)
         lr = group["lr"]
         if storage.param == "kahan8" and not isinstance(lr, Tensor) and 0 < lr < 2e-6:
-            found.append(
+            texts.append(
                 f"lr={lr} with storage.param='kahan8': steps below 2^-16 of a "
                 "weight are lost in its 24 bits: 'exact' keeps 32"
             )
@@ -221,7 +221,7 @@ def likely_mistakes(
     decays = checks.decay_mistakes(
         [x for bound in bounds[first:] for x in bound.unscaled_decays]
     )
-    return list(dict.fromkeys([*found, *decays]))
+    return list(dict.fromkeys([*texts, *decays]))
 
 
 def as_scalar(x: Any, params: Sequence[Tensor], capturable: bool) -> Any:
@@ -268,8 +268,8 @@ def aligned(group: Group, params: list[Tensor], grads: list[Tensor]) -> list[Ten
     """Return gradients with the placements of their parameters, not lazily conjugated."""
     for p, g in zip(params, grads):
         checks.check_grad(path_of(group, p), p, g)
-    found = [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]
-    return list(map(Tensor.resolve_conj, found))
+    placed = [redistribute_like(path_of(group, p), p, g) for p, g in zip(params, grads)]
+    return list(map(Tensor.resolve_conj, placed))
 
 
 def check_capture(
@@ -349,16 +349,16 @@ def finite_works(optimizer: Any, works: "list[Work]") -> "list[Work]":
 
 def warn_if_unprepared(optimizer: Optimizer) -> RemovableHandle:
     """Add a hook by which the first step with gradients warns of an unprepared model."""
-    said: list[bool] = []
+    warned: list[bool] = []
 
     def after_step(
         optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        if said or len(args) > 2 or kwargs.get("param") is not None:
+        if warned or len(args) > 2 or kwargs.get("param") is not None:
             return  # step(param=...) in a hook of the user's
         groups = optimizer.param_groups
         if any(p.grad is not None for group in groups for p in group["params"]):
-            said.append(True)
+            warned.append(True)
             text = "gradient_release=True, but no model was prepared: this is the ordinary "
             checks.warn_user(
                 f"{text}step. Call prepare_for_gradient_release(model, optimizer)"

@@ -64,21 +64,21 @@ class Rewriting(Stats):
 
     def _take_transforms(self, options: Group) -> None:
         """Take transforms out of the options. Raise for what they cannot honour."""
-        given = options.pop(KEY, ())
-        given, self._told = [*given] if isinstance(given, Iterable) else [given], {}
-        places = [i for i, x in enumerate(given) if x is ...]
-        found = [x for x in given if isinstance(x, GradientTransform)]
-        if len(found) + len(places) < len(given) or len(places) > 1:
-            odd = [x for x in given if x is not ... and x not in found] or ["two of ..."]
+        items = options.pop(KEY, ())
+        items, self._told = [*items] if isinstance(items, Iterable) else [items], {}
+        places = [i for i, x in enumerate(items) if x is ...]
+        parts = [x for x in items if isinstance(x, GradientTransform)]
+        if len(parts) + len(places) < len(items) or len(places) > 1:
+            odd = [x for x in items if x is not ... and x not in parts] or ["two of ..."]
             raise TypeError(
                 f"transforms got {odd[0]!r}: allowed are gradient transforms such as "
                 "clip_param_norm(1.0), and once ..., behind which they rewrite updates. "
                 "EMA(optimizer, decay) averages parameters"
             )
-        self.rewriters, self._before = tuple(found), [*places, len(found)][0]
-        for i, x in enumerate(found):
-            taken = [name for name, needed in _extras_of(x).items() if needed]
-            why = f"takes {taken[0]!r} of step()" if taken else ""
+        self.rewriters, self._before = tuple(parts), [*places, len(parts)][0]
+        for i, x in enumerate(parts):
+            names = [name for name, needed in _extras_of(x).items() if needed]
+            why = f"takes {names[0]!r} of step()" if names else ""
             why = why if x.by_parameter else "is not by_parameter: it takes all gradients"
             for option in ("gradient_release", "divide_state")[
                 : 1 if x.by_parameter else 2
@@ -129,10 +129,10 @@ class Rewriting(Stats):
 
     def _tell_transforms(self, extras: dict[str, object]) -> dict[str, object]:
         """Keep the extras that transforms take, and return those of the rules."""
-        taken = {*chain.from_iterable(map(_extras_of, self.rewriters))}
-        self._told = {k: x for k, x in extras.items() if k in taken}
-        own = {*chain.from_iterable([rule.extras for rule in self.rules()])}
-        return {k: x for k, x in extras.items() if k not in taken or k in own}
+        names = {*chain.from_iterable(map(_extras_of, self.rewriters))}
+        self._told = {k: x for k, x in extras.items() if k in names}
+        of_rules = {*chain.from_iterable([rule.extras for rule in self.rules()])}
+        return {k: x for k, x in extras.items() if k not in names or k in of_rules}
 
     def _can_cut(self, group: Group, p: Tensor, count: int) -> bool:
         # A transform takes whole parameters.
@@ -142,7 +142,7 @@ class Rewriting(Stats):
 
     def _fresh(self, p: Tensor | None, *only: int) -> dict[str, Tensor]:
         """Return what transforms of a parameter, or (None) of all, keep at first."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         groups = self.param_groups if p is None else ()
         every = [p.detach() for group in groups for p in group["params"]]
         for i, x in enumerate(self.rewriters):
@@ -156,9 +156,9 @@ class Rewriting(Stats):
                 if odd := [y for _, y in rows if not isinstance(y, Tensor)]:
                     raise TypeError(f"init of {self._name_of(i)} returned {odd[0]!r}")
                 # Parameters, and what is kept, are written in place.
-                found |= {name: y.clone() for name, (_, y) in zip(names, rows)}
+                tensors |= {name: y.clone() for name, (_, y) in zip(names, rows)}
             self._layouts[i, p] = names, spec
-        return found
+        return tensors
 
     def _layout(self, i: int, p: Tensor | None) -> tuple[list[str], pytree.TreeSpec]:
         if (i, p) not in self._layouts:
@@ -212,14 +212,14 @@ class Rewriting(Stats):
             self._run(range(self._before), rows, made, writes)
             if (step := self._common().get("step")) is not None:
                 writes.append((step, step + 1.0, next(iter(rows.values())).flag))
-        found: list[Work] = []
+        rewritten: list[Work] = []
         for group, params, _, batches in works:
             at = [i for i, p in enumerate(params) if rows[p].g is not None]
             its = batches and [batches[i]._replace(grad_scale=_WHOLE) for i in at]
-            own = [params[i] for i in at]
-            grads = [g for p in own if (g := rows[p].g) is not None]
-            found.append((group, own, grads, its))
-        return found, writes
+            present = [params[i] for i in at]
+            grads = [g for p in present if (g := rows[p].g) is not None]
+            rewritten.append((group, present, grads, its))
+        return rewritten, writes
 
     def _run(
         self,
@@ -232,24 +232,24 @@ class Rewriting(Stats):
         groups = [*enumerate(self.param_groups)]
         every = [p for _, group in groups for p in group["params"]]
         paths = dict(zip(every, chain.from_iterable([names_of(*x) for x in groups])))
-        none = Row(None, next(iter(rows.values())).flag)
+        absent = Row(None, next(iter(rows.values())).flag)
 
         def rewrite(
-            i: int, some: list[Tensor], kept: Entry, of: Tensor | None, step: Tensor
+            i: int, ps: list[Tensor], entry: Entry, of: Tensor | None, step: Tensor
         ) -> None:
             transform, (names, spec) = self.rewriters[i], self._layout(i, of)
-            own, xs = [rows.get(p, none) for p in some], [p.detach() for p in some]
+            picked, xs = [rows.get(p, absent) for p in ps], [p.detach() for p in ps]
             if "params" in transform.takes:
                 wide = [x.to(held_dtype(x.dtype)) for x in xs]
-                xs = [x if row.x is None else row.x for x, row in zip(wide, own)]
-            known = {**self._told, "params": xs, "paths": [paths[p] for p in some]}
-            state = pytree.tree_unflatten([kept[name] for name in names], spec)
-            given = [row.g for row in own], state, step, known
-            new, after = transform.run(self._place(i), *given)
-            for row, g in zip(own, new):
-                row.g = None if row is none else g
-            found = zip(names, pytree.tree_leaves(after))
-            writes.extend([(kept[name], x, own[0].flag) for name, x in found])
+                xs = [x if row.x is None else row.x for x, row in zip(wide, picked)]
+            extras = {**self._told, "params": xs, "paths": [paths[p] for p in ps]}
+            state = pytree.tree_unflatten([entry[name] for name in names], spec)
+            inputs = [row.g for row in picked], state, step, extras
+            new, after = transform.run(self._place(i), *inputs)
+            for row, g in zip(picked, new):
+                row.g = None if row is absent else g
+            fields = zip(names, pytree.tree_leaves(after))
+            writes.extend([(entry[name], x, picked[0].flag) for name, x in fields])
 
         with kernel_context(next(iter(rows)).device):
             for i in places:
@@ -265,8 +265,8 @@ class Rewriting(Stats):
                     alone = self._layout(i, p)[0] or step.device.type != "cpu"
                     key = p if alone else float(step)
                     turns.setdefault(key, ([], entry, step))[0].append(p)
-                for some, entry, step in turns.values():
-                    rewrite(i, some, entry, some[0], step)
+                for ps, entry, step in turns.values():
+                    rewrite(i, ps, entry, ps[0], step)
 
     def _by_leaf(
         self,
@@ -281,7 +281,7 @@ class Rewriting(Stats):
         Updates are rewritten. Meta and fake tensors have steps too, which programs take to
         estimate memory.
         """
-        rows, each = dict[Tensor, Row](), list[list[Write]]()
+        rows, all_writes = dict[Tensor, Row](), list[list[Write]]()
         for group, params, grads, batches in works:
             bound, own = self.bound_of(group, params, group["capturable"]), list[Write]()
             rule, names = bound.rule, ("step", *bound.rule.running._fields)
@@ -290,8 +290,8 @@ class Rewriting(Stats):
             for p, g in zip(params, grads):
                 check_grad(path_of(group, p), self.part_of(p), g)
             entries = [self.ensured(made, path_of(group, p), p, *how) for p in params]
-            kept = [[entry[name] for name in names] for entry in entries]
-            counts = [(x, y) for x, *y in [list(map(_number, some)) for some in kept]]
+            tensors = [[entry[name] for name in names] for entry in entries]
+            counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
             scalars, after = scalars_after(bound, counts, coded=True)
             if rule.given:
                 every = [*range(len(params))]
@@ -302,12 +302,12 @@ class Rewriting(Stats):
                 with kernel_context(p.device):
                     u, x, add = leaf_move(rule, leaf, grads[i], now, write, whole_means)
                 rows[p] = Row(u, m.finite, x, leaf, add)
-                last = zip(kept[i], (kept[i][0] + 1.0, *after[i])) if count else ()
+                last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
                 own += [(x, y, m.finite) for x, y in last]
-            each.append(own)
+            all_writes.append(own)
         if rows and self._moves:
             self._run(range(self._before, len(self.rewriters)), rows, made, writes)
-        for (_, params, _, _), own in zip(works, each):
+        for (_, params, _, _), own in zip(works, all_writes):
             for row in [rows[p] for p in params]:
                 if row.g is None:
                     text = "transforms behind ... have to return an update for each"
@@ -315,7 +315,7 @@ class Rewriting(Stats):
                 with kernel_context(row.g.device):
                     pairs = zip(flat_leaf(row.leaf), flat_leaf(row.add(row.g)))
                 own += [(x, y, row.flag) for x, y in pairs if y is not x]
-        runs = [partial(write_all, own) for own in each]
+        runs = [partial(write_all, own) for own in all_writes]
         return [self._watched(work, run) for work, run in zip(works, runs)]
 
     def _watched(self, work: Work, run: Callable[[], None]) -> Callable[[], None]:
@@ -347,25 +347,25 @@ class Rewriting(Stats):
         return super()._loaded_tree(state, params)
 
     def _loaded(
-        self, found: Match, keep_dtypes: bool
+        self, match: Match, keep_dtypes: bool
     ) -> tuple[list[Group], dict[Tensor, Entry]]:
         """Return groups and entries, with what transforms keep in the right places."""
-        groups, made = super()._loaded(found, keep_dtypes)
+        groups, entries = super()._loaded(match, keep_dtypes)
         for group in groups:
             group.pop(KEY, None)
-        saved, common = found.groups[0].get(KEY, {}), self._common()
+        saved, common = match.groups[0].get(KEY, {}), self._common()
         common = common and {"step": common["step"], **self._fresh(None)}
-        said = _unlike(common, saved, "param_groups[0]['transforms']")
-        if common and not said:
-            own = {k: saved[k].to(x.device, copy=True) for k, x in common.items()}
-            groups[0][KEY] = own
-        for p, entry in made.items():
-            own = {k: x for k, x in entry.items() if str(k).startswith(f"{KEY}.")}
-            if own or self.rewriters:
+        texts = _unlike(common, saved, "param_groups[0]['transforms']")
+        if common and not texts:
+            state = {k: saved[k].to(x.device, copy=True) for k, x in common.items()}
+            groups[0][KEY] = state
+        for p, entry in entries.items():
+            state = {k: x for k, x in entry.items() if str(k).startswith(f"{KEY}.")}
+            if state or self.rewriters:
                 where = f"state{path_of(self.group_of(p), p)}"
-                said += _unlike(self._fresh(p), own, where)
-        warn_user(said[0]) if said else None
-        return groups, made
+                texts += _unlike(self._fresh(p), state, where)
+        warn_user(texts[0]) if texts else None
+        return groups, entries
 
 
 def _number(x: Tensor) -> Scalar:
@@ -388,8 +388,8 @@ def _unlike(want: dict[str, Tensor], saved: Mapping[str, Tensor], where: str) ->
                 f"{tuple(x.shape)} of {x.dtype}"
             )
     lacking, unused = want.keys() - saved.keys(), saved.keys() - want.keys()
-    said = [f"the state lacks {where}[{x!r}]: a transform begins anew" for x in lacking]
-    return said + [f"{where}[{x!r}] is of a transform that is not here" for x in unused]
+    texts = [f"the state lacks {where}[{x!r}]: a transform begins anew" for x in lacking]
+    return texts + [f"{where}[{x!r}] is of a transform that is not here" for x in unused]
 
 
 @torch.no_grad()

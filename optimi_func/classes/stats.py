@@ -74,9 +74,9 @@ class Tracked:
 
             def after() -> None:
                 moves, now = [_move(*x, *y) for x, y in zip(old, own)], [p for p, _ in own]
-                found = norms_of([grads[i] for i in places] + moves + now)
+                norms = norms_of([grads[i] for i in places] + moves + now)
                 for k, i in enumerate(places):
-                    self._note(group, params, batches, i, found[k :: len(places)])
+                    self._note(group, params, batches, i, norms[k :: len(places)])
 
             return after
 
@@ -94,11 +94,11 @@ class Tracked:
         plain = m.grad_scale is WHOLE_BATCH.grad_scale
         rate = group["lr"] * group.get("d", 1.0)
         self.last[p] = [g if plain else g * m.grad_scale, *rest], rate
-        taken = m.finite.double() if isinstance(m.finite, Tensor) else 1.0
+        counted = m.finite.double() if isinstance(m.finite, Tensor) else 1.0
         updates, clipped = self.counts.get(p, (0.0, 0.0))
         if not plain:
-            clipped += taken * (m.grad_scale < 1.0)
-        self.counts[p] = updates + taken, clipped
+            clipped += counted * (m.grad_scale < 1.0)
+        self.counts[p] = updates + counted, clipped
 
 
 def _move(*moved: Any) -> Tensor:
@@ -113,13 +113,13 @@ def _move(*moved: Any) -> Tensor:
     if p.numel() > SLICE:
         dim = max(range(p.dim()), key=p.size)
         rows = max(1, SLICE * p.shape[dim] // p.numel())
-        cut = [repeat(None) if x is None else x.split(rows, dim) for x in moved]
-        parts = list(zip(*cut))
-    found: list[Tensor] = []
+        slices = [repeat(None) if x is None else x.split(rows, dim) for x in moved]
+        parts = list(zip(*slices))
+    moves: list[Tensor] = []
     for old, old_comp, new, comp in parts:
         move = weight_of(old, old_comp, wide).sub_(weight_of(new, comp, wide))
-        found.append(move if len(parts) == 1 else norms_of([move])[0])
-    return found[0] if len(parts) == 1 else torch.stack(found)
+        moves.append(move if len(parts) == 1 else norms_of([move])[0])
+    return moves[0] if len(parts) == 1 else torch.stack(moves)
 
 
 def names_of(i: int, group: Group) -> list[str]:
@@ -155,11 +155,11 @@ class Stats(Divided):
         steps = self.skipped_steps
         steps = steps.clone() if isinstance(steps, Tensor) else steps
         params = [p for group in self.param_groups for p in group["params"]]
-        found: dict[Tensor, Scalar] = dict.fromkeys(params, steps)
+        skips: dict[Tensor, Scalar] = dict.fromkeys(params, steps)
         for release in self.releases:
             for name, count in release.skipped.items():
-                found[release.params[name]] += count
-        return found
+                skips[release.params[name]] += count
+        return skips
 
     def stats(self, by: str | Sequence[str] = "group") -> dict[str, dict[str, float]]:
         r"""Return norms of the last step, and the shares of clipped and skipped updates.
@@ -206,14 +206,14 @@ class Stats(Divided):
         for p in keys:
             tells = self.speaks_for(p)  # of a cut one, whose norms are of all processes
             skipped = skips[p] - tracked.skipped.get(p, 0) if tells else 0.0
-            own: list[Scalar] = [
+            values: list[Scalar] = [
                 0.0
             ] * 5  # with lr, and the number of processes that have it
             if p in last:
-                own = [next(squares) for _ in range(3)]
-                own += [last[p][1], 1.0] if tells else [0.0, 0.0]
+                values = [next(squares) for _ in range(3)]
+                values += [last[p][1], 1.0] if tells else [0.0, 0.0]
             counts = tracked.counts.get(p, (0.0, 0.0)) if tells else (0.0, 0.0)
-            rows.append([*own[:3], *counts, skipped, *own[3:]])
+            rows.append([*values[:3], *counts, skipped, *values[3:]])
         read = self._of_owners(_read([x for row in rows for x in row]))
         totals, lrs = dict[str, list[float]](), dict[str, set[float]]()
         for i, key in enumerate(keys.values()):
@@ -232,7 +232,7 @@ class Stats(Divided):
         patterns = [] if isinstance(by, str) else list(by)
         if isinstance(by, str) and by not in ("group", "parameter"):
             raise ValueError(f"by={by!r}: allowed are 'group', 'parameter' and patterns")
-        found, unused = dict[Tensor, str](), {*patterns}
+        keys, unused = dict[Tensor, str](), {*patterns}
         for i, group in enumerate(self.param_groups):
             if patterns and "param_names" not in group:
                 raise ValueError(f"by={by!r}: the parameters of group {i} have no names")
@@ -240,12 +240,12 @@ class Stats(Divided):
             for p, name in zip(group["params"], names_of(i, group)):
                 hits = [x for x in patterns if fnmatchcase(name, x)]
                 unused.difference_update(hits)
-                found[p] = name if by == "parameter" else f"{i}{rule}"
+                keys[p] = name if by == "parameter" else f"{i}{rule}"
                 if patterns:
-                    found[p] = hits[0] if hits else "rest"
+                    keys[p] = hits[0] if hits else "rest"
         if unused:
             raise ValueError(f"by={by!r}: {sorted(unused)} match no parameter")
-        return found
+        return keys
 
 
 def _read(numbers: list[Scalar]) -> list[float]:
@@ -261,7 +261,7 @@ def _read(numbers: list[Scalar]) -> list[float]:
 def _shown(total: list[float], lrs: set[float], clips: bool) -> dict[str, float]:
     updates, clipped, skipped = total[3:]
     norms = zip(("grad_norm", "update_norm", "param_norm"), total)
-    found = {name: x**0.5 for name, x in norms}
-    found |= {"lr": next(iter(lrs))} if len(lrs) == 1 else {}
-    found |= {"clipped": clipped / max(updates, 1.0)} if clips else {}
-    return {**found, "skipped": skipped / max(updates + skipped, 1.0)}
+    values = {name: x**0.5 for name, x in norms}
+    values |= {"lr": next(iter(lrs))} if len(lrs) == 1 else {}
+    values |= {"clipped": clipped / max(updates, 1.0)} if clips else {}
+    return {**values, "skipped": skipped / max(updates + skipped, 1.0)}

@@ -81,32 +81,32 @@ class Steps(Rewriting, Given):
         with params and capturable. Raises ValueError if one is out of its range.
         """
         factory, keywords = self._factory_of(group)
-        given = *map(group.__getitem__, keywords), factory
+        inputs = *map(group.__getitem__, keywords), factory
         last, bound = self._bound.get(id(group), (None, None))
         # Values that are the same objects as before were checked before.
-        if last is not None and all(map(is_, given[1:], last[1:])):
-            if given[0] is last[0]:
+        if last is not None and all(map(is_, inputs[1:], last[1:])):
+            if inputs[0] is last[0]:
                 return bound
-            if type(given[0]) is float:
-                bound = bound.with_lr(given[0])
-                self._bound[id(group)] = given, bound
+            if type(inputs[0]) is float:
+                bound = bound.with_lr(inputs[0])
+                self._bound[id(group)] = inputs, bound
                 return bound
-        flat = [y for x in given[:-1] for y in (x if isinstance(x, tuple) else (x,))]
-        plain, chosen = PLAIN.issuperset(map(type, flat)), given[:-1]
+        flat = [y for x in inputs[:-1] for y in (x if isinstance(x, tuple) else (x,))]
+        plain, numbers = PLAIN.issuperset(map(type, flat)), inputs[:-1]
         if not plain:
-            chosen = [as_scalar(x, params, capturable) for x in chosen]
-        for name, x in () if plain else zip(keywords, chosen):
+            numbers = [as_scalar(x, params, capturable) for x in numbers]
+        for name, x in () if plain else zip(keywords, numbers):
             if name in UNSCHEDULED and callable(x):
                 raise TypeError(
                     f"a group has {name}={x!r}: allowed are numbers and tensors of one "
                     "element; for a schedule use torch.optim.lr_scheduler"
                 )
         make = getattr(factory, "kept", factory)
-        bound = make(**dict(zip(keywords, chosen)))
+        bound = make(**dict(zip(keywords, numbers)))
         # Tensors and numpy's arrays have this.
-        own = () if plain else flat
-        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in own])
-        self._bound[id(group)] = None if mutable else given, bound
+        objects = () if plain else flat
+        mutable = any([isinstance(x, list) or hasattr(x, "__array__") for x in objects])
+        self._bound[id(group)] = None if mutable else inputs, bound
         return bound
 
     def _update(
@@ -156,15 +156,15 @@ class Steps(Rewriting, Given):
         self._has_stepped = True
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
-        some = filter(None, map(_params_of, works))
+        lists = filter(None, map(_params_of, works))
         waited = self.divides and (write or not tell)  # for messages, also if this fails
         keep = self._keep_error() if waited else nullcontext()
-        with keep, nullcontext() if on_host else kernel_context(next(some)[0].device):
+        with keep, nullcontext() if on_host else kernel_context(next(lists)[0].device):
             if made:
                 insert_made(self.state, made)
             for work, run in zip(works, runs):
-                if found := run():
-                    parts.update({work[1][i]: part for i, part in found.items()})
+                if sums := run():
+                    parts.update({work[1][i]: part for i, part in sums.items()})
             if rewritten:
                 write_all(rewritten)
         if waited:
@@ -194,17 +194,17 @@ class Steps(Rewriting, Given):
         bound = self.bound_of(group, params, capturable)
         if not write:
             check_moves_state(bound.rule)
-        how, own = (*_asked(group), capturable, flagged), tuple(map(id, params))
-        key = *how, *own
+        how, ids = (*_asked(group), capturable, flagged), tuple(map(id, params))
+        key = *how, *ids
         plan, tensors = self._plans.get(key), None
-        mine = self.parts_of(params) if self.divides else params
+        parts = self.parts_of(params) if self.divides else params
         if plan is not None and plan.rule is not bound.rule:
             plan = None
         if plan is not None:
             # A tensor's hash is a call of Python.
-            alone = len(self.state) == len(own) and tuple(map(id, self.state)) == own
+            alone = len(self.state) == len(ids) and tuple(map(id, self.state)) == ids
             entries = self.state.values() if alone else map(self.state.get, params)
-            tensors = plan.current(mine, list(entries))
+            tensors = plan.current(parts, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
                 return self._by_leaf([work], write, count, made, [])[0], False, []
@@ -215,7 +215,7 @@ class Steps(Rewriting, Given):
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
-            grads = to_local(aligned(group, mine, grads))
+            grads = to_local(aligned(group, parts, grads))
         counts = plan.counts.now(tensors)
         if bound.rule.join is not None:
             new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
@@ -256,19 +256,19 @@ class Steps(Rewriting, Given):
         old: ClassPlan | None = None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
-        mine = self.parts_of(params)
+        parts = self.parts_of(params)
         if old is not None and self.state and not (made or capturable):
             # Entries that differ from checked ones in addresses: only counts are checked.
-            plan = old.moved(mine, [self.state.get(p, {}) for p in params])
+            plan = old.moved(parts, [self.state.get(p, {}) for p in params])
             if plan and all([step >= 0.0 for step, _ in plan.counts.now(plan.made)]):
                 return plan
         how = bound.starting_rule, group_storage(group), capturable
         paths = [path_of(group, p) for p in params]
         entries = [self.ensured(made, path, p, *how) for path, p in zip(paths, params)]
-        if old is not None and (plan := old.moved(mine, entries)) is not None:
+        if old is not None and (plan := old.moved(parts, entries)) is not None:
             return plan
         holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
-        return ClassPlan(bound.rule, capturable, flagged, mine, entries, holders)
+        return ClassPlan(bound.rule, capturable, flagged, parts, entries, holders)
 
     def _part(
         self,
@@ -284,9 +284,9 @@ class Steps(Rewriting, Given):
         list of parameters, and again when it is no longer true.
         """
         home = *how, id(group)
-        known = home in self._wide
+        seen = home in self._wide
         part = self._cut(self._wide.setdefault(home, None), group, rule, params)
-        if part is not None or not known or not all(map(self.state.get, params)):
+        if part is not None or not seen or not all(map(self.state.get, params)):
             return part  # the first list has none, nor one with a new state
         if wide := self._widen(group, new):
             self._wide[home] = wide
@@ -310,14 +310,14 @@ class Steps(Rewriting, Given):
     ) -> ClassPlan | None:
         """Return the part of a wider plan for parameters, if it is still true."""
         plan, places = wide or (None, {})
-        found = [places.get(id(p), -1) for p in params]
+        indices = [places.get(id(p), -1) for p in params]
         every = [p for p in group["params"] if id(p) in places]
-        absent = -1 in found or len(every) != len(places)
+        absent = -1 in indices or len(every) != len(places)
         if plan is None or plan.rule is not rule or absent:
             return None
         entries = list(map(self.state.get, every))
         tensors = plan.current(self.parts_of(every), entries, False)
-        return None if tensors is None else plan.part(found, tensors)
+        return None if tensors is None else plan.part(indices, tensors)
 
     @torch.no_grad()
     def reset(
@@ -356,10 +356,10 @@ class Steps(Rewriting, Given):
             raise ValueError("reset(rows=...) without params: say of which parameters")
         every = [p for group in self.param_groups for p in group["params"]]
         some = [params] if isinstance(params, Tensor) else params
-        given = every if some is None else list(some)
+        targets = every if some is None else list(some)
         works: list[tuple[Rule, Named, Tensor, Storage, Tensor | None, bool]] = []
         made = dict[Tensor, Entry]()
-        for p in given:
+        for p in targets:
             if not isinstance(p, Tensor):
                 raise TypeError(f"reset(params=...) got {p!r:.80}: allowed are parameters")
             group = self.group_of(p)
@@ -367,13 +367,13 @@ class Steps(Rewriting, Given):
             bound, where = self.bound_of(group, [p], capturable), path_of(group, p)
             rule, storage = bound.rule, group_storage(group)
             anew = None if rows is None else rows_of(rule, where, p, rows)
-            if rows is not None and (kept := self._kept_of(p)):
-                raise ValueError(f"reset(rows=...) with {kept[0]!r} of a transform")
+            if rows is not None and (names := self._kept_of(p)):
+                raise ValueError(f"reset(rows=...) with {names[0]!r} of a transform")
             if "step" in self.state.get(p, {}):
                 self.ensured(made, where, p, rule, storage, capturable)
                 coeffs, _ = bound.advance(1.0, rule.running())
                 units = [] if rule.join is None else self._unit_of(group)
-                together = {q for x in units for q in x["params"]} <= {*given}
+                together = {q for x in units for q in x["params"]} <= {*targets}
                 works.append((rule, coeffs, p, storage, anew, together))
         insert_made(self.state, made)
         for rule, coeffs, p, storage, anew, together in works:
@@ -401,8 +401,8 @@ class Steps(Rewriting, Given):
 
     def lead_of(self, group: Group) -> Entry | None:
         """Return the entry whose running scalars are those of a group, if one has any."""
-        own = chain.from_iterable([x["params"] for x in self._unit_of(group)])
-        return next((x for x in map(self.state.get, own) if x and "step" in x), None)
+        params = chain.from_iterable([x["params"] for x in self._unit_of(group)])
+        return next((x for x in map(self.state.get, params) if x and "step" in x), None)
 
     def _running(
         self,
@@ -419,18 +419,18 @@ class Steps(Rewriting, Given):
         lead, host = self.lead_of(group) or fresh[0], device is None
         for name, entry in product(names, fresh):
             entry[name].copy_(lead[name])
-        found = tuple([lead[x].item() if host else lead[x].to(device) for x in names])
-        given = group.get(names[0], shown := lead[names[0]])
+        values = tuple([lead[x].item() if host else lead[x].to(device) for x in names])
+        value = group.get(names[0], shown := lead[names[0]])
         # The host would wait for a tensor on a device.
-        if given is not shown and (host or not isinstance(given, Tensor)):
+        if value is not shown and (host or not isinstance(value, Tensor)):
             _, start = bound.advance(1.0, bound.rule.running())
-            if given != (kept := shown.item() or float(start[0])):
+            if value != (kept := shown.item() or float(start[0])):
                 raise ValueError(
-                    f"a group's {names[0]}={given!r} is computed by each step, which would "
+                    f"a group's {names[0]}={value!r} is computed by each step, which would "
                     f"go on from {kept}: allowed is to read it. reset() begins anew, also "
                     "after state.clear()"
                 )
-        return found
+        return values
 
     def finish_step(self, parts: dict[Tensor, Part], count: bool = True) -> None:
         """End a step: join what follows from sums over parameters (see `Rule.join`).
@@ -445,8 +445,8 @@ class Steps(Rewriting, Given):
         every = [self._unit_of(x) for x in self.param_groups if id(x) in homes]
         units = {id(groups[0]): groups for groups in every}.values()
         with kernel_context(next(iter(parts)).device):
-            found = [self._unit(groups, parts) for groups in units]
-            for (_, entries), new in zip(found, join([unit for unit, _ in found])):
+            pairs = [self._unit(groups, parts) for groups in units]
+            for (_, entries), new in zip(pairs, join([unit for unit, _ in pairs])):
                 write_running(entries, new)
             for group in chain.from_iterable(units):
                 self._publish_running(group)

@@ -33,8 +33,8 @@ class Wrapper(torch.optim.Optimizer):
                 f"{name} got {optimizer!r:.80}: allowed are torch.optim.Optimizers. Around "
                 f"a value, as adamw(...), is transforms.{name.lower()}"
             )
-        given = {"optimizer": optimizer, "defaults": {**optimizer.defaults}}
-        self.__setstate__({**given, "_options": (*options,), **options})
+        state = {"optimizer": optimizer, "defaults": {**optimizer.defaults}}
+        self.__setstate__({**state, "_options": (*options,), **options})
         self._check()
 
     def _check(self) -> None:
@@ -146,16 +146,16 @@ class SAM(Wrapper):
         if not (params := self._params(closure)):
             return self.optimizer.step(**extras)
         loss = (evaluate := self._evaluator(closure))()
-        kept = [(p, p.clone()) for p in params if p.grad is not None]
-        grads = [p.grad for p, _ in kept]
+        copies = [(p, p.clone()) for p in params if p.grad is not None]
+        grads = [p.grad for p, _ in copies]
         try:
-            ups = ascent([x for _, x in kept], grads, self.rho, self.adaptive)
-            for (p, _), up in zip(kept, ups):
+            ups = ascent([x for _, x in copies], grads, self.rho, self.adaptive)
+            for (p, _), up in zip(copies, ups):
                 p.add_(up)
             reshard(params)
             evaluate()
         finally:
-            for p, x in kept:
+            for p, x in copies:
                 p.copy_(x)
             reshard(params)
         self.optimizer.step(**extras)
@@ -195,7 +195,7 @@ class Lookahead(Wrapper):
         params = [p for p in self._params(closure) if p.requires_grad]
         fresh = [p for p in params if _SLOW not in self.state.get(p, {})]
         first = [master(p, self._rest(p)) for p in fresh]
-        found = self.optimizer.step(closure, **extras)
+        loss = self.optimizer.step(closure, **extras)
         for p, x in zip(fresh, first):
             self.state[p][_SLOW] = x
         count = self.param_groups[0].get(_STEP, 0) + bool(params)
@@ -206,7 +206,7 @@ class Lookahead(Wrapper):
             slow.add_(self.alpha * (master(p, rest) - slow))
             _set(p, rest, slow)
         reshard(params if count % self.k == 0 else ())
-        return found
+        return loss
 
 
 class Backtracking(Wrapper):
@@ -254,9 +254,9 @@ class Backtracking(Wrapper):
         evaluate = self._evaluator(closure)
         if any_distributed(params):
             raise ValueError("Backtracking of DTensors: allowed are plain parameters")
-        loss, kept, rests = evaluate(), [p.clone() for p in params], map(self._rest, params)
+        loss, xs, rests = evaluate(), [p.clone() for p in params], map(self._rest, params)
         rests = [None if x is None else x.clone() for x in rests]
-        grads, old = [p.grad for p in params], list(map(master, kept, rests))
+        grads, old = [p.grad for p in params], list(map(master, xs, rests))
         self.optimizer.step(**extras)
         moves = [master(p, self._rest(p)) - x for p, x in zip(params, old)]
         slope, t, self.t = float(slope_of(grads, moves)) * float(self.decrease), 1.0, 0.0
@@ -269,7 +269,7 @@ class Backtracking(Wrapper):
                     break
                 t *= float(self.shrink)
         finally:
-            for p, x, rest in zip(params, kept, rests) if not self.t else ():
+            for p, x, rest in zip(params, xs, rests) if not self.t else ():
                 p.copy_(x)
                 if (now := self._rest(p)) is not None:
                     now.zero_() if rest is None else now.copy_(rest)

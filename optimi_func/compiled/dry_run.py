@@ -42,10 +42,10 @@ def dry_run(
     convert = mode.from_tensor
     with mode, torch.enable_grad():
         leaves = [convert(p.detach()).requires_grad_() for p in params]
-        given = [convert(b.detach()) for b in buffers]
+        fake_buffers = [convert(b.detach()) for b in buffers]
         batch = pytree.tree_map_only(Tensor, lambda x: convert(x.detach()), batch)
         with _Writes() as writes:
-            loss, aux, after = program(leaves, list(given), batch)
+            loss, aux, after = program(leaves, list(fake_buffers), batch)
         check_loss(loss)
         if not loss.requires_grad:
             raise ValueError("loss_fn returned a loss that depends on no parameter")
@@ -58,7 +58,7 @@ def dry_run(
     written = {storage._cdata for storage in writes.storages}
     mutated = [
         new is not old or old.untyped_storage()._cdata in written
-        for old, new in zip(given, after)
+        for old, new in zip(fake_buffers, after)
     ]
     memory = {p.untyped_storage()._cdata for p in leaves}
     aliased = [x.untyped_storage()._cdata in memory for x in items]
@@ -101,15 +101,15 @@ def check_unscaled(loss_fn: Callable[..., object]) -> None:
     that is reached through another object is not found.
     """
     try:
-        used = inspect.getclosurevars(loss_fn)
+        closure = inspect.getclosurevars(loss_fn)
     except (TypeError, ValueError):  # not a Python function; a variable without a value
         return
-    found = {**used.globals, **used.nonlocals}
+    variables = {**closure.globals, **closure.nonlocals}
     if inspect.ismethod(loss_fn):
         attributes = getattr(loss_fn.__self__, "__dict__", {})
         names = loss_fn.__func__.__code__.co_names
-        found.update((name, attributes[name]) for name in names if name in attributes)
-    for name, x in found.items():
+        variables.update((name, attributes[name]) for name in names if name in attributes)
+    for name, x in variables.items():
         if isinstance(x, GradScaler) and x.is_enabled():
             raise ValueError(
                 f"loss_fn has a GradScaler, {name}, which skips steps and sets its scale "

@@ -426,16 +426,16 @@ class ClassStep:
             if refused:
                 raise ValueError(f"optimizer has {text}")
         trainable = _trainable(module)
-        held = dict.fromkeys(p for group in groups for p in group["params"])
+        in_groups = dict.fromkeys(p for group in groups for p in group["params"])
         for name, p in trainable.items():
-            if p not in held:
+            if p not in in_groups:
                 raise ValueError(
                     f"optimizer has not the parameter {name!r} of model_or_fn: add it, or "
                     "freeze it with requires_grad_(False)"
                 )
-        ours = set(module.parameters())
-        for p in held:
-            if p not in ours:
+        in_module = set(module.parameters())
+        for p in in_groups:
+            if p not in in_module:
                 raise ValueError(
                     f"optimizer has a parameter of shape {tuple(p.shape)} that is not one "
                     "of model_or_fn's"
@@ -444,11 +444,11 @@ class ClassStep:
 
 
 def _trainable(module: torch.nn.Module) -> dict[str, Tensor]:
-    named: list[tuple[str, Tensor]] = list(module.named_parameters())
-    found = {name: p for name, p in named if p.requires_grad}
-    if not found:
+    pairs: list[tuple[str, Tensor]] = list(module.named_parameters())
+    params = {name: p for name, p in pairs if p.requires_grad}
+    if not params:
         raise ValueError("model_or_fn has no parameter that requires a gradient")
-    return found
+    return params
 
 
 def _check_untouched(name: str, p: Tensor) -> None:

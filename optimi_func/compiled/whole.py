@@ -88,8 +88,8 @@ class Program:
             b = {name: tensors[name] for name in b}
         else:
             output = self.model(p, b, batch)
-        found = self.loss_fn(output, batch)
-        loss, aux = found if type(found) is tuple and len(found) == 2 else (found, None)
+        result = self.loss_fn(output, batch)
+        loss, aux = result if type(result) is tuple and len(result) == 2 else (result, None)
         return loss, aux, pytree.tree_leaves(b)
 
 
@@ -168,16 +168,16 @@ class StepGraph:
         sums = [torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in params]
         # The buffers are written last, because the last part's graph may fail to compile.
         buffers = [x.clone() for x in inputs.buffers]
-        given = inputs._replace(buffers=buffers)
-        found: list[Outputs] = []
+        part_inputs = inputs._replace(buffers=buffers)
+        outputs: list[Outputs] = []
         for i, batch in enumerate(parts):
-            given = given._replace(batch=batch)
-            found.append(self._run(program, dry, given, sums, i + 1 == len(parts)))
+            part_inputs = part_inputs._replace(batch=batch)
+            outputs.append(self._run(program, dry, part_inputs, sums, i + 1 == len(parts)))
         for j in mutated_buffers:
             inputs.buffers[j].copy_(buffers[j])
-        aux = [torch.stack(xs) for xs in zip(*[x.aux for x in found])]
-        loss = torch.stack([x.loss for x in found]).mean()
-        return Outputs(loss, aux, found[-1].norm)
+        aux = [torch.stack(xs) for xs in zip(*[x.aux for x in outputs])]
+        loss = torch.stack([x.loss for x in outputs]).mean()
+        return Outputs(loss, aux, outputs[-1].norm)
 
     def _run(
         self,
@@ -221,9 +221,9 @@ class StepGraph:
             # Dynamo calls this while it traces. It traces again if the model has changed,
             # and the loss may then depend on other parameters.
             if traced and self._now is not None:
-                found = _dry_run(*self._now)
-                if found != dry:
-                    self._changed = found
+                result = _dry_run(*self._now)
+                if result != dry:
+                    self._changed = result
                     raise DryRunChanged
             traced.append(True)
             return True
@@ -235,12 +235,12 @@ class StepGraph:
             params, buffers, state, opaque_true, batch = inputs
 
             def compute(moving: list[Tensor]) -> tuple[Tensor, object]:
-                full, held = list(params), list(buffers)
+                full, all_buffers = list(params), list(buffers)
                 for i, p in zip(used_params, moving):
                     full[i] = p
                 for j in mutated_buffers:
-                    held[j] = buffers[j].clone()
-                loss, aux, after = program(full, held, batch)
+                    all_buffers[j] = buffers[j].clone()
+                loss, aux, after = program(full, all_buffers, batch)
                 items = [] if aux is None else pytree.tree_leaves(aux)
                 return loss, (items, [after[j] for j in mutated_buffers])
 
@@ -266,8 +266,8 @@ class StepGraph:
             else:
                 if grad_scale is not None:
                     grads = [g * grad_scale for g in grads]
-                given = dict(zip(used_params, grads))
-                full = [given.get(i) for i in range(len(params))]
+                grad_of = dict(zip(used_params, grads))
+                full = [grad_of.get(i) for i in range(len(params))]
                 new = self.update(params, full, state)
                 # All are read before one is written: a new state may be an old parameter.
                 copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]

@@ -53,23 +53,23 @@ def bind_call(
     name: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return all arguments of a constructor's call. Raise TypeError in the class's name."""
-    known = signature.parameters
-    for key in kwargs.keys() - known.keys():
-        near = get_close_matches(key, known, 1)
-        meant = f"did you mean {near[0]!r}?" if near else f"allowed are {[*known]}"
+    takes = signature.parameters
+    for key in kwargs.keys() - takes.keys():
+        near = get_close_matches(key, takes, 1)
+        meant = f"did you mean {near[0]!r}?" if near else f"allowed are {[*takes]}"
         raise TypeError(f"{name} has no argument {key!r}: {meant}")
-    first = next(iter(known.values()))
-    given = {first.name: args[0], **kwargs} if args else kwargs
+    first = next(iter(takes.values()))
+    named = {first.name: args[0], **kwargs} if args else kwargs
     keyword = args and first.kind is first.KEYWORD_ONLY
-    if not keyword and len(args) + len(kwargs) == len(given):  # in less time than `bind`
-        found = {k: given[k] if k in given else x.default for k, x in known.items()}
-        if all([x is not inspect.Parameter.empty for x in found.values()]):
-            return found
+    if not keyword and len(args) + len(kwargs) == len(named):  # in less time than `bind`
+        values = {k: named[k] if k in named else x.default for k, x in takes.items()}
+        if all([x is not inspect.Parameter.empty for x in values.values()]):
+            return values
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        shown = inspect.Signature([x.replace(annotation=x.empty) for x in known.values()])
-        raise TypeError(f"{error} of {name}{shown}") from None
+        display = inspect.Signature([x.replace(annotation=x.empty) for x in takes.values()])
+        raise TypeError(f"{error} of {name}{display}") from None
     bound.apply_defaults()
     return bound.arguments
 
@@ -177,8 +177,8 @@ def value_of(x: Tensor) -> float | None:
 def check_betas(betas: object, count: int) -> None:
     """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
-        said = f"allowed are {count} numbers{no_tree(betas)}"
-        raise ValueError(f"Invalid betas: betas={betas!r}: {said}")
+        allowed = f"allowed are {count} numbers{no_tree(betas)}"
+        raise ValueError(f"Invalid betas: betas={betas!r}: {allowed}")
     for i, beta in enumerate(betas):
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
 
@@ -239,13 +239,13 @@ def missing(name: str) -> NoReturn:
     """Raise for a name that the package lacks: this is its `__getattr__`."""
     text, instead = f"module 'optimi_func' has no attribute {name!r}", ""
     if name[0] != "_" and hasattr(torch.optim, name):
-        own = ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
-        instead = f": use torch.optim.{name}{own}"
+        hint = ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
+        instead = f": use torch.optim.{name}{hint}"
     elif name[0] != "_":
         names = [x for x in vars(sys.modules["optimi_func"]) if x[0] != "_"]
-        known = {x.lower(): x for x in names if x[0].isupper() == name[0].isupper()}
-        if name.lower() in known:
-            instead = f": did you mean {known[name.lower()]!r}?"
+        spellings = {x.lower(): x for x in names if x[0].isupper() == name[0].isupper()}
+        if name.lower() in spellings:
+            instead = f": did you mean {spellings[name.lower()]!r}?"
     kind = AttributeError
     if instead and sys._getframe(1).f_code.co_name == "_handle_fromlist":
         kind = ImportError  # `from ... import` would replace the other's text
@@ -310,18 +310,18 @@ def check_writable(path: object, p: Tensor) -> None:
 
 def check_runs_kernels(instead: str, tensors: Iterable[Tensor]) -> None:
     """Raise if a trace, a transformation or a mode would not see what kernels do."""
-    found = ""
+    where = ""
     if in_compiled_region():
-        found = "under torch.compile"
+        where = "under torch.compile"
     elif transform_level() > 0:
-        found = "under a transformation of torch.func (vmap, grad, jvp)"
+        where = "under a transformation of torch.func (vmap, grad, jvp)"
     elif dispatch_modes() > 0:
-        found = "under a TorchDispatchMode (make_fx, FakeTensorMode, a flop counter)"
+        where = "under a TorchDispatchMode (make_fx, FakeTensorMode, a flop counter)"
     elif not all([has_memory(x) or x.is_meta for x in tensors]):
-        found = "on fake tensors"
-    if found:
+        where = "on fake tensors"
+    if where:
         raise RuntimeError(
-            f"a compiled step cannot run {found}, because its kernels are no operations of "
+            f"a compiled step cannot run {where}, because its kernels are no operations of "
             f"torch: call {instead} here"
         )
 
@@ -339,8 +339,8 @@ def check_apart(
         if x.numel() and is_plain(x)
     ]
     spans.sort(key=itemgetter(0))
-    for (start, size, first), (other, _, second) in pairwise(spans):
-        if start and other < start + size:
+    for (start, size, first), (second_start, _, second) in pairwise(spans):
+        if start and second_start < start + size:
             raise ValueError(
                 f"{name(first)} and {name(second)} share memory, which a step in place "
                 f"would move twice: clone one, or {instead}"

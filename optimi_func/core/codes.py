@@ -188,12 +188,12 @@ def _scales(p: Tensor) -> Tensor:
     *front, last = p.shape
     if p.dim() == 1:
         return zeros_divided_like(p, [-(-last // GROUP)])
-    dims, rest = _scale_dims(p), prod(p.shape[1:]) // GROUP
+    dims, groups = _scale_dims(p), prod(p.shape[1:]) // GROUP
     if dims == p.dim():
         return zeros_divided_like(p, [*front, last // GROUP])
     # One dimension more than p marks codes in another memory order, which files lose.
     ones = [] if dims == 1 else [1] * (p.dim() - 1)
-    return zeros_divided_like(p, [p.shape[0], *ones, rest])
+    return zeros_divided_like(p, [p.shape[0], *ones, groups])
 
 
 def in_own_order(codes: "Codes", p: Tensor) -> "Codes":
@@ -254,8 +254,8 @@ def widen(
     # Spacings of float16 get no smaller, and of bfloat16 too small for `round_to`.
     least = 2.0**-14 if p.dtype == torch.float16 else 2.0**-100
     fits = rest.abs() * (1.0 / torch.finfo(p.dtype).eps) <= p.abs().clamp_min(least)
-    own = to(torch.where(fits, rest, 0.0), wide)
-    return p32, p32 + own, own
+    comp = to(torch.where(fits, rest, 0.0), wide)
+    return p32, p32 + comp, comp
 
 
 def narrow(x: Tensor, p: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,10 +115,10 @@ def on_whole(
     """
     if not is_distributed(d):
         return fn(d, x, fields, *more)
-    found, new = fn(
+    result, new = fn(
         whole(d), x if x is None else whole(x), tuple(map(whole, fields)), *more
     )
-    first, *rest = map(_divided_like, (d, *fields), (found, *new))
+    first, *rest = map(_divided_like, (d, *fields), (result, *new))
     return first, tuple(rest)
 
 
@@ -132,8 +132,8 @@ def _divided_like(like: Tensor, x: Tensor) -> Tensor:
 
 def shard_of(part: Tensor, spec: ShardSpec) -> "DTensor":
     """Return the DTensor of a local shard, which may be offloaded to another device."""
-    own = part.to(spec.mesh.device_type)
-    return _of_shard(own, spec.mesh, spec.placements, torch.Size(spec.shape), spec.stride)
+    shard = part.to(spec.mesh.device_type)
+    return _of_shard(shard, spec.mesh, spec.placements, torch.Size(spec.shape), spec.stride)
 
 
 def _of_shard(
@@ -313,13 +313,13 @@ def all_reduce_sum(numbers: list[Tensor], shards: list[ShardSpec | None]) -> lis
     """
     groups = {i: shard.group for i, shard in enumerate(shards) if shard is not None}
     sums = list(numbers)
-    for (mesh, dims), some in grouped(groups, groups.__getitem__).items():
+    for (mesh, dims), indices in grouped(groups, groups.__getitem__).items():
         # The mesh's device, which is another one for an offloaded tensor.
-        device = numbers[some[0]].to(mesh.device_type).device
-        flat = torch.stack([numbers[i].to(device, torch.float64) for i in some])
+        device = numbers[indices[0]].to(mesh.device_type).device
+        flat = torch.stack([numbers[i].to(device, torch.float64) for i in indices])
         for dim in dims:
             distributed.all_reduce(flat, group=mesh.get_group(dim))
-        for i, total in zip(some, flat.unbind()):
+        for i, total in zip(indices, flat.unbind()):
             sums[i] = total.to(numbers[i].device, numbers[i].dtype)
     return sums
 

@@ -54,12 +54,12 @@ def leaf_sums(rule: Rule, leaf: Leaf, coeffs: object, means: list[Tensor] | None
     leaf = _real(leaf)
     p, wide = leaf.p, leaf_dtype(leaf, leaf.p)
     if means is not None:
-        found = torch.stack([whole(x) for x in means])
-        return found.to(scalar_dtype(p.device)) * p.numel()
-    none = torch.zeros((), dtype=wide, device=p.device).expand(p.shape)
+        averages = torch.stack([whole(x) for x in means])
+        return averages.to(scalar_dtype(p.device)) * p.numel()
+    zeros = torch.zeros((), dtype=wide, device=p.device).expand(p.shape)
     state = type(leaf.state)(*[decode(s, wide) for s in leaf.state])
     assert rule.means is not None
-    measured = rule.means.measure(none, to(p, wide), none, none, state, coeffs)
+    measured = rule.means.measure(zeros, to(p, wide), zeros, zeros, state, coeffs)
     return torch.stack([whole(x.sum()) for x in measured]).to(scalar_dtype(p.device))
 
 
@@ -157,27 +157,27 @@ def leaf_move(
     p, state, comp = leaf
     wide = leaf_dtype(leaf, g) if wide is None else wide
     c, r, dither = scalars
-    p32, x, own = widen(p, comp, wide)
+    p32, x, wide_comp = widen(p, comp, wide)
     old = [decode(s, wide) for s in state]
     g = plus(times(r.grad_scale, to(g, wide)), r.l2, x)
     more = (x,) if rule.reads_param else ()
     count = len(rule.fields)
     mapped = tuple(old[count:])
-    given = type(state)(*old[:count], *[None] * len(mapped))
+    partial_state = type(state)(*old[:count], *[None] * len(mapped))
     if rule.noise:
         c = c._replace(z=normal_like(x, *c.z))
     if rule.measure is not None:
-        means = take_means(rule.measure.measure(g, x, given, c))
+        means = take_means(rule.measure.measure(g, x, partial_state, c))
         if len(means) == rule.measure.number:  # else the number of elements is the first
             numel = torch.full((), x.numel(), dtype=x.dtype, device=x.device)
             means = [numel, *means]
         c = rule.measure.settle(means[1:], means[0], c)
-    d, new, shared = rule.direction(g, given, c, *more)
+    d, new, shared = rule.direction(g, partial_state, c, *more)
     if write:
         if rule.whole is not None:
-            d, found = on_whole(rule.whole, d, more[0] if more else None, mapped, c)
+            d, new_fields = on_whole(rule.whole, d, more[0] if more else None, mapped, c)
             # Results share no memory with arguments.
-            mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, found)])
+            mapped = tuple([y.clone() if y is x else y for x, y in zip(mapped, new_fields)])
         d = _delta(rule, g, x, d, shared, c, r, take_means)
 
     def add(u: Tensor) -> Leaf:
@@ -185,11 +185,11 @@ def leaf_move(
         if write:
             if rule.after is not None:
                 u, after = rule.after(x, u, new, c)
-            moved, rest = _add(p, p32, x, comp, own, u)
-        found = _apart([*after[:count], *mapped], old, x, r.lr)
+            moved, rest = _add(p, p32, x, comp, wide_comp, u)
+        results = _apart([*after[:count], *mapped], old, x, r.lr)
         # Fields that the rule returned unchanged are not encoded again.
         fields = [
-            s if n is o else encode(n, s, dither) for n, o, s in zip(found, old, state)
+            s if n is o else encode(n, s, dither) for n, o, s in zip(results, old, state)
         ]
         return Leaf(moved, type(state)(*fields), rest)
 
@@ -200,14 +200,14 @@ def _complex_move(
     rule: Rule, leaf: Leaf, g: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
     """Return `leaf_move` of real pairs, with complex results."""
-    own = _real(leaf)
-    u, x, add_pairs = leaf_move(rule.pairs or rule, own, as_real(g.resolve_conj()), *rest)
+    real = _real(leaf)
+    u, x, add_pairs = leaf_move(rule.pairs or rule, real, as_real(g.resolve_conj()), *rest)
 
     def as_before(new: Any, pairs: object, old: Any) -> object:
         return old if new is pairs else as_complex(new, old)
 
     def add(u: Tensor) -> Leaf:
-        return pytree.tree_map(as_before, add_pairs(as_real(u)), own, leaf)
+        return pytree.tree_map(as_before, add_pairs(as_real(u)), real, leaf)
 
     return as_complex(u, leaf.p), as_complex(x, leaf.p), add
 
@@ -219,12 +219,12 @@ def _real(leaf: Leaf) -> Leaf:
 
 def _apart(fields: list[Tensor], old: list[Tensor], x: Tensor, lr: Scalar) -> list[Tensor]:
     """Copy fields that are another tensor of the step, which may be written before them."""
-    taken = [x, *old]
+    tensors = [x, *old]
     for i, (new, before) in enumerate(zip(fields, old)):
         if new is before:
             continue
-        if not any([new is y for y in taken]):
-            taken.append(new)
+        if not any([new is y for y in tensors]):
+            tensors.append(new)
         elif isinstance(lr, Tensor) and torch.compiler.is_compiling():
             # Inductor leaves out clones, and reads what is written. Reading lr, as the
             # move does, keeps this in the one loop that list kernels are made of.
@@ -243,8 +243,8 @@ def leaf_eval_point(rule: Rule, leaf: Leaf, coeffs: object) -> Tensor:
     wide = leaf_dtype(leaf, p)
     _, x, _ = widen(p, comp, wide)
     assert rule.eval_point is not None
-    found = rule.eval_point(x, type(state)(*[decode(s, wide) for s in state]), coeffs)
-    return as_complex(found, leaf.p)
+    point = rule.eval_point(x, type(state)(*[decode(s, wide) for s in state]), coeffs)
+    return as_complex(point, leaf.p)
 
 
 def _delta(

@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 def grouped(items: Iterable[T], kind: Callable[[T], K]) -> dict[K, list[T]]:
     """Return the items of each kind, in their order."""
-    found: dict[K, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
-        found.setdefault(kind(item), []).append(item)
-    return found
+        groups.setdefault(kind(item), []).append(item)
+    return groups
 
 
 def chunks(items: list[T], size: int, numel: Callable[[T], int]) -> Iterator[list[T]]:

@@ -75,13 +75,13 @@ def pair_sums(v: Tensor) -> Tensor:
 
 def norm(x: Tensor, **over: object) -> Tensor:
     """Return the Euclidean norm, with finite second derivatives at 0."""
-    found = torch.linalg.vector_norm(x, **over)
+    length = torch.linalg.vector_norm(x, **over)
     if not is_differentiated(x):
-        return found
+        return length
     # The backward of vector_norm at 0 is finite, but its own backward is 0 * inf.
-    zero = found.detach() == 0.0
-    found = torch.linalg.vector_norm(torch.where(zero, 1.0, x), **over)
-    return torch.where(zero, 0.0, found)
+    zero = length.detach() == 0.0
+    length = torch.linalg.vector_norm(torch.where(zero, 1.0, x), **over)
+    return torch.where(zero, 0.0, length)
 
 
 def total_norm(norms: list[Tensor]) -> Tensor:

@@ -103,20 +103,20 @@ def agree(holders: list[Holders], shared: Mapping[str, object], said: str = "") 
     Those without a name are not stepped, and only name the group. `shared` are values that
     all processes have, and `said` is an error in the place of that of names.
     """
-    for group, some in grouped(holders, attrgetter("group")).items():
-        names = [x[:2] for x in some if x.name]
-        digest, device = crc32(repr((names, shared)).encode()), some[0].device
+    for group, members in grouped(holders, attrgetter("group")).items():
+        names = [x[:2] for x in members if x.name]
+        digest, device = crc32(repr((names, shared)).encode()), members[0].device
         mark = torch.full((1,), digest, device=device)
         text = said or (
             f"other processes do not step the {len(names)} parameters that this one does, "
             f"{names[:3]}...: each needs a gradient in all that hold it, or in none"
         )
-        found = [torch.empty_like(mark) for _ in range(group.size())]
+        marks = [torch.empty_like(mark) for _ in range(group.size())]
         try:
-            distributed.all_gather(found, mark, group=group)
+            distributed.all_gather(marks, mark, group=group)
         except RuntimeError as error:
             raise RuntimeError(f"{lost(error)}{text} ({error})") from error
-        same = (torch.cat(found) == mark).all()
+        same = (torch.cat(marks) == mark).all()
         if device.type == "cpu" and not same:
             check_same(shared, group)
         assert_later(same, text)
@@ -147,21 +147,21 @@ def owners_of(
     shares = [[x / total for x, total in zip(load, totals)] for load in loads]
     fixed, most = dict(enumerate(known)), 1 / count + ROOM
     while True:
-        sums, found = [[0.0] * len(totals) for _ in range(count)], dict(fixed)
+        sums, owners = [[0.0] * len(totals) for _ in range(count)], dict(fixed)
         for i in sorted(range(len(loads)), key=lambda i: (i not in fixed, -max(shares[i]))):
-            if i not in found:
+            if i not in owners:
                 room = most - shares[i][0]
                 some = [k for k in range(count) if sums[k][0] <= room] or range(count)
-                found[i] = min(some, key=lambda k: sum(map(mul, sums[k], shares[i])))
-            cut = found[i] == EVERY
+                owners[i] = min(some, key=lambda k: sum(map(mul, sums[k], shares[i])))
+            cut = owners[i] == EVERY
             part = [x / count for x in shares[i]] if cut else shares[i]
-            for k in range(count) if cut else (found[i],):
+            for k in range(count) if cut else (owners[i],):
                 sums[k] = list(map(add, sums[k], part))
         # Smaller ones than ROOM never are the reason.
         full = [i for i in to_cut if i not in fixed and shares[i][0] > ROOM]
-        full = [i for i in full if sums[found[i]][0] > most]
+        full = [i for i in full if sums[owners[i]][0] > most]
         if not full:
-            return [found[i] for i in range(len(loads))]
+            return [owners[i] for i in range(len(loads))]
         fixed[max(full, key=lambda i: shares[i][0])] = EVERY
 
 
@@ -179,21 +179,21 @@ def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
     results = [[_front(*x) for item in some for x in item.mapped] for some in owned]
     sizes = _sizes(results)
 
-    def exchange(given: Iterable[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
-        found = like.new_empty(sum(into))
-        distributed.all_to_all_single(found, _flat(like, given), into, out, group=group)
-        return list(found.split(into))
+    def exchange(xs: Iterable[Tensor], out: list[int], into: list[int]) -> list[Tensor]:
+        data = like.new_empty(sum(into))
+        distributed.all_to_all_single(data, _flat(like, xs), into, out, group=group)
+        return list(data.split(into))
 
     if holders.dim is None:
         fn(own)
         flat = _flat(like, results[rank])
         flat = torch.cat([flat, like.new_zeros(max(sizes) - len(flat))])
-        found = [torch.empty_like(flat) for _ in owned]
-        distributed.all_gather(found, flat, group=group)
+        gathered = [torch.empty_like(flat) for _ in owned]
+        distributed.all_gather(gathered, flat, group=group)
     else:
-        given = [[_front(*x) for item in some for x in item.given] for some in owned]
+        lists = [[_front(*x) for item in some for x in item.given] for some in owned]
         lengths = [x.lengths() for item in own for _, x in item.given]
-        parts = exchange(chain.from_iterable(given), _sizes(given), _counts(lengths, owned))
+        parts = exchange(chain.from_iterable(lists), _sizes(lists), _counts(lengths, owned))
         pieces = zip(*map(Tensor.split, parts, map(list, zip(*lengths))))
         wholes: list[Owned] = []
         for item in own:
@@ -209,8 +209,8 @@ def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
         lengths = [x.lengths() for _, x in mapped]
         pieces = [_front(*x).flatten().split(n) for x, n in zip(mapped, lengths)]
         counts = _counts(lengths, owned)
-        found = exchange(chain.from_iterable(zip(*pieces)), counts, sizes)
-    for some, flat in zip(results, found):
+        gathered = exchange(chain.from_iterable(zip(*pieces)), counts, sizes)
+    for some, flat in zip(results, gathered):
         for x in some:
             part, flat = flat.tensor_split([x.numel()])
             x.copy_(part.view(x.shape))
@@ -226,7 +226,7 @@ def _flat(like: Tensor, tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _sizes(lists: list[list[Tensor]]) -> list[int]:
-    return [sum(map(Tensor.numel, some)) for some in lists]
+    return [sum(map(Tensor.numel, tensors)) for tensors in lists]
 
 
 def _counts(lengths: list[list[int]], owned: Sequence[object]) -> list[int]:

@@ -48,8 +48,8 @@ def normal_like(x: Tensor, seed: Scalar, step: Scalar, place: int, p: Tensor) ->
     """
     whole = torch.empty(as_real(p).shape, dtype=x.dtype, device=x.device)
     (z,) = normals(_integer(seed), _integer(step), [whole], place)
-    found = distribute_like(p, cast(Tensor, z))
-    return found if is_distributed(x) else to_local([found])[0]
+    noise = distribute_like(p, cast(Tensor, z))
+    return noise if is_distributed(x) else to_local([noise])[0]
 
 
 def _integer(x: Scalar) -> Tensor:
@@ -70,19 +70,19 @@ def normals(
     for i, x in enumerate(tensors):
         if x is not None:
             kinds.setdefault((x.dtype, x.device), []).append(i)
-    found: list[Tensor | None] = [None] * len(tensors)
+    noise: list[Tensor | None] = [None] * len(tensors)
     for (dtype, device), places in kinds.items():
-        some = cast(list[Tensor], [tensors[i] for i in places])
-        blocks = [(x.numel() + 3) // 4 for x in some]
+        of_kind = cast(list[Tensor], [tensors[i] for i in places])
+        blocks = [(x.numel() + 3) // 4 for x in of_kind]
         within = torch.cat([torch.arange(n, device=device) for n in blocks])
         pairs = zip(places, blocks)
         which = torch.cat([torch.full_like(within[:n], i + first) for i, n in pairs])
         stream, now = seed.to(device), step.to(device)
         counter = (within, which, now & _WORD, now >> 32)
         drawn = _bell(philox(counter, (stream & _WORD, stream >> 32)), dtype)
-        for i, x, z in zip(places, some, drawn.split([4 * n for n in blocks])):
-            found[i] = z[: x.numel()].reshape(x.shape)
-    return found
+        for i, x, z in zip(places, of_kind, drawn.split([4 * n for n in blocks])):
+            noise[i] = z[: x.numel()].reshape(x.shape)
+    return noise
 
 
 def _bell(words: Words, dtype: torch.dtype) -> Tensor:

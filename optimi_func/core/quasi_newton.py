@@ -103,7 +103,7 @@ def advance(
     last = s.count >= most
     # Bracketing: is there a minimum between the point before and this one?
     over = rises | ((s.count > 1) & (new.f >= s.a.f))
-    found = negate(over) & flat
+    holds = negate(over) & flat
     brackets = over | (negate(flat) & (new.slope >= 0))
     first = pick(last, start, s.a)
     wider = minimizer(s.a, new, new.t + 0.01 * (new.t - s.a.t), new.t * 10)
@@ -116,11 +116,11 @@ def advance(
     a = pick(s.zooms, pick(s.low_is_b, high, low), first)
     b = pick(s.zooms, pick(s.low_is_b, low, high), new)
     lower = negate(a.f <= b.f)
-    low_is_b = pick(s.zooms, pick(worse, lower, s.low_is_b), lower | (negate(last) & found))
+    low_is_b = pick(s.zooms, pick(worse, lower, s.low_is_b), lower | (negate(last) & holds))
     # What ends the search, and else the next length to try.
     zooms = s.zooms | brackets
     narrow = zooms & (abs(b.t - a.t) * width < least)
-    ended = last | narrow | pick(s.zooms, negate(worse) & flat, found)
+    ended = last | narrow | pick(s.zooms, negate(worse) & flat, holds)
     left, right = pick(a.t < b.t, a.t, b.t), pick(a.t < b.t, b.t, a.t)
     t, edge = minimizer(a, b, left, right), 0.1 * (right - left)
     close = (right - t < edge) | (t - left < edge)
@@ -165,8 +165,8 @@ def loaded_history(
     """Return the history of these pairs, the oldest first, after the gradient g."""
     pairs = torch.stack([torch.stack(moves), torch.stack(changes)], 1)
     s, y = pairs.unbind(1)
-    products, one = (s @ y.mT).triu(), torch.eye(len(s), dtype=s.dtype, device=s.device)
-    inverse = torch.linalg.solve_triangular(products, one, upper=True)
+    products, eye = (s @ y.mT).triu(), torch.eye(len(s), dtype=s.dtype, device=s.device)
+    inverse = torch.linalg.solve_triangular(products, eye, upper=True)
     rest = products.diagonal().clone(), y @ y.mT, inverse, len(s), scale
     return History(pairs, pairs @ g, *rest)
 
@@ -291,8 +291,8 @@ def flat(leaves: list[Tensor]) -> Tensor:
     """
     dense = [x.to_dense() if x.is_sparse else x.resolve_conj() for x in leaves]
     real = [torch.view_as_real(x) if x.is_complex() else x for x in dense]
-    joined = torch.cat([x.reshape(-1) for x in real])
-    return joined.to(torch.promote_types(joined.dtype, torch.float32))
+    vector = torch.cat([x.reshape(-1) for x in real])
+    return vector.to(torch.promote_types(vector.dtype, torch.float32))
 
 
 def parts(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:

@@ -230,11 +230,11 @@ class Rule:
         """Return the coefficients of step t, and `running` after it."""
         if not self.running._fields:
             return self.coeffs(t, **numbers), running
-        found, after = self.coeffs(t, lr, running, **numbers)
+        coeffs, after = self.coeffs(t, lr, running, **numbers)
         # Copies, because the running scalars are written one after another.
-        kept = [x for x in running if isinstance(x, Tensor)]
-        own = [x.clone() if any([x is y for y in kept]) else x for x in after]
-        return found, type(after)(*own)
+        tensors = [x for x in running if isinstance(x, Tensor)]
+        copies = [x.clone() if any([x is y for y in tensors]) else x for x in after]
+        return coeffs, type(after)(*copies)
 
 
 class NoState(NamedTuple):

@@ -95,13 +95,13 @@ def check_stored(rules: list[Rule], storage: Storage, params: list[Tensor]) -> l
             f"Invalid storage: storage.moments='8bit': {rules[0].name} keeps no moments "
             "in 8 bits with these options, so it would change nothing"
         )
-    cut = {
+    shapes = {
         tuple(p.shape) for p in params if codes.has_groups(p) and not codes.is_eligible(p)
     }
-    if not cut:
+    if not shapes:
         return []
     return [
-        f"storage.moments='8bit': the shards of parameters of shapes {sorted(cut)} cut "
+        f"storage.moments='8bit': the shards of parameters of shapes {sorted(shapes)} cut "
         f"groups of {codes.GROUP} elements, which share a scale: their moments are not "
         "kept in codes"
     ]
@@ -201,12 +201,12 @@ def own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
         return {}
     if torch.compiler.is_compiling() or not all([type(n) is int for n in p.shape]):
         return _own_shapes(rule, p)
-    known = _known.setdefault(rule, {})
-    if (key := (p.shape, p.dtype)) not in known:
-        if len(known) >= 256:
-            known.clear()
-        known[key] = _own_shapes(rule, p)
-    return known[key]
+    shapes = _known.setdefault(rule, {})
+    if (key := (p.shape, p.dtype)) not in shapes:
+        if len(shapes) >= 256:
+            shapes.clear()
+        shapes[key] = _own_shapes(rule, p)
+    return shapes[key]
 
 
 def _own_shapes(rule: Rule, p: Tensor) -> dict[str, torch.Size]:
@@ -271,7 +271,7 @@ def as_counts(
 
     Raises if one is complex or has several elements, or if the step count is below 0.
     """
-    made: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
     for name in names:
         x = entry.get(name)
         if not isinstance(x, Tensor):
@@ -283,9 +283,9 @@ def as_counts(
             )
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32 if name == "step" else torch.float64)
-        one = x.reshape(()) if x.dim() else x
-        if name == "step" and not (checks.value_of(one) or 0.0) >= 0.0:
+        scalar = x.reshape(()) if x.dim() else x
+        if name == "step" and not (checks.value_of(scalar) or 0.0) >= 0.0:
             raise ValueError(f"{root}{path}['step'] is {x}: allowed is at least 0")
-        if one is not entry[name]:
-            made[name] = one
-    return made
+        if scalar is not entry[name]:
+            counts[name] = scalar
+    return counts

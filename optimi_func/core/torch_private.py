@@ -62,10 +62,10 @@ def unwrapped(method: Callable[P, T]) -> Callable[P, T]:
     torch wraps some as `uncompiled` does. Before anything has imported the compiler, there
     is no compiled frame to leave.
     """
-    own: Any = method
-    if "torch._dynamo" in sys.modules or own.__code__ is not _UNCOMPILED.__code__:
+    function: Any = method
+    if "torch._dynamo" in sys.modules or function.__code__ is not _UNCOMPILED.__code__:
         return method
-    return MethodType(own.__wrapped__, own.__self__)
+    return MethodType(function.__wrapped__, function.__self__)
 
 
 def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
@@ -80,8 +80,8 @@ def watched_if_needed(step: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        needed = torch.compiler.is_compiling() or own or first or last or profiling()
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        needed = torch.compiler.is_compiling() or hooks or first or last or profiling()
         if needed and type(self).step is wrapper:
             return watched(self, *args, **kwargs)
         return step(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -219,12 +219,12 @@ def norms_of(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
     torch.nn.utils.get_total_norm computes the same, but returns only the total.
     """
     kinds = grouped(range(len(tensors)), lambda i: tensors[i].dtype)
-    found: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     for dtype, places in kinds.items():
         wide = torch.promote_types(dtype, torch.float32)
-        some = torch._foreach_norm([tensors[i] for i in places], order, dtype=wide)
-        found.update(zip(places, some))
-    return [found[i] for i in range(len(tensors))]
+        values = torch._foreach_norm([tensors[i] for i in places], order, dtype=wide)
+        norms.update(zip(places, values))
+    return [norms[i] for i in range(len(tensors))]
 
 
 def clip_factor(limit: float | Tensor | None, norm: Tensor) -> Tensor:
@@ -277,13 +277,13 @@ def level_of(x: Tensor) -> int:
 @uncompiled
 def forward_modes() -> int:
     """Return how many active transformations are forward mode (jvp, jacfwd)."""
-    kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
+    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
     return kinds.count(_functorch.TransformType.Jvp)
 
 
 def has_vmap() -> bool:
     """Return True if a vmap is active."""
-    kinds = [one.key() for one in retrieve_all_functorch_interpreters()]
+    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
     return _functorch.TransformType.Vmap in kinds
 
 
@@ -295,7 +295,7 @@ def differentiates(x: Tensor) -> bool:
     """
     if not transform_level():
         return False
-    kinds = {one.key() for one in retrieve_all_functorch_interpreters()}
+    kinds = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
     if kinds & {_functorch.TransformType.Grad, _functorch.TransformType.Jvp}:
         return True
     return torch.func.debug_unwrap(x, recurse=True).requires_grad
@@ -307,15 +307,15 @@ def _fsdp_groups(params: Iterable[Tensor]) -> "list[tuple[FSDPModule, FSDPParamG
     The public API leads from a module to its parameters alone. A program that has called
     fully_shard has imported it.
     """
-    known = sys.modules.get("torch.distributed._composable_state")
-    wanted, found = {*params}, []
-    for module, state in list(known._module_state_mapping.items()) if known else []:
+    registry = sys.modules.get("torch.distributed._composable_state")
+    shards, pairs = {*params}, []
+    for module, state in list(registry._module_state_mapping.items()) if registry else []:
         # Before torch 2.13 a module has one group.
         one = getattr(state(), "_fsdp_param_group", None)
         for group in getattr(state(), "_fsdp_param_groups", [one] if one else []):
-            if not wanted.isdisjoint([x.sharded_param for x in group.fsdp_params]):
-                found.append((module, group))
-    return found
+            if not shards.isdisjoint([x.sharded_param for x in group.fsdp_params]):
+                pairs.append((module, group))
+    return pairs
 
 
 def reshard(params: Iterable[Tensor]) -> None:
@@ -330,8 +330,8 @@ def has_unreduced_grads(params: Iterable[Tensor]) -> bool:
         gathered = [getattr(x, "_unsharded_param", None) for x in group.fsdp_params]
         grads = [x.grad for x in gathered if x is not None]
         grads += [x.unsharded_accumulated_grad for x in group.fsdp_params]
-        kept = any([x is not None for x in (*grads, group._partial_reduce_output)])
-        if kept or not (group.reduce_grads and group.all_reduce_grads):
+        unreduced = any([x is not None for x in (*grads, group._partial_reduce_output)])
+        if unreduced or not (group.reduce_grads and group.all_reduce_grads):
             return True
     return False
 

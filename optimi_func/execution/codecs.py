@@ -51,21 +51,21 @@ def arguments_of(slot: Slot, write: bool, moves: bool, widens: bool) -> list[Arg
 
     Parameters move if `write`, and the kernel does more than to measure if `moves`.
     """
-    _, *rest = slot.dtypes
+    _, *dtypes = slot.dtypes
     last = len(slot.dtypes)
-    found = [Argument(0, 0, 0, False), Argument(_BFLOAT16 if widens else 0, 1, 1, False)]
-    if slot.compensated and not rest[-1].is_floating_point:
-        found[0] = Argument(_PARAMS[rest[-1]], 0, last, write and moves)
+    args = [Argument(0, 0, 0, False), Argument(_BFLOAT16 if widens else 0, 1, 1, False)]
+    if slot.compensated and not dtypes[-1].is_floating_point:
+        args[0] = Argument(_PARAMS[dtypes[-1]], 0, last, write and moves)
     column = 2
     for coded in slot.codes:
         if coded:
-            found.append(Argument(_MOMENTS[rest[column - 2]], column, column + 1, moves))
+            args.append(Argument(_MOMENTS[dtypes[column - 2]], column, column + 1, moves))
         else:
-            found.append(Argument(0, column, column, False))
+            args.append(Argument(0, column, column, False))
         column += 1 + coded
-    if slot.compensated and rest[-1].is_floating_point:
-        found.append(Argument(0, column, column, False))
-    return found
+    if slot.compensated and dtypes[-1].is_floating_point:
+        args.append(Argument(0, column, column, False))
+    return args
 
 
 def with_halves_apart(
@@ -75,10 +75,10 @@ def with_halves_apart(
 
     Those of 2 bytes go to a buffer first.
     """
-    ours, given, sizes = list(ours), len(ours), dict(zip(roles, widths))
-    places = [0, *range(2, given)]  # of the arguments that have a target
+    ours, count, sizes = list(ours), len(ours), dict(zip(roles, widths))
+    places = [0, *range(2, count)]  # of the arguments that have a target
     into: dict[int, int] = {}
-    for target, place in enumerate(places, given):
+    for target, place in enumerate(places, count):
         into[target] = place
         if ours[place].codec == 0 and sizes.get(target) == 2:
             into[target] = len(ours)
@@ -92,17 +92,17 @@ def are_exact() -> bool:
     functions = native()
     if functions is None:
         return False
-    own = torch.Generator().manual_seed(0)
-    x = torch.randn(1003, generator=own, device="cpu").mul(1e-3)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1003, generator=generator, device="cpu").mul(1e-3)
     x[::97] = 0.0
     trials: list[tuple[int, Tensor, tuple[Tensor, Tensor], Tensor]] = []
     for dtype, codec in _MOMENTS.items():
-        given = x if CODECS[dtype] is Moment8 else x.square()
-        codes = CODECS[dtype].zeros(x).encode(given, 0.3)
-        trials.append((codec, given, codes, codes.decode(torch.float32)))
+        moment = x if CODECS[dtype] is Moment8 else x.square()
+        codes = CODECS[dtype].zeros(x).encode(moment, 0.3)
+        trials.append((codec, moment, codes, codes.decode(torch.float32)))
     for dtype, codec in _PARAMS.items():
-        both = narrow(x, x.to(torch.bfloat16), x.new_zeros(1003, dtype=dtype))
-        trials.append((codec, x, both, widen(*both, torch.float32)[1]))
+        pair = narrow(x, x.to(torch.bfloat16), x.new_zeros(1003, dtype=dtype))
+        trials.append((codec, x, pair, widen(*pair, torch.float32)[1]))
     for codec, x, coded, decoded in trials:
         first, second, back = map(torch.empty_like, (*coded, x))
         places = first.data_ptr(), second.data_ptr()

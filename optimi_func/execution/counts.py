@@ -54,17 +54,17 @@ class Counts:
     def read(self, given: list[Tensor]) -> None:
         """Read the counts, also again after something else has written to them."""
         rows, tensors = self._rows, self.tensors(given)
-        found: list[float] = []
+        values: list[float] = []
         if self._on_host:
-            found = [x.item() for x in tensors]
-            self._expected[:] = array("d", found)
+            values = [x.item() for x in tensors]
+            self._expected[:] = array("d", values)
         elif not (self._flagged or is_capturing(tensors[0].device)):
             # The host waits for the device once, here. Their dtypes differ.
             parts = [x for x in (tensors[:rows], tensors[rows:]) if x]
-            found = [value for part in parts for value in torch.stack(part).tolist()]
+            values = [value for part in parts for value in torch.stack(part).tolist()]
         keys: Sequence[object] = range(rows)
-        if found:
-            keys = list(zip(*[found[i : i + rows] for i in range(0, len(found), rows)]))
+        if values:
+            keys = list(zip(*[values[i : i + rows] for i in range(0, len(values), rows)]))
         # For each parameter, the index of its counts among the different ones.
         first = dict(reversed(list(zip(keys, range(rows)))))
         self._firsts = sorted(first.values())
@@ -78,7 +78,7 @@ class Counts:
 
     def tensors(self, given: list[Tensor]) -> list[Tensor]:
         """Return the step counts, then the first running scalar of each, and so on."""
-        return [x for own in self._slices for x in given[own]]
+        return [x for column in self._slices for x in given[column]]
 
     def hold(self, given: list[Tensor]) -> bool:
         """Return True if nothing else has written to them."""

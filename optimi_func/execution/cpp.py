@@ -53,8 +53,8 @@ def native() -> Native | None:
     """Compile and load the functions. Returns None if that fails."""
     try:
         with store.alone(native_key()):
-            found = store.find(native_key())
-            path = found[0] if found else with_vectors(_compile)
+            entry = store.find(native_key())
+            path = entry[0] if entry else with_vectors(_compile)
         library = ctypes.CDLL(path)
         # Counting takes less time than releasing the GIL for it would.
         counting = ctypes.PyDLL(path)

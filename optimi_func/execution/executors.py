@@ -81,9 +81,9 @@ def plan_launches(
     if rule.pairs is not None and any([u.slot.paired for u in updates]):
         paired = [u for u in updates if u.slot.paired]
         how: Executor = "foreach" if executor == "foreach" else "eager"
-        found = plan_launches(how, rule.pairs, paired, write)
+        of_pairs = plan_launches(how, rule.pairs, paired, write)
         rest = [u for u in updates if not u.slot.paired]
-        return found + plan_launches(executor, rule, rest, write)
+        return of_pairs + plan_launches(executor, rule, rest, write)
     if rule.whole_fields:
         rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}
@@ -105,11 +105,11 @@ def plan_launches(
     ]
     launches = planned(compress(updates, [not held for held in together]))
     if rule.measure is not None and rule.means is None:
-        each, inner = {u.place: u for u in updates}, launches
+        by_place, inner = {u.place: u for u in updates}, launches
         launches = list[Launch]()
         for launch in inner:
-            own = [each[i] for i in launch.places]
-            launches.append(MeasuredLaunch(rule.measure.number, launch, own))
+            members = [by_place[i] for i in launch.places]
+            launches.append(MeasuredLaunch(rule.measure.number, launch, members))
     if any(together):
         sharded = list(compress(updates, together))
         launches.append(ShardedLaunch(rule, planned(iter(sharded)), sharded, write))
@@ -162,8 +162,8 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     if not slot.dense or (around and not (slot.in_place and can_run(slot))):
         return plan_eager(rule, updates, write)
     count = count_means(rule, first.scalars.scalars.rates, write)
-    made = partial(_kernel, rule, first, write, around, count > 0)
-    run, mean = made(False), made(True) if count else None
+    make = partial(_kernel, rule, first, write, around, count > 0)
+    run, mean = make(False), make(True) if count else None
     # It would upload its table within the capture, from memory that is freed.
     if isinstance(run, TritonListKernel) and is_capturing(device):
         run = run.single
@@ -178,14 +178,14 @@ def _plan_kernels(rule: Rule, updates: list[Update], write: bool) -> list[Launch
     direct = list(compress(updates, fit))
     if not isinstance(run, ListKernel | TritonListKernel):
         return launches + [KernelLaunch(run, mean, count, x) for x in by_count(direct)]
-    for some in split_twins(direct):
+    for batch in split_twins(direct):
         if isinstance(run, ListKernel) and (mean is None or isinstance(mean, ListKernel)):
-            parts = [some]
+            parts = [batch]
             if mean is not None:
-                parts = list(chunks(some, MEASURED, lambda u: u.slot.numel))
+                parts = list(chunks(batch, MEASURED, lambda u: u.slot.numel))
             launches += [ListLaunch(run, mean, count, part) for part in parts]
         else:
-            launches += [KernelLaunch(run, mean, count, x) for x in by_count(some)]
+            launches += [KernelLaunch(run, mean, count, x) for x in by_count(batch)]
     return launches
 
 
@@ -204,8 +204,8 @@ def _kernel(
     slot, decodes = u.slot, u.slot.coded and not around
     p, *rest = slot.dtypes if decodes else slot.decoded
     dtypes, codes = (p, u.g.dtype, *rest), slot.codes if decodes else ()
-    own = rule, u.scalars.statics, write, slot.in_place, dtypes, u.g.device
-    key = KernelKey(*own, codes=codes)
+    choices = rule, u.scalars.statics, write, slot.in_place, dtypes, u.g.device
+    key = KernelKey(*choices, codes=codes)
     widens = around and has_means and widens_gradients(slot, u.g)
     if widens:
         key = key._replace(dtypes=(p, torch.float32, *rest))
@@ -213,13 +213,13 @@ def _kernel(
     mixed = len({*map(is_low, (p, *rest))}) > 1
     listed = has_list_kernels(u.g.device)
     if mixed and listed and slot.in_place and write and not has_means:
-        found = kernel(key._replace(in_place=False), u.scalars.scalars)
+        result = kernel(key._replace(in_place=False), u.scalars.scalars)
         wide = compute_dtype(u.g.dtype, *slot.dtypes)
         count = len(u.scalars.array(wide))
-        if isinstance(found, ListKernel) and may_replace(found, count, wide, key.dtypes):
-            return replacing(found, arguments_of(slot, write, True, widens))
-    found = kernel(key._replace(measures=measures), u.scalars.scalars)
-    if around and isinstance(found, ListKernel):
-        ours = arguments_of(slot, write, not measures, widens)
-        return ListKernel(*found.made_of, ours)
-    return found
+        if isinstance(result, ListKernel) and may_replace(result, count, wide, key.dtypes):
+            return replacing(result, arguments_of(slot, write, True, widens))
+    result = kernel(key._replace(measures=measures), u.scalars.scalars)
+    if around and isinstance(result, ListKernel):
+        arguments = arguments_of(slot, write, not measures, widens)
+        return ListKernel(*result.made_of, arguments)
+    return result

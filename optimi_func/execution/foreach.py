@@ -111,9 +111,9 @@ def _call(
         others = [x.tensors if isinstance(x, Many) else x for x in more]
         others = [[x] * count if isinstance(x, Tensor) else x for x in others]
         return Many(list(getattr(torch, f"_foreach_{name}")(first.tensors, *others)))
-    given = [*args, *named.values()]
-    count = next(len(x.tensors) for x in given if isinstance(x, Many))
-    rows = zip(*[x.tensors if isinstance(x, Many) else [x] * count for x in given])
+    values = [*args, *named.values()]
+    count = next(len(x.tensors) for x in values if isinstance(x, Many))
+    rows = zip(*[x.tensors if isinstance(x, Many) else [x] * count for x in values])
     n = len(args)
     return Many([func(*row[:n], **dict(zip(named, row[n:]))) for row in rows])
 
@@ -126,14 +126,14 @@ def plan_foreach(rule: Rule, updates: list[Update], write: bool) -> list[Launch]
     wide = compute_dtype(first.g.dtype, *first.slot.dtypes)
     room = sum(u.p.nbytes for u in updates) // (TEMPORARIES * wide.itemsize)
     size = min(CHUNK, max(LEAST, room))
-    found: list[Launch] = []
-    for some in split_twins(updates):
-        listed = [u for u in some if u.slot.numel <= size or not u.can_be_cut]
+    launches: list[Launch] = []
+    for batch in split_twins(updates):
+        listed = [u for u in batch if u.slot.numel <= size or not u.can_be_cut]
         lists = chunks(listed, size, lambda u: u.slot.numel) if listed else ()
-        found += [ForeachLaunch(rule, chunk, write) for chunk in lists]
-        large = [u for u in some if u.slot.numel > size and u.can_be_cut]
-        found += plan_eager(rule, large, write, size)
-    return found
+        launches += [ForeachLaunch(rule, chunk, write) for chunk in lists]
+        large = [u for u in batch if u.slot.numel > size and u.can_be_cut]
+        launches += plan_eager(rule, large, write, size)
+    return launches
 
 
 class ForeachLaunch(Launch):
@@ -146,19 +146,19 @@ class ForeachLaunch(Launch):
         self._rule, self._write = rule, write
 
     def _given(self, columns: Columns, packed: list[Packed]) -> tuple[Leaf, Any, Scalars]:
-        kept: list[Any] = list(map(Many, self.read(columns)))
+        lists: list[Any] = list(map(Many, self.read(columns)))
         own = packed[self._at]
         scalars = own.scalars
         if not own.on_host:
-            values = own.tensor(self.dtype, kept[0].tensors[0].device).unbind()
+            values = own.tensor(self.dtype, lists[0].tensors[0].device).unbind()
             scalars = fill(own.statics, pytree.tree_structure(scalars), values)
         g: Any = Many(self.pick(columns[1]))
-        return leaf_of(self._rule, self._codes, kept), g, scalars
+        return leaf_of(self._rule, self._codes, lists), g, scalars
 
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means, a row for each parameter."""
-        found: Any = leaf_means(self._rule, *self._given(columns, packed))
-        return torch.stack([torch.stack(x.tensors) for x in found], dim=1)
+        means: Any = leaf_means(self._rule, *self._given(columns, packed))
+        return torch.stack([torch.stack(x.tensors) for x in means], dim=1)
 
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""

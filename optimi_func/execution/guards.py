@@ -21,10 +21,10 @@ class Guard:
 
     def part(self, rows: Sequence[int]) -> "Guard":
         """Return the guard of some of the tensors, which are two or more."""
-        made, pick = copy(self), itemgetter(*rows)
-        made._addresses = self._addresses and list(pick(self._addresses))
-        made._facts, made._check = [pick(x) for x in self._facts], None
-        return made
+        guard, pick = copy(self), itemgetter(*rows)
+        guard._addresses = self._addresses and list(pick(self._addresses))
+        guard._facts, guard._check = [pick(x) for x in self._facts], None
+        return guard
 
     def begins_with(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if these are plain, and have the facts of the first ones."""
@@ -38,10 +38,10 @@ class Guard:
 
         The first `fixed` are where they were. Returns None for other tensors.
         """
-        made, was = copy(self), self._addresses or []
-        made._addresses = own = list(map(Tensor.data_ptr, tensors))
-        fit = own[:fixed] == was[:fixed] and len(own) == len({*own}) == len(was)
-        return made if fit and made.holds(tensors) else None
+        guard, was = copy(self), self._addresses or []
+        guard._addresses = now = list(map(Tensor.data_ptr, tensors))
+        fit = now[:fixed] == was[:fixed] and len(now) == len({*now}) == len(was)
+        return guard if fit and guard.holds(tensors) else None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if these tensors have the same facts and, if kept, addresses."""

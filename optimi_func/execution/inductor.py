@@ -53,16 +53,16 @@ def compile_flat(function: Kernel, example: Sequence[Tensor], row: int) -> Kerne
     def made() -> Kernel:
         kind = example[0].device.type
         options = _width() if kind == "cpu" else _one_pass()
-        public, found = _compile(function, example, options)
+        public, code = _compile(function, example, options)
 
         def guarded(*tensors: Tensor) -> None:
             # torch.compile guards on shapes, so it gets flat aliases.
             numbers, *flat = map(_alias, tensors)
             public(numbers, *in_rows(flat, row))
 
-        if found is None:
+        if code is None:
             return guarded
-        generated, order = found
+        generated, order = code
 
         def direct(*tensors: Tensor) -> None:
             length = tensors[1].numel()
@@ -94,11 +94,11 @@ def compile_list_kernel(
         if not SHARED_SETTINGS:
             ahead.start()
         options = {"cpp.threads": 1, **_width(), **(_one_pass() if shaped else {})}
-        _, found = _compile(function, example, options, store_vectors if shaped else None)
+        _, code = _compile(function, example, options, store_vectors if shaped else None)
         if ahead.is_alive():
             ahead.join()
         make = shaped_kernel_of if shaped else list_kernel_of
-        return None if found is None else make(*found, example)
+        return None if code is None else make(*code, example)
 
     native_key()  # of the settings before they are changed
     return with_vectors(made)
@@ -194,17 +194,17 @@ def lower(
 
 def argument_order(given: Sequence[object], example: Sequence[Tensor]) -> list[int] | None:
     """Return for each generated argument the index of ours, -1 - i for dimension i."""
-    found: list[int] = []
+    order: list[int] = []
     places = {x.data_ptr(): i for i, x in enumerate(example)}
     sizes = list(example[1].shape)
     for argument in given:
         if isinstance(argument, int) and argument in sizes:
-            found.append(-1 - sizes.index(argument))
+            order.append(-1 - sizes.index(argument))
         elif isinstance(argument, Tensor) and argument.data_ptr() in places:
-            found.append(places[argument.data_ptr()])
+            order.append(places[argument.data_ptr()])
         else:
             return None
-    return found if -1 in found else None
+    return order if -1 in order else None
 
 
 def generated_code(compiled: object) -> Generated | None:

@@ -74,11 +74,11 @@ class KernelKey(NamedTuple):
         """Return a name for profiles and logs."""
         kinds = (str(d).removeprefix("torch.") for d in dict.fromkeys(self.dtypes))
         flags = [f for f in ("write", "in_place", "compensated") if getattr(self, f)]
-        chosen = [str(s) for s in self.statics if s is not None]
+        statics = [str(s) for s in self.statics if s is not None]
         part = ["mean"] if self.measures else []
         codes = ["codes"] if any(self.codes) else []
         sizes = list(map(str, self.shape))
-        return "_".join([self.rule.name, *kinds, *flags, *chosen, *part, *codes, *sizes])
+        return "_".join([self.rule.name, *kinds, *flags, *statics, *part, *codes, *sizes])
 
     @property
     def digest(self) -> str:
@@ -120,9 +120,9 @@ class SwitchedOffError(RuntimeError):
 def forget() -> dict[str, Kernel]:
     """Drop the kernels of this process, which looks for them again; return them by name."""
     with lock:
-        found = dict(_kernels.values())
+        kernels = dict(_kernels.values())
         _kernels.clear()
-    return found
+    return kernels
 
 
 # Modules whose warnings while a kernel compiles are not about the user's program.
@@ -147,16 +147,16 @@ def kernel(key: KernelKey, scalars: Scalars) -> Kernel:
         )
     # Rules of one digest compute the same.
     place = key._replace(rule=key.digest or key.rule), _threads(key.device)
-    if (found := _kernels.get(place)) is None:
+    if (entry := _kernels.get(place)) is None:
         if is_capturing(key.device):
             raise CaptureError(
                 f"a CUDA graph is being captured, and the kernel {key.name} is not "
                 "compiled yet: take a step of the same kind before the capture"
             )
         with lock:
-            found = _kernels.get(place) or (key.name, _compile(key, scalars))
-            _kernels[place] = found
-    return found[1]
+            entry = _kernels.get(place) or (key.name, _compile(key, scalars))
+            _kernels[place] = entry
+    return entry[1]
 
 
 def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
@@ -169,8 +169,8 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
     entry, listed = "", has_list_kernels(key.device) and not key.codes
     # Only torch.compile knows what a stance asks for.
     if key.device.type == "cpu" and not has_stance():
-        own = (key[1:], str(spec), count) if listed else None
-        entry = store.key_of(store.machine(), kernel=own, rule=key.digest or None)
+        identity = (key[1:], str(spec), count) if listed else None
+        entry = store.key_of(store.machine(), kernel=identity, rule=key.digest or None)
     with kernel_context(key.device), warnings.catch_warnings():
         # As errors, torch's warnings about itself would read as a failed compilation.
         warnings.filterwarnings("ignore", module=_COMPILERS)
@@ -178,9 +178,9 @@ def _compile(key: KernelKey, scalars: Scalars) -> Kernel:
         timer.start()
         try:
             with store.alone(entry):
-                if (found := store.find(entry)) and native() is not None:
+                if (stored := store.find(entry)) and native() is not None:
                     kind = ShapedKernel if key.shape else ListKernel
-                    if _agrees(made := kind(found[0], *found[1]), key, run, count):
+                    if _agrees(made := kind(stored[0], *stored[1]), key, run, count):
                         return made
                 made = _compile_now(key, run, _example(key, count, _COMPILE_LENGTH), listed)
                 if isinstance(made, ListKernel | ShapedKernel):
@@ -219,8 +219,8 @@ def _compile_now(
         if compiled is None:
             _without_lists.add(key.device.type)
     if compiled is None:
-        own = with_own_code_object(noticed, key.name)
-        compiled = compile_flat(own, example, key.row)
+        function = with_own_code_object(noticed, key.name)
+        compiled = compile_flat(function, example, key.row)
     if ran_eagerly:
         raise SwitchedOffError
     return compiled
@@ -231,17 +231,17 @@ def _example(key: KernelKey, count: int, length: int) -> list[Tensor]:
     if key.shape:
         p = torch.ones(key.shape, dtype=key.dtypes[0], device=key.device)
         like = p, p, *key.rule.init(p, p.dtype), p
-        own = key.statics.count(None)
-        numbers = torch.ones(own, dtype=torch.float64, device=key.device)
+        size = key.statics.count(None)
+        numbers = torch.ones(size, dtype=torch.float64, device=key.device)
         return [numbers, *[torch.ones_like(x, dtype=d) for x, d in zip(like, key.dtypes)]]
     # Scales have one element for each row. The state comes after p and g.
     scales = scale_places(key.codes, 2)
     lengths = [length // key.row if i in scales else length for i in range(len(key.dtypes))]
-    made = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
-    tensors = in_rows(made, key.row)
+    flat = [torch.ones(n, dtype=d, device=key.device) for n, d in zip(lengths, key.dtypes)]
+    tensors = in_rows(flat, key.row)
     targets = [] if key.in_place else [x.clone() for x in [tensors[0], *tensors[2:]]]
-    own = count + sum(s is None for s in key.statics)
-    numbers = torch.ones(own, dtype=compute_dtype(*key.dtypes), device=key.device)
+    size = count + sum(s is None for s in key.statics)
+    numbers = torch.ones(size, dtype=compute_dtype(*key.dtypes), device=key.device)
     return [numbers, *tensors, *targets]
 
 
@@ -255,12 +255,12 @@ def _body(key: KernelKey, spec: pytree.TreeSpec, count: int) -> Kernel:
         p, g, *rest = tensors[:inputs]
         leaf = leaf_of(rule, key.codes, [p, *rest])
         if key.measures:
-            found = leaf_means(rule, leaf, g, scalars)
-            for place, mean in zip(numbers.split(1)[-len(found) :], found):
+            measured = leaf_means(rule, leaf, g, scalars)
+            for place, mean in zip(numbers.split(1)[-len(measured) :], measured):
                 place.copy_(mean.reshape(1))
             return
-        known = list(values[len(values) - count :])
-        new = leaf_step(rule, leaf, g, scalars, key.write, lambda _: known)
+        means = list(values[len(values) - count :])
+        new = leaf_step(rule, leaf, g, scalars, key.write, lambda _: means)
         write_back(flat_leaf(leaf) if key.in_place else tensors[inputs:], new)
 
     return run
@@ -271,8 +271,8 @@ def fill(
 ) -> Scalars:
     """Return scalars from their static choices and the values of the others."""
     rest = iter(values)
-    found = [next(rest) if s is None else None if s == "None" else s for s in statics]
-    return pytree.tree_unflatten(found, spec)
+    leaves = [next(rest) if s is None else None if s == "None" else s for s in statics]
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def with_own_code_object(fn: Callable[..., T], name: str) -> Callable[..., T]:
@@ -297,8 +297,8 @@ class kernel_context:
         self._modes: list[AbstractContextManager[object]] = []
         if torch.is_inference_mode_enabled():
             self._modes.append(torch.inference_mode(False))
-        own = self._device.type
-        for kind in ("cpu",) if own in ("cpu", "meta") else ("cpu", own):
+        device_type = self._device.type
+        for kind in ("cpu",) if device_type in ("cpu", "meta") else ("cpu", device_type):
             if torch.is_autocast_enabled(kind):
                 self._modes.append(torch.autocast(kind, enabled=False))
         for mode in self._modes:

@@ -89,9 +89,9 @@ class Launch:
 
     def moved(self, columns: Columns) -> Self:
         """Return a launch of tensors that differ in their addresses alone."""
-        made = copy(self)
-        made.readdress(columns)
-        return made
+        launch = copy(self)
+        launch.readdress(columns)
+        return launch
 
     def aligned(self, columns: Columns) -> list[Tensor]:
         """Pick the gradients, copied if a kernel would misread their memory."""
@@ -139,14 +139,14 @@ def run_launches(
         flagged |= x.finite is not None
     for launch in launches:
         watched = None if watch is None else watch(launch.places)
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        backups: list[tuple[Tensor, Tensor, Tensor]] = []
         for column in written if flagged else ():
             for i, x in zip(launch.places, launch.pick(column)):
                 if x is not None and (flag := packed[at[i]].finite) is not None:
-                    kept.append((x, flag, x.clone()))
+                    backups.append((x, flag, x.clone()))
         launch.run(columns, packed, None)
         sums.update(launch.sums() if joins else ())
-        for x, flag, old in kept:
+        for x, flag, old in backups:
             x.copy_(torch.where(flag, x, old))
         if watched is not None:
             watched()
@@ -192,15 +192,15 @@ class EagerLaunch(Launch):
 
     def _slices(self, columns: Columns) -> Iterator[Columns]:
         """Yield columns of the parameter alone, or of its elements from one to another."""
-        own = [x[self.places[0]] for x in columns]
+        tensors = [x[self.places[0]] for x in columns]
         if not self._size:
-            yield [[x] for x in own]
+            yield [[x] for x in tensors]
             return
         rows = dict.fromkeys((1, *self._columns), 1)
         rows |= {self._columns[k]: GROUP for k in scale_places(self._codes, 1)}
         if not self._in_place:
             rows |= {k + len(columns) // 2: row for k, row in rows.items()}
-        flat = {k: own[k].as_strided((own[k].numel(),), (1,)) for k in rows}
+        flat = {k: tensors[k].as_strided((tensors[k].numel(),), (1,)) for k in rows}
         for start in range(0, self._lengths[0], self._size):
             end = start + self._size
             parts = {k: x[start // rows[k] : -(-end // rows[k])] for k, x in flat.items()}
@@ -209,14 +209,14 @@ class EagerLaunch(Launch):
     def _given(
         self, columns: Columns, packed: list[Packed]
     ) -> tuple[Leaf, Tensor, Scalars]:
-        own = [x for (x,) in self.read(columns)]
-        leaf = leaf_of(self._rule, self._codes, own)
+        tensors = [x for (x,) in self.read(columns)]
+        leaf = leaf_of(self._rule, self._codes, tensors)
         return leaf, columns[1][0], packed[self._at].scalars
 
     def measure(self, columns: Columns, packed: list[Packed]) -> Tensor:
         """Return the means as one row."""
         wholes: list[Tensor] = []
-        done = 0
+        offset = 0
 
         def take(measured: list[Tensor]) -> list[Tensor]:
             if not self._size:
@@ -224,12 +224,12 @@ class EagerLaunch(Launch):
                 return whole_means(measured)
             wholes[:] = wholes or [x.new_empty(self._lengths[0]) for x in measured]
             for whole, x in zip(wholes, measured):
-                whole[done : done + len(x)] = x
+                whole[offset : offset + len(x)] = x
             return whole_means(measured)
 
         for part in self._slices(columns):
             leaf_move(self._rule, *self._given(part, packed), True, take)
-            done += self._size
+            offset += self._size
         # The bits of a mean depend on how its elements are added up.
         return torch.stack(whole_means(wholes))[None]
 
@@ -250,19 +250,19 @@ class EagerLaunch(Launch):
         """Update the parameter."""
         if means is None and self._measures:
             means = self.measure(columns, packed)
-        found: list[Tensor] = []
+        used_means: list[Tensor] = []
 
         def take(measured: list[Tensor]) -> list[Tensor]:
-            known = None if means is None else means[0].to(measured[0].dtype)
-            if known is not None and self._first:
-                known = known[self._first :] if found else known[: self._first]
-            found[:] = whole_means(measured) if known is None else known.unbind()
-            return found
+            row = None if means is None else means[0].to(measured[0].dtype)
+            if row is not None and self._first:
+                row = row[self._first :] if used_means else row[: self._first]
+            used_means[:] = whole_means(measured) if row is None else row.unbind()
+            return used_means
 
         for part in self._slices(columns):
             self._move(part, packed, take)
-        joins = self._rule.join is not None and found
-        self.taken = torch.stack(found)[None] if joins else None
+        joins = self._rule.join is not None and used_means
+        self.taken = torch.stack(used_means)[None] if joins else None
 
     def _move(
         self,
@@ -316,10 +316,10 @@ class KernelLaunch(Launch):
         self, columns: Columns, grads: list[Tensor], values: Tensor, *kernels: Kernel
     ) -> None:
         p, *state = self.read(columns)
-        given = [p, grads, *state]
+        arguments = [p, grads, *state]
         if not self._in_place:
-            given += self.written(columns)
-        for row, *tensors in zip(values, *given):
+            arguments += self.written(columns)
+        for row, *tensors in zip(values, *arguments):
             for kernel in kernels:
                 kernel(row, *tensors)
 
@@ -383,18 +383,18 @@ class ListLaunch(Launch):
         """Return the means, which depend on neither threads nor the rest of the list."""
         assert self._mean is not None
         values = packed[self._at].tensor(self.dtype, columns[1][0].device)
-        own = rows(values, values.new_zeros(self._pieces, self._count))
-        step = own.stride(0) * own.element_size()
+        buffer = rows(values, values.new_zeros(self._pieces, self._count))
+        step = buffer.stride(0) * buffer.element_size()
         # They may be copies, so they have to be alive until the kernel has run.
         grads = self.aligned(columns)
         table = self._table(columns, grads)
-        self._mean.run(own.data_ptr(), table, self._lengths, per_piece=step)
-        found = own[:, -self._count :]
+        self._mean.run(buffer.data_ptr(), table, self._lengths, per_piece=step)
+        means = buffer[:, -self._count :]
         if self._pieces == len(self.places):
-            return found
+            return means
         shape = (len(self.places), self._count)
         sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
-        return sums.index_add_(0, self._rows, found * self._shares[:, None])
+        return sums.index_add_(0, self._rows, means * self._shares[:, None])
 
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
@@ -428,12 +428,12 @@ class ListLaunch(Launch):
 
 def rows(values: Tensor, last: Tensor) -> Tensor:
     """Append `values` and each row of `last`; every row begins where kernels expect it."""
-    own, unit = values.shape[-1], ALIGNMENT // values.element_size()
-    count = own + last.shape[1]
-    made = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
-    made[:, :own] = values
-    made[:, own:] = last
-    return made
+    width, unit = values.shape[-1], ALIGNMENT // values.element_size()
+    count = width + last.shape[1]
+    padded = values.new_empty(len(last), -(-count // unit) * unit)[:, :count]
+    padded[:, :width] = values
+    padded[:, width:] = last
+    return padded
 
 
 def addresses(tensors: Iterable[Tensor]) -> "array[int]":

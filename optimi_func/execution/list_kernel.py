@@ -48,8 +48,8 @@ class ListKernel:
         self._roles, self._widths = array("q", roles), array("q", widths)
         self._ours = array("q", chain.from_iterable(ours))
         head = (code, len(roles), address(self._roles), address(self._widths))
-        given = (address(self._ours), len(ours)) if ours else (0, 0)
-        self._head = array("q", head + given)
+        tail = (address(self._ours), len(ours)) if ours else (0, 0)
+        self._head = array("q", head + tail)
         functions = native()
         assert functions is not None
         self._run_list, self._kernel = functions.run_list, address(self._head)
@@ -78,15 +78,15 @@ class ListKernel:
         """
         at, rows = lengths.buffer_info()
         pointers, threads = table.buffer_info()[0], torch.get_num_threads()
-        own = self._kernel, rows, at, pointers
-        self._run_list(*own, scalars, per_row, per_piece, dither, threads)
+        head = self._kernel, rows, at, pointers
+        self._run_list(*head, scalars, per_row, per_piece, dither, threads)
 
 
 def replacing(kernel: ListKernel, ours: list[Argument]) -> ListKernel:
     """Return a kernel whose results replace what they are made of, in place of targets."""
     path, roles, widths = kernel.made_of
-    own, arguments = with_halves_apart(roles, widths, ours)
-    return ListKernel(path, own, widths, arguments)
+    new_roles, arguments = with_halves_apart(roles, widths, ours)
+    return ListKernel(path, new_roles, widths, arguments)
 
 
 @cache
@@ -105,8 +105,8 @@ def may_replace(
 
     kinds = (count, wide), *[(TRIAL, x) for x in dtypes]
     example = [torch.empty(n, dtype=kind, device="cpu") for n, kind in kinds]
-    own = replacing(kernel, [Argument(0, i, i, False) for i in range(len(dtypes))])
-    return agree(own, apart, example, 0.0)
+    replacer = replacing(kernel, [Argument(0, i, i, False) for i in range(len(dtypes))])
+    return agree(replacer, apart, example, 0.0)
 
 
 def list_kernel_of(
@@ -117,10 +117,10 @@ def list_kernel_of(
     The code is compiled for one thread. Its arguments are ours, in this order, and the
     length (-1). The example, which is not written to, has scalars, then equal lengths.
     """
-    found = _machine_code(generated, order, [x[:64].clone() for x in example])
-    if found is None or native() is None:
+    parts = _machine_code(generated, order, [x[:64].clone() for x in example])
+    if parts is None or native() is None:
         return None
-    kernel = ListKernel(*found)
+    kernel = ListKernel(*parts)
 
     def run(*trial: Tensor) -> None:
         generated([TRIAL if i < 0 else trial[i] for i in order])
@@ -139,8 +139,8 @@ def agree(
 
     The results may differ by the machine epsilon to that power; if it is 0, in no bit.
     """
-    own = torch.Generator().manual_seed(0)
-    trial = [x[:TRIAL].clone().uniform_(0.25, 0.75, generator=own) for x in example]
+    generator = torch.Generator().manual_seed(0)
+    trial = [x[:TRIAL].clone().uniform_(0.25, 0.75, generator=generator) for x in example]
     both = [trial, [x.clone() for x in trial]]
     run(*both[0])
     kernel(*both[1])
@@ -155,10 +155,10 @@ def _machine_code(
     generated: Callable[[list[object]], object], order: list[int], example: list[Tensor]
 ) -> tuple[str, list[int], list[int]] | None:
     """Return the library, roles and widths of the C++ function that `generated` calls."""
-    found = only_call(generated, order, example)
-    if found is None or found[1][-1] != example[-1].numel():
+    pair = only_call(generated, order, example)
+    if pair is None or pair[1][-1] != example[-1].numel():
         return None
-    file, call = found
+    file, call = pair
     places = {x.data_ptr(): i - 1 for i, x in enumerate(example)}
     roles: list[int] = []
     slots: dict[int, int] = {}

@@ -26,9 +26,9 @@ class MeasuredLaunch(Launch):
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Measure, and update the parameters."""
         del means
-        found = self._launch.measure(columns, packed)[:, -self._number :]
-        sizes = self._sizes.to(found.dtype)[:, None]
-        self._launch.run(columns, packed, torch.cat([sizes, found], 1))
+        measured = self._launch.measure(columns, packed)[:, -self._number :]
+        sizes = self._sizes.to(measured.dtype)[:, None]
+        self._launch.run(columns, packed, torch.cat([sizes, measured], 1))
 
 
 class ShardedLaunch(Launch):
@@ -72,7 +72,7 @@ class ShardedLaunch(Launch):
         self, columns: Columns, local: list[Tensor], counts: list[int]
     ) -> dict[int, Tensor]:
         """Return means over all shards, by place, of those that launches took."""
-        found = {
+        by_place = {
             place: means.double()
             for launch, rows in zip(self._launches, local)
             for place, means in zip(launch.places, rows)
@@ -82,11 +82,11 @@ class ShardedLaunch(Launch):
         for i, slot, count in zip(self.places, self._slots, counts):
             device = columns[1][i].device
             none_here = torch.zeros(count, dtype=torch.float64, device=device)
-            own = found.get(i, none_here)[-count:]
-            sums += (own * slot.numel).unbind()
+            row = by_place.get(i, none_here)[-count:]
+            sums += (row * slot.numel).unbind()
             shards += [slot.shard] * count
         totals = iter(all_reduce_sum(sums, shards))
         for i, slot, count in zip(self.places, self._slots, counts):
             assert slot.shard is not None
-            found[i] = torch.stack(list(islice(totals, count))) / slot.shard.numel
-        return found
+            by_place[i] = torch.stack(list(islice(totals, count))) / slot.shard.numel
+        return by_place

@@ -100,9 +100,9 @@ class Plan:
         kind: tuple[object, ...] = executor, write, watched, few, packed[0].statics
         if len(packed) > 1:
             kind = *kind, tuple([x.statics for x in packed]), tuple(at)
-        for guard, known in self._known.get(kind, ()):
+        for guard, entry in self._known.get(kind, ()):
             if guard.holds(grads):
-                return known
+                return entry
         one = not few and len({x.statics for x in packed}) == 1 and self._takes_one(grads)
         how = executor, write, watched, packed[0].statics
         kernel = self._kernels.get(how) if one else None
@@ -111,20 +111,25 @@ class Plan:
         rows = enumerate(zip(self.slots, *columns[:2], at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
         if kernel is not None:
-            made: list[Launch] = [ListLaunch(kernel, None, 0, updates)]
+            launches: list[Launch] = [ListLaunch(kernel, None, 0, updates)]
         else:
             with kernel_context(grads[0].device if grads else torch.device("cpu")):
                 parts = _few(self.rule, updates) if few else [updates]
                 plans = [plan_launches(executor, self.rule, x, write) for x in parts]
-                made = list(chain.from_iterable(plans))
-        if one and len(made) == 1 and isinstance(made[0], ListLaunch) and made[0].host:
-            self._kernels[how] = made[0].kernel
+                launches = list(chain.from_iterable(plans))
+        if (
+            one
+            and len(launches) == 1
+            and isinstance(launches[0], ListLaunch)
+            and launches[0].host
+        ):
+            self._kernels[how] = launches[0].kernel
         if len(self._known) >= _KINDS:
             self._known.clear()
-        found = made, all([launch.host for launch in made])
+        result = launches, all([launch.host for launch in launches])
         last = self._known.get(kind, [])[:1]
-        self._known[kind] = [(Guard(grads, addresses=False), found), *last]
-        return found
+        self._known[kind] = [(Guard(grads, addresses=False), result), *last]
+        return result
 
     def _takes_one(self, grads: list[Tensor]) -> bool:
         """Return True if these gradients fit, and one launch takes all, as another did."""
@@ -152,9 +157,9 @@ class ClassPlan(Plan):
         holders: list[Holders | None],
     ) -> None:
         fields = rule.state._fields
-        found = [names_in(fields, entry) for entry in entries]
-        self._all = all([some == found[0] for some in found])
-        every = names_in(fields, dict.fromkeys(chain.from_iterable(found)))
+        field_names = [names_in(fields, entry) for entry in entries]
+        self._all = all([present == field_names[0] for present in field_names])
+        every = names_in(fields, dict.fromkeys(chain.from_iterable(field_names)))
         # Joined ones are the same for all parameters, and written at the end of a step.
         counted = rule.counted if rule.join is None else ("step",)
         self._names, self._counted = [*counted, *every], len(counted)
@@ -166,15 +171,15 @@ class ClassPlan(Plan):
         # True if local tensors are others than the parameters.
         self.viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
-        given = [*params, *chain.from_iterable(map(self._getter, entries))]
-        tensors = self.made = to_local(given) if self.viewed else given
+        full = [*params, *chain.from_iterable(map(self._getter, entries))]
+        tensors = self.made = to_local(full) if self.viewed else full
         self._guard = Guard(self._present(tensors), addresses=True)
         shape = len(params), len(self._names), self._counted
         self.counts = Counts(tensors, *shape, not capturable, flagged)
         names = [name for name in every if name != "kahan_comp"]
-        own, whole = (self.columns(x, [None] * len(params)) for x in (tensors, given))
+        local, whole = (self.columns(x, [None] * len(params)) for x in (tensors, full))
         self.holders = [x for x in holders if x is not None]
-        super().__init__(rule, make_slots(names, rule, own, [], whole, holders))
+        super().__init__(rule, make_slots(names, rule, local, [], whole, holders))
 
     def moved(
         self, params: list[Tensor], entries: list[dict[str, object]]
@@ -190,19 +195,19 @@ class ClassPlan(Plan):
             guard = None  # a field is no tensor
         if guard is None:
             return None
-        made = copy(self)
-        made.made, made._guard, made._known = tensors, guard, {}
-        made._lengths = list(map(len, entries))
-        made.counts = self.counts.part(tensors, len(params))
-        columns = made.columns(tensors, [None] * len(params))
-        places = enumerate(made.slots)
+        plan = copy(self)
+        plan.made, plan._guard, plan._known = tensors, guard, {}
+        plan._lengths = list(map(len, entries))
+        plan.counts = self.counts.part(tensors, len(params))
+        columns = plan.columns(tensors, [None] * len(params))
+        places = enumerate(plan.slots)
         rows = [tuple([columns[k][i].data_ptr() for k in x.columns]) for i, x in places]
-        made.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
+        plan.slots = [x._replace(addresses=row) for x, row in zip(self.slots, rows)]
         for kind, ((grads, (launches, host)), *_) in self._known.items():
             if all([x.movable for x in launches]):
-                own = [x.moved(columns) for x in launches]
-                made._known[kind] = [(grads, (own, host))]
-        return made
+                moved_launches = [x.moved(columns) for x in launches]
+                plan._known[kind] = [(grads, (moved_launches, host))]
+        return plan
 
     def part(self, places: list[int], tensors: list[Tensor]) -> "ClassPlan | None":
         """Return the plan of some of the parameters, or None if states have several names.
@@ -213,16 +218,16 @@ class ClassPlan(Plan):
             return None
         if self._even is None:
             self._even = self._is_even(tensors)
-        made, count, width = copy(self), len(self._lengths), len(self._names)
-        made._lengths, made._known = [self._lengths[i] for i in places], {}
-        made.slots = [self.slots[i] for i in places]
-        made.holders = [x.holders for x in made.slots if x.holders is not None]
-        own = [range(i, i + width) for i in [count + k * width for k in places]]
-        rows = [*places, *chain.from_iterable(own)]
-        made.made = [tensors[i] for i in rows]
-        made._guard = self._guard.part(rows)
-        made.counts = self.counts.part(made.made, len(places))
-        return made
+        plan, count, width = copy(self), len(self._lengths), len(self._names)
+        plan._lengths, plan._known = [self._lengths[i] for i in places], {}
+        plan.slots = [self.slots[i] for i in places]
+        plan.holders = [x.holders for x in plan.slots if x.holders is not None]
+        ranges = [range(i, i + width) for i in [count + k * width for k in places]]
+        rows = [*places, *chain.from_iterable(ranges)]
+        plan.made = [tensors[i] for i in rows]
+        plan._guard = self._guard.part(rows)
+        plan.counts = self.counts.part(plan.made, len(places))
+        return plan
 
     def _is_even(self, tensors: list[Any]) -> bool:
         """Return True if one launch takes all parameters, or some, if one takes others."""
@@ -295,7 +300,7 @@ class ClassPlan(Plan):
         `after` are the running scalars after the step, and `moved` more tensors that share
         memory with what is written. See `run_launches` for `watch`.
         """
-        own = [*columns[:1], *columns[2:]] if write else columns[2:-1]
+        outputs = [*columns[:1], *columns[2:]] if write else columns[2:-1]
         joins = write and self.rule.join is not None
         if not any(map(_raw, launches)):
             written = moved
@@ -303,10 +308,10 @@ class ClassPlan(Plan):
             written = tensors + moved if self._all else self._present(tensors) + moved
         else:
             counts = self.counts.tensors(tensors) if count else []
-            written = [x for x in chain(*own, counts, moved) if x is not None]
+            written = [x for x in chain(*outputs, counts, moved) if x is not None]
         # Before the kernels, whose data put these tensors out of the caches.
         raise_versions(written)
-        parts = run_launches(launches, columns, packed, at, own, joins, watch)
+        parts = run_launches(launches, columns, packed, at, outputs, joins, watch)
         if count:
             self.counts.advance(tensors, [] if joins else after, packed, at)
         return parts

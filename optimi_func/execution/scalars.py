@@ -42,18 +42,18 @@ class Packed:
         if kinds == _FLOAT:
             return
         if not kinds.isdisjoint((bool, type(None))):
-            kept = [str(x) if x is None else x for x in leaves]
-            self.statics = tuple([x if isinstance(x, bool | str) else None for x in kept])
-            self._values = [x for x in kept if not isinstance(x, bool | str)]
+            values = [str(x) if x is None else x for x in leaves]
+            self.statics = tuple([x if isinstance(x, bool | str) else None for x in values])
+            self._values = [x for x in values if not isinstance(x, bool | str)]
         # True if all are Python numbers.
         self.on_host = not any([issubclass(kind, Tensor) for kind in kinds])
 
     def array(self, dtype: torch.dtype, unit: int = 1) -> "array[float]":
         """Return Python numbers in an array of whole units of bytes, each rounded once."""
         kind, size = ("d", 8) if dtype == torch.float64 else ("f", 4)
-        made = array(kind, self._values)
-        made.extend([0.0] * (-len(made) % (unit // size or 1)))
-        return made
+        numbers = array(kind, self._values)
+        numbers.extend([0.0] * (-len(numbers) % (unit // size or 1)))
+        return numbers
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return them as a 1-D tensor, each rounded once."""
@@ -67,8 +67,8 @@ class Packed:
             return _uploaded(self._values, dtype, device)
         # In float64, from which each is rounded once. Python numbers are one upload.
         wide = scalar_dtype(device)
-        given = [x for x in self._values if not isinstance(x, Tensor)]
-        host = iter(_uploaded(given, wide, device).split(1) if given else ())
+        numbers = [x for x in self._values if not isinstance(x, Tensor)]
+        host = iter(_uploaded(numbers, wide, device).split(1) if numbers else ())
         parts = [
             x.detach().to(device, wide).reshape(1) if isinstance(x, Tensor) else next(host)
             for x in self._values
@@ -100,14 +100,14 @@ def pack(
         return list(map(Packed, scalars)), at
     places: dict[object, int] = {}
     packed: list[Packed] = []
-    found: list[int] = []
+    indices: list[int] = []
     for i, m in zip(at, microbatches):
         key = (i, m.grad_scale, m.accumulate, id(m.finite))
         if key not in places:
             places[key] = len(places)
             packed.append(Packed(microbatch_scalars(rule, scalars[i], m, write), m.finite))
-        found.append(places[key])
-    return packed, found
+        indices.append(places[key])
+    return packed, indices
 
 
 def scalars_after(
@@ -121,14 +121,14 @@ def scalars_after(
     is True if any state is in codes, so that the step needs a dither.
     """
     rule = bound.rule
-    found: list[Scalars] = []
+    scalars: list[Scalars] = []
     after: list[Named] = []
     for count, running in counts:
         t = (count.double() if isinstance(count, Tensor) else count) + 1.0
         coeffs, new = bound.advance(t, rule.running(*running))
-        found.append(Scalars(coeffs, bound.rates_now, dither_at(t) if coded else NEAREST))
+        scalars.append(Scalars(coeffs, bound.rates_now, dither_at(t) if coded else NEAREST))
         after.append(new)
-    return found, after
+    return scalars, after
 
 
 def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -138,9 +138,9 @@ def _uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     if is_capturing(device):
         # A CUDA graph would copy from host memory that is gone when it is replayed. It
         # keeps what a launch is given by value.
-        made = torch.zeros(len(values), dtype=dtype, device=device)
-        foreach_add_(list(made.unbind()), list(values))
-        return made
+        tensor = torch.zeros(len(values), dtype=dtype, device=device)
+        foreach_add_(list(tensor.unbind()), list(values))
+        return tensor
     # torch.tensor takes ten times as long to look at a list.
     packed = array("d" if dtype == torch.float64 else "f", values)
     host = torch.frombuffer(packed, dtype=dtype)

@@ -44,8 +44,8 @@ class ShapedKernel:
         self.made_of = path, arguments, lengths
         self.loaded = path.startswith(LOADED)  # from the store
         self._code = ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value or 0
-        own = [place < 0 and width > 0 for place, _, width in arguments]
-        self._inside = array("q", own)
+        inside = [place < 0 and width > 0 for place, _, width in arguments]
+        self._inside = array("q", inside)
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run the kernel on scalars and one parameter."""
@@ -59,17 +59,17 @@ class ShapedKernel:
 
     def prepared(self, shapes: Sequence[Sequence[int]]) -> "tuple[array[int], int, int]":
         """Return rows of arguments, the bytes that these need, and how many threads."""
-        made, most = array("q"), 0
+        rows, most = array("q"), 0
         for shape in shapes:
-            used = 0
+            offset = 0
             for place, dims, width in self.made_of[1]:
                 if width and place < 0:
-                    made.append(used)
-                    used += -(-_length(shape, dims) * width // _ALIGNMENT) * _ALIGNMENT
+                    rows.append(offset)
+                    offset += -(-_length(shape, dims) * width // _ALIGNMENT) * _ALIGNMENT
                 else:
-                    made.append(0 if width else shape[dims])
-            most = max(most, used)
-        return made, most, min(len(shapes), 1 + sum(map(prod, shapes)) // GRAIN)
+                    rows.append(0 if width else shape[dims])
+            most = max(most, offset)
+        return rows, most, min(len(shapes), 1 + sum(map(prod, shapes)) // GRAIN)
 
     def run(
         self, columns: Sequence[Sequence[int]], rows: "array[int]", room: int, threads: int
@@ -80,9 +80,9 @@ class ShapedKernel:
         for i, (place, _, width) in enumerate(self.made_of[1]):
             if width and place >= 0:
                 rows[i::count] = array("q", columns[place])
-        own = len(rows) // count, address(rows), address(self._inside)
+        table = len(rows) // count, address(rows), address(self._inside)
         threads = min(threads, torch.get_num_threads())
-        functions.run_shaped(self._code, count, *own, room, threads)
+        functions.run_shaped(self._code, count, *table, room, threads)
 
 
 def example_of(shape: torch.Size) -> tuple[int, ...]:
@@ -103,12 +103,12 @@ def shaped_kernel_of(
     generated: Callable[[list[object]], object], order: list[int], example: Sequence[Tensor]
 ) -> ShapedKernel | None:
     """Make a shaped kernel of Inductor's code, or return None."""
-    found, sizes = only_call(generated, order, [*example]), example[1].shape
-    if found is None or native() is None or isinstance(found[1][-1], Tensor):
+    call, sizes = only_call(generated, order, [*example]), example[1].shape
+    if call is None or native() is None or isinstance(call[1][-1], Tensor):
         return None
     places = {x.data_ptr(): i for i, x in enumerate(example)}
     arguments: list[list[int]] = []
-    for x in found[1]:
+    for x in call[1]:
         if isinstance(x, Tensor):
             place, dims = places.get(x.data_ptr(), -1), _dimensions(sizes, x.numel())
             arguments.append([place, dims, x.element_size()])
@@ -119,14 +119,14 @@ def shaped_kernel_of(
         else:
             return None
     return ShapedKernel(
-        found[0], arguments, [_dimensions(sizes, x.numel()) for x in example]
+        call[0], arguments, [_dimensions(sizes, x.numel()) for x in example]
     )
 
 
 def _dimensions(sizes: Sequence[int], length: int) -> int:
     """Return as bits the dimensions of which a length is the product, -1 if it is none."""
-    found = sum([1 << i for i, n in enumerate(sizes) if length % n == 0])
-    return found if length and _length(sizes, found) == length else -1
+    bits = sum([1 << i for i, n in enumerate(sizes) if length % n == 0])
+    return bits if length and _length(sizes, bits) == length else -1
 
 
 def _length(sizes: Sequence[int], bits: int) -> int:
@@ -145,8 +145,8 @@ def store_vectors(module: "GraphModule") -> None:
 
     for node in list(module.graph.nodes):
         value = node.meta.get("val")
-        made = isinstance(value, Tensor) and node.op == "call_function"
-        if made and any([rank(x.meta.get("val")) > rank(value) for x in node.users]):
+        computed = isinstance(value, Tensor) and node.op == "call_function"
+        if computed and any([rank(x.meta.get("val")) > rank(value) for x in node.users]):
             with module.graph.inserting_after(node):
                 # Its argument has to be in memory.
                 stored = module.graph.call_function(torch.ops.aten.as_strided.default)

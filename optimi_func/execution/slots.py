@@ -70,20 +70,20 @@ class Slot(NamedTuple):
         left = iter(rest)
         fields: list[torch.dtype] = []
         for coded in self.codes:
-            kept = next(left)
-            fields.append(next(left) if coded else kept)  # the scale's: float32
+            dtype = next(left)
+            fields.append(next(left) if coded else dtype)  # the scale's: float32
         return (p, *fields, *comp)
 
 
 def scale_places(codes: tuple[bool, ...], first: int) -> list[int]:
     """Return the indices of scales among tensors whose state begins at `first`."""
-    found: list[int] = []
+    places: list[int] = []
     place = first - 1
     for coded in codes:
         place += 1 + coded
         if coded:
-            found.append(place)
-    return found
+            places.append(place)
+    return places
 
 
 def make_slots(
@@ -101,26 +101,26 @@ def make_slots(
     """
     end, count = 2 + len(names), len(columns[0])
     mapped = range(end - len(rule.whole_fields), end)
-    kept = [i for i in range(len(columns)) if i != 1 and i not in mapped]
+    indices = [i for i in range(len(columns)) if i != 1 and i not in mapped]
     whole = [given[i] for i in (0, *mapped)]
     into = targets or [[None] * count] * len(columns)
     rows = zip(zip(*columns), zip(*into), zip(*whole), holders or [None] * count)
-    return [_make_slot(names, rule.fields, kept, *row) for row in rows]
+    return [_make_slot(names, rule.fields, indices, *row) for row in rows]
 
 
 def _make_slot(
     names: list[str],
     fields: tuple[str, ...],
-    kept: list[int],
+    indices: list[int],
     row: tuple[Any, ...],
     into: tuple[Any, ...],
     whole: tuple[Tensor, ...],
     holders: Holders | None,
 ) -> Slot:
-    present = tuple([i for i in kept if row[i] is not None])
+    present = tuple([i for i in indices if row[i] is not None])
     tensors: list[Tensor] = [row[i] for i in present]
-    own = {names[i - 2] for i in present[1:] if i - 2 < len(names)}
-    targets = [into[i] for i in kept if into[i] is not None]
+    stored = {names[i - 2] for i in present[1:] if i - 2 < len(names)}
+    targets = [into[i] for i in indices if into[i] is not None]
     p, every = tensors[0], [*tensors, *targets]
     # Scales have another shape than the parameter, and one order.
     ordered = [
@@ -132,7 +132,7 @@ def _make_slot(
         () if targets else tuple(map(Tensor.data_ptr, tensors)),
         p.numel(),
         present,
-        tuple([field not in own for field in fields]),
+        tuple([field not in stored for field in fields]),
         all(map(is_plainly_strided, tensors)),
         is_dense(p) and all(ordered),
         *(shards_of(whole[0]), tuple(map(shards_of, whole[1:]))),
@@ -173,8 +173,8 @@ def alike(updates: list[Update], counted: bool) -> list[list[Update]]:
 
     def kind(u: Update) -> tuple[object, ...]:
         tensors = u.slot.dtypes, u.slot.columns, u.slot.dense
-        own = u.at if counted or u.slot.coded else u.scalars.statics
-        return *tensors, u.plain, u.g.dtype, u.g.device, own
+        scalars = u.at if counted or u.slot.coded else u.scalars.statics
+        return *tensors, u.plain, u.g.dtype, u.g.device, scalars
 
     return [*grouped([u for u in updates if u.slot.numel], kind).values()]
 
@@ -186,8 +186,8 @@ def by_count(updates: list[Update]) -> list[list[Update]]:
 
 def split_twins(updates: list[Update]) -> Iterator[list[Update]]:
     """Yield updates that share no memory, then the others one by one: they take turns."""
-    seen = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
-    twice = {x for x, n in seen.items() if n > 1}
+    counts = Counter(chain.from_iterable([u.slot.addresses for u in updates]))
+    twice = {x for x, n in counts.items() if n > 1}
     rows = enumerate(updates if twice else ())
     shared = {i for i, u in rows if not twice.isdisjoint(u.slot.addresses)}
     last, end = 0, 0

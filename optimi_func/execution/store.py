@@ -54,8 +54,8 @@ _started = time.time()
 
 def folder() -> Path | None:
     """Return the folder of the store, or None if there is none."""
-    if given := os.environ.get(VARIABLE):
-        return None if given == "0" else Path(given).expanduser().absolute()
+    if value := os.environ.get(VARIABLE):
+        return None if value == "0" else Path(value).expanduser().absolute()
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not home.is_absolute():  # to be ignored, says its specification
         home = Path("~/.cache").expanduser()
@@ -197,8 +197,8 @@ def machine() -> dict[str, object] | None:
     if not (processor := _processor()):
         return None
     config, settings = sys.modules.get("torch._inductor.config"), changed_settings()
-    chosen = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
-    compiler: str = chosen if isinstance(chosen, str) else chosen[-1]
+    command = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
+    compiler: str = command if isinstance(command, str) else command[-1]
     version = _version(compiler, os.environ.get("PATH"))
     if not version and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         raise RuntimeError(f"no C++ compiler {compiler!r} can be called")
@@ -218,9 +218,9 @@ def machine() -> dict[str, object] | None:
 
 
 def _environment(prefixes: tuple[str, ...]) -> dict[str, str]:
-    found = {k: v for k, v in os.environ.items() if k.startswith(prefixes)}
-    found.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    return found
+    variables = {k: v for k, v in os.environ.items() if k.startswith(prefixes)}
+    variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    return variables
 
 
 _FIRST = _environment(_READ_ONCE)
@@ -229,14 +229,14 @@ _FIRST = _environment(_READ_ONCE)
 @cache
 def _sources() -> str:
     """Return the digest of the package's sources, empty if they are not those in use."""
-    root, found = Path(__file__).parents[1], sha256()
+    root, digest = Path(__file__).parents[1], sha256()
     files = sorted([*root.rglob("*.py"), *root.rglob("*.cpp")])
     for path in files:
         if path.stat().st_ctime > _started:  # Another version has been loaded.
             return ""
         text = path.read_bytes()
-        found.update(f"{path.relative_to(root)} {len(text)} ".encode() + text)
-    return found.hexdigest() if Path(__file__) in files else ""
+        digest.update(f"{path.relative_to(root)} {len(text)} ".encode() + text)
+    return digest.hexdigest() if Path(__file__) in files else ""
 
 
 @cache

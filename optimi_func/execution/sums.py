@@ -48,16 +48,16 @@ def join(units: Sequence[Unit]) -> list[Named]:
         # In the order of the parameters, so that the last bits do not depend on the order
         # of their updates.
         kinds = grouped(unit.rows, lambda x: (x[0].device, x[1] and x[1].group))
-        for some in kinds.values():
-            total = torch.stack([row for row, _ in some]).sum(0).unbind()
+        for rows in kinds.values():
+            total = torch.stack([row for row, _ in rows]).sum(0).unbind()
             parts += total
-            shards += [some[0][1]] * len(total)
+            shards += [rows[0][1]] * len(total)
             at.append((i, len(total)))
     totals = iter(all_reduce_sum(parts, shards))
-    found: list[list[Tensor]] = [[] for _ in units]
+    sums: list[list[Tensor]] = [[] for _ in units]
     for i, count in at:
-        found[i].append(torch.stack(list(islice(totals, count))))
-    return list(map(_joined, units, found))
+        sums[i].append(torch.stack(list(islice(totals, count))))
+    return list(map(_joined, units, sums))
 
 
 def _joined(unit: Unit, parts: list[Tensor]) -> Named:

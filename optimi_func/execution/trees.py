@@ -106,12 +106,12 @@ class TreeUpdate:
                     f"{p.device}. Move it there before the capture"
                 )
             grads.append(redistribute_like(path, p, g).resolve_conj())
-        given, columns = columns, list(map(to_local, [columns[0], grads, *columns[2:]]))
+        full, columns = columns, list(map(to_local, [columns[0], grads, *columns[2:]]))
         if write and not results:
-            named = zip(paths, columns[0])
-            checks.check_apart(named, "params{}".format, "call the pure step")
+            pairs = zip(paths, columns[0])
+            checks.check_apart(pairs, "params{}".format, "call the pure step")
         targets = list(map(to_local, [results[0], grads, *results[2:]] if results else []))
-        slots = make_slots(names, self._rule, columns, targets, given)
+        slots = make_slots(names, self._rule, columns, targets, full)
         return Plan(self._rule, slots), columns, targets
 
     def run(
@@ -137,19 +137,19 @@ class TreeUpdate:
         written = [x, *rest] if write else rest[:-1]
         joins = write and self._rule.join is not None
         parts = run_launches(launches, *inputs, written, joins)
-        found = {places[i]: part for i, part in parts.items()}
+        sums = {places[i]: part for i, part in parts.items()}
         if targets:
-            return found
+            return sums
         if write:
-            own = places if self._rule.running._fields and not joins else ()
-            for i, k in zip(own, at):
+            counted = places if self._rule.running._fields and not joins else ()
+            for i, k in zip(counted, at):
                 for x, new in zip(self._tree.states[i].running, self.after[i]):
                     write_scalar(x, new, packed[k].finite)
             # Autograd has not seen that shards of these were written.
             if any_distributed(self._tree.leaves):
                 written.append([self._tree.leaves[i] for i in places])
         raise_versions(_present(written))
-        return found
+        return sums
 
     def finish_step(self, parts: dict[int, Part], in_place: bool = True) -> None:
         """Join the running scalars, in `after` too, if these are the parts of a step."""
@@ -217,11 +217,11 @@ def _step(
         _check_undifferentiated(instead, optimizer, tree, own)
     # Trees of transformed or complex tensors, DTensors or a GPU's have a new plan at each
     # step.
-    kept = _TENSORS.issuperset(kinds) and ps[0].is_cpu
+    cached = _TENSORS.issuperset(kinds) and ps[0].is_cpu
     # Kernels of one tensor are compiled for a number of threads.
     how = in_place, torch.get_num_threads(), *names
-    known = _known((tree.spec, rule, *how, *map(_missing, columns[1:]))) if kept else []
-    found = next((x for x in known if x[0].holds(tensors)), None)
+    plans = _known((tree.spec, rule, *how, *map(_missing, columns[1:]))) if cached else []
+    match = next((x for x in plans if x[0].holds(tensors)), None)
     places = range(len(ps))
     if _NONE in kinds:
         places = [i for i, g in enumerate(gs) if g is not None]
@@ -229,16 +229,16 @@ def _step(
     with kernel_context(state.step.device):
         p, g, *rest = columns
         targets = results = [] if in_place else [_empty(p), g, *map(_empty, rest)]
-        if found is None:
+        if match is None:
             tree.check(rule)
         step = TreeUpdate(optimizer, tree, "kernels")
-        if found is None:
+        if match is None:
             plan, columns, targets = step.plan(places, names, columns, results, True)
-            if kept and all([x.is_cpu and not x.is_complex() for x in tensors]):
+            if cached and all([x.is_cpu and not x.is_complex() for x in tensors]):
                 guard = Guard(tensors, addresses=in_place)
-                known[:] = [(guard, plan), *known[:3]]
+                plans[:] = [(guard, plan), *plans[:3]]
         else:
-            _, plan = found
+            _, plan = match
         optimizer.warn(tree)
         step.finish_step(step.run(plan, places, columns, targets), in_place)
         if in_place:
@@ -248,10 +248,10 @@ def _step(
         rows: Any = zip(*fields) if fields else [()] * len(x)
         if tuple(names) == rule.state._fields:
             kind: Any = rule.state
-            made = map(partial(tuple.__new__, kind), rows)
+            rule_states = map(partial(tuple.__new__, kind), rows)
         else:
             codes = [slot.codes for slot in plan.slots]
-            made = [
+            rule_states = [
                 state_of(rule.state, filter(_is_given, x), c) for x, c in zip(rows, codes)
             ]
         after = step.after
@@ -261,7 +261,7 @@ def _step(
         for i, g in enumerate(gs):
             if g is None:  # a later step in place would write to what it is given
                 ps[i], states[i] = pytree.tree_map(torch.clone, (ps[i], states[i]))
-        for i, new, own, comp in zip(places, x, made, comps):
+        for i, new, own, comp in zip(places, x, rule_states, comps):
             ps[i], states[i] = new, LeafState(own, comp, after[i])
         if rule.join is not None:  # also those of leaves without a gradient
             rows = zip(states, after)
@@ -305,10 +305,10 @@ def _check_undifferentiated(
     """Raise if an argument requires grad, other than parameters that are leaves."""
     names = "lr", "weight_decay", "max_lr", *optimizer.numbers
     names = () if optimizer.has_numbers else names
-    given = {name: pytree.tree_leaves(getattr(optimizer, name)) for name in names}
-    given["params"] = [p for p in tree.leaves if not p.is_leaf]
-    given |= {"grads": tree.grads, "state.leaves": own}
-    for name, values in given.items():
+    arguments = {name: pytree.tree_leaves(getattr(optimizer, name)) for name in names}
+    arguments["params"] = [p for p in tree.leaves if not p.is_leaf]
+    arguments |= {"grads": tree.grads, "state.leaves": own}
+    for name, values in arguments.items():
         if any([getattr(x, "requires_grad", False) for x in values]):
             raise TypeError(
                 f"{name} requires grad, but a compiled step drops the derivative: call "

@@ -87,8 +87,8 @@ class Parts(NamedTuple):
 
 def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
     """Return the source of a list kernel, or None if the text of Inductor's is another."""
-    found = _KERNEL.search(text)
-    if found is None or found["pointers"].count(",") + 1 != len(pointers):
+    match = _KERNEL.search(text)
+    if match is None or match["pointers"].count(",") + 1 != len(pointers):
         return None
     widths = {x.role: x.dtype.itemsize for x in pointers if x.role > 0}
     addresses: list[str] = []
@@ -106,8 +106,8 @@ def list_source(text: str, pointers: Sequence[Pointer]) -> str | None:
             aligned[i] = f"tl.multiple_of({plain[i]}, 16)"
     head = text[: text.index("@triton_heuristics")]
     return head + _SOURCE.format(
-        names=found["pointers"],
-        body=found["body"].rstrip("\n"),
+        names=match["pointers"],
+        body=match["body"].rstrip("\n"),
         addresses="\n".join(addresses),
         together=" | ".join(f"a{role}" for role in widths),
         aligned=", ".join(aligned),
@@ -153,15 +153,15 @@ class DeviceTable:
 
     def _captured(self, gradients: "array[int]") -> tuple[Tensor, Tensor, Tensor]:
         if self._gradients is not None and self._gradients[0] == gradients:
-            given = self._gradients[1]
+            pointers = self._gradients[1]
         else:
             # A graph would copy from host memory that may be freed before its replay, so
             # the addresses become constants of kernels.
-            given = torch.zeros(self.count, dtype=torch.int64, device=self._device)
-            foreach_add_(list(given.unbind()), list(gradients))
+            pointers = torch.zeros(self.count, dtype=torch.int64, device=self._device)
+            foreach_add_(list(pointers.unbind()), list(gradients))
         own = (self._table, self._rows)
         _captured.append(own if self._gradients is None else (*own, self._gradients[1]))
-        return given, *own
+        return pointers, *own
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -193,10 +193,10 @@ class TritonListKernel:
 
     def run(self, scalars: Tensor, table: DeviceTable, gradients: "array[int]") -> None:
         """Run the kernel on all rows of a table, each with its row of scalars."""
-        given = scalars, *table.arguments(gradients), table.count, scalars.stride(0)
+        arguments = scalars, *table.arguments(gradients), table.count, scalars.stride(0)
         with torch.cuda.device(scalars.device):
             run = self._function[(table.blocks,)]
-            run(*given, XBLOCK=BLOCK, REST=REST, **self._options)
+            run(*arguments, XBLOCK=BLOCK, REST=REST, **self._options)
 
 
 def triton_list_kernel_of(
@@ -213,11 +213,11 @@ def triton_list_kernel_of(
     from torch._inductor.codecache import PyCodeCache
 
     try:
-        found = _parts(generated, order, [x[:64].clone() for x in example])
-        if found is None or (source := list_source(found.text, found.pointers)) is None:
+        parts = _parts(generated, order, [x[:64].clone() for x in example])
+        if parts is None or (source := list_source(parts.text, parts.pointers)) is None:
             return None
         function = PyCodeCache.load(source).all_blocks
-        kernel = TritonListKernel(single, function, found.options)
+        kernel = TritonListKernel(single, function, parts.options)
         return kernel if _agrees(kernel, example) else None
     except Exception:
         return None
@@ -268,10 +268,10 @@ def _agrees(kernel: TritonListKernel, example: Sequence[Tensor]) -> bool:
     """Return True if one launch gives what one for each row gives, bit for bit."""
     # (length, elements between an aligned address and the row's first element)
     trials = [(1, 0), (1003, 0), (3 * BLOCK, 0), (2 * BLOCK + 5, 0), (2 * BLOCK + 5, 1)]
-    own = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def made(x: Tensor, *shape: int) -> Tensor:
-        on_host = torch.rand(shape, generator=own, device="cpu")
+        on_host = torch.rand(shape, generator=generator, device="cpu")
         return (on_host / 2 + 0.25).to(x.device, x.dtype)
 
     scalars = made(example[0], len(trials), 128)[:, : len(example[0])]

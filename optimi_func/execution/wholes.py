@@ -60,8 +60,8 @@ def elementwise(rule: Rule, directs: bool) -> Rule:
     """
     if rule.direction is along_gradient and not rule.fields:
         rule = gradient_rule  # whatever the scalars of the map
-    own = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
-    return _elementwise(*own, rule.fields, rule.reads_param, rule.digest, directs)
+    parts = rule.name, rule.state, rule.init, rule.coeffs, rule.direction
+    return _elementwise(*parts, rule.fields, rule.reads_param, rule.digest, directs)
 
 
 # Bounded, because a notebook may define a rule again and again.
@@ -77,8 +77,8 @@ def _elementwise(
     digest: str,
     directs: bool,
 ) -> Rule:
-    own = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
-    kind = NamedTuple("State", own)
+    annotations = [(field, Tensor) for field in (*fields, *["direction"] * directs)]
+    kind = NamedTuple("State", annotations)
     count = len(fields)
     mapped = (None,) * (len(state._fields) - count)
 
@@ -88,8 +88,8 @@ def _elementwise(
 
     suffix = "_direction" if directs else "_moments"
     digest = digest and digest + suffix
-    made = name + suffix, kind, init, coeffs, direction
-    return Rule(*made, reads_param=reads, digest=digest)
+    parts = name + suffix, kind, init, coeffs, direction
+    return Rule(*parts, reads_param=reads, digest=digest)
 
 
 class WholeLaunch(Launch):
@@ -130,30 +130,30 @@ class WholeLaunch(Launch):
     def run(self, columns: Columns, packed: list[Packed], means: Tensor | None) -> None:
         """Update the parameters."""
         del means
-        own = list(map(self.pick, columns))
-        p, *_ = own
+        picked = list(map(self.pick, columns))
+        p, *_ = picked
         directions = self._empty(p)
-        found = list(map(Tensor.data_ptr, directions))
-        moved, self._addresses = found != self._addresses and self._in_place, found
+        pointers = list(map(Tensor.data_ptr, directions))
+        moved, self._addresses = pointers != self._addresses and self._in_place, pointers
         # Those of the map, whose columns are the last before the compensations.
-        last, count = len(own) - 1, len(self._rule.whole_fields)
+        last, count = len(picked) - 1, len(self._rule.whole_fields)
         end = last if self._in_place else last // 2
-        fields, comps = own[last - count : last], own[end]
+        fields, comps = picked[last - count : last], picked[end]
         if not self._in_place:
-            for new, old in zip(fields, own[end - count : end]):
+            for new, old in zip(fields, picked[end - count : end]):
                 torch._foreach_copy_(new, old)
         # Directions come before the state, among the results too.
-        for i in (len(own) // 2 + 2, 2) if not self._in_place else (2,):
-            own.insert(i, directions)
+        for i in (len(picked) // 2 + 2, 2) if not self._in_place else (2,):
+            picked.insert(i, directions)
         for launch in self._before:
             if moved:
-                launch.readdress(own)
-            launch.run(own, list(map(self._of_directions, packed)), None)
+                launch.readdress(picked)
+            launch.run(picked, list(map(self._of_directions, packed)), None)
         rows = map(list, zip(directions, *fields))
         self._map(list(rows), p, comps, [x.scalars.coeffs for x in packed])
         moves = list(map(_of_moves, packed))
         for launch in self._after:
-            launch.run([p, directions, *own[2:]], moves, None)
+            launch.run([p, directions, *picked[2:]], moves, None)
 
     def _of_directions(self, packed: Packed) -> Packed:
         """Return the scalars of the first pass."""
@@ -190,8 +190,8 @@ class WholeLaunch(Launch):
                 d, *fields = map(shard_of, row, every)
                 if (x := read(i)) is not None:
                     x = shard_of(x, slot.shard)
-                found, new = on_whole(whole, d, x, tuple(fields), coeffs[at])
-                _write(rows[i], to_local([found, *new]))
+                mapped, new = on_whole(whole, d, x, tuple(fields), coeffs[at])
+                _write(rows[i], to_local([mapped, *new]))
             elif d.numel():
                 here.append(Owned(i, row, []))
 
@@ -201,19 +201,19 @@ class WholeLaunch(Launch):
                 i, (d, *_), *_ = item
                 kind = (d.shape, d.dtype, d.device) if _batches(d) else i
                 batches.setdefault((self._facts[i][1], kind), []).append(item)
-            for (at, _), some in batches.items():
-                if len(some) == 1:
-                    ((i, (d, *fields), _, x),) = some
-                    given = tuple([to(f, d.dtype) for f in fields])
-                    found, new = whole(d, read(i, x), given, coeffs[at])
-                    _write(some[0].tensors, [found, *new])
+            for (at, _), batch in batches.items():
+                if len(batch) == 1:
+                    ((i, (d, *fields), _, x),) = batch
+                    wide_fields = tuple([to(f, d.dtype) for f in fields])
+                    result, new = whole(d, read(i, x), wide_fields, coeffs[at])
+                    _write(batch[0].tensors, [result, *new])
                     continue
-                xs = [read(i, x) for i, _, _, x in some]
-                d, *fields = map(torch.stack, zip(*[item.tensors for item in some]))
+                xs = [read(i, x) for i, _, _, x in batch]
+                d, *fields = map(torch.stack, zip(*[item.tensors for item in batch]))
                 axis, x = (None, None) if xs[0] is None else (0, torch.stack(xs))
                 ways = vmap(whole, (0, axis, 0, None))
-                found, new = ways(d, x, tuple(fields), coeffs[at])
-                for item, *every in zip(some, found, *new):
+                result, new = ways(d, x, tuple(fields), coeffs[at])
+                for item, *every in zip(batch, result, *new):
                     _write(item.tensors, every)
 
         in_place(here)
@@ -231,11 +231,11 @@ def _write(old: list[Tensor], new: list[Tensor]) -> None:
 
 def _holders(slot: Slot, fields: list[Tensor]) -> list[Holders]:
     """Return the holders of a direction, and of the fields of its map."""
-    own = slot.holders
-    assert own is not None
-    dim = None if own.dim is None else 0
+    holders = slot.holders
+    assert holders is not None
+    dim = None if holders.dim is None else 0
     shapes = [f.shape if s is None else s.shape for f, s in zip(fields, slot.fields)]
-    return [own, *[own._replace(shape=tuple(shape), dim=dim) for shape in shapes]]
+    return [holders, *[holders._replace(shape=tuple(shape), dim=dim) for shape in shapes]]
 
 
 class ShapedLaunch(Launch):
@@ -253,17 +253,17 @@ class ShapedLaunch(Launch):
         del means
         end = len(columns) if self._in_place else len(columns) // 2
         every = [[x[i] for i in self.places] for x in columns]
-        given = every[: end if self._compensated else end - 1]
+        arguments = every[: end if self._compensated else end - 1]
         if not self._in_place:
             # The results, which are moved from where the parameters are.
-            old, given = given, every[end : end + len(given)]
-            for i in (0, *range(2, len(given))):
-                torch._foreach_copy_(given[i], old[i])
-        own, wide, device = packed[self._at], torch.float64, given[0][0].device
+            old, arguments = arguments, every[end : end + len(arguments)]
+            for i in (0, *range(2, len(arguments))):
+                torch._foreach_copy_(arguments[i], old[i])
+        own, wide, device = packed[self._at], torch.float64, arguments[0][0].device
         # One of these keeps the scalars alive.
         values: Any = own.array(wide) if own.on_host else own.tensor(wide, device)
         at = address(values) if own.on_host else values.data_ptr()
-        table = [[at] * len(self.places), *[addresses(x) for x in given]]
+        table = [[at] * len(self.places), *[addresses(x) for x in arguments]]
         self._kernel.run(table, *self._prepared)
 
 
@@ -279,9 +279,9 @@ def plan_shaped(
         for u in filter(partial(_fits, rule), updates):
             groups.setdefault((u.at, _shaped_key(rule, u)), []).append(u)
     launches: list[Launch] = []
-    for (_, key), some in groups.items():
+    for (_, key), batch in groups.items():
         try:
-            run = kernel(key, some[0].scalars.scalars)
+            run = kernel(key, batch[0].scalars.scalars)
         except Exception as error:
             if not lenient:
                 raise
@@ -291,9 +291,9 @@ def plan_shaped(
         if not isinstance(run, ShapedKernel):
             continue
         first = 3 + len(rule.fields)  # after the scalars, the parameter and the gradient
-        kept = [[n for _, n in u.slot.mapped or ()] for u in some]
-        taken = [u for u, own in zip(some, kept) if run.fits(u.p.shape, own, first)]
-        launches += [ShapedLaunch(run, own) for own in split_twins(taken) if own]
+        sizes = [[n for _, n in u.slot.mapped or ()] for u in batch]
+        fitting = [u for u, own in zip(batch, sizes) if run.fits(u.p.shape, own, first)]
+        launches += [ShapedLaunch(run, own) for own in split_twins(fitting) if own]
     places = {i for launch in launches for i in launch.places}
     return launches, [u for u in updates if u.place not in places]
 
@@ -333,7 +333,7 @@ def plan_wholes(rule: Rule, updates: list[Update], plan: _Planner) -> list[Launc
         # So that as many as there are processes go together, and each has one to map.
         return min(together // count, math.prod(_shape(u)) // parts)
 
-    return [WholeLaunch(rule, some, plan) for some in chunks(updates, together, elements)]
+    return [WholeLaunch(rule, batch, plan) for batch in chunks(updates, together, elements)]
 
 
 def _batches(x: Tensor) -> bool:

@@ -184,9 +184,9 @@ def prepare_for_gradient_release(
         names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
         raise ValueError(f"{names} = {how_replicas}: they need process_group")
     hooked = [p for p in params.values() if attached.has_foreign_hooks(p)]
-    found = attached.releases_on(params.values())
-    if found:
-        names = " and ".join(type(handle.optimizer).__name__ for handle in found)
+    releases = attached.releases_on(params.values())
+    if releases:
+        names = " and ".join(type(handle.optimizer).__name__ for handle in releases)
         raise ValueError(
             f"the model's parameters are released already, to {names}, which would step "
             "instead of this optimizer: call remove_gradient_release(model) first, for "
@@ -216,8 +216,8 @@ def _owned(
     if isinstance(optimizer, BaseOptimizer):
         if not optimizer.defaults["gradient_release"]:
             raise ValueError("the optimizer was not made with gradient_release=True")
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        params = {name: p for name, p in params.items() if id(p) in known}
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = {name: p for name, p in params.items() if id(p) in ids}
     elif not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
             f"optimizer={type(optimizer)} is not one of optimi_func's classes, nor a "

@@ -28,15 +28,15 @@ by_hook: "WeakKeyDictionary[Callable[..., object], Attached]" = WeakKeyDictionar
 def releases_of(model: nn.Module) -> "list[GradientRelease]":
     """Find a model's releases, even if made for another module with its parameters."""
     params = set(model.parameters())
-    found = [x for x in releases_on(params) if params.issuperset(x.params.values())]
-    return list(dict.fromkeys([*by_model.get(model, []), *found]))
+    releases = [x for x in releases_on(params) if params.issuperset(x.params.values())]
+    return list(dict.fromkeys([*by_model.get(model, []), *releases]))
 
 
 def releases_on(params: Iterable[Tensor]) -> "list[GradientRelease]":
     """Find the releases that have hooks on any of these parameters."""
     hooks = [hook for p in params for hook in torch_private.accumulate_hooks(p)]
-    found = [by_hook[hook].release() for hook in hooks if hook in by_hook]
-    return list(dict.fromkeys([release for release in found if release is not None]))
+    releases = [by_hook[hook].release() for hook in hooks if hook in by_hook]
+    return list(dict.fromkeys([release for release in releases if release is not None]))
 
 
 def has_foreign_hooks(p: Tensor) -> bool:

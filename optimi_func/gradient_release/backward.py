@@ -48,9 +48,9 @@ class Accumulation:
 
     def keep(self, p: Tensor, g: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
         """Add g to p's sum, and return the sum; the first gradient becomes the sum."""
-        held = self.buffer.get(p)
-        if held is not None:
-            return held.add_(g)
+        total = self.buffer.get(p)
+        if total is not None:
+            return total.add_(g)
         self.buffer[p] = g.to(_sum_dtype(g, dtype), copy=copy)
         return self.buffer[p]
 
@@ -63,12 +63,12 @@ class Accumulation:
 
     def whole(self, p: Tensor, g: Tensor) -> Tensor:
         """Return p's sum plus g; the buffer keeps its value, and g may be overwritten."""
-        held = self.buffer.get(p)
-        if held is None:
+        total = self.buffer.get(p)
+        if total is None:
             return g
-        record([held])
-        wide = torch.promote_types(held.dtype, g.dtype)
-        return g.add_(held) if g.dtype == wide else held + g
+        record([total])
+        wide = torch.promote_types(total.dtype, g.dtype)
+        return g.add_(total) if g.dtype == wide else total + g
 
 
 def _sum_dtype(g: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -173,8 +173,8 @@ class SinceStep:
         """Return warnings of hyperparameters that have changed since they were used."""
         changed = [k for k, used in self.used.items() if now.get(k, used) != used]
         late = "it comes a step late under gradient release. Set it before backward"
-        said = "in the backward that moved the parameters, and is"
-        return {k: f"{k} was {self.used[k]} {said} {now[k]} now: {late}" for k in changed}
+        where = "in the backward that moved the parameters, and is"
+        return {k: f"{k} was {self.used[k]} {where} {now[k]} now: {late}" for k in changed}
 
 
 def current_stream(device: torch.device) -> Any:

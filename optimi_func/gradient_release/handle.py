@@ -66,8 +66,8 @@ class GradientRelease:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return a copy's parts; hooks and locks belong to one model and process."""
-        built = None, self.optimizer, self.params, self.options
-        return GradientRelease, built, (self.state_dict(), getattr(self, "state", None))
+        arguments = None, self.optimizer, self.params, self.options
+        return GradientRelease, arguments, (self.state_dict(), getattr(self, "state", None))
 
     def __setstate__(self, carried: tuple[dict[str, object], TreeState | None]) -> None:
         """Load what the copied handle carried."""
@@ -184,7 +184,7 @@ class GradientRelease:
             "accumulation": o.accumulation,
             "position": cycle.position,
             "begun": sorted(names[p] for p in cycle.partially_updated.union(cycle.buffer)),
-            "buffer": {names[p]: held for p, held in sums.items()},
+            "buffer": {names[p]: total for p, total in sums.items()},
             "last_norm": last,
             "skipped": dict.fromkeys(names.values(), 0) | self.skipped,
         }
@@ -222,15 +222,15 @@ class GradientRelease:
             )
         elif begun or not cycle.position:  # others are zeros, of no gradient
             sums = {name: sums[name] for name in begun}
-        for name, held in sums.items():
+        for name, total in sums.items():
             p = params[name]
-            if not isinstance(held, Tensor) or held.shape != p.shape:
+            if not isinstance(total, Tensor) or total.shape != p.shape:
                 raise ValueError(
                     f"state_dict['buffer'][{name!r}] is not a tensor of shape "
                     f"{tuple(p.shape)}"
                 )
-            cycle.buffer[p] = torch.empty_like(p, dtype=held.dtype, requires_grad=False)
-            cycle.buffer[p].copy_(distribute_like(p, held))
+            cycle.buffer[p] = torch.empty_like(p, dtype=total.dtype, requires_grad=False)
+            cycle.buffer[p].copy_(distribute_like(p, total))
         if cycle.position < 0:
             raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
         if cycle.is_open and saved["accumulation"] != self.accumulation:
@@ -260,9 +260,9 @@ class GradientRelease:
                 if self in handles:
                     handles.remove(self)
             cycle, self._runner.cycle = self._runner.cycle, Accumulation()
-            for p, held in cycle.buffer.items():
-                held = held.to(p.dtype)
-                p.grad = held if p.grad is None else p.grad + held
+            for p, total in cycle.buffer.items():
+                total = total.to(p.dtype)
+                p.grad = total if p.grad is None else p.grad + total
             if cycle.buffer and self._runner.group is not None:
                 warn_user("p.grad holds the sums of this process, which nothing averages")
             if cycle.partially_updated:

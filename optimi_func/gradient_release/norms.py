@@ -123,17 +123,17 @@ class Measures:
         self, params: list[Tensor], grads: list[Tensor], norms: list[Norm]
     ) -> tuple[list[int], list[Tensor | None]]:
         """Return the indices of gradients to apply, with a flag if a device decides."""
-        kept: dict[int, Tensor | None] = {}
+        flags: dict[int, Tensor | None] = {}
         hosts = list(map(self._on_host, params))
         finites = are_finite(grads, norms, hosts)
         for i, (p, finite, host) in enumerate(zip(params, finites, hosts)):
             if host and finite:
-                kept[i] = None
+                flags[i] = None
                 continue
             self._skip(p, ~finite)
             if not host:
-                kept[i] = finite
-        return list(kept), list(kept.values())
+                flags[i] = finite
+        return list(flags), list(flags.values())
 
     def _grad_scales(
         self, backward: "Backward", params: list[Tensor], norms: list[Norm]

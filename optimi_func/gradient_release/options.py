@@ -80,8 +80,8 @@ class ReleaseOptions:
         for name, limit in limits.items():
             number = type(limit) is not bool and isinstance(limit, Real | Tensor | None)
             if not number or (limit is not None and not limit > 0):
-                said = f"{name}={limit!r}: allowed are positive numbers and None"
-                raise (ValueError if number else TypeError)(said)
+                message = f"{name}={limit!r}: allowed are positive numbers and None"
+                raise (ValueError if number else TypeError)(message)
         if self.how == "lagged" and self.clip_global_norm is None:
             raise ValueError("how='lagged' says how clip_global_norm clips: pass both")
         if sum(limit is not None for limit in limits.values()) > 1:

@@ -109,7 +109,7 @@ class Message:
             parts, size = [(part, self._owner)], self._group.size()
             if self._owner == EVERY:
                 every = [enumerate(rows_of(g, size)) for g in self._grads]
-                parts = [(g[x], k) for g, some in zip(self._grads, every) for k, x in some]
+                parts = [(g[x], k) for g, rows in zip(self._grads, every) for k, x in rows]
             for part, owner in parts:
                 self._works.append(distributed.reduce(part, group_dst=owner, **how))
         self._works.append(distributed.all_reduce(flat, **how))
@@ -146,8 +146,8 @@ class ReplicaRunner(Runner):
         self._check_equal(model)
         hooks = super().attach(model)
         _prepared[model] = ref(self)
-        named = [(p, name) for name, p in model.named_parameters() if p not in self.names]
-        self._frozen = dict[Tensor, str](named)
+        pairs = [(p, name) for name, p in model.named_parameters() if p not in self.names]
+        self._frozen = dict[Tensor, str](pairs)
         if self.replicas.broadcast_buffers and [*model.buffers()]:
             hooks.append(model.register_forward_pre_hook(_share_buffers))
         _share([*model.parameters(), *model.buffers()], self.group)
@@ -155,22 +155,22 @@ class ReplicaRunner(Runner):
 
     def _check_equal(self, model: nn.Module) -> None:
         """Raise, in all processes, if their models, options or states differ."""
-        mine: dict[str, object] = {}
+        facts: dict[str, object] = {}
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
             if is_distributed(x):
                 raise ValueError(f"process_group= is not for {name}, a DTensor: omit it")
             if x in self.names and x.is_complex() and self.replicas.reduce_dtype:
-                given = f"reduce_dtype={self.replicas.reduce_dtype} with {name}"
-                raise ValueError(f"{given}, which is complex: allowed is None")
+                option = f"reduce_dtype={self.replicas.reduce_dtype} with {name}"
+                raise ValueError(f"{option}, which is complex: allowed is None")
             if isinstance(x, nn.Parameter) and x.requires_grad and x not in self.names:
-                said = f"process_group= would not average {name}, of another optimizer"
-                raise ValueError(f"{said}: freeze it, or make one Mixed optimizer for all")
-            mine[name] = x.dtype, tuple(x.shape), x.requires_grad
+                text = f"process_group= would not average {name}, of another optimizer"
+                raise ValueError(f"{text}: freeze it, or make one Mixed optimizer for all")
+            facts[name] = x.dtype, tuple(x.shape), x.requires_grad
         if isinstance(self.optimizer, BaseOptimizer):
-            mine["the optimizer's class"] = type(self.optimizer).__name__
+            facts["the optimizer's class"] = type(self.optimizer).__name__
             keys = (*self.optimizer.defaults, "rule", "param_names")
             for i, group in enumerate(self.optimizer.param_groups):
-                mine |= {
+                facts |= {
                     f"{key} of param group {i}": comparable(group.get(key), type)
                     for key in keys
                 }
@@ -179,21 +179,21 @@ class ReplicaRunner(Runner):
                 state = self.optimizer.state.get(p, {})
                 if self.optimizer.divides:
                     continue
-                mine[f"optimizer state of {name}"] = sorted(state)
+                facts[f"optimizer state of {name}"] = sorted(state)
                 if self.optimizer.state:
-                    kept = [p.detach(), *state.values()]
-                    kept = [x for x in kept if isinstance(x, Tensor) and x.numel()]
-                    found = [str(torch.hash_tensor(x)) for x in map(as_real, kept)]
-                    mine[f"hashes of {name} and its state"] = found
-        check_same(mine | self._shared(Tensor.tolist), self.group)
+                    tensors = [p.detach(), *state.values()]
+                    tensors = [x for x in tensors if isinstance(x, Tensor) and x.numel()]
+                    hashes = [str(torch.hash_tensor(x)) for x in map(as_real, tensors)]
+                    facts[f"hashes of {name} and its state"] = hashes
+        check_same(facts | self._shared(Tensor.tolist), self.group)
 
     def _shared(self, of_device: Callable[[Tensor], object]) -> dict[str, object]:
         """Return the options and hyperparameters, which all processes share, by name."""
-        found = self.optimizer.numbers(of_device)
-        for some in (self.options, self.replicas):
-            for name in [x.name for x in fields(some) if x.name != "process_group"]:
-                found[name] = comparable(getattr(some, name), of_device)
-        return found
+        facts = self.optimizer.numbers(of_device)
+        for options in (self.options, self.replicas):
+            for name in [x.name for x in fields(options) if x.name != "process_group"]:
+                facts[name] = comparable(getattr(options, name), of_device)
+        return facts
 
     def _assign(self, params: Iterable[Tensor]) -> None:
         """Put parameters into buckets, in this order."""
@@ -271,7 +271,7 @@ class ReplicaRunner(Runner):
         super()._check_backward()
         if any(is_capturing(p.device) for p in self.params.values()):
             raise RuntimeError("process_group= in a CUDA graph: capture no backward")
-        for other in [found() for found in _prepared.values()]:
+        for other in [reference() for reference in _prepared.values()]:
             if other and other is not self and other.group is self.group:
                 if other._running and other._running():
                     raise RuntimeError(
@@ -323,10 +323,10 @@ class ReplicaRunner(Runner):
         """Send what waits, also for gradients that only other processes have."""
         states = self.options.accumulation == "states"
         if bool(backward.ids) if states else backward.last:
-            for p, held in list(self.cycle.buffer.items()):
+            for p, total in list(self.cycle.buffer.items()):
                 if p not in backward.fired:
                     backward.fired.add(p)
-                    self._release(backward, p, held)
+                    self._release(backward, p, total)
             self._advance(backward, rest=True)
             if not self._ordered:
                 self._order(backward.messages[-1])
@@ -335,12 +335,12 @@ class ReplicaRunner(Runner):
 
     def _order(self, arrived: list[Tensor]) -> None:
         """Put parameters into the order of the first process's first backward."""
-        self._ordered, known = True, list(self.params.values())
-        places = {p: i for i, p in enumerate(known)}
-        order = [places[p] for p in dict.fromkeys([*arrived, *reversed(known)])]
-        told = torch.tensor(order, device=known[0].device)
-        distributed.broadcast(told, group=self.group, group_src=0)
-        self._assign([known[i] for i in told.tolist()])
+        self._ordered, params = True, list(self.params.values())
+        places = {p: i for i, p in enumerate(params)}
+        order = [places[p] for p in dict.fromkeys([*arrived, *reversed(params)])]
+        message = torch.tensor(order, device=params[0].device)
+        distributed.broadcast(message, group=self.group, group_src=0)
+        self._assign([params[i] for i in message.tolist()])
 
     def _norms_of_sums(self) -> list[Norm]:
         with self.measuring() as backward:

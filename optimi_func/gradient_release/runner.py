@@ -281,9 +281,9 @@ class Runner(Measures):
         o = self.options
         if o.accumulation != "states" and not backward.last:
             # fully_shard's gradients are views of one buffer, which they would keep alive.
-            held = self.cycle.keep(p, g, o.buffer_dtype, copy=p in self._distributed)
+            total = self.cycle.keep(p, g, o.buffer_dtype, copy=p in self._distributed)
             if o.grad_norm:
-                backward.norms += local_norms([held])
+                backward.norms += local_norms([total])
             self._note([p])
             return
         if o.accumulation != "states":
@@ -347,8 +347,8 @@ class Runner(Measures):
             if backward.last:
                 self._close(backward)
             elif o.grad_norm:
-                rest = [x for p, x in cycle.buffer.items() if p not in backward.fired]
-                backward.norms += local_norms(rest)
+                sums = [x for p, x in cycle.buffer.items() if p not in backward.fired]
+                backward.norms += local_norms(sums)
             self._report(backward)
             cycle.position = 0 if backward.last else cycle.position + 1
             accumulates = o.accumulation or self.optimizer.optimizer_accumulation
@@ -365,9 +365,9 @@ class Runner(Measures):
     def _close(self, backward: Backward) -> None:
         """Update the parameters that got no gradient in the last backward of the cycle."""
         cycle = self.cycle
-        for p, held in list(cycle.buffer.items()):
-            wide = torch.promote_types(held.dtype, p.dtype)
-            self._release(backward, p, held.to(wide))
+        for p, total in list(cycle.buffer.items()):
+            wide = torch.promote_types(total.dtype, p.dtype)
+            self._release(backward, p, total.to(wide))
         # In the order of all processes, which exchange messages.
         for p in [p for p in self.params.values() if p in cycle.partially_updated]:
             self._release(backward, p, torch.zeros_like(p, requires_grad=False))
@@ -419,9 +419,9 @@ class Runner(Measures):
         try:
             finites: list[Tensor | None] = [None] * len(params)
             if o.skip_nonfinite is True:
-                kept, finites = self._finite(params, grads, norms)
-                params = [params[i] for i in kept]
-                grads, norms = [grads[i] for i in kept], [norms[i] for i in kept]
+                indices, finites = self._finite(params, grads, norms)
+                params = [params[i] for i in indices]
+                grads, norms = [grads[i] for i in indices], [norms[i] for i in indices]
             if o.clip_value is not None:
                 for g in to_local(grads):
                     limit = min(o.clip_value, torch.finfo(g.dtype).max)
@@ -431,8 +431,8 @@ class Runner(Measures):
             microbatches = list(map(Microbatch, grad_scales, accumulate, finites))
             write = backward.last and not self.optimizer.optimizer_accumulation
             if params:
-                given = params, grads, microbatches, write, backward.last
-                backward.parts.update(self.update(*given) or ())
+                arguments = params, grads, microbatches, write, backward.last
+                backward.parts.update(self.update(*arguments) or ())
         except Exception as error:
             names = ", ".join(self.names[p] for p in arrived)
             raise RuntimeError(f"updating {names}: {error}") from error

@@ -25,8 +25,8 @@ class TreeOptimizer:
     def __init__(self, optimizer: FunctionalOptimizer, params: dict[str, Tensor]) -> None:
         self.optimizer = optimizer
         self._params = params
-        named = zip(params, to_local([*params.values()]))
-        check_apart(named, "params[{!r}]".format, "tie them as one parameter")
+        pairs = zip(params, to_local([*params.values()]))
+        check_apart(pairs, "params[{!r}]".format, "tie them as one parameter")
         self._places = {p: i for i, p in enumerate(params.values())}
         self._state = optimizer.init(params)
         self._shown = comparable(optimizer, type)

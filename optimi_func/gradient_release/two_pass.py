@@ -35,7 +35,7 @@ def measure(
     grads: dict[Tensor, Tensor | None] = {
         p: p.grad.clone() for p in params if p.grad is not None
     }
-    drawn = random.getstate()
+    random_state = random.getstate()
     devices = {p.device.index for p in params if p.is_cuda}
     try:
         with runner.measuring() as backward, torch.random.fork_rng(sorted(devices)):
@@ -52,7 +52,7 @@ def measure(
             else:
                 loss.backward(inputs=[p for p in params if p.requires_grad])
     finally:
-        random.setstate(drawn)
+        random.setstate(random_state)
         buffers.restore()
         for p, g in grads.items():
             p.grad = g
@@ -84,13 +84,13 @@ class Buffers:
 
 def graph_of(loss: Tensor) -> tuple[set[str], set[Tensor]]:
     """Return the type names of the nodes in the loss's graph, and the leaf tensors."""
-    seen: set[Any] = set()
+    nodes: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in nodes:
             continue
-        seen.add(node)
+        nodes.add(node)
         waiting += [after for after, _ in node.next_functions]
-    leaves = {x.variable for x in seen if hasattr(x, "variable")}
-    return {type(x).__name__ for x in seen}, leaves
+    leaves = {x.variable for x in nodes if hasattr(x, "variable")}
+    return {type(x).__name__ for x in nodes}, leaves

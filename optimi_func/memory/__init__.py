@@ -115,7 +115,7 @@ def plan(
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            found = kept.kept(make, meta, storage, options, device, ranks, owners)
+            cost = kept.kept(make, meta, storage, options, device, ranks, owners)
         except ValueError:
             if storage is None:
                 raise
@@ -128,7 +128,7 @@ def plan(
         for (key, p), x in zip(params.items(), meta.values()):
             if p.requires_grad:
                 size = kept.held(x, ranks)
-                scratch = found.scratch.get(key, 0)
+                scratch = cost.scratch.get(key, 0)
                 more = kept.rounded(size, device), scratch, uses[id(p)]
                 sizes.append(replay.Param(size // x.element_size(), *more))
         fixed = _fixed(model, meta, ranks, device)
@@ -151,9 +151,9 @@ def plan(
                 accumulation_steps=accumulation_steps,
                 buffer_dtype=buffer,
                 parameters=fixed,
-                state=found.state,
+                state=cost.state,
                 **peak._asdict(),
-                fits=fixed + found.state + peak.total <= limit,
+                fits=fixed + cost.state + peak.total <= limit,
                 estimated=("activations",) * attention + ("scratch",) * sharded,
                 optimizer=optimizer,
                 options={**options, **more_options},
@@ -161,8 +161,8 @@ def plan(
             recipes.append(recipe)
     count = sum(map(Tensor.numel, params.values()))
     shown = f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
-    made = getattr(optimizer, "func", optimizer)  # of a partial
-    title = f"{type(model).__name__}, {shown} parameters, {made.__name__} on {device}"
+    factory = getattr(optimizer, "func", optimizer)  # of a partial
+    title = f"{type(model).__name__}, {shown} parameters, {factory.__name__} on {device}"
     title += f", each of {ranks} ranks" * (ranks > 1)
     title += f", state divided among {owners} ranks" * (owners > 1)
     title += f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
@@ -206,8 +206,8 @@ def _checked_params(model: object, device: object) -> tuple[dict[str, Tensor], s
             "device, so plan the part on each device"
         )
     if device is None:
-        (found,) = devices
-        device = "cuda" if found.type == "meta" else found.type
+        (single,) = devices
+        device = "cuda" if single.type == "meta" else single.type
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: allowed are 'cpu', 'cuda' and None")
     return params, device

@@ -46,8 +46,8 @@ def parse_size(name: str, size: object) -> int:
     number = 0.0
     if not isinstance(size, str):
         number = float(size)
-    elif found := _SIZE.fullmatch(size):
-        number = float(found[1]) * _UNITS.get(found[2].upper(), 0)
+    elif match := _SIZE.fullmatch(size):
+        number = float(match[1]) * _UNITS.get(match[2].upper(), 0)
     if not 1 <= number < float("inf"):
         raise ValueError(f"{name}={size!r}: {allowed}")
     return int(number)
@@ -106,12 +106,12 @@ def made_of(
     if not isinstance(optimizer, type) or issubclass(optimizer, BaseOptimizer):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = optimizer(first, **options)
-        if isinstance(made, BaseOptimizer):
-            if made.rewriters:
+            instance = optimizer(first, **options)
+        if isinstance(instance, BaseOptimizer):
+            if instance.rewriters:
                 raise ValueError("transforms=: plans do not count what a step rewrites")
-            return made
-        kind = type(made)
+            return instance
+        kind = type(instance)
     raise TypeError(
         f"optimizer={optimizer!r} makes a {kind.__name__}: allowed are the classes of "
         "optimi_func, partials of them, and functions that make one of them"
@@ -143,15 +143,17 @@ def kept(
     If `owners` > 1, these processes divide the state, and it is that of the largest owner.
     """
     options = {**options, "storage": storage}
-    made = make(params, options)
-    made.init_state()
+    optimizer = make(params, options)
+    optimizer.init_state()
     shares, eager, owner_of = [0] * owners, list[str](), dict[Tensor, int]()
     if owners > 1:
-        made.check_divides()
-        every = [(g, p) for g in made.param_groups for p in g["params"] if p.requires_grad]
-        owner_of = made.shared_by(owners, every)
+        optimizer.check_divides()
+        every = [
+            (g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad
+        ]
+        owner_of = optimizer.shared_by(owners, every)
     for name, p in params.items():
-        entry = made.state.get(p, {})
+        entry = optimizer.state.get(p, {})
         cut = owner_of.get(p, 0) == EVERY
         for k, rows in (
             enumerate(rows_of(p, owners)) if cut else [(owner_of.get(p, 0), None)]
@@ -161,9 +163,9 @@ def kept(
             # Step counts stay on the host.
             there = [x for x in tensors if x.is_meta or device == "cpu"]
             shares[k] += sum(rounded(held(x, ranks), device) for x in there)
-        group = made.group_of(p)
+        group = optimizer.group_of(p)
         # A rule with a map of whole tensors needs temporaries in a compiled step too.
-        compiled = group["compile"] is not False and made.rule_of(group).whole is None
+        compiled = group["compile"] is not False and optimizer.rule_of(group).whole is None
         if p.requires_grad and not (compiled and _has_kernel(p, entry, device)):
             eager.append(name)
     if eager and any_distributed(list(params.values())):
@@ -172,16 +174,16 @@ def kept(
             name: nn.Parameter(part, p.requires_grad)
             for (name, p), part in zip(params.items(), parts)
         }
-        made = make(params, options)
-        made.init_state()
+        optimizer = make(params, options)
+        optimizer.init_state()
     scratch: dict[str, int] = {}
-    found: dict[object, int] = {}
+    by_kind: dict[object, int] = {}
     for name in eager:
         p = params[name]
-        kind = (p.shape, p.stride(), id(made.group_of(p)))
-        if kind not in found:
-            found[kind] = _temporaries(made, p, device)
-        scratch[name] = -(-found[kind] // ranks)
+        kind = (p.shape, p.stride(), id(optimizer.group_of(p)))
+        if kind not in by_kind:
+            by_kind[kind] = _temporaries(optimizer, p, device)
+        scratch[name] = -(-by_kind[kind] // ranks)
     return Kept(max(shares), scratch)
 
 

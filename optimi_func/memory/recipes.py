@@ -84,12 +84,12 @@ class Recipe:
     @property
     def keywords(self) -> dict[str, object]:
         """The keywords that the optimizer's constructor is called with."""
-        chosen: dict[str, object] = (
+        options: dict[str, object] = (
             {} if self.storage is None else {"storage": self.storage}
         )
         if self.gradient_release:
-            chosen["gradient_release"] = True
-        return {**self.options, **chosen}
+            options["gradient_release"] = True
+        return {**self.options, **options}
 
     def apply(self, model: nn.Module, **options: object) -> Applied:
         """Cast a model, make its optimizer, and prepare gradient release if it is used.
@@ -116,12 +116,12 @@ class Recipe:
                 'model.to_empty(device="cuda") and load its weights first'
             )
         codes = [p for p in model.parameters() if cast_dtype(p, self.dtype) == p.dtype]
-        kept = [p.data for p in codes]
+        tensors = [p.data for p in codes]
         model.to(self.dtype)
-        for p, x in zip(codes, kept):
+        for p, x in zip(codes, tensors):
             p.data = x  # float8 means nothing without its scales
-        named = list(model.named_parameters())
-        first = model if takes_model(self.optimizer) else named
+        pairs = list(model.named_parameters())
+        first = model if takes_model(self.optimizer) else pairs
         optimizer = self.optimizer(first, **{**self.keywords, **options})
         if not self.gradient_release:
             return Applied(optimizer, None)

@@ -50,14 +50,14 @@ class Handling(NamedTuple):
         """Return the handling of gradients of a dtype, and of a buffer if there is one."""
         if buffer is None:
             return cls(release, backwards, device)
-        joined = torch.promote_types(dtype, buffer)
+        wide = torch.promote_types(dtype, buffer)
         # On CPU, each operand of another dtype is cast in memory of its own.
-        casts = 0 if device == "cuda" or dtype == buffer else joined.itemsize
+        casts = 0 if device == "cuda" or dtype == buffer else wide.itemsize
         return cls(
             *(release, backwards, device),
             sum_bytes=buffer.itemsize,
-            wide_bytes=0 if joined == dtype else joined.itemsize,
-            adding_bytes=casts if buffer == joined else 2 * casts,
+            wide_bytes=0 if wide == dtype else wide.itemsize,
+            adding_bytes=casts if buffer == wide else 2 * casts,
             joining_bytes=casts,
         )
 

@@ -113,9 +113,9 @@ class Counter(TorchDispatchMode):
         """Insert the last sum, after its first term was freed if that has happened."""
         if self._sum is None:
             return
-        (taken, at, term), self._sum = self._sum, None
+        (event, at, term), self._sum = self._sum, None
         freed = any(e.kind == "freed" and e.block == term for e in self.events[at:])
-        self.events.insert(len(self.events) if freed else at, taken)
+        self.events.insert(len(self.events) if freed else at, event)
 
     def number(self, x: Tensor) -> int | None:
         """Give the storage of x a number and return it, or None if it has one already."""
@@ -179,11 +179,11 @@ def trace(
     """
     mode, counter = torch_private.fake_mode(), Counter()
     calls = _Calls(for_cuda)
-    own = next((p.dtype for p in model.parameters() if p.requires_grad), dtype)
+    model_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), dtype)
     inside: list[str] = []
 
     def given(x: Tensor) -> Tensor:
-        fake = _empty_like(x, dtype if x.dtype == own else x.dtype)
+        fake = _empty_like(x, dtype if x.dtype == model_dtype else x.dtype)
         return fake.requires_grad_(x.requires_grad)
 
     with mode:

@@ -44,16 +44,16 @@ def _with_torchs_arguments(name: str) -> object:
     """Return a subclass of our class with the constructor of torch's."""
     ours, theirs = getattr(optimizers, name), getattr(torch.optim, name)
     names, form = _NAMES.get(name, {}), _FORMS.get(name, {})
-    known = dict(inspect.signature(theirs).parameters)
+    parameters = dict(inspect.signature(theirs).parameters)
     for key, own in inspect.signature(ours).parameters.items():
-        if key not in {*known, *names.values()}:
+        if key not in {*parameters, *names.values()}:
             default = form.get(key, own.default)
-            known[key] = own.replace(kind=own.KEYWORD_ONLY, default=default)
-    signature = inspect.Signature([*known.values()], return_annotation=None)
+            parameters[key] = own.replace(kind=own.KEYWORD_ONLY, default=default)
+    signature = inspect.Signature([*parameters.values()], return_annotation=None)
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
-        given = bind_call(name, signature, args, kwargs)
-        ours.__init__(self, **{names.get(key, key): x for key, x in given.items()})
+        arguments = bind_call(name, signature, args, kwargs)
+        ours.__init__(self, **{names.get(key, key): x for key, x in arguments.items()})
 
     def add_param_group(self: Any, param_group: Group) -> None:
         for key in names.keys() & {*param_group}:
@@ -62,7 +62,7 @@ def _with_torchs_arguments(name: str) -> object:
 
     self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     __init__.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
-        parameters=[self, *known.values()]
+        parameters=[self, *parameters.values()]
     )
     doc = f"`{name}` with the arguments of torch.optim.{name}, and by name our others."
     own = {"__init__": __init__, "add_param_group": add_param_group, "__doc__": doc}

@@ -32,8 +32,8 @@ def our_options(group: Group) -> Group:
     """Return what a group of torch.optim.Adafactor is here."""
     if "beta2_decay" not in group:
         return {}
-    own = {"decay_rate": group["beta2_decay"], "clip_threshold": group["d"]}
-    return {**own, "torch_form": True, "flatten": False, "beta1": None}
+    options = {"decay_rate": group["beta2_decay"], "clip_threshold": group["d"]}
+    return {**options, "torch_form": True, "flatten": False, "beta1": None}
 
 
 class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
@@ -176,8 +176,8 @@ class Adafactor(Body, name="adafactor"):
 
     def scaled(self, d: Tensor, s: State, t: Scalar, x: Tensor | None, lr: Scalar):
         outside, (row, col, var, avg) = self.torch_form, s
-        found, (eps1, eps2) = torch.finfo(d.dtype), self.eps
-        eps1 = found.eps if self.machine_eps else eps1
+        info, (eps1, eps2) = torch.finfo(d.dtype), self.eps
+        eps1 = info.eps if self.machine_eps else eps1
         least, eps1 = rounded(eps1 * eps1, d), rounded(eps1, d)
         share = t**self.decay_rate
         kept, rest = rounded(1.0 - share, d), rounded(share, d)
@@ -188,7 +188,7 @@ class Adafactor(Body, name="adafactor"):
             col = kept * col + rest * mean(squares, -2)
             total = mean(row, -2)
             total = total.clamp_min(eps1) if outside else total
-            parts = [row / total.clamp_min(found.tiny), col]
+            parts = [row / total.clamp_min(info.tiny), col]
             # Without a least value their product may underflow.
             parts = [parts[0] * col] if outside else parts
         else:

@@ -106,8 +106,8 @@ class WithLargest(Moments):
         if not self.modulus:
             return None
         # Means are linear: the sum of both parts' is that of |g|^2.
-        found = self.bare({**self.__dict__, "squares": pair_sums})
-        return found.direction(g, s, t)
+        body = self.bare({**self.__dict__, "squares": pair_sums})
+        return body.direction(g, s, t)
 
 
 class Adam(WithLargest, name="adam"):

@@ -33,7 +33,7 @@ class HiddenMatrices:
     def __init__(self, kinds: Mapping[str, list[str]]) -> None:
         self.kinds = dict(kinds)
         self.names = frozenset(kinds.get(HIDDEN, ()))
-        self.others = frozenset(n for some in kinds.values() for n in some) - self.names
+        self.others = frozenset(n for names in kinds.values() for n in names) - self.names
 
     def __call__(self, path: str, p: Tensor) -> bool:
         """Return True if the parameter of this name is a hidden matrix."""
@@ -49,8 +49,8 @@ class HiddenMatrices:
         lines: list[str] = []
         for kind, names in self.kinds.items():
             alike = grouped(names, lambda name: re.sub(r"\d+", "*", name))
-            shown = [some[0] if len(some) == 1 else key for key, some in alike.items()]
-            lines.append(f"{len(names)} {kind}: {', '.join(shown)}")
+            labels = [xs[0] if len(xs) == 1 else key for key, xs in alike.items()]
+            lines.append(f"{len(names)} {kind}: {', '.join(labels)}")
         return "\n".join(lines)
 
 
@@ -96,8 +96,8 @@ def hidden_matrices(
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     plain = {without_wrappers(name): p for name, p in named.items()}
-    asked = dict.fromkeys(_matching("include", include, plain), HIDDEN)
-    asked |= dict.fromkeys(_matching("exclude", exclude, plain), "excluded")
+    explicit = dict.fromkeys(_matching("include", include, plain), HIDDEN)
+    explicit |= dict.fromkeys(_matching("exclude", exclude, plain), "excluded")
     tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
     tied = {id(p) for table in tables for p in table.parameters(recurse=False)}
     outputs = _outputs(model, tables)
@@ -105,10 +105,10 @@ def hidden_matrices(
     for prefix, module in model.named_modules(remove_duplicate=False):
         for short, p in module.named_parameters(recurse=False):
             name = without_wrappers(f"{prefix}.{short}" if prefix else short)
-            kind = asked.get(name) or _kind(name, p, module, plain)
-            if name not in asked and id(p) in tied:
+            kind = explicit.get(name) or _kind(name, p, module, plain)
+            if name not in explicit and id(p) in tied:
                 kind = "embeddings"
-            elif name not in asked and id(p) in outputs and p.dim() > 1:
+            elif name not in explicit and id(p) in outputs and p.dim() > 1:
                 kind = "output layers"
             kinds.setdefault(kind, []).append(name)
     return HiddenMatrices(kinds)
@@ -117,7 +117,7 @@ def hidden_matrices(
 def _matching(
     option: str, patterns: str | Iterable[str], named: Mapping[str, Tensor]
 ) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         hits = [name for name in named if fnmatchcase(name, pattern)]
         if not hits:
@@ -125,14 +125,14 @@ def _matching(
                 f"{option}={pattern!r} is no parameter: allowed are names and patterns of "
                 f"{list(named)[-5:]} and the others"
             )
-        found += hits
-    return found
+        names += hits
+    return names
 
 
 def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) -> str:
     """Return what a parameter is, if it is no embedding and no output layer."""
     *above, short = name.split(".")
-    called = next((x for x in reversed(above) if not x.isdigit()), "")
+    module_name = next((x for x in reversed(above) if not x.isdigit()), "")
     if p.dim() < 2:
         return "vectors"
     if isinstance(module, _CONVOLUTIONS):
@@ -140,10 +140,10 @@ def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) 
     bank = (p.dim() == 3 and p.shape[0] > 1) or any("expert" in x for x in above)
     if "weight" not in short and not (bank and not _NO_BANK.search(short.lower())):
         return "parameters not called a weight"
-    if _ROUTER.search(called.lower()) or _ROUTER.search(short.lower()):
+    if _ROUTER.search(module_name.lower()) or _ROUTER.search(short.lower()):
         return "routers and gates"
-    if _GATE.search(called.lower()):
-        beside = ".".join(above[: len(above) - above[::-1].index(called) - 1])
+    if _GATE.search(module_name.lower()):
+        beside = ".".join(above[: len(above) - above[::-1].index(module_name) - 1])
         near = [q for n, q in named.items() if n.startswith(beside and f"{beside}.")]
         if not any(q is not p and q.shape == p.shape for q in near):
             return "routers and gates"
@@ -153,11 +153,11 @@ def _kind(name: str, p: Tensor, module: nn.Module, named: Mapping[str, Tensor]) 
 
 def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
     """Return the ids of the parameters of output layers."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for name in ("get_output_embeddings", "get_classifier"):
         getter = getattr(model, name, None)
         layer = getter() if callable(getter) else None
-        found += [layer] if isinstance(layer, nn.Module) else []
+        layers += [layer] if isinstance(layer, nn.Module) else []
     linear: list[nn.Linear] = []
     single: list[nn.Linear] = []
     for path, module in model.named_modules():
@@ -169,13 +169,13 @@ def _outputs(model: nn.Module, tables: Sequence[nn.Module]) -> set[int]:
         if (outermost and name in _OUTERMOST) or _OUTPUTS.search(
             name.lower().rstrip("0123456789_")
         ):
-            found += _last_layers(module, repeated)
+            layers += _last_layers(module, repeated)
     shapes = [table.weight.shape for table in tables if isinstance(table.weight, Tensor)]
     largest = max(shapes, default=torch.Size())
     if len({*largest}) == 2:  # a square is that of hidden layers too
         # In a repeated block it is hidden, as 4 * 64 beside 256 bytes.
-        found += [m for m in single if m.weight.shape == largest]
-    return {id(p) for m in found or linear[-1:] for p in m.parameters()}
+        layers += [m for m in single if m.weight.shape == largest]
+    return {id(p) for m in layers or linear[-1:] for p in m.parameters()}
 
 
 def _last_layers(head: nn.Module, repeated: bool) -> Sequence[nn.Module]:

@@ -73,12 +73,12 @@ class LAMB(Moments, name="lamb"):
         # From these means follows the norm of the move, for any lr and decay.
         xx, dd = mean(x * x), mean(d * d)
         db, bb = mean(d * move.decays), mean(move.decays * move.decays)
-        own, decay = move.lr * move.scale, move.decay
-        square = dd * (own * own) + db * (2.0 * own * decay) + bb * (decay * decay)
-        length, wanted = root(square), root(xx) * move.lr
+        rate, decay = move.lr * move.scale, move.decay
+        square = dd * (rate * rate) + db * (2.0 * rate * decay) + bb * (decay * decay)
+        length, target = root(square), root(xx) * move.lr
         # If either norm is 0, the length of the move does not change.
-        wanted = where(is_zero(xx), length, wanted)
-        return length / where(is_zero(square), length, wanted)
+        target = where(is_zero(xx), length, target)
+        return length / where(is_zero(square), length, target)
 
 
 State = LAMB.State  # found by torch.load(weights_only=True)

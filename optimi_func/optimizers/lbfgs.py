@@ -193,18 +193,18 @@ class LBFGS(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return the state as torch.optim.LBFGS names it, which can load it."""
-        found = super().state_dict()
-        for key, entry in found["state"].items():
+        state_dict = super().state_dict()
+        for key, entry in state_dict["state"].items():
             if not isinstance(entry, dict):
                 continue  # of a hook
-            entry = found["state"][key] = dict(entry)
+            entry = state_dict["state"][key] = dict(entry)
             if (h := entry.pop("history", None)) is not None:
                 rows = qn.rows_of(h)
                 entry["old_dirs"] = [h.pairs[i, 1].clone() for i in rows]
                 entry["old_stps"] = [h.pairs[i, 0].clone() for i in rows]
                 entry["ro"] = [h.inverse[i, i].clone() for i in rows]
                 entry["H_diag"] = h.scale
-        return found
+        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this class or of torch.optim.LBFGS.

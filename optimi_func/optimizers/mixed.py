@@ -146,14 +146,14 @@ class Mixed(Evaluated):
         count = len(self.param_groups)
         try:
             for i, value in enumerate(self._values):
-                own = [pair for pair, k in zip(zip(names, tensors), places) if k == i]
-                if own:
+                pairs = [pair for pair, k in zip(zip(names, tensors), places) if k == i]
+                if pairs:
                     numbers = _numbers_of(value)
                     # Other rules' hyperparameters in a given group are not this group's.
                     more = {
                         k: x for k, x in given.items() if k in numbers or k not in known
                     }
-                    group = {**numbers, **more, "rule": rule_name(value), "params": own}
+                    group = {**numbers, **more, "rule": rule_name(value), "params": pairs}
                     super().add_param_group(group)
         except Exception:
             del self.param_groups[count:]
@@ -173,13 +173,13 @@ class Mixed(Evaluated):
         """
         self.refuse_transforms("torch_state_dict()")
         whole = self.decoded_state_dict()
-        found: dict[str, StateDict] = {}
+        dicts: dict[str, StateDict] = {}
         for value in self._values:
             rule = rule_name(value)
-            own = _of_rule(whole, rule)
+            part = _of_rule(whole, rule)
             keywords = tuple(_numbers_of(value))
-            found[rule] = convert.as_torchs(rule, keywords, counterparts_of(value), own)
-        return found
+            dicts[rule] = convert.as_torchs(rule, keywords, counterparts_of(value), part)
+        return dicts
 
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Match a state dict, rule by rule.
@@ -219,13 +219,13 @@ class Mixed(Evaluated):
                 unexpected += theirs
                 continue
             value = next(x for x in self._values if rule_name(x) == rule)
-            given = saved, mine, strict, match, tuple(_numbers_of(value))
-            found = convert.find_entries(*given, counterparts_of(value))
-            for i, options, some in zip(places, found.groups, found.entries):
-                groups[i], entries[i] = options, some
-            missing += found.report.missing
-            unexpected += found.report.unexpected
-            others |= found.others
+            arguments = saved, mine, strict, match, tuple(_numbers_of(value))
+            matched = convert.find_entries(*arguments, counterparts_of(value))
+            for i, options, group_entries in zip(places, matched.groups, matched.entries):
+                groups[i], entries[i] = options, group_entries
+            missing += matched.report.missing
+            unexpected += matched.report.unexpected
+            others |= matched.others
         return Match(groups, entries, others, LoadReport(missing, unexpected))
 
     def _check_rules(self, state_dict: StateDict) -> None:
@@ -252,13 +252,13 @@ class Mixed(Evaluated):
             ValueError: Parameters of a group that have taken different numbers of steps.
         """
         self.check_train_mode("functional()")
-        made: list[tuple[Select, FunctionalOptimizer]] = []
+        pairs: list[tuple[Select, FunctionalOptimizer]] = []
         states: list[TreeState] = []
         for group in self.param_groups:
             bound = self.bound_of(group)
             entries = self._named_entries(group, bound.starting_rule)
             if entries:
-                made.append((Named(list(entries)), bound))
+                pairs.append((Named(list(entries)), bound))
                 states.append(convert.as_tree(bound.rule, entries, self._first_param()))
         names = [name for state in states for name in state.leaves]
         at = [i for i, state in enumerate(states) for _ in state.leaves]
@@ -266,7 +266,7 @@ class Mixed(Evaluated):
             state._replace(leaves={n: state.leaves.get(n, Elsewhere()) for n in names})
             for state in states
         )
-        return partition(*made), PartitionState(Places(dict(zip(names, at))), parts)
+        return partition(*pairs), PartitionState(Places(dict(zip(names, at))), parts)
 
     def load_functional(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: PartitionState, params: dict[str, Tensor] | None = None
@@ -282,16 +282,16 @@ class Mixed(Evaluated):
                 nothing is loaded then.
         """
         self.check_train_mode("load_functional()")
-        made: dict[Tensor, Entry] = {}
+        entries: dict[Tensor, Entry] = {}
         moved: list[tuple[Tensor, Tensor]] = []
         for i, part in enumerate(state.parts):
-            own = {n: x for n, x in part.leaves.items() if not isinstance(x, Elsewhere)}
-            tree = part._replace(leaves=own)
+            leaves = {n: x for n, x in part.leaves.items() if not isinstance(x, Elsewhere)}
+            tree = part._replace(leaves=leaves)
             values = params or {} if i == 0 else {}
-            some, moves = self._loaded_tree(tree, values)
-            made |= some
+            loaded, moves = self._loaded_tree(tree, values)
+            entries |= loaded
             moved += moves
-        self._take_over(made, moved)
+        self._take_over(entries, moved)
 
 
 def _checked_value(value: object) -> FunctionalOptimizer:
@@ -321,8 +321,8 @@ def _keywords(factory: type[FunctionalOptimizer]) -> tuple[str, ...]:
 
 def _named(group: Group) -> tuple[list[str], list[Tensor]]:
     """Return the names and the parameters of a given group."""
-    given = group["params"]
-    params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+    source = group["params"]
+    params: list[Any] = [source] if isinstance(source, Tensor) else list(source)
     if all(isinstance(x, tuple) and len(x) == 2 for x in params):
         return [name for name, _ in params], [p for _, p in params]
     names = list(group.get("param_names", ()))
@@ -338,6 +338,6 @@ def _of_rule(state_dict: StateDict, rule: str) -> StateDict:
     """Return the part of a state dict with the groups of a rule."""
     groups = [group for group in state_dict["param_groups"] if group["rule"] == rule]
     every = {i for group in state_dict["param_groups"] for i in group["params"]}
-    own = {i for group in groups for i in group["params"]}
-    state = {k: x for k, x in state_dict["state"].items() if k in own or k not in every}
+    ids = {i for group in groups for i in group["params"]}
+    state = {k: x for k, x in state_dict["state"].items() if k in ids or k not in every}
     return {"state": state, "param_groups": groups}

@@ -94,13 +94,13 @@ def as_dtype(x: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of the iteration, given itself or its name."""
     if x is None:
         return None
-    found = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(
             f"Invalid ns_dtype: ns_dtype={x!r}: allowed are floating torch dtypes, their "
             "names, and None"
         )
-    return found
+    return dtype
 
 
 def as_split(x: GivenSplit) -> Split:
@@ -268,14 +268,14 @@ class Muon(Body, name="muon"):
         x = x / length.clamp_min(rounded(self.eps, x)).clamp_min(torch.finfo(wide).tiny)
         x = (x.mT if m > n else x).to(dtype)
         x = x.flatten(0, -3) if x.dim() > 2 else x
-        rest = self.table
-        while rest:
+        table = self.table
+        while table:
             # From this ratio of the sides on, several at once take fewer multiplications.
-            some = 1 if 2 * max(m, n) < 3 * min(m, n) else 2 if dtype.itemsize < 4 else 3
-            q, own = moved_by(x, rest[:some])
-            rest = rest[some:]
-            last = 1.0 if rest else scale
-            x = product(own, x, x, last * q, last)
+            count = 1 if 2 * max(m, n) < 3 * min(m, n) else 2 if dtype.itemsize < 4 else 3
+            q, factor = moved_by(x, table[:count])
+            table = table[count:]
+            last = 1.0 if table else scale
+            x = product(factor, x, x, last * q, last)
         return (x.mT if m > n else x).to(wide).reshape(shape)
 
     def scale(self, x: Tensor) -> float:
@@ -305,14 +305,14 @@ def moved_by(x: Tensor, table: tuple[Triple, ...]) -> tuple[float, Tensor]:
     """
     gram = symmetric(x, x.mT)
     (q, b, c), *rest = table
-    own = power = symmetric(gram, gram, gram, b, c)
+    factor = power = symmetric(gram, gram, gram, b, c)
     for i, (a, b, c) in enumerate(rest):
         half = symmetric(gram, power, gram, table[i][0])
         gram = symmetric(half, power, half, table[i][0])
         power = symmetric(gram, gram, gram, b, c)
-        own = symmetric(own, power, own, a) + q * power
+        factor = symmetric(factor, power, factor, a) + q * power
         q = q * a
-    return q, own
+    return q, factor
 
 
 def joined(parts: list[Tensor], like: Tensor) -> Tensor:

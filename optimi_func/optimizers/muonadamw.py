@@ -122,11 +122,11 @@ def MuonAdamW(  # noqa: D417
         )
     own = dict(momentum=momentum, nesterov=nesterov, ns_dtype=ns_dtype)
     own |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn)
-    both = dict(decouple_lr=decouple_lr, maximize=maximize)
-    both |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
+    shared = dict(decouple_lr=decouple_lr, maximize=maximize)
+    shared |= dict(cautious_decay=cautious_decay, corrected_decay=corrected_decay)
     matrices = muon if row_beta is None else partial(normuon, row_beta=row_beta)
-    of_muon = partial(matrices, ns_steps=ns_steps, cautious=cautious, **own, **both)
-    of_adamw = partial(adamw, betas=betas, eps=eps, cautious=cautious, **both)
+    of_muon = partial(matrices, ns_steps=ns_steps, cautious=cautious, **own, **shared)
+    of_adamw = partial(adamw, betas=betas, eps=eps, cautious=cautious, **shared)
     second_lr = lr if adamw_lr is None else adamw_lr
 
     def made(
@@ -136,9 +136,9 @@ def MuonAdamW(  # noqa: D417
         most = max_lr if max_lr is None or scale == 1 else max_lr * scale
         return rule(lr=rate if factor == 1 else rate * factor, max_lr=most, **more)
 
-    chosen = hidden_matrices(model, exclude=exclude, include=include)
+    hidden = hidden_matrices(model, exclude=exclude, include=include)
     params = dict(model.named_parameters())
-    matrix = [name for name, p in params.items() if chosen(name, p)]
+    matrix = [name for name, p in params.items() if hidden(name, p)]
     factors = _by_pattern("lr_multipliers", lr_multipliers, list(params), 1.0)
     parts_of = _by_pattern("split", split, matrix, None)
     tables = [m for m in model.modules() if isinstance(m, EMBEDDINGS)]
@@ -167,9 +167,9 @@ def MuonAdamW(  # noqa: D417
         parts.append((Named(names), value))
     if not any(params[name].requires_grad for name in matrix):
         raise ValueError(
-            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{chosen}"
+            f"MuonAdamW: hidden_matrices selects no parameter to train.\n{hidden}"
         )
-    for line in str(chosen).splitlines():
+    for line in str(hidden).splitlines():
         _log.info("MuonAdamW: %s", line)
     how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
     how |= dict(gradient_release=gradient_release, capturable=capturable, triton=triton)
@@ -208,16 +208,16 @@ def _by_pattern(
     """Return, for each name, the value of the first pattern that it matches."""
     if not isinstance(given, Mapping | None):
         raise TypeError(f"{option}={given!r}: allowed is a dict of names or patterns")
-    found: dict[str, T] = {}
-    rest = dict(given or {})
+    values: dict[str, T] = {}
+    extra = dict(given or {})
     for name in names:
         hits = [k for k in given or {} if fnmatchcase(without_wrappers(name), k)]
-        found[name] = (given or {})[hits[0]] if hits else usual
+        values[name] = (given or {})[hits[0]] if hits else usual
         for pattern in hits:
-            rest.pop(pattern, None)
-    if rest:
+            extra.pop(pattern, None)
+    if extra:
         raise ValueError(
-            f"{option} has {next(iter(rest))!r}, which is none of its parameters: allowed "
+            f"{option} has {next(iter(extra))!r}, which is none of its parameters: allowed "
             f"are names and patterns of {names[-5:]} and the others"
         )
-    return found
+    return values

@@ -57,19 +57,19 @@ class NorMuon(Muon, name="normuon"):
         return self.State._make((None, (*rows, 1)))
 
     def whole(self, d: Tensor, s: State):  # pyright: ignore[reportIncompatibleMethodOverride]
-        moved: list[Tensor] = []
-        kept: list[Tensor] = []
+        moves: list[Tensor] = []
+        averages: list[Tensor] = []
         for y, rows in zip(self.matrices(d), self.matrices(s.second_momentum_buffer)):
             o = self.orthogonalized(y)
             lengths = norm(o, dim=-1, keepdim=True)
             means = lengths.square() / max(1, o.shape[-1])
-            kept.append(self.row_beta * rows + (1 - self.row_beta) * means)
-            even = 1.0 / (root(kept[-1]) + 1e-10)
-            both = lengths, lengths * even
-            before, after = (norm(z, dim=(-2, -1), keepdim=True) for z in both)
-            moved.append(o * (even * (self.scale(y) * before / (after + 1e-10))))
-        rows = joined(kept, s.second_momentum_buffer)
-        return joined(moved, d), s._replace(second_momentum_buffer=rows)
+            averages.append(self.row_beta * rows + (1 - self.row_beta) * means)
+            even = 1.0 / (root(averages[-1]) + 1e-10)
+            pair = lengths, lengths * even
+            before, after = (norm(z, dim=(-2, -1), keepdim=True) for z in pair)
+            moves.append(o * (even * (self.scale(y) * before / (after + 1e-10))))
+        rows = joined(averages, s.second_momentum_buffer)
+        return joined(moves, d), s._replace(second_momentum_buffer=rows)
 
 
 State = NorMuon.State  # found by torch.load(weights_only=True)

@@ -131,17 +131,17 @@ class Prodigy(Body, name="prodigy"):
 
     def join(self, r: Running, sums: tuple[Scalar, Scalar]):
         along, size = sums
-        some = size > 0  # else all gradients have been 0 so far
+        nonzero = size > 0  # else all gradients have been 0 so far
         total = self.kept() * r.d_numerator + along
-        estimate = self.d_coef * total / where(some, size, 1.0)
+        estimate = self.d_coef * total / where(nonzero, size, 1.0)
         larger = estimate > r.d_max
-        d_max = where(some, where(larger, estimate, r.d_max), r.d_max)
+        d_max = where(nonzero, where(larger, estimate, r.d_max), r.d_max)
         # The first estimate may be any factor above d0.
         base = where(r.d == self.d0, where(larger, estimate, r.d), r.d)
         unlimited = self.growth_rate == math.inf
         grown = base * where(unlimited, 1.0, self.growth_rate)
         d = where(unlimited | (grown > d_max), d_max, grown)
-        return self.Running(where(some, d, r.d), d_max, total)
+        return self.Running(where(nonzero, d, r.d), d_max, total)
 
     def kept(self) -> Scalar:
         """Return b3."""

@@ -85,13 +85,13 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         b1, now = self.share(), self.lr * self.warmed(t)
         top = where(now > r.lr_max, now, r.lr_max)
         # The derivative of a power of 0 is not finite, so another base takes its place.
-        moved = top > 0
+        any_lr = top > 0
         of_none = where(self.weight_lr_power == 0, 1.0, 0.0)
-        w = where(moved, where(moved, top, 1.0) ** self.weight_lr_power, of_none)
+        w = where(any_lr, where(any_lr, top, 1.0) ** self.weight_lr_power, of_none)
         w = w * t**self.r
         total = r.weight_sum + w
-        some = total > 0
-        c = where(some, w / where(some, total, 1.0), 0.0)
+        any_weight = total > 0
+        c = where(any_weight, w / where(any_weight, total, 1.0), 0.0)
         inner = 1.0 - b1 * (1.0 - c)
         # x follows from y by the b1 that y was made with.
         before = where(r.beta1 == 0, b1, r.beta1)
@@ -99,7 +99,7 @@ class ScheduleFreeOptimizer(Evaluated, Body):
         # finite.
         beyond = 1.0 / where(before == 0, 1.0, before) - 1.0
         weight = where(before == b1, c, inner - (1.0 - inner) * beyond)
-        after = self.Running(total, top, where(some, b1, r.beta1))
+        after = self.Running(total, top, where(any_weight, b1, r.beta1))
         return Averaging(weight, inner, beyond, after)
 
     def z_of(self, x: Tensor, s: "SGDState | State", r: Running) -> Tensor:

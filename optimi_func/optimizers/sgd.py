@@ -91,10 +91,10 @@ class SGD(Body, name="sgd"):
     def along(self, g: Tensor, s: Buffer, t: float, kept: Scalar):
         flag = isinstance(self.dampening, bool)
         tau = self.momentum if self.dampening is True else 0.0 if flag else self.dampening
-        rest = 1.0 - tau
+        share = 1.0 - tau
         if self.torch_init or self.dampening is not True:
-            rest = where(t == 1, 1.0, rest)  # b starts as the gradient
-        b = kept * s.momentum_buffer + rest * g
+            share = where(t == 1, 1.0, share)  # b starts as the gradient
+        b = kept * s.momentum_buffer + share * g
         # A scalar of its own, so that `accumulate` is the same kernel.
         return g + 1.0 * self.momentum * b if self.nesterov else b, s._replace(
             momentum_buffer=b

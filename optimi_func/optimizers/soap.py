@@ -94,14 +94,14 @@ class SOAP(Body, name="soap"):
 
     def sides(self, shape: torch.Size) -> tuple[list[int], dict[int, int]]:
         """Return the shape, perhaps merged, and the rotated dimensions with their sizes."""
-        merged, most = list(shape), self.max_precond_dim
+        sizes, most = list(shape), self.max_precond_dim
         if self.merge_dims and len(shape) > 1:
-            merged = [1]
+            sizes = [1]
             for n in shape:
-                merged += [] if merged[-1] * n <= most else [1]
-                merged[-1] *= n
+                sizes += [] if sizes[-1] * n <= most else [1]
+                sizes[-1] *= n
         rotates = (len(shape) > 1 or self.precondition_1d) and 0 not in shape
-        return merged, {i: n for i, n in enumerate(merged) if rotates and 1 < n <= most}
+        return sizes, {i: n for i, n in enumerate(sizes) if rotates and 1 < n <= most}
 
     def init(self, p: Tensor):
         squares = (sum(n * n for n in self.sides(p.shape)[1].values()),)
@@ -111,8 +111,8 @@ class SOAP(Body, name="soap"):
         return g
 
     def whole(self, d: Tensor, s: State, t: Scalar):
-        known = value_of(t) if isinstance(t, Tensor) else t
-        at = t if known is None else known
+        value = value_of(t) if isinstance(t, Tensor) else t
+        at = t if value is None else value
         later, since = at > 1, choose(at > 1, at - 1.0, 1.0)
         (b1, b2), b3, scale = self.betas, self.shampoo_beta, 1.0
         if self.correct_bias:

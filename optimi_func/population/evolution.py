@@ -139,9 +139,9 @@ def perturb(
     def scale(name: str, x: Tensor) -> Tensor:
         # A factor would be rounded in integers.
         x = x if x.is_floating_point() else x.to(scalar_dtype(x.device))
-        some, old = factors[name], x[at]
-        drawn = torch.randint(len(some), (len(at),), generator=generator, device=device)
-        f = torch.tensor(some, dtype=x.dtype, device=device)[drawn]
+        choices, old = factors[name], x[at]
+        picks = torch.randint(len(choices), (len(at),), generator=generator, device=device)
+        f = torch.tensor(choices, dtype=x.dtype, device=device)[picks]
         new = old * f
         if any([word in name for word in _BELOW_ONE]):  # a negative one stands for another
             new = torch.where(old < 0.0, new, (1.0 - (1.0 - old) * f).clamp_min(0.0))

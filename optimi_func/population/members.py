@@ -95,16 +95,16 @@ def init(
         raise ValueError(f"source={source!r} has no parameters to train")
     n = place({"params": params, "buffers": buffers}, (0, 0)).n
     device = first_tensor(params).device
-    given = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
-    placed = place({"params": params, "hyper": given}, (0, 0))
+    numbers = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
+    placed = place({"params": params, "hyper": numbers}, (0, 0))
     # Under vmap the factory could not read the values that it checks.
-    several = pytree.tree_leaves(given)
-    for one in unstack(pytree.tree_map(Tensor.cpu, given)) if several else [given]:
-        bind(optimizer, one)
+    several = pytree.tree_leaves(numbers)
+    for member in unstack(pytree.tree_map(Tensor.cpu, numbers)) if several else [numbers]:
+        bind(optimizer, member)
     start = placed.run(lambda p, h: bind(optimizer, h).init(p, **options), "error")
     # vmap returns state that all members share as an expanded view.
     state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
-    return Population(params, state, given, buffers)
+    return Population(params, state, numbers, buffers)
 
 
 def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
@@ -229,22 +229,22 @@ def load_member(members: Population, index: int, module: nn.Module, optimizer: A
     check_members(members)
     if not 0 <= index < len(members):
         raise IndexError(f"index={index}: allowed are members 0 to {len(members) - 1}")
-    one = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
-    hyper = pytree.tree_map(Tensor.item, one.hyper)
+    member = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
+    hyper = pytree.tree_map(Tensor.item, member.hyper)
     for name, x in hyper.items():
         if isinstance(x, dict) or name not in optimizer.param_groups[0]:
             raise ValueError(
                 f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
                 f"{type(optimizer).__name__}'s param groups, and no trees of them"
             )
-    lacking = [name for name, _ in module.named_buffers() if name not in one.buffers]
+    lacking = [name for name, _ in module.named_buffers() if name not in member.buffers]
     if lacking:
         raise ValueError(f"the population has no buffers {lacking} of the module")
-    optimizer.load_functional(one.state, one.params)
+    optimizer.load_functional(member.state, member.params)
     for group in optimizer.param_groups:
         group.update(hyper)
     for name, buffer in module.named_buffers():
-        buffer.copy_(one.buffers[name])
+        buffer.copy_(member.buffers[name])
 
 
 def stack(trees: Sequence[T]) -> T:
@@ -319,19 +319,19 @@ def state_dicts(members: Population, module: nn.Module) -> list[StateDict]:
         )
     names = {id(x): name for name, x in module.named_parameters()}
     names |= {id(x): name for name, x in module.named_buffers()}
-    own = {**members.params, **members.buffers}
-    found: list[StateDict] = [{} for _ in range(len(members))]
+    tensors = {**members.params, **members.buffers}
+    dicts: list[StateDict] = [{} for _ in range(len(members))]
     for name, x in module.state_dict(keep_vars=True).items():
-        known = names.get(id(x))
-        if known is not None and known not in own:
+        key = names.get(id(x))
+        if key is not None and key not in tensors:
             raise ValueError(
-                f"the population has no {known!r} of {type(module).__name__}: make it "
+                f"the population has no {key!r} of {type(module).__name__}: make it "
                 "from the module itself"
             )
-        for i, one in enumerate(found):
+        for i, target in enumerate(dicts):
             # A module's extra state is the same for all members.
-            one[name] = x if known is None else own[known][i].detach().clone()
-    return found
+            target[name] = x if key is None else tensors[key][i].detach().clone()
+    return dicts
 
 
 def first_tensor(tree: object) -> Tensor:

@@ -73,8 +73,8 @@ def vmap_step(
         axes = (*in_axes, *(0 for _ in extras))
 
         def member(p: PyTree, g: PyTree, s: PyTree, h: Hyper, *given: PyTree) -> object:
-            own = dict(zip(extras, given))
-            return step_of("population", bind(optimizer, h), p, g, s, **own)
+            by_name = dict(zip(extras, given))
+            return step_of("population", bind(optimizer, h), p, g, s, **by_name)
 
         return place(args | extras, axes, {"hyper", *extras}).run(member, randomness)
 
@@ -116,12 +116,12 @@ def step(
     tensor([ 0.0000, -0.2000])
     """
     check_members(members)
-    some = members if index is None else select(members, index)
+    stepped = members if index is None else select(members, index)
     update = vmap_step(optimizer, randomness=randomness)
-    params, state = update(some.params, grads, some.state, some.hyper, **extras)
+    params, state = update(stepped.params, grads, stepped.state, stepped.hyper, **extras)
     if index is not None:
-        kept = without_none((members.params, members.state))
-        params, state = put(kept, without_none((params, state)), index)
+        before = without_none((members.params, members.state))
+        params, state = put(before, without_none((params, state)), index)
     return replace(members, params=params, state=state)
 
 
@@ -164,8 +164,8 @@ def loss_and_grad(
     def checked(*args: object) -> object:
         return scalar_loss(loss_fn(*args), has_aux)
 
-    both = partial(grads_and_value, checked, has_aux)
-    grads, losses = _over_members(both, members, data, in_axes, randomness)
+    compute = partial(grads_and_value, checked, has_aux)
+    grads, losses = _over_members(compute, members, data, in_axes, randomness)
     return losses, grads
 
 
@@ -292,8 +292,8 @@ def call_module(
                 "from the module has it, and its losses take (params, buffers, *data)"
             )
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for kind, given, own in (("buffer", buffers, names), ("parameter", params, known)):
-        for name in given:
+    for kind, tensors, own in (("buffer", buffers, names), ("parameter", params, known)):
+        for name in tensors:
             if name not in own:
                 raise ValueError(f"{type(module).__name__} has no {kind} {name!r}")
     own = {name: x.clone() for name, x in buffers.items()}

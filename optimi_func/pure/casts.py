@@ -66,8 +66,8 @@ class Kept:
             if len(cls._made) == 64:
                 cls._made.clear()
             cls._made[key] = cls(**kwargs)
-        found = cls._made[key]
-        return found if found.lr == lr else found.with_lr(lr)
+        value = cls._made[key]
+        return value if value.lr == lr else value.with_lr(lr)
 
 
 class Casts:
@@ -86,41 +86,41 @@ class Casts:
         self, scalars: Scalars, dtype: torch.dtype, device: torch.device
     ) -> Scalars:
         """Return the scalars of a leaf."""
-        made = self._made
-        if made is None:
-            found = pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)
-            return _with_whole(found, scalars, device)
+        cache = self._made
+        if cache is None:
+            out = pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype, device), scalars)
+            return _with_whole(out, scalars, device)
         key = id(scalars), dtype, device
-        if key in made:
-            return made[key]
-        passed: list[Tensor] = []
+        if key in cache:
+            return cache[key]
+        varying: list[Tensor] = []
 
         def cast(x: Scalar) -> Scalar:
             if not isinstance(x, Tensor):
                 return x
             if not is_constant(x):
-                passed.append(x)
+                varying.append(x)
             return _cast(x, dtype, device)
 
         def convert(x: Scalar) -> Scalar:
             return _number(x, dtype) if type(x) in (float, int) else cast(x)
 
-        found = self._as_tensors(cast, convert, scalars) if self._at_once else None
-        if passed or found is None:
-            found = _each(cast, scalars)
-        found = _with_whole(found, scalars, device)
-        if not passed:
-            made[key] = found
-        return found
+        out = self._as_tensors(cast, convert, scalars) if self._at_once else None
+        if varying or out is None:
+            out = _each(cast, scalars)
+        out = _with_whole(out, scalars, device)
+        if not varying:
+            cache[key] = out
+        return out
 
     def _as_tensors(self, cast: Any, convert: Any, scalars: Scalars) -> Scalars:
         coeffs, r, dither = scalars
         # The mean of a rule, and cautious decay, compute with these as Python numbers.
-        kept = 2 if self._rule.means is not None or r.undecayed_lr else 0
-        usual = zip(r[kept:4], (math.nan, 0.0, 0.0, 1.0)[kept:])
+        count = 2 if self._rule.means is not None or r.undecayed_lr else 0
+        usual = zip(r[count:4], (math.nan, 0.0, 0.0, 1.0)[count:])
         rest = [None if type(x) is float and x == none else x for x, none in usual]
-        own = Rates(*map(cast, r[:kept]), *_each(convert, (*rest, *r[4:])))
-        return Scalars(_each(convert, coeffs), own, cast(dither))
+        rates = Rates(*map(cast, r[:count]), *_each(convert, (*rest, *r[4:])))
+        return Scalars(_each(convert, coeffs), rates, cast(dither))
 
     def allow_short_steps(self, tree: FlatTree, scalars: Scalars) -> bool:
         """Return True if `short_step` can step the leaves of a tree."""
@@ -157,11 +157,11 @@ def _with_whole(found: Scalars, scalars: Scalars, device: torch.device) -> Scala
     if not hasattr(found.coeffs, "whole"):
         return found
     wide = scalar_dtype(device)
-    own = _each(
+    whole = _each(
         lambda x: _cast(x, wide, device) if isinstance(x, Tensor) else x,
         scalars.coeffs.whole,
     )
-    return found._replace(coeffs=found.coeffs._replace(whole=own))
+    return found._replace(coeffs=found.coeffs._replace(whole=whole))
 
 
 @lru_cache(256)
@@ -189,11 +189,11 @@ def called(optimizer: Any, t: Scalar) -> dict[str, Any]:
     flat = [y for x in numbers.values() for y in (x if type(x) is tuple else (x,))]
     if not any(map(callable, flat)):
         return numbers
-    own = pytree.tree_map(lambda x: x(t - 1.0) if callable(x) else x, numbers)
+    values = pytree.tree_map(lambda x: x(t - 1.0) if callable(x) else x, numbers)
     now = object.__new__(type(optimizer))
-    now.__dict__.update(optimizer.__dict__, **own)
+    now.__dict__.update(optimizer.__dict__, **values)
     now.check()  # the values that schedules have at this step
-    return own
+    return values
 
 
 def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:

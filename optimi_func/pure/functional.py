@@ -156,8 +156,8 @@ class FunctionalOptimizer(Kept):
         """The coefficients of a step if all hyperparameters are Python numbers."""
         if self.rule.prepare is None or not self.has_numbers:
             return None
-        own = [x for name, x in self.numbers.items() if name not in ("lr", "weight_decay")]
-        flat = [y for x in own for y in (x if isinstance(x, tuple | list) else (x,))]
+        xs = [x for name, x in self.numbers.items() if name not in ("lr", "weight_decay")]
+        flat = [y for x in xs for y in (x if isinstance(x, tuple | list) else (x,))]
         try:
             return self.rule.prepare()(*map(float, flat))
         except (ArithmeticError, ValueError, TypeError):
@@ -192,16 +192,16 @@ class FunctionalOptimizer(Kept):
 
     def __repr__(self) -> str:
         """Return the call that makes it: lr, and what differs from the defaults."""
-        given = [(f, getattr(self, f.name)) for f in fields(self)]
-        shown = [
+        pairs = [(f, getattr(self, f.name)) for f in fields(self)]
+        texts = [
             f"{f.name}={x!r}"
-            for f, x in given
+            for f, x in pairs
             if f.name == "lr"
             or isinstance(x, Tensor)
             or type(x) is not type(f.default)
             or x != f.default
         ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def with_lr(self, lr: float) -> Self:
         """Return the optimizer with another learning rate; only this is checked."""
@@ -281,8 +281,8 @@ class FunctionalOptimizer(Kept):
 
     @cached_property
     def _stuck(self) -> list[str]:
-        kept = trees_of(self).get("betas", [getattr(self, "betas", ())])
-        return [text for x in kept for text in checks.stuck_moments(x[: self.rule.narrow])]
+        rows = trees_of(self).get("betas", [getattr(self, "betas", ())])
+        return [text for x in rows for text in checks.stuck_moments(x[: self.rule.narrow])]
 
     def warn(self, tree: FlatTree) -> None:
         """Warn of likely mistakes, and of moments of a tree that hardly move."""
@@ -292,16 +292,16 @@ class FunctionalOptimizer(Kept):
     @cached_property
     def has_numbers(self) -> bool:
         """True if no number is a tensor, a schedule or a tree; Dynamo cannot trace it."""
-        given = [self.lr, self.weight_decay, self.max_lr]
+        values = [self.lr, self.weight_decay, self.max_lr]
         for x in self.numbers.values():
-            given += x if isinstance(x, tuple) else (x,)
-        return _NUMBERS.issuperset(map(type, given))
+            values += x if isinstance(x, tuple) else (x,)
+        return _NUMBERS.issuperset(map(type, values))
 
     @cached_property
     def _on_host(self) -> bool:
         """True if a step's scalars can be computed in Python, with the same results."""
-        given = [self.lr, self.weight_decay, self.max_lr, self.numbers]
-        plain = trees_of(self) and _NUMBERS.issuperset(map(type, pytree.tree_leaves(given)))
+        every = [self.lr, self.weight_decay, self.max_lr, self.numbers]
+        plain = trees_of(self) and _NUMBERS.issuperset(map(type, pytree.tree_leaves(every)))
         return bool(self.has_numbers or plain) and not self.rule.running._fields
 
     def init(
@@ -370,7 +370,7 @@ class FunctionalOptimizer(Kept):
         half: Any = leaf_step if rewrite is None else leaf_move
         short = rewrite is extras is None and cast.allow_short_steps(tree, scalars[0])
         leaves, states = tree.leaves.copy(), tree.states.copy()
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         means: dict[int, list[Tensor]] = {}
 
         def take(measured: list[Tensor]) -> list[Tensor]:
@@ -380,30 +380,30 @@ class FunctionalOptimizer(Kept):
         for i, (p, g, s) in enumerate(zip(tree.leaves, tree.grads, tree.states)):
             if g is not None and short:
                 now = cast(scalars[at[i]], p.dtype, p.device)
-                leaves[i], own = short_step(self.rule, p, g, s.rule_state, now)
-                states[i] = LeafState(own, None, running[i])
+                leaves[i], rule_state = short_step(self.rule, p, g, s.rule_state, now)
+                states[i] = LeafState(rule_state, None, running[i])
             elif g is not None:
                 leaf = Leaf(p, s.rule_state, s.kahan_comp)
                 wide = leaf_dtype(leaf, g)
                 now = cast(scalars[at[i]], wide, p.device)
                 if extras is not None:
                     now = now._replace(coeffs=now.coeffs._replace(**extras[i]))
-                found[i] = half(self.rule, leaf, g, now, True, take, wide)
+                results[i] = half(self.rule, leaf, g, now, True, take, wide)
         if rewrite is not None:
-            moves = [found.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]
+            moves = [results.get(i, (None, p, None)) for i, p in enumerate(tree.leaves)]
             us, xs, adds = zip(*moves)
             new = rewrite([*us], [*xs])
-            found = {i: adds[i](new[i]) for i in found}
-        for i, new in found.items():
+            results = {i: adds[i](new[i]) for i in results}
+        for i, new in results.items():
             # A rule may return a field as it was, or an extra; results share no memory.
-            kept = [*states[i].rule_state, *(extras[i].values() if extras else ())]
-            own = [
-                pytree.tree_map(torch.clone, x) if any([x is y for y in kept]) else x
+            inputs = [*states[i].rule_state, *(extras[i].values() if extras else ())]
+            rule_state = [
+                pytree.tree_map(torch.clone, x) if any([x is y for y in inputs]) else x
                 for x in new.state
             ]
-            own = type(new.state)(*own)
-            leaves[i], states[i] = new.p, LeafState(own, new.comp, running[i])
-        if self.rule.join is not None and found:
+            rule_state = type(new.state)(*rule_state)
+            leaves[i], states[i] = new.p, LeafState(rule_state, new.comp, running[i])
+        if self.rule.join is not None and results:
             states = cast.joined(tree, states, means, [scalars[i] for i in at], running[0])
         return tree.rebuild(leaves, states)
 
@@ -422,12 +422,12 @@ class FunctionalOptimizer(Kept):
         if self.rule.eval_point is None:
             return params
         scalars, at, _, cast = self._now(tree)
-        found: list[Tensor] = []
+        points: list[Tensor] = []
         for i, p, s in zip(at, tree.leaves, tree.states):
             leaf = Leaf(p, s.rule_state, s.kahan_comp)
             now = cast(scalars[i], leaf_dtype(leaf, p), p.device)
-            found.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), p.dtype))
-        return unflatten(tree.spec, found)
+            points.append(to(leaf_eval_point(self.rule, leaf, now.coeffs), p.dtype))
+        return unflatten(tree.spec, points)
 
     def _now(self, tree: FlatTree) -> tuple[list[Scalars], list[int], list[Named], Casts]:
         """Return what `scalars` does, and the casts for a step of the tree."""
@@ -452,25 +452,25 @@ class FunctionalOptimizer(Kept):
         """
         if not (isinstance(t, Tensor) or self.rule.running._fields) and self.has_numbers:
             coeffs, after = self.advance(t, NO_RUNNING)
-            one, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
-            return [one], [0] * count, [after] * count
+            single, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
+            return [single], [0] * count, [after] * count
         if trees_of(self):
             return scalars_of(self, tree, step, t, at_once)
         step = step.clone()  # a schedule may write to what it is given
-        own = {k: resolve_tree(k, x, step) for k, x in self.numbers.items()}
+        numbers = {k: resolve_tree(k, x, step) for k, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)
         if not (torch.compiler.is_compiling() or self.has_numbers):
             now = object.__new__(type(self))
-            now.__dict__.update(self.__dict__, **own)
+            now.__dict__.update(self.__dict__, **numbers)
             now.check()  # the values that schedules and tensors have at this step
         lrs, lr_at = broadcast("lr", self.lr, tree)
         decays, decay_at = broadcast("weight_decay", self.weight_decay, tree)
         lr_now = {i: resolve("lr", lrs[i], step) for i in dict.fromkeys(lr_at)}
         decay_now = {j: resolve("weight_decay", decays[j], step) for j in {*decay_at}}
-        reads = bool(own.keys() & {"lr", "weight_decay"})
-        known: dict[tuple[object, ...], tuple[Named, Named]] = {}
+        reads = bool(numbers.keys() & {"lr", "weight_decay"})
+        cache: dict[tuple[object, ...], tuple[Named, Named]] = {}
         places: dict[tuple[object, ...], int] = {}
-        found: list[Scalars] = []
+        results: list[Scalars] = []
         at: list[int] = []
         running: list[Named] = []
         lead = tree.states[0].running
@@ -486,15 +486,15 @@ class FunctionalOptimizer(Kept):
                 alike = (i, j, *[x.item() for x in before])
                 if not isinstance(t, Tensor):
                     before = type(before)(*alike[2:])
-            if alike not in known:
+            if alike not in cache:
                 rates = {"lr": lr_now[i], "weight_decay": decay_now[j]}
-                now = own | {x: rates[x] for x in rates if x in own}
-                known[alike] = self.rule.advance(t, lr_now[i], before, now)
-            coeffs, after = known[alike]
+                now = numbers | {x: rates[x] for x in rates if x in numbers}
+                cache[alike] = self.rule.advance(t, lr_now[i], before, now)
+            coeffs, after = cache[alike]
             if (alike, i, j) not in places:
-                places[alike, i, j] = len(found)
+                places[alike, i, j] = len(results)
                 now = self.rates(lr_now[i], decay_now[j], max_lr)
-                found.append(Scalars(coeffs, now, dither_at(t)))
+                results.append(Scalars(coeffs, now, dither_at(t)))
             at.append(places[alike, i, j])
             running.append(after)
-        return found, at, running
+        return results, at, running

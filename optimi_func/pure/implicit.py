@@ -78,13 +78,13 @@ class _Root(torch.autograd.Function):
             for i, x in zip(floats, xs):
                 now[i] = x
             args = pytree.tree_unflatten(now, ctx.given_spec)
-            found = ctx.optimality(pytree.tree_unflatten(p, ctx.spec), *args)
-            return pytree.tree_leaves(found)
+            residual = ctx.optimality(pytree.tree_unflatten(p, ctx.spec), *args)
+            return pytree.tree_leaves(residual)
 
-        own = [given[i] for i in floats]
+        moving = [given[i] for i in floats]
         vjp: Any = torch.func.vjp
-        _, by_params = vjp(lambda p: optimal(p, own), params)
-        _, by_given = vjp(lambda xs: optimal(params, xs), own)
+        _, by_params = vjp(lambda p: optimal(p, moving), params)
+        _, by_given = vjp(lambda xs: optimal(params, xs), moving)
         solved = conjugate_gradients(lambda u: by_params(u)[0], list(outer))
         (pulled,) = by_given([-x for x in solved])
         grads: list[Tensor | None] = [None] * len(given)

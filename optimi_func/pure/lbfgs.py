@@ -146,11 +146,11 @@ class lbfgs:
         done = done | ~best.f.isfinite() | (slope > -self.tolerance_change)
         first = (1.0 / best.g.abs().sum()).clamp_max(1.0).to(f.dtype)
         t = torch.where(fresh, first, 1.0) * self.lr
-        again = qn.Point(start.t, best.f, slope, best.g)
-        again = qn.begin(t, again, torch.zeros_like(s.done), torch.zeros_like(s.n_iter))
+        restart = qn.Point(start.t, best.f, slope, best.g)
+        restart = qn.begin(t, restart, torch.zeros_like(s.done), torch.zeros_like(s.n_iter))
         counts = s.n_iter + (moves & ~fresh), s.func_evals + ~s.done
         here = qn.pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
-        search = qn.pick(moves, again, qn.pick(s.done, s.search, search))
+        search = qn.pick(moves, restart, qn.pick(s.done, s.search, search))
         after = LBFGSState._make([s.done | (moves & done), *counts, *here, search, history])
         x = torch.where(moves, x + move, x)
         return pytree.tree_unflatten(qn.cast_parts(x, leaves), spec), after
@@ -190,8 +190,8 @@ class lbfgs:
 
         def one(p: object, s: LBFGSState, *given: object) -> object:
             def value_and_grad(q: object) -> tuple[Tensor, object]:
-                found, value = torch.func.grad_and_value(loss)(q, *given)
-                return value, found
+                grads, value = torch.func.grad_and_value(loss)(q, *given)
+                return value, grads
 
             return self.step(p, s, value_and_grad)
 
@@ -215,13 +215,13 @@ class lbfgs:
             if in_dims is None:
                 state = self.init(given[0])
             else:
-                own = [0 if x is not None else None for x in dims]
-                step = torch.func.vmap(one, in_dims=(own[0], 0, *own[1:]))
+                state_dims = [0 if x is not None else None for x in dims]
+                step = torch.func.vmap(one, in_dims=(state_dims[0], 0, *state_dims[1:]))
                 solved = torch.func.vmap(solved, in_dims=(0, *dims[1:]))
                 state = torch.func.vmap(self.init)(given[0])
             start = given[0], state
-            found, state = _solved(step, start, given[1:], dims[1:], max_steps)
-        return solved(found, *args), state
+            solution, state = _solved(step, start, given[1:], dims[1:], max_steps)
+        return solved(solution, *args), state
 
 
 def _front(x: object, dim: int | None) -> object:
@@ -257,10 +257,10 @@ def _solved(
     for _ in range(most):
         now = step(*now, *args)
         done = now[1].done
-        left = int(done.numel() - done.sum())
-        if left == 0:
+        unsolved = int(done.numel() - done.sum())
+        if unsolved == 0:
             break
-        if left <= done.numel() // 2:
+        if unsolved <= done.numel() // 2:
             results, at = joined(), (~done).nonzero()[:, 0]
             members = at if members is None else members[at]
             now = _rows(now, at)

@@ -24,36 +24,36 @@ def is_number(x: object) -> bool:
 
 def trees_of(value: "FunctionalOptimizer") -> dict[str, list[Any]]:
     """Return the leaves of numbers that are trees, but lr and weight_decay, by name."""
-    own, static = value.__dict__, (*_RATES, "max_lr", *value.choices)
-    trees = [x for x in value.__dataclass_fields__ if isinstance(own.get(x), dict)]
-    leaves = {x: pytree.tree_leaves(own[x], is_number) for x in trees if x not in static}
-    return {name: found or [None] for name, found in leaves.items()}
+    values, static = value.__dict__, (*_RATES, "max_lr", *value.choices)
+    trees = [x for x in value.__dataclass_fields__ if isinstance(values.get(x), dict)]
+    leaves = {x: pytree.tree_leaves(values[x], is_number) for x in trees if x not in static}
+    return {name: xs or [None] for name, xs in leaves.items()}
 
 
 def _part(value: F, numbers: dict[str, Any]) -> F:
     """Return a value with plain numbers. Raise if its rule is another."""
-    own = {f.name: getattr(value, f.name) for f in fields(value)} | numbers
-    found = (type(value) if torch.compiler.is_compiling() else type(value).kept)(**own)
-    if found.rule is not value.rule or value.rule.join is not None:
+    values = {f.name: getattr(value, f.name) for f in fields(value)} | numbers
+    part = (type(value) if torch.compiler.is_compiling() else type(value).kept)(**values)
+    if part.rule is not value.rule or value.rule.join is not None:
         raise ValueError(
             f"a tree of {', '.join(trees_of(value))}, but {type(value).__name__} has "
             "another rule for some of its numbers, or sums over all parameters: "
             "transforms.partition has an optimizer for each part"
         )
-    return found
+    return part
 
 
 def samples(value: F) -> list[F]:
     """Return checked values of one number of each tree, or the value without trees."""
-    trees, found = trees_of(value), []
+    trees, results = trees_of(value), []
     first = {name: leaves[0] for name, leaves in trees.items()}
     for name, leaves in trees.items():
         for x, path in zip(leaves, paths_in(getattr(value, name), is_number)):
             try:
-                found += [_part(value, first | {name: x})]
+                results += [_part(value, first | {name: x})]
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{error} (in {name}{path})") from error
-    return found or [value]
+    return results or [value]
 
 
 def parts_of(value: F, tree: FlatTree) -> tuple[list[F], list[int]]:
@@ -63,8 +63,8 @@ def parts_of(value: F, tree: FlatTree) -> tuple[list[F], list[int]]:
     flat |= {x: broadcast(x, getattr(value, x), tree, is_number) for x in trees}
     alike = [*zip(*[at for _, at in flat.values()])]
     rows = [*dict.fromkeys(alike)]
-    named = [{x: xs[i] for (x, (xs, _)), i in zip(flat.items(), row)} for row in rows]
-    return [_part(value, x) for x in named], [rows.index(row) for row in alike]
+    numbers = [{x: xs[i] for (x, (xs, _)), i in zip(flat.items(), row)} for row in rows]
+    return [_part(value, x) for x in numbers], [rows.index(row) for row in alike]
 
 
 def scalars_of(
@@ -72,15 +72,15 @@ def scalars_of(
 ) -> tuple[list[Scalars], list[int], list[Named]]:
     """Return what `FunctionalOptimizer.scalars` does, of each part's numbers."""
     parts, at = parts_of(value, tree)
-    found: list[Scalars] = []
+    results: list[Scalars] = []
     places = [0] * len(at)
     running: list[Named] = [NO_RUNNING] * len(at)
     for k, part in enumerate(parts):
-        own = [i for i, j in enumerate(at) if j == k]
-        leaves, states = [tree.leaves[i] for i in own], [tree.states[i] for i in own]
-        some = tree._replace(leaves=leaves, states=states, spec=(list, len(own)))
-        scalars, index, after = part.scalars(some, step, t, at_once)
-        for i, j, x in zip(own, index, after):
-            places[i], running[i] = len(found) + j, x
-        found += scalars
-    return found, places, running
+        rows = [i for i, j in enumerate(at) if j == k]
+        leaves, states = [tree.leaves[i] for i in rows], [tree.states[i] for i in rows]
+        subtree = tree._replace(leaves=leaves, states=states, spec=(list, len(rows)))
+        scalars, index, after = part.scalars(subtree, step, t, at_once)
+        for i, j, x in zip(rows, index, after):
+            places[i], running[i] = len(results) + j, x
+        results += scalars
+    return results, places, running

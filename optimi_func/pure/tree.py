@@ -125,8 +125,8 @@ class FlatTree(NamedTuple):
         """Flatten the three trees. Raise if they differ in structure."""
         if not torch.compiler.is_compiling():
             tensors, flat_grads, states = flat = [list[Any](), list[Any](), list[Any]()]
-            given = params, grads, getattr(state, "leaves", None)
-            spec, *others = map(flatten, given, flat)
+            trees = params, grads, getattr(state, "leaves", None)
+            spec, *others = map(flatten, trees, flat)
             usual = others == [spec, spec] and set(map(type, states)) == {LeafState}
             usual = usual and type(state) is TreeState and isinstance(state.step, Tensor)
             if usual and state.step.dim() == 0 and _NONE not in set(map(type, tensors)):
@@ -198,8 +198,8 @@ class FlatTree(NamedTuple):
         if not is_unwatched() or transform_level():
             return False
         rows = [(*s.rule_state, s.kahan_comp) for s in self.states]
-        given = self.state.step, *self.leaves, *self.grads, *chain.from_iterable(rows)
-        tensors = [x for x in given if x is not None]
+        entries = self.state.step, *self.leaves, *self.grads, *chain.from_iterable(rows)
+        tensors = [x for x in entries if x is not None]
         if not _TENSORS.issuperset(map(type, tensors)) or not all(map(_is_cpu, tensors)):
             return False
         return not (torch.is_grad_enabled() and any(map(_requires_grad, tensors)))
@@ -212,11 +212,11 @@ _is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
 _kind = attrgetter("shape", "device", "dtype", "layout")
 
 
-def flatten(tree: PyTree, found: list[object]) -> object:
+def flatten(tree: PyTree, out: list[object]) -> object:
     """Append the leaves of a tree, and return its structure: see `unflatten`."""
     kind = type(tree)
     if kind in _LEAVES:
-        found.append(tree)
+        out.append(tree)
         return None
     if kind is dict:
         label, children = tuple(tree), tree.values()
@@ -224,12 +224,12 @@ def flatten(tree: PyTree, found: list[object]) -> object:
         label, children = len(tree), tree
     else:
         leaves, spec = pytree.tree_flatten(tree, lambda x: isinstance(x, LeafState))
-        found += leaves
+        out += leaves
         return spec
     if _LEAVES.issuperset(map(type, children)):
-        found += children
+        out += children
         return kind, label
-    return kind, label, *[flatten(x, found) for x in children]
+    return kind, label, *[flatten(x, out) for x in children]
 
 
 def unflatten(spec: Any, leaves: Iterable[object]) -> PyTree:
@@ -338,8 +338,8 @@ def grads_and_value(
     def of_leaves(leaves: list[Tensor], *rest: object) -> object:
         return loss(pytree.tree_unflatten(leaves, spec), *rest)
 
-    grads, found = grad_and_value(of_leaves, has_aux=has_aux)(leaves, *rest)
-    return pytree.tree_unflatten(grads, spec), found
+    grads, value = grad_and_value(of_leaves, has_aux=has_aux)(leaves, *rest)
+    return pytree.tree_unflatten(grads, spec), value
 
 
 class Path(NamedTuple):
@@ -381,15 +381,15 @@ def match_tree(
         return spec.flatten_up_to(tree)
     except ValueError as error:
         leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
-        found: list[PyTree] = [None] * spec.num_leaves
+        parts: list[PyTree] = [None] * spec.num_leaves
         try:
-            places = own.flatten_up_to(pytree.tree_unflatten(range(len(found)), spec))
+            places = own.flatten_up_to(pytree.tree_unflatten(range(len(parts)), spec))
             for x, place in zip(leaves, places):
                 if isinstance(place, int):
-                    found[place] = x
+                    parts[place] = x
                 elif x is not None or not (name == "grads" or place is None):
                     raise error
-            return found
+            return parts
         except ValueError:
             raise ValueError(
                 f"{name} and params differ in structure{_difference(tree, params)}"
@@ -420,13 +420,13 @@ def spread(
     prefix: PyTree, places: PyTree, count: int, is_leaf: IsLeaf | None = None
 ) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of a tree of `count` indices, and return its index for each."""
-    found, spec = pytree.tree_flatten(prefix, is_leaf)
+    leaves, spec = pytree.tree_flatten(prefix, is_leaf)
     at = [0] * count
     for i, subtree in enumerate(spec.flatten_up_to(places)):
         for place in pytree.tree_leaves(subtree):
             if place is not None:  # a frozen parameter
                 at[place] = i
-    return found, at
+    return leaves, at
 
 
 def step_of(
@@ -438,18 +438,18 @@ def step_of(
     **extras: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Return an optimizer's step; raise if one of a user's changes a structure."""
-    found = optimizer.step(params, grads, state, **extras)
+    result = optimizer.step(params, grads, state, **extras)
     if getattr(optimizer, "keeps_structure", False):
-        return found
+        return result
     step = f"the step of {owner}'s optimizer, {type(optimizer).__name__},"
-    check_pair(step, "params", found, state)
+    check_pair(step, "params", result, state)
     tensors, spec = flatten_params(params)
-    new = match_tree(f"what {step} returned", found[0], spec, params)
+    new = match_tree(f"what {step} returned", result[0], spec, params)
     for i, (p, q) in enumerate(zip(tensors, new)):
         if not isinstance(q, Tensor) or (q.shape, q.dtype) != (p.shape, p.dtype):
             where = f"params{path_of(params, i)}, {shown(p)}"
             raise ValueError(f"{step} returned {shown(q)} for {where}")
-    return found
+    return result
 
 
 def check_pair(owner: str, first: str, found: object, state: PyTree) -> None:

@@ -148,16 +148,16 @@ def unroll(
     numbers = dict(hyper or {})
     if state is None:
         state = checks.bind(optimizer, numbers).init(params)
-    rest, losses, done = iter(batches), [], 0
-    while part := list(islice(rest, checkpoint_every or 1)):
+    iterator, losses, done = iter(batches), [], 0
+    while part := list(islice(iterator, checkpoint_every or 1)):
         cuts = [i for i in range(len(part)) if done + i in cut_at]
         run = _segment(optimizer, loss_fn, cuts, extras, has_aux)
         if rehearse and not losses:
             _check_nothing_from_outside(run, (params, state, numbers, part[:1]))
         if recompute:
             run = _recomputed(run)
-        params, state, some = run((params, state, numbers, part))
-        losses += some
+        params, state, new_losses = run((params, state, numbers, part))
+        losses += new_losses
         done += len(part)
     if not losses:
         raise ValueError("batches is empty: there is nothing to unroll")
@@ -172,13 +172,13 @@ def _one_a_step(batches: object, steps: int | None) -> Iterable[object]:
     """Return an iterable with a batch for each step, or raise."""
     if steps is None:
         # The loop would iterate over the leaves of a single batch.
-        one = isinstance(batches, Mapping | str) or (
+        single = isinstance(batches, Mapping | str) or (
             isinstance(batches, Tensor) and batches.dim() == 0
         )
-        if one or not isinstance(batches, Iterable):
-            shown = repr(batches) if isinstance(batches, int | str) else type(batches)
+        if single or not isinstance(batches, Iterable):
+            text = repr(batches) if isinstance(batches, int | str) else type(batches)
             raise TypeError(
-                f"batches={shown}: allowed is an iterable with a batch for each step; "
+                f"batches={text}: allowed is an iterable with a batch for each step; "
                 "steps=... takes one batch so many times"
             )
         return batches
@@ -196,11 +196,11 @@ def _cuts(detach_at: object) -> frozenset[int]:
     """Check `detach_at` and return it as a set. It may be an iterator, so read it once."""
     if not isinstance(detach_at, Iterable):
         raise TypeError(f"detach_at={detach_at!r}: allowed are lists of steps")
-    found = list(detach_at)
-    for i in found:
+    steps = list(detach_at)
+    for i in steps:
         if type(i) is not int or i < 0:
             raise ValueError(f"detach_at has {i!r}: allowed are steps, integers from 0")
-    return frozenset(found)
+    return frozenset(steps)
 
 
 def detach(tree: T) -> T:
@@ -239,14 +239,14 @@ def _segment(
         for i, batch in enumerate(batches):
             if i in cuts:
                 params, state = detach((params, state))
-            seen: list[PyTree] = []
+            outputs: list[PyTree] = []
 
             def evaluate(
-                p: PyTree, batch: PyTree = batch, seen: list[PyTree] = seen
+                p: PyTree, batch: PyTree = batch, seen: list[PyTree] = outputs
             ) -> PyTree:
-                grads, found = grads_and_value(loss, has_aux, p, batch)
-                seen.append(found)
-                return (found[0] if has_aux else found), grads
+                grads, output = grads_and_value(loss, has_aux, p, batch)
+                seen.append(output)
+                return (output[0] if has_aux else output), grads
 
             if takes_loss := getattr(bound, "takes_loss", False):
                 params, state = bound.step(params, state, evaluate)
@@ -256,7 +256,7 @@ def _segment(
                 _, grads = evaluate(params)
                 more = extras(params, grads, batch) if extras else {}
                 params, state = step_of("unroll", bound, params, grads, state, **more)
-            losses.append(seen[0])  # with aux a pair
+            losses.append(outputs[0])  # with aux a pair
         return params, state, losses
 
     return run
@@ -337,11 +337,11 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> object:
-        own = [x.detach() for x in tensors]
-        results = run(*own)
+        detached = [x.detach() for x in tensors]
+        results = run(*detached)
         # A Function must not return one of its arguments as a result.
-        known = {id(x) for x in own}
-        return tuple(x.clone() if id(x) in known else x for x in results)
+        ids = {id(x) for x in detached}
+        return tuple(x.clone() if id(x) in ids else x for x in results)
 
     @staticmethod
     def setup_context(
@@ -357,7 +357,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         floats, _ = _of_floats(ctx.run, tensors)
-        given = [c for i, c in enumerate(cotangents) if i not in ctx.counts]
+        float_cotangents = [c for i, c in enumerate(cotangents) if i not in ctx.counts]
 
         def pull(*both: Tensor) -> tuple[Tensor, ...]:
             at, along = both[: len(tensors)], both[len(tensors) :]
@@ -365,7 +365,7 @@ class _Recomputed(torch.autograd.Function):
             return vjp(run, *(at[i] for i in floats))[1](tuple(along))
 
         # torch.func records a backward to differentiate it again, so recompute it as well.
-        pulled = dict(zip(floats, _Recomputed.apply(pull, *tensors, *given)))
+        pulled = dict(zip(floats, _Recomputed.apply(pull, *tensors, *float_cotangents)))
         return None, *(pulled.get(i) for i in range(len(tensors)))
 
     @staticmethod

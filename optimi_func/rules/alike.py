@@ -14,19 +14,19 @@ def other_scalars(
     """
     if len(results) != len(others):
         return None
-    found: dict[fx.Node, object] = {}
+    replacements: dict[fx.Node, object] = {}
     for one, other in zip(results, others):
-        if not _match(trace, one.node, other.node, found):
+        if not _match(trace, one.node, other.node, replacements):
             return None
-    return {a: b for a, b in found.items() if not _equal(a, b)}
+    return {a: b for a, b in replacements.items() if not _equal(a, b)}
 
 
-def _match(trace: Trace, a: object, b: object, found: dict[fx.Node, object]) -> bool:
+def _match(trace: Trace, a: object, b: object, replacements: dict[fx.Node, object]) -> bool:
     if isinstance(a, fx.Node) and a in trace.host:
         if isinstance(b, fx.Node) and b not in trace.host:
             return False
-        known = found.setdefault(a, b)
-        return known is b or _equal(known, b)
+        partner = replacements.setdefault(a, b)
+        return partner is b or _equal(partner, b)
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:
         return _equal(a, b)
     alike = (a.op, a.target, len(a.args), {*a.kwargs}) == (
@@ -34,7 +34,7 @@ def _match(trace: Trace, a: object, b: object, found: dict[fx.Node, object]) -> 
         {*b.kwargs},
     )
     pairs = [*zip(a.args, b.args), *[(a.kwargs[k], b.kwargs.get(k)) for k in a.kwargs]]
-    return alike and all([_match(trace, x, y, found) for x, y in pairs])
+    return alike and all([_match(trace, x, y, replacements) for x, y in pairs])
 
 
 def _equal(a: object, b: object) -> bool:

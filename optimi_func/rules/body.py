@@ -74,8 +74,8 @@ class choice(Generic[T]):
         """Return the value of an instance that has one, else compute it."""
         if instance is None:
             return cast(T, self)
-        own = instance.__dict__
-        return read(own, self.name) if self.name in own else self.make(instance)
+        values = instance.__dict__
+        return read(values, self.name) if self.name in values else self.make(instance)
 
     # Without this, an item of `__dict__` would be read unseen.
     def __set__(self, instance: object, x: T) -> None:
@@ -106,10 +106,10 @@ class OwnRule(FunctionalOptimizer):
 
     def rates(self, lr: Scalar, weight_decay: Scalar, max_lr: Scalar | None) -> Rates:
         """Return the rates of a step; if max_lr is None, lr is the largest."""
-        found = super().rates(lr, weight_decay, max_lr)
+        rates = super().rates(lr, weight_decay, max_lr)
         if self.owner.lr_is_factor:
-            return found
-        return found._replace(lr=1.0, undecayed_lr=found.undecayed_lr and (1.0,))
+            return rates
+        return rates._replace(lr=1.0, undecayed_lr=rates.undecayed_lr and (1.0,))
 
     def __post_init__(self) -> None:
         """Keep what a schedule's number at one step does not change."""
@@ -121,13 +121,13 @@ class OwnRule(FunctionalOptimizer):
     def chosen(self) -> dict[str, object]:
         """The choices."""
         names = self.owner._choices
-        given = self.owner.bare(_values_of(self)) if names else None
-        return {name: getattr(given, name) for name in names}
+        instance = self.owner.bare(_values_of(self)) if names else None
+        return {name: getattr(instance, name) for name in names}
 
     def __repr__(self) -> str:
         """Return the call that makes it, without defaults."""
-        shown = super().__repr__()
-        return shown if self.owner._name else shown.replace("(", ".pure(", 1)
+        text = super().__repr__()
+        return text if self.owner._name else text.replace("(", ".pure(", 1)
 
     def check(self) -> None:
         """Raise if a hyperparameter is out of range, also by the class's own `check`."""
@@ -146,14 +146,14 @@ class OwnRule(FunctionalOptimizer):
             self.__dict__["rule"] = self.rule  # which is looked up once
         means, measure = self.rule.means, self.rule.measure
         if self.cautious and (measure or (means is not None and means.divides == "sum")):
-            said = "measure" if measure else "means that take decay"
-            raise ValueError(f"{where}: cautious=True with {said}: allowed is False")
+            what = "measure" if measure else "means that take decay"
+            raise ValueError(f"{where}: cautious=True with {what}: allowed is False")
         super().check()
         # A class's `check` sets the bounds of fields that have none of their own.
         bound = not hasattr(self.owner, "check")
-        for own in self.owner._own.values():
-            if own.name not in RATES:  # checked before, and may be a prefix of the tree
-                own.check(getattr(self, own.name), bound or not own.plain)
+        for option in self.owner._own.values():
+            if option.name not in RATES:  # checked before, and may be a prefix of the tree
+                option.check(getattr(self, option.name), bound or not option.plain)
         if not bound:
             self.owner.with_values(self).check()
 
@@ -163,19 +163,19 @@ class OwnRule(FunctionalOptimizer):
         if not hasattr(self.owner, "init"):
             return self.rule
         rule = copy(self.rule)
-        own: Callable[..., Named] = rule.init
+        init: Callable[..., Named] = rule.init
         numbers = resolve_tree("a number", self.numbers, torch.zeros(()))
-        object.__setattr__(rule, "init", partial(own, numbers=numbers))
+        object.__setattr__(rule, "init", partial(init, numbers=numbers))
         return rule
 
     def likely_mistakes(self) -> list[str]:
         """Return warnings of options that are allowed, but probably a mistake."""
-        found = super().likely_mistakes()
+        texts = super().likely_mistakes()
         if hasattr(self.owner, "mistakes"):
-            found += [
+            texts += [
                 y for x in samples(self) for y in self.owner.with_values(x).mistakes()
             ]
-        return found
+        return texts
 
     def step(
         self,
@@ -202,19 +202,19 @@ class OwnRule(FunctionalOptimizer):
         tree = FlatTree.of(params, grads, state).check(self.rule)
         if not self.rule.given:
             return self._step(tree, rewrite)
-        own: list[dict[str, Any]] = [{} for _ in tree.leaves]
+        leaf_extras: list[dict[str, Any]] = [{} for _ in tree.leaves]
         for i, p in enumerate(tree.leaves if self.rule.noise else ()):
-            own[i]["z"] = cast(Any, self).seed, state.step, i, p
-        for name, given in extras.items():
-            found, at = broadcast(name, given, tree)
+            leaf_extras[i]["z"] = cast(Any, self).seed, state.step, i, p
+        for name, extra in extras.items():
+            rows, at = broadcast(name, extra, tree)
             for i, p in enumerate(tree.leaves):
-                own[i][name] = x = found[at[i]]
+                leaf_extras[i][name] = x = rows[at[i]]
                 if isinstance(x, Tensor) and x.shape not in (p.shape, ()):
                     raise ValueError(
                         f"{name}{path_of(params, i)} has the shape {tuple(x.shape)}, and "
                         f"its parameter {tuple(p.shape)}: allowed are that and ()"
                     )
-        return self._step(tree, rewrite, own)
+        return self._step(tree, rewrite, leaf_extras)
 
 
 @constant_in_graphs
@@ -259,7 +259,7 @@ class Body(BaseOptimizer):
         if traced:
             cls.factory = cls.pure = _pure(cls)
         super().__init_subclass__()
-        defaults = {own.name: own.default for own in cls._own.values()}
+        defaults = {option.name: option.default for option in cls._own.values()}
         if traced and cls.at_definition and EMPTY not in defaults.values():
             cls.rule_for(cls.statics_of(cls.bare(defaults)))
 
@@ -270,9 +270,9 @@ class Body(BaseOptimizer):
     @classmethod
     def bare(cls, values: Mapping[str, object]) -> Any:
         """Return an instance with hyperparameters as attributes, and nothing else."""
-        made = object.__new__(cls)
-        made.__dict__.update(values)
-        return made
+        instance = object.__new__(cls)
+        instance.__dict__.update(values)
+        return instance
 
     @classmethod
     def with_values(cls, value: OwnRule) -> Any:
@@ -282,27 +282,27 @@ class Body(BaseOptimizer):
     @classmethod
     def statics_of(cls, value: "OwnRule | Body") -> tuple[object, ...]:
         """Return what methods may branch on: static options, and choices."""
-        found: list[object] = []
-        for own in cls._own.values():
-            if own.static:
-                x = getattr(value, own.name)
-                found.append(_hashable(x) if own.is_static(x) else NUMBER)
+        statics: list[object] = []
+        for option in cls._own.values():
+            if option.static:
+                x = getattr(value, option.name)
+                statics.append(_hashable(x) if option.is_static(x) else NUMBER)
         if cls._choices:
-            given = value if isinstance(value, Body) else cls.with_values(value)
-            found += [getattr(given, name) for name in cls._choices]
-        return tuple(found)
+            source = value if isinstance(value, Body) else cls.with_values(value)
+            statics += [getattr(source, name) for name in cls._choices]
+        return tuple(statics)
 
     @classmethod
     def shaping(cls) -> list[str]:
         """Return the names of the hyperparameters that State depends on."""
         names: set[str] = set()
-        usual = {own.name: own.default for own in cls._own.values()}
+        usual = {option.name: option.default for option in cls._own.values()}
         me, other = cls.bare({**usual, "_read": names}), cls.bare(usual)
         getattr(me, "State", None)
         for shape in ((2, 2, 2), (2,)) if hasattr(cls, "init") else ():
             if not hasattr(cls, "refuses") or other.refuses(torch.empty(shape)) is None:
                 me.init(torch.empty(shape))
-        return [own.name for own in cls._own.values() if own.name in names]
+        return [option.name for option in cls._own.values() if option.name in names]
 
     @classmethod
     def rule_for(cls, statics: tuple[object, ...]) -> Rule:
@@ -312,8 +312,8 @@ class Body(BaseOptimizer):
         names = [own.name for own in cls._own.values() if own.static]
         given = dict(zip((*names, *cls._choices), statics))
         fixed = {name: x for name, x in given.items() if x is not NUMBER}
-        for known, rule in cls._known:
-            if all([repr(given[k]) == repr(x) and given[k] == x for k, x in known.items()]):
+        for reads, rule in cls._known:
+            if all([repr(given[k]) == repr(x) and given[k] == x for k, x in reads.items()]):
                 cls._rules[key_of(statics)] = rule
                 return rule
         own = {own.name: own.default for own in cls._own.values()}
@@ -352,43 +352,43 @@ def _hashable(x: Any) -> Any:
 
 
 def _values_of(value: OwnRule) -> dict[str, object]:
-    own = value.__dict__
-    own = {name: own[name] for name in value.__dataclass_fields__ if name in own}
+    values = value.__dict__
+    values = {name: values[name] for name in value.__dataclass_fields__ if name in values}
     # The numbers of a tree have the same rule: one stands for all.
-    return own | {name: leaves[0] for name, leaves in trees_of(value).items()}
+    return values | {name: leaves[0] for name, leaves in trees_of(value).items()}
 
 
 def _is_rule(cls: type[Body]) -> bool:
     """Return True if a class body has a part of a rule."""
     kinds = inspect.get_annotations(cls).items()
-    own = [name for name, kind in kinds if name[0] != "_" and "ClassVar" not in str(kind)]
-    known = {*cls._own, *RATES}  # another default
-    own += [k for k, x in vars(cls).items() if isinstance(x, choice) or k in known]
-    return bool(own) or not METHODS.isdisjoint(vars(cls))
+    names = [name for name, kind in kinds if name[0] != "_" and "ClassVar" not in str(kind)]
+    inherited = {*cls._own, *RATES}  # another default
+    names += [k for k, x in vars(cls).items() if isinstance(x, choice) or k in inherited]
+    return bool(names) or not METHODS.isdisjoint(vars(cls))
 
 
 def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
     """Return the fields of a class body, and put them in the place of defaults."""
-    found: dict[str, Field[object, object]] = {}
+    options: dict[str, Field[object, object]] = {}
     annotations, keyword = inspect.get_annotations(cls), False
     for name, x in vars(cls).items():
         if name in {*cls._own, *RATES} - {*annotations} and not hasattr(x, "__get__"):
-            own = cls._own.get(name)  # another default
-            annotations[name] = float if own is None else own.argument
+            option = cls._own.get(name)  # another default
+            annotations[name] = float if option is None else option.argument
     cls.__annotations__ = annotations
-    taken = {*dir(Body), *Body._parameters, "pure", "factory", "keywords"}
-    taken -= {*RATES, "usual_decay"}
+    reserved = {*dir(Body), *Body._parameters, "pure", "factory", "keywords"}
+    reserved -= {*RATES, "usual_decay"}
     if cls._name:
-        taken = {*Body._parameters} - {*RATES}
+        reserved = {*Body._parameters} - {*RATES}
     for name in [*annotations, *vars(cls)]:
         kind = annotations.get(name)
         keyword = keyword or kind in (KW_ONLY, "KW_ONLY")
-        if name.startswith("_") or "ClassVar" in str(kind) or name in found:
+        if name.startswith("_") or "ClassVar" in str(kind) or name in options:
             continue
         if name not in annotations:
-            refused = taken - {*dir(optim.Optimizer)}  # methods may extend step
+            refused = reserved - {*dir(optim.Optimizer)}  # methods may extend step
         else:
-            refused = taken | {*dir(OwnRule)} | (METHODS if cls._name else NAMES)
+            refused = reserved | {*dir(OwnRule)} | (METHODS if cls._name else NAMES)
         if name in refused - {*RATES} and not (cls._name and name not in annotations):
             raise TypeError(
                 f"{cls.__name__}.{name} is an option or a method of every optimizer, or an "
@@ -400,14 +400,14 @@ def _own_fields(cls: type[Body]) -> dict[str, Field[object, object]]:
             if name not in RATES:
                 continue  # of the class alone
             kind = kind.type
-        found[name] = own = made_field(name, kind, cls.__dict__.get(name, EMPTY))
-        own.keyword = keyword
-        if type(own.default).__hash__ is None:
+        options[name] = option = made_field(name, kind, cls.__dict__.get(name, EMPTY))
+        option.keyword = keyword
+        if type(option.default).__hash__ is None:
             raise TypeError(
-                f"{cls.__name__}.{name} = {own.default!r} may change: write a tuple"
+                f"{cls.__name__}.{name} = {option.default!r} may change: write a tuple"
             )
-        setattr(cls, name, own)
-    return found
+        setattr(cls, name, option)
+    return options
 
 
 def _lacks_direction(cls: type[Body]) -> Callable[..., NoReturn]:
@@ -428,23 +428,23 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
     counterparts = getattr(cls, "counterparts", None) or Counterparts(
         our_options=lambda group: coupled if "decouple_lr" in group else {}
     )
-    own = sorted(cls._own.values(), key=lambda x: x.keyword)
+    options = sorted(cls._own.values(), key=lambda x: x.keyword)
     name, parts, of = cls._name, "`init` and `step`", " of parameters"
     if hasattr(cls, "eval_point"):
         parts, of = "`init`, `step` and `eval_params`", ""
     about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nReferences:")[0]
     about = about.replace("`BaseOptimizer`", "`FunctionalOptimizer`")
-    made = make_dataclass(
+    value = make_dataclass(
         name or cls.__name__,
         [
             (x.name, x.value, field() if x.default is EMPTY else field(default=x.default))
-            for x in own
+            for x in options
         ],
         bases=(OwnRule,),
         namespace={
             "owner": cls,
             "usual": usual,
-            "choices": tuple([x.name for x in own if not x.number]),
+            "choices": tuple([x.name for x in options if not x.number]),
             "counterparts": counterparts,
             "__doc__": f"`{cls.__name__}` as a value: {parts} over a tree{of}.\n\n{about}"
             if name
@@ -456,8 +456,8 @@ def _pure(cls: type[Body]) -> type[OwnRule]:
         kw_only=True,
         repr=False,
     )
-    check_calls(made)
-    return made
+    check_calls(value)
+    return value
 
 
 def functions(
@@ -467,18 +467,18 @@ def functions(
 
     The init takes the options that its State depends on.
     """
-    made: Any = cast(Any, cls).pure
-    return made, _init_function(made), step_function(made)
+    value: Any = cast(Any, cls).pure
+    return value, _init_function(value), step_function(value)
 
 
-def _init_function(made: type[OwnRule]) -> InitFunction:
-    names, own = made.owner.shaping(), inspect.signature(made).parameters
+def _init_function(value: type[OwnRule]) -> InitFunction:
+    names, own = value.owner.shaping(), inspect.signature(value).parameters
 
     def init(params: PyTree, **options: Any) -> TreeState:
         if not known.issuperset(options):
             bind_call(init.__name__, inspect.signature(init), (params,), options)  # raises
-        chosen = {name: options.pop(name) for name in names if name in options}
-        rule = made(lr=0.0, **chosen).starting_rule
+        shaping = {name: options.pop(name) for name in names if name in options}
+        rule = value(lr=0.0, **shaping).starting_rule
         return init_tree(rule, params, storage_of(**options))
 
     shown = inspect.signature(init)
@@ -486,10 +486,10 @@ def _init_function(made: type[OwnRule]) -> InitFunction:
     _, _, *more = inspect.signature(FunctionalOptimizer.init).parameters.values()
     shown = shown.replace(parameters=[first, *[own[name] for name in names], *more])
     init.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
-    init.__name__ = init.__qualname__ = f"{made.__name__}_init"
-    init.__module__ = made.__module__
+    init.__name__ = init.__qualname__ = f"{value.__name__}_init"
+    init.__module__ = value.__module__
     init.__doc__ = (
-        f"Fresh {made.__name__} state for params: see `FunctionalOptimizer.init`."
+        f"Fresh {value.__name__} state for params: see `FunctionalOptimizer.init`."
     )
     known = {*shown.parameters}
     return init

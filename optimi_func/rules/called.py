@@ -43,25 +43,25 @@ class Explicit(NamedTuple):
     ) -> tuple[Named, dict[str, Scalar]]:
         """Return the result and its scalars by name. Raise if it is another."""
         where = f"{self.cls.__name__}.coeffs"
-        own = {name: x for name, x in hyper.items() if name not in RATES}
-        given = {**hyper, "t": t, "r": r}
+        numbers = {name: x for name, x in hyper.items() if name not in RATES}
+        arguments = {**hyper, "t": t, "r": r}
         try:
-            me = self.cls.bare({**self.statics, **own})
-            found = me.coeffs(*[given[name] for name in self.takes])
+            me = self.cls.bare({**self.statics, **numbers})
+            result = me.coeffs(*[arguments[name] for name in self.takes])
         except Exception as error:
             raise TypeError(
                 f"{where} raises {type(error).__name__}: {error} (self has the fields, "
                 "further arguments are t, r, lr, weight_decay, and torch.where is for an "
                 "if over tensors)"
             ) from error
-        named = found._asdict() if hasattr(found, "_asdict") else found
-        right = isinstance(named, dict) and all(map(is_scalar, named.values()))
-        if not right or named.keys() != (known or named).keys():
+        scalars = result._asdict() if hasattr(result, "_asdict") else result
+        right = isinstance(scalars, dict) and all(map(is_scalar, scalars.values()))
+        if not right or scalars.keys() != (known or scalars).keys():
             raise TypeError(
-                f"{where} returned {found!r}: allowed are a NamedTuple and a dict of "
+                f"{where} returned {result!r}: allowed are a NamedTuple and a dict of "
                 "numbers and 0-d tensors, with the same names at each step"
             )
-        return found, {name: as_scalar(x) for name, x in named.items()}
+        return result, {name: as_scalar(x) for name, x in scalars.items()}
 
 
 def makers_of(owner: str, kind: object) -> list[Callable[..., Any]]:
@@ -156,18 +156,18 @@ def make_whole(
         d: Tensor, x: Tensor | None, fields: tuple[Tensor, ...], c: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         now = dict(zip(numbers, c.whole[1:]))
-        given = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
-        found = cls.bare({**statics, **now}).whole(*[given[name] for name in takes])
-        own, state = found if names and isinstance(found, tuple) else (found, ())
-        right = isinstance(own, Tensor) and own.shape == d.shape
+        arguments = {**now, "d": d, "s": kind(*rest, *fields), "t": c.whole[0], "x": x}
+        value = cls.bare({**statics, **now}).whole(*[arguments[name] for name in takes])
+        new_d, state = value if names and isinstance(value, tuple) else (value, ())
+        right = isinstance(new_d, Tensor) and new_d.shape == d.shape
         if names and (not right or getattr(state, "_fields", ()) != kind._fields):
             raise TypeError(
-                f"{cls.__name__}.whole returned {found!r}: allowed is (d, self.State(...)) "
+                f"{cls.__name__}.whole returned {value!r}: allowed is (d, self.State(...)) "
                 f"with a direction of shape {tuple(d.shape)}"
             )
         if not right:
             raise TypeError(
-                f"{cls.__name__}.whole returned {found!r} for a direction of shape "
+                f"{cls.__name__}.whole returned {value!r} for a direction of shape "
                 f"{tuple(d.shape)}: allowed are tensors of its shape"
             )
         new: list[Tensor] = []
@@ -178,7 +178,7 @@ def make_whole(
                     f"the shape {tuple(before.shape)}, which init gave it"
                 )
             new.append(to(x, before.dtype))
-        return to(own, d.dtype), tuple(new)
+        return to(new_d, d.dtype), tuple(new)
 
     return mapped
 
@@ -188,13 +188,13 @@ def make_refuses(
 ) -> Callable[[Tensor], str | None] | None:
     """Return `Rule.refuses`, which also tries a user's `whole` on a parameter's shape."""
     me, map_of = cls.bare(statics), rule.whole
-    own = getattr(cls, "refuses", None)
+    method = getattr(cls, "refuses", None)
     tried = map_of is not None and cls.at_definition
-    if own is None and not tried:
+    if method is None and not tried:
         return None
 
     def refuses(p: Tensor) -> str | None:
-        why = None if own is None else me.refuses(p)
+        why = None if method is None else me.refuses(p)
         if why is None and tried:
             try:
                 d = torch.empty(p.shape, dtype=torch.float32, device="meta")

@@ -55,8 +55,8 @@ def prepared(
     """
     space: dict[str, Any] = {"_sqrt": math.sqrt, "_pow": math.pow}
     names: dict[fx.Node, str] = {}
-    known: dict[str, str] = {}  # the names of expressions
-    late, given, first, then = {*rates, *before}, list[str](), list[str](), list[str]()
+    variables: dict[str, str] = {}  # the names of expressions
+    late, inputs, first, then = {*rates, *before}, list[str](), list[str](), list[str]()
     results: list[str] = []
 
     def term(x: Any) -> str:
@@ -70,7 +70,7 @@ def prepared(
     for node in graph.nodes:
         if node.op == "placeholder":
             names[node] = node.name
-            given += [] if node.name in late else [node.name]
+            inputs += [] if node.name in late else [node.name]
             continue
         if node.op == "output":
             results = [term(x) for x in node.args[0]]
@@ -80,12 +80,12 @@ def prepared(
             space[fn := f"_f{len(space)}"] = node.target
             args += [f"{k}={term(x)}" for k, x in node.kwargs.items()]
             text = f"{fn}({', '.join(args)})"
-        if text not in known:
-            known[text] = f"_x{len(known)}"
+        if text not in variables:
+            variables[text] = f"_x{len(variables)}"
             varies = any([names[x] in late for x in node.all_input_nodes])
-            (then if varies else first).append(f"{known[text]} = {text}")
-            late |= {known[text]} if varies else set()
-        names[node] = known[text]
+            (then if varies else first).append(f"{variables[text]} = {text}")
+            late |= {variables[text]} if varies else set()
+        names[node] = variables[text]
     count = len(kind._fields) - len(kind._field_defaults)
     space["_kind"], space["_running"] = kind, running
     now, after = f"_kind({', '.join(results[:count])})", "_r"
@@ -96,7 +96,7 @@ def prepared(
         then = [f"{', '.join(before)}, = _r", *then]
     lines = [*first, f"def _at({', '.join([*rates, '_r'])}):", *[f"    {x}" for x in then]]
     lines += [f"    return {now}, {after}", "return _at"]
-    exec("\n    ".join([f"def prepare({', '.join(given)}):", *lines]), space)
+    exec("\n    ".join([f"def prepare({', '.join(inputs)}):", *lines]), space)
     return space["prepare"]
 
 
@@ -132,5 +132,5 @@ def _expression(node: fx.Node, args: list[str]) -> str | None:
     fn = node.target
     if node.kwargs or not callable(fn):
         return None
-    found = _EXPRESSIONS.get(fn)
-    return found and found.format(*args)
+    template = _EXPRESSIONS.get(fn)
+    return template and template.format(*args)

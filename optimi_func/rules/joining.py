@@ -34,11 +34,11 @@ def sums_and_join(
             f"{where}.Running has a field {min(twice)!r}, which is an option: a group "
             "shows both, so choose another name"
         )
-    found = making.call("sums", s=new)
-    tensors, spec = pytree.tree_flatten(found)
+    result = making.call("sums", s=new)
+    tensors, spec = pytree.tree_flatten(result)
     if not tensors or any([not _is_traced(x) or x.node in trace.host for x in tensors]):
         raise TypeError(
-            f"{where}.sums returned {found!r}: allowed are tensors in the gradient's shape"
+            f"{where}.sums returned {result!r}: allowed are tensors in the gradient's shape"
         )
     sums = [trace.input(f"sum_{i}", True) for i in range(len(tensors))]
     r = making.running(*[trace.input(f"joined_{name}", True) for name in names])
@@ -49,11 +49,11 @@ def sums_and_join(
             f"{where}.join returned {after!r}: allowed is self.Running(...) of scalars, "
             "computed of r, of the sums and of hyperparameters"
         )
-    used = trace.needed([x.node for x in after])
-    own = [x for x in pytree.tree_leaves(making.scalars) if x.node in used]
-    trace.coeffs += [x.node for x in own if x.node not in trace.coeffs]
-    places = [trace.coeffs.index(x.node) for x in own]
-    compute, _ = trace.function([*r, *sums, *own], [*after], on_host=True)
+    nodes = trace.needed([x.node for x in after])
+    scalars = [x for x in pytree.tree_leaves(making.scalars) if x.node in nodes]
+    trace.coeffs += [x.node for x in scalars if x.node not in trace.coeffs]
+    places = [trace.coeffs.index(x.node) for x in scalars]
+    compute, _ = trace.function([*r, *sums, *scalars], [*after], on_host=True)
 
     def join(running: Named, sums: list[Tensor | float], c: Any) -> Named:
         return making.running(*compute(*running, *sums, *[c[i] for i in places]))
@@ -78,20 +78,20 @@ def measured(making: "Making") -> tuple[list[Traced], list[Traced], dict[str, Tr
         return means[-1]
 
     numel = trace.input("numel")
-    found = making.call("measure", mean=mean, numel=numel)
-    named = found._asdict() if hasattr(found, "_asdict") else found
-    right = isinstance(named, dict) and means and all(map(_is_traced, named.values()))
-    if not right or any([x.node in trace.host for x in named.values()]):
+    result = making.call("measure", mean=mean, numel=numel)
+    numbers = result._asdict() if hasattr(result, "_asdict") else result
+    right = isinstance(numbers, dict) and means and all(map(_is_traced, numbers.values()))
+    if not right or any([x.node in trace.host for x in numbers.values()]):
         raise TypeError(
-            f"{making.name}.measure({', '.join(names)}) returned {found!r}: allowed is a "
+            f"{making.name}.measure({', '.join(names)}) returned {result!r}: allowed is a "
             "dict of numbers that are computed of means, by the names that direction takes"
         )
-    if taken := {*named} & {*making.given, *making.defaults, *making.statics}:
+    if clash := {*numbers} & {*making.given, *making.defaults, *making.statics}:
         raise TypeError(
-            f"{making.name}.measure returned {min(taken)!r}, which is an argument of "
+            f"{making.name}.measure returned {min(clash)!r}, which is an argument of "
             "methods or an option: choose another name"
         )
-    return tensors, [*means, numel], named
+    return tensors, [*means, numel], numbers
 
 
 def _is_traced(x: object) -> TypeGuard[Traced]:

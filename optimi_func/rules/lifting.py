@@ -55,10 +55,10 @@ class _Tracer(GraphAppendingTracer):
         if not inputs or target is math.rounded or not self._host.issuperset(inputs):
             return node
         key = kind, target, repr(node.args), repr(node.kwargs)
-        if (known := self._known.setdefault(key, node)) is not node:
+        if (first := self._known.setdefault(key, node)) is not node:
             self.graph.erase_node(node)
-        self._host.add(known)
-        return known
+        self._host.add(first)
+        return first
 
     def proxy(self, node: fx.Node) -> Traced:
         """Return the stand-in of a node's result, which knows the method's line."""
@@ -104,7 +104,7 @@ class Trace:
         """Call a method with stand-ins. Raise TypeError for what cannot be traced."""
         first, where = len(self._graph.nodes), f"{self.owner}.{method}"
         try:
-            found = fn(*args)
+            result = fn(*args)
         except Exception as error:
             where += _line(reversed([*walk_tb(error.__traceback__)]))
             if not isinstance(error, TraceError):
@@ -129,7 +129,7 @@ class Trace:
                 )
             if node.op != "placeholder":
                 self._choose(here, node)
-        return found
+        return result
 
     def _choose(self, where: str, node: fx.Node) -> None:
         """Choose the function of a node, and note one of its values, for the dtype."""
@@ -167,13 +167,13 @@ class Trace:
         self, results: Sequence[fx.Node], given: Sequence[fx.Node] = ()
     ) -> set[fx.Node]:
         """Return the nodes that results are computed of, up to the given ones."""
-        found, rest = set[fx.Node](), list(results)
-        while rest:
-            node = rest.pop()
-            if node not in found:
-                found.add(node)
-                rest += () if node in given else node.all_input_nodes
-        return found
+        nodes, waiting = set[fx.Node](), list(results)
+        while waiting:
+            node = waiting.pop()
+            if node not in nodes:
+                nodes.add(node)
+                waiting += () if node in given else node.all_input_nodes
+        return nodes
 
     def function(
         self, given: list[Traced], results: list[Traced], on_host: bool = False
@@ -198,8 +198,8 @@ class Trace:
                     f"{self.owner}: {node.name} is not known in this method (means are "
                     "taken at once, so that none is of another)"
                 )
-            known = at if on_host else self._widened(node, at, graph)
-            fn, args, kwargs = map_arg(node.meta["call"], known.__getitem__)
+            nodes = at if on_host else self._widened(node, at, graph)
+            fn, args, kwargs = map_arg(node.meta["call"], nodes.__getitem__)
             if fn is torch.where and not on_host:
                 fn, args = _where, (*args, at[inputs[0]], _kind(node))
             if node.op == "call_method" and fn is getattr(Tensor, str(node.target)):
@@ -220,7 +220,7 @@ class Trace:
         self.code += code.src
         space = dict(code.globals)
         exec(code.src, space)
-        made = space["forward"]
+        compiled = space["forward"]
 
         def on_tensors(*args: Any) -> tuple[Tensor, ...]:
             # A 0-d float64 would widen a bool tensor, and other functions refuse it.
@@ -232,11 +232,11 @@ class Trace:
                     cast = [
                         x.to(dtype) if isinstance(x, Tensor) else x for x in args[count:]
                     ]
-                    return made(None, *args[:count], *cast)
-            return made(None, *args)
+                    return compiled(None, *args[:count], *cast)
+            return compiled(None, *args)
 
         def on_scalars(*args: Scalar) -> tuple[Scalar, ...]:
-            return made(None, *[x if type(x) is float else as_scalar(x) for x in args])
+            return compiled(None, *[x if type(x) is float else as_scalar(x) for x in args])
 
         return (on_scalars if on_host else on_tensors), graph
 
@@ -245,12 +245,12 @@ class Trace:
     ) -> dict[fx.Node, fx.Node]:
         """Return `at` with casts of bools and ints, of which torch would make a float32."""
         fn, args, _ = node.meta["call"]
-        given = [x for x in args if isinstance(x, fx.Node) and x not in self.host]
-        floats = [x for x in given if _kind(x) == torch.float64]
+        tensors = [x for x in args if isinstance(x, fx.Node) and x not in self.host]
+        floats = [x for x in tensors if _kind(x) == torch.float64]
         if floats or _kind(node) != torch.float64 or fn is torch.where:
             return at
         like = next(iter(at.values()))
-        return at | {x: graph.call_method("type_as", (at[x], like)) for x in given}
+        return at | {x: graph.call_method("type_as", (at[x], like)) for x in tensors}
 
 
 def _normal(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Argument]]:
@@ -299,17 +299,17 @@ def _in_double(fn: Callable[..., Any]) -> Callable[..., Scalar]:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         wide = math.scalar_dtype(device)
-        given = [
+        arguments = [
             x
             if not isinstance(x, int | float)
             else torch.tensor(x, dtype=_KINDS.get(type(x), wide), device=device)
             for x in args
         ]
-        found = fn(*given, **kwargs)
-        if found.is_floating_point() and found.dtype != wide:
-            given = [x.to(wide) if isinstance(x, Tensor) else x for x in given]
-            found = fn(*given, **kwargs).to(wide)
-        return found if tensors else found.item()
+        result = fn(*arguments, **kwargs)
+        if result.is_floating_point() and result.dtype != wide:
+            arguments = [x.to(wide) if isinstance(x, Tensor) else x for x in arguments]
+            result = fn(*arguments, **kwargs).to(wide)
+        return result if tensors else result.item()
 
     scalar.__name__ = scalar.__qualname__ = f"scalar_{fn.__name__}"
     return scalar
@@ -325,10 +325,10 @@ def _of_numbers(
         if not (isinstance(x, float | int) and isinstance(y, float | int)):
             return of_tensors(x, y)
         try:
-            found = fn(x, y)
+            result = fn(x, y)
         except (OverflowError, ZeroDivisionError):
-            found = 0j
-        return in_double(x, y) if isinstance(found, complex) else found
+            result = 0j
+        return in_double(x, y) if isinstance(result, complex) else result
 
     both.__name__ = both.__qualname__ = of_tensors.__name__
     return both
@@ -461,23 +461,23 @@ def check_elementwise(
     Returns for each result that is a view the index of its base: that of a given tensor,
     or below 0 that of a result, from the end.
     """
-    drawn, wide = torch.Generator().manual_seed(0), torch.float64
-    given = torch.rand(count, 15, generator=drawn, dtype=wide, device="cpu") + 0.01
-    given[0] -= 0.5
-    some = torch.tensor([11, 2, 3, 7], device="cpu")
+    generator, wide = torch.Generator().manual_seed(0), torch.float64
+    inputs = torch.rand(count, 15, generator=generator, dtype=wide, device="cpu") + 0.01
+    inputs[0] -= 0.5
+    picks = torch.tensor([11, 2, 3, 7], device="cpu")
     tensors = [torch.tensor(x, dtype=wide, device="cpu") for x in scalars]
-    rows = [x.clone() for x in given]
+    rows = [x.clone() for x in inputs]
     results = _tried(where, graph, *rows, *scalars)
-    again = _tried(where, graph, *given, *tensors)
-    parts = _tried(where, graph, *given[:, some], *tensors)
+    on_tensors = _tried(where, graph, *inputs, *tensors)
+    parts = _tried(where, graph, *inputs[:, picks], *tensors)
     for shape in (3, 5), (3, 1, 5):  # for what t, flatten and squeeze do
-        _tried(where, graph, *given.view(count, *shape), *scalars)
-    for name, x, same, part in zip(names, results, again, parts):
+        _tried(where, graph, *inputs.view(count, *shape), *scalars)
+    for name, x, same, part in zip(names, results, on_tensors, parts):
         if x.dtype != wide:
             raise TypeError(f"{where} returns {name} as {x.dtype} for tensors of {wide}")
         if not torch.allclose(x, same, equal_nan=True):
             raise TypeError(f"{where} draws random numbers in {name}: leave them out")
-        if not torch.allclose(x[some], part, equal_nan=True):
+        if not torch.allclose(x[picks], part, equal_nan=True):
             raise TypeError(_NOT_ELEMENTWISE.format(where, f"{name} depends on the others"))
     at = [x.data_ptr() for x in results]
     memory = {x: i - len(at) for i, x in reversed([*enumerate(at)])}

@@ -123,13 +123,13 @@ class Making:
                 f"{self.name}.State{self.kind._fields}: fields that are Shaped come last, "
                 "and are for a class with `whole`"
             )
-        taken = set(_TAKEN)
+        reserved = set(_TAKEN)
         for part, kind in ("State", self.kind), ("Running", self.running):
             for name in kind._fields:
-                if name in taken or field_of(name) != name:
+                if name in reserved or field_of(name) != name:
                     where = f"{self.name}.{part} has a field {name!r}"
                     raise TypeError(f"{where}: choose another name")
-                taken.add(name)
+                reserved.add(name)
         if lacking := {*self.running._fields} - {*self.running._field_defaults}:
             raise TypeError(
                 f"{self.name}.Running.{min(lacking)} has no default: write its first value"
@@ -140,9 +140,9 @@ class Making:
         self.named: dict[str, Traced] = {}  # the stand-ins of its results
         if hasattr(cls, "coeffs"):
             self.explicit = Explicit(cls, statics, self.names("coeffs"))
-            found, first = self.explicit(3.0, self.running(), self.defaults)
+            coeffs, first = self.explicit(3.0, self.running(), self.defaults)
             self.named = {name: trace.input(f"c_{name}", True) for name in first}
-            self.given["c"] = type(found)(**self.named)
+            self.given["c"] = type(coeffs)(**self.named)
         # What `measure` returns, and what a step is given besides: coefficients of a leaf.
         self.measured = measured(self)
         known = {*self._known("direction"), *(own := self.measured[2])}
@@ -161,8 +161,8 @@ class Making:
         """Return the names of a method's arguments; none if the class lacks it."""
         if not hasattr(self.cls, method):
             return []
-        found = inspect.signature(getattr(self.me, method)).parameters.values()
-        names, known = [p.name for p in found], self._known(method)
+        parameters = inspect.signature(getattr(self.me, method)).parameters.values()
+        names, known = [p.name for p in parameters], self._known(method)
         if method in ("direction", "accumulate"):
             # The gradient and the state may have names of their own.
             first = ["g", "s"][: 1 + bool(self.count)]
@@ -170,13 +170,13 @@ class Making:
                 raise TypeError(f"{self.name}.{method} takes {names}: it has to take g, s")
             names[: len(first)] = first
             if len({*names}) < len(names):
-                given = ", ".join([p.name for p in found])
+                text = ", ".join([p.name for p in parameters])
                 raise TypeError(
-                    f"{self.name}.{method} takes {given}: g and s are its first two"
+                    f"{self.name}.{method} takes {text}: g and s are its first two"
                 )
             extras = [x for x in names if x not in self.me.__dict__]
             known = [*known, *(extras if method == "direction" else self.more)]
-        many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found])
+        many = any([p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters])
         if many or not {*names} <= {*known}:
             hints = [f", and self.{x} for {x}" for x in names if x in self.me.__dict__]
             raise TypeError(
@@ -188,14 +188,14 @@ class Making:
     def call(self, method: str, **more: Any) -> Any:
         """Trace a method. Raise if it writes to `self`."""
         before = dict(self.me.__dict__)
-        given = [{**self.given, **more}[x] for x in self.names(method)]
-        found = self.trace.call(method, getattr(self.me, method), *given)
+        arguments = [{**self.given, **more}[x] for x in self.names(method)]
+        result = self.trace.call(method, getattr(self.me, method), *arguments)
         if self.me.__dict__ != before:
             raise TypeError(
                 f"{self.name}.{method} writes to self, but it is traced once: what a step "
                 "keeps is a field of State"
             )
-        return found
+        return result
 
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
@@ -229,26 +229,26 @@ class Making:
         """Trace all methods, try them on tensors if `tried`, and return the Rule."""
         trace, me, kind, count = self.trace, self.given, self.kind, self.count
         own = [me["g"], *me["s"][:count], me["x"]]
-        given = [*own, *[me[x] for x in self.more]]
+        arguments = [*own, *[me[x] for x in self.more]]
         inputs = {
             "measure": own,
-            "direction": given,
-            "accumulate": given,
+            "direction": arguments,
+            "accumulate": arguments,
             "after": [me["x"], me["u"], *me["s"]],
             "eval_point": [me["x"], *me["s"]],
         }
         tensors, known, numbers = self.measured
-        found = {x: self.results(x) for x in [*inputs][1:] if self.names(x)}
-        found = {method: x for method, x in found.items() if x}
-        advanced = found["direction"][1 + count :]
-        found = {method: x[: 1 + count] for method, x in found.items()}
-        found |= {"measure": tensors} if numbers else {}
+        traced = {x: self.results(x) for x in [*inputs][1:] if self.names(x)}
+        traced = {method: x for method, x in traced.items() if x}
+        advanced = traced["direction"][1 + count :]
+        traced = {method: x[: 1 + count] for method, x in traced.items()}
+        traced |= {"measure": tensors} if numbers else {}
         taken = self.names("means")
         by = "move" if "move" in taken else "sum" if "decay" in taken else "direction"
         averages: list[Traced] = []
         divisors: list[Traced] = []
         if self.names("means"):
-            measured = found["means"] = list[Traced]()
+            measured = traced["means"] = list[Traced]()
 
             def mean(x: Traced) -> Traced:
                 measured.append(x)
@@ -262,30 +262,30 @@ class Making:
         join = None
         if self.names("sums") or self.names("join"):
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
-            found["sums"], join = sums_and_join(self, new)
+            traced["sums"], join = sums_and_join(self, new)
             inputs["sums"] = [me["g"], me["x"], *new]
         # If accumulate differs in scalars alone, it is the direction with others.
-        others = other_scalars(trace, found["direction"], found.get("accumulate", []))
-        again = found.pop("accumulate") if others is not None else []
-        trace.require([*chain(*found.values()), *divisors, *numbers.values()])
+        others = other_scalars(trace, traced["direction"], traced.get("accumulate", []))
+        again = traced.pop("accumulate") if others is not None else []
+        trace.require([*chain(*traced.values()), *divisors, *numbers.values()])
         accumulate = self._accumulate(others) if others is not None else None
         if again and accumulate is None:
-            found["accumulate"] = again
+            traced["accumulate"] = again
             trace.require(again)
         paired: list[Traced] = []
         if self.names("complex_direction"):
             paired = self.results("complex_direction")[: 1 + count]
             trace.require(paired)
-        chosen = self._chosen()
+        due_place = self._chosen()
         n, more = len(trace.coeffs), len(self.more)
         rates = [*me["move"][:3]] if by == "move" else []
         divided_by, _ = trace.function([*averages, *rates], divisors)
         found_of, _ = trace.function(known, [*numbers.values()]) if numbers else (None, 0)
-        made = {x: trace.function(inputs[x], results) for x, results in found.items()}
-        run = {method: fn for method, (fn, _) in made.items()}
-        code = repr((kind._fields, trace.code, by, chosen))
+        compiled = {x: trace.function(inputs[x], results) for x, results in traced.items()}
+        run = {method: fn for method, (fn, _) in compiled.items()}
+        code = repr((kind._fields, trace.code, by, due_place))
         if paired:  # of which there are no kernels
-            run["complex_direction"], _ = trace.function(given, paired)
+            run["complex_direction"], _ = trace.function(arguments, paired)
         coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
         cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
         if mapped is not None:
@@ -293,18 +293,18 @@ class Making:
         before = (0.1, self.running()) if advanced else ()
         now = coeffs(3.0, *before, **self.defaults)
         now = now[0] if advanced else now
-        for method, (_, graph) in made.items() if tried else ():
+        for method, (_, graph) in compiled.items() if tried else ():
             first, size = _FIRST.get(method, "d"), len(inputs[method])
             many = method in ("measure", "means", "sums")
-            labels = [first] * len(found[method]) if many else [first, *kind._fields]
+            labels = [first] * len(traced[method]) if many else [first, *kind._fields]
             where = f"{self.name}.{method}"
             if views := check_elementwise(where, labels, graph, size, now[:n]):
                 run[method] = partial(_without_views, run[method], views)
 
         def along(usual: Callable[..., Any]) -> Callable[..., Direction]:
             def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
-                given = (*c[n : n + more], *c[:n]) if more or whole else c
-                d, *state = usual(g, *s[:count], x, *given)
+                scalars = (*c[n : n + more], *c[:n]) if more or whole else c
+                d, *state = usual(g, *s[:count], x, *scalars)
                 return Direction(d, new := kind(*state, *s[count:]), new)
 
             return direction
@@ -315,7 +315,7 @@ class Making:
             return Direction(d, new := kind(*state, *s[count:]), new)
 
         def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
-            due = chosen is None or c[chosen]
+            due = due_place is None or c[due_place]
             if due is False:
                 return u, s
             moved, *state = run["after"](x, u, *s, *c[:n])
@@ -332,8 +332,8 @@ class Making:
             return list(run["sums"](g, x, *s, *c[:n]))
 
         def divisor(means: Any, scale: Any, lr: Any, decay: Any, c: Any) -> Tensor:
-            own = (lr, scale, decay) if rates else ()
-            return divided_by(*means, *own, *c[:n])[0]
+            factors = (lr, scale, decay) if rates else ()
+            return divided_by(*means, *factors, *c[:n])[0]
 
         def read(g: Tensor, x: Tensor, s: Any, c: Any) -> list[Tensor]:
             return list(run["measure"](g, *s[:count], x, *c[:n]))
@@ -343,7 +343,7 @@ class Making:
             return c._replace(**dict(zip(numbers, found_of(*means, numel, *c[:n]))))
 
         usually: Any = either if "accumulate" in run else along(run["direction"])
-        alone = found["direction"][0].node is me["g"].node and not (count or advanced)
+        alone = traced["direction"][0].node is me["g"].node and not (count or advanced)
         if whole and alone and not more:
             usually = along_gradient  # whose kernel all such rules share
         init = make_init(cls, statics, self.defaults, kind, self.makers)
@@ -356,7 +356,7 @@ class Making:
             else accumulate,
             means=Means(len(averages), measure, divisor, by)
             if divisors
-            else Means(len(found["sums"]), summed, None)
+            else Means(len(traced["sums"]), summed, None)
             if join
             else None,
             join=join,
@@ -387,11 +387,11 @@ class Making:
         """Make a coefficient of `due`, whether `after` acts, and return its place."""
         if not self.names("due"):
             return None
-        found: Any = self.call("due")
-        node = getattr(found, "node", None)
+        result: Any = self.call("due")
+        node = getattr(result, "node", None)
         if node not in self.trace.host or node.meta["value"].dtype != torch.bool:
             raise TypeError(
-                f"{self.name}.due returned {found!r}: allowed is a condition on t and on "
+                f"{self.name}.due returned {result!r}: allowed is a condition on t and on "
                 "hyperparameters, as t % self.k == 0"
             )
         self.trace.chosen, coeffs = node, self.trace.coeffs
@@ -402,20 +402,20 @@ class Making:
         """Return `Rule.accumulate`, which replaces coefficients, or None if it cannot."""
         coeffs = self.trace.coefficients
         fixed = {a: x for a, x in others.items() if not isinstance(x, Node)}
-        rest = [(a, b) for a, b in others.items() if a not in fixed]
-        found = [(a, Traced(b, self.trace._tracer)) for a, b in rest]
+        varying = [(a, b) for a, b in others.items() if a not in fixed]
+        traced = [(a, Traced(b, self.trace._tracer)) for a, b in varying]
         try:
             code = self.trace.code
-            compute, _ = self.trace.function(coeffs, [x for _, x in found], on_host=True)
+            compute, _ = self.trace.function(coeffs, [x for _, x in traced], on_host=True)
             self.trace.code = code
         except TypeError:  # of scalars that are no coefficients
             return None
         places = {a: f"c{i}" for i, a in enumerate(self.trace.coeffs)}
-        n, names = len(coeffs), [places[a] for a, _ in found]
-        own = {places[a]: float(x) for a, x in fixed.items()}
+        n, names = len(coeffs), [places[a] for a, _ in traced]
+        constants = {places[a]: float(x) for a, x in fixed.items()}
 
         def accumulate(c: Any) -> Any:
-            return c._replace(**own, **dict(zip(names, compute(*c[:n]))))
+            return c._replace(**constants, **dict(zip(names, compute(*c[:n]))))
 
         return accumulate
 
@@ -425,11 +425,11 @@ class Making:
         """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`."""
         n, running, mapped = len(self.trace.coeffs), self.running, self.mapped
         explicit, named = self.explicit, self.named
-        used = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
-        taken = {*self.names("coeffs"), *self.names("whole")}
-        rates = [x for x in RATES if self.scalars[x].node in used or x in taken]
+        nodes = self.trace.needed([*self.trace.coeffs, *[x.node for x in more]])
+        takes = {*self.names("coeffs"), *self.names("whole")}
+        rates = [x for x in RATES if self.scalars[x].node in nodes or x in takes]
         # Methods that are not traced may read any.
-        reads = {x for x in self.scalars if used & self._nodes(x)}
+        reads = {x for x in self.scalars if nodes & self._nodes(x)}
         reads |= {*self.scalars} if self.untraced else set()
         names = [x for x in self.scalars if (x in reads if x not in RATES else x in rates)]
         # `Rule.coeffs` of rules with running scalars is given lr besides.
@@ -437,14 +437,14 @@ class Making:
         scalars = [self.scalars[x] for x in names]
         scalars += [self.scalars["lr"]] if running._fields else []
         scalars = pytree.tree_leaves(scalars)
-        given = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
+        inputs = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
         results = [*self.trace.coefficients, *more]
-        host, graph = self.trace.function(given, results, on_host=True)
-        rest = [(x, ()) for x in self.more] + [("further", ())] * further
-        rest += [("whole", ())] * (mapped is not None)
-        fields = [*[f"c{i}" for i in range(n)], *[x for x, _ in rest]]
+        host, graph = self.trace.function(inputs, results, on_host=True)
+        extra = [(x, ()) for x in self.more] + [("further", ())] * further
+        extra += [("whole", ())] * (mapped is not None)
+        fields = [*[f"c{i}" for i in range(n)], *[x for x, _ in extra]]
         kind: Any = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
-            "Coeffs", fields, defaults=[x for _, x in rest]
+            "Coeffs", fields, defaults=[x for _, x in extra]
         )
 
         def coeffs(t: Any, *before: Any, **given: Any) -> Any:
@@ -457,11 +457,11 @@ class Making:
             lr, r = ([before[0]], before[1]) if before else ([], ())
             given |= dict.fromkeys(["lr"] * len(lr), *lr)
             _, c = explicit(t, r, given, named) if explicit else ((), {})
-            found = host(*values, *lr, *r, *[c[name] for name in named])
-            now = kind(*found[:n])
+            outputs = host(*values, *lr, *r, *[c[name] for name in named])
+            now = kind(*outputs[:n])
             if mapped is not None:
                 now = now._replace(whole=(t, *[_fixed(given[x]) for x in mapped]))
-            return (now, running(*found[n:])) if before else now
+            return (now, running(*outputs[n:])) if before else now
 
         late = [self.given["t"], *[self.scalars[x] for x in RATES]]
         prepare = None
@@ -469,16 +469,16 @@ class Making:
             rates, r = ([x.node.name for x in y] for y in (late, self.given["r"]))
             prepare = cache(partial(prepared, graph, rates, r, kind, running))
             if mapped is not None:
-                own = {x: self.scalars[x] for x in names if x not in RATES}
-                prepare = partial(with_numbers, prepare, own, mapped)
+                numbers = {x: self.scalars[x] for x in names if x not in RATES}
+                prepare = partial(with_numbers, prepare, numbers, mapped)
         return coeffs, tuple(names), prepare
 
     @property
     def mapped(self) -> list[str] | None:
         """The names of the numbers that `whole` is called with, if there is one."""
-        taken = self.names("whole")
-        own = [x for x in self.scalars if x not in RATES]
-        return own + [x for x in RATES if x in taken] if taken else None
+        takes = self.names("whole")
+        numbers = [x for x in self.scalars if x not in RATES]
+        return numbers + [x for x in RATES if x in takes] if takes else None
 
     def _nodes(self, name: str) -> set[Node]:
         return {x.node for x in pytree.tree_leaves(self.scalars[name])}
@@ -491,9 +491,9 @@ class Making:
 
 def _without_views(fn: Callable[..., Any], views: dict[int, int], *args: Any) -> list[Any]:
     """Call fn, with the bases of views in their place, which the pipeline copies."""
-    found = fn(*args)
-    every = [*args, *found]
-    return [every[views.get(i, len(args) + i)] for i in range(len(found))]
+    results = fn(*args)
+    every = [*args, *results]
+    return [every[views.get(i, len(args) + i)] for i in range(len(results))]
 
 
 def _fixed(x: Any) -> Any:

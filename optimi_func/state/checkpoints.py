@@ -72,7 +72,7 @@ def _as_strings(optimizer: Any, packed: StateDict) -> None:
 
 def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
     """Return the entries of a state dict by name, in our names and values."""
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     state_dict = convert.under_our_names(state_dict, counterparts)
     for group in state_dict["param_groups"]:
         if group["params"] and "param_names" not in group:
@@ -83,8 +83,8 @@ def _by_name(state_dict: Group, counterparts: Counterparts) -> dict[str, Entry]:
             )
         names = zip(group.get("param_names", ()), group["params"])
         entries = {name: state_dict["state"].get(i) for name, i in names}
-        found |= {name: x for name, x in entries.items() if x}
-    return found
+        by_name |= {name: x for name, x in entries.items() if x}
+    return by_name
 
 
 class Checkpoints(Optimizer):
@@ -110,9 +110,9 @@ class Checkpoints(Optimizer):
 
     def scheduled(self, group: Group) -> list[str]:
         """Return the hyperparameters of a group that are schedules."""
-        found = {k: group[k] for k in self._factory_of(group)[1]}
-        flat = {k: x if isinstance(x, tuple) else (x,) for k, x in found.items()}
-        return [k for k, some in flat.items() if any(map(callable, some))]
+        numbers = {k: group[k] for k in self._factory_of(group)[1]}
+        flat = {k: x if isinstance(x, tuple) else (x,) for k, x in numbers.items()}
+        return [k for k, values in flat.items() if any(map(callable, values))]
 
     def rules(self) -> list[Rule]:
         """Return the rule of each group."""
@@ -199,13 +199,13 @@ class Checkpoints(Optimizer):
         known |= dict(model.named_buffers(remove_duplicate=False)).keys()
         lacking = {"nothing for": sorted(params.keys() - state_dict.keys())}
         lacking["no parameters"] = sorted(state_dict.keys() - known)
-        if said := [f"{text} {names}" for text, names in lacking.items() if names]:
-            raise ValueError(f"state_dict: {', and '.join(said)}")
+        if problems := [f"{text} {names}" for text, names in lacking.items() if names]:
+            raise ValueError(f"state_dict: {', and '.join(problems)}")
         for name, p in params.items():
-            shape, own = (tuple(as_real(x).shape) for x in (state_dict[name], p))
-            if shape != own:
+            shape, own_shape = (tuple(as_real(x).shape) for x in (state_dict[name], p))
+            if shape != own_shape:
                 raise ValueError(
-                    f"state_dict[{name!r}] has shape {shape}, its parameter {own}"
+                    f"state_dict[{name!r}] has shape {shape}, its parameter {own_shape}"
                 )
         self.init_state()
         with torch.no_grad():
@@ -222,8 +222,8 @@ class Checkpoints(Optimizer):
 
     def _find(self, state_dict: StateDict, strict: bool, match: str) -> Match:
         """Find the saved options of each group and the saved entry of each parameter."""
-        given = state_dict, self.param_groups, strict, match, self.keywords
-        return convert.find_entries(*given, counterparts_of(self))
+        arguments = state_dict, self.param_groups, strict, match, self.keywords
+        return convert.find_entries(*arguments, counterparts_of(self))
 
     def describe(self) -> str:
         """Return a table of each group's storage of parameters and moments, and its bytes.
@@ -284,11 +284,11 @@ class Checkpoints(Optimizer):
 
         def prepare(_: Optimizer, given: StateDict) -> StateDict:
             with torch.inference_mode(False):
-                found = self._find(given, strict, match)
-                groups, entries = self._loaded(found, keep_dtypes)
-            reports.append(found.report)
+                matched = self._find(given, strict, match)
+                groups, entries = self._loaded(matched, keep_dtypes)
+            reports.append(matched.report)
             made.update(entries)
-            return {**given, "state": found.others, "param_groups": groups}
+            return {**given, "state": matched.others, "param_groups": groups}
 
         def restore(_: Optimizer) -> None:
             self.state.update(made)
@@ -337,36 +337,36 @@ class Checkpoints(Optimizer):
         states = list(state_dict.values()) if several else [state_dict]
         packed, report = self.state_dict(), Fitted({}, {}, [])
         ours = [name for group in self.param_groups for name, _ in named_params(group)]
-        packed["state"], left = {}, dict[str, None]()
+        packed["state"], names = {}, dict[str, None]()
         for mine, group in zip(self.param_groups, packed["param_groups"]):
             saved: dict[str, Entry] = {}
             for state in states:
                 saved |= _by_name(state, counterparts_of(self._factory_of(mine)[0]))
-            left |= dict.fromkeys(saved)
+            names |= dict.fromkeys(saved)
             theirs, bound = convert.same_names(ours, list(saved)), self.bound_of(mine)
             for (name, p), i in zip(named_params(mine), group["params"]):
                 entry = saved.get(theirs.get(name, ""), {})
-                found, fields = fitting(bound, p, entry)
-                rest = [x for x in bound.rule.state._fields if x not in fields]
-                packed["state"] |= {i: found} if found else {}
+                fitted, fields = fitting(bound, p, entry)
+                lacking = [x for x in bound.rule.state._fields if x not in fields]
+                packed["state"] |= {i: fitted} if fitted else {}
                 report.taken.update({name: fields} if fields else {})
-                report.anew.update({name: rest} if rest else {})
-        used = {convert.same_names(ours, list(left)).get(name) for name in report.taken}
-        report.unused.extend(name for name in left if name not in used)
+                report.anew.update({name: lacking} if lacking else {})
+        used = {convert.same_names(ours, list(names)).get(name) for name in report.taken}
+        report.unused.extend(name for name in names if name not in used)
         self.load_state_dict(packed)
         return report
 
     def _loaded(
-        self, found: Match, keep_dtypes: bool
+        self, match: Match, keep_dtypes: bool
     ) -> tuple[list[Group], dict[Tensor, Entry]]:
         """Return the groups and entries that a saved state becomes, checked and copied."""
-        loaded: list[Group] = []
+        groups: list[Group] = []
         made: dict[Tensor, Entry] = {}
-        for mine, options, entries in zip(self.param_groups, found.groups, found.entries):
-            first = sum(len(group["params"]) for group in loaded)
+        for mine, options, entries in zip(self.param_groups, match.groups, match.entries):
+            first = sum(len(group["params"]) for group in groups)
             places = list(range(first, first + len(entries)))
-            kept = {name: mine[name] for name in self.scheduled(mine)}
-            group = {**mine, **options, **kept, "params": places}
+            schedules = {name: mine[name] for name in self.scheduled(mine)}
+            group = {**mine, **options, **schedules, "params": places}
             check_options(mine, options)
             bound = self.bound_of(group)
             convert.check_kind(options, bound.decay)
@@ -374,16 +374,16 @@ class Checkpoints(Optimizer):
                 group.pop("decouple_wd", None)
             if "train_mode" in mine:
                 group["train_mode"] = options.get("train_mode", True)
-            loaded.append(group)
+            groups.append(group)
             rule, storage, capturable = bound.rule, group_storage(mine), mine["capturable"]
             names = group.get("param_names", places)
             load = loading(rule, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):
                 if saved is not None and self.owns(p):
                     made[p] = self.part_of_entry(p, load(name, p, saved))
-        mode = all(group.get("train_mode", True) for group in loaded)
-        loaded = [g | {"train_mode": mode} if "train_mode" in g else g for g in loaded]
-        return loaded, made
+        mode = all(group.get("train_mode", True) for group in groups)
+        groups = [g | {"train_mode": mode} if "train_mode" in g else g for g in groups]
+        return groups, made
 
     def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state."""
@@ -460,7 +460,7 @@ class Checkpoints(Optimizer):
             bounds.append(self.bound_of(group))
             entries.append(self._named_entries(group, bounds[-1].starting_rule))
         optimizer = convert.common(bounds, list(map(list, entries)))
-        merged = {name: entry for some in entries for name, entry in some.items()}
+        merged = {name: entry for part in entries for name, entry in part.items()}
         return optimizer, convert.as_tree(optimizer.rule, merged, self._first_param())
 
     def load_functional(
@@ -484,8 +484,8 @@ class Checkpoints(Optimizer):
     ) -> None:
         """Replace entries, except for other code's values, and write parameters."""
         for p, entry in made.items():
-            own = own_names(self.rule_of(self.group_of(p)))
-            others = {k: x for k, x in self.state.get(p, {}).items() if k not in own}
+            names = own_names(self.rule_of(self.group_of(p)))
+            others = {k: x for k, x in self.state.get(p, {}).items() if k not in names}
             made[p] = {**others, **entry}
         insert_made(self.state, made)
         with torch.no_grad():

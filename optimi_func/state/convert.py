@@ -159,10 +159,10 @@ def _by_name(
             twice = max(names, key=names.count)
             raise ValueError(f"the {side} has {twice!r} twice: allowed is match='order'")
     theirs = same_names(ours, list(index))
-    found = set(theirs.values())
+    used = set(theirs.values())
     report = LoadReport(
         [name for name in ours if name not in theirs],
-        [name for name in index if name not in found],
+        [name for name in index if name not in used],
     )
     if ours and index and not theirs:
         raise ValueError(
@@ -173,10 +173,10 @@ def _by_name(
     lost = [name for name in report.unexpected if state.get(index[name])]
     pairs = [pair for g in groups for pair in zip(g["param_names"], g["params"])]
     frozen = {name for name, p in pairs if not p.requires_grad}  # these need no state
-    said = {"the state has nothing for": [x for x in report.missing if x not in frozen]}
-    said["the optimizer has no parameters"] = lost
-    if strict and any(said.values()):
-        sides = ", and ".join(f"{text} {names}" for text, names in said.items() if names)
+    gaps = {"the state has nothing for": [x for x in report.missing if x not in frozen]}
+    gaps["the optimizer has no parameters"] = lost
+    if strict and any(gaps.values()):
+        sides = ", and ".join(f"{text} {names}" for text, names in gaps.items() if names)
         raise ValueError(
             f"{sides}: strict=False loads what both have, and starts the optimizer's other "
             "parameters with fresh state"
@@ -191,7 +191,7 @@ def _by_name(
         entries.append([None if n is None else state.get(index[n]) for n in names])
     _check_regrouped(saved, groups, homes, ("initial_lr", *keywords))
     # A group takes the saved options of the first of its parameters.
-    options = [_options(saved[some[0]]) if some else {} for some in homes]
+    options = [_options(saved[sources[0]]) if sources else {} for sources in homes]
     return Match(options, entries, others, report)
 
 
@@ -209,23 +209,23 @@ def _check_regrouped(
     sides = ("the state's", saved, homes), ("the optimizer's", groups, parts)
     for name, (whose, owners, shared) in product(keywords, sides):
         for some in shared if any(name in group for group in saved) else ():
-            found = {i: owners[i].get(name) for i in some}
-            if any(x != found[some[0]] for x in found.values()):
+            values = {i: owners[i].get(name) for i in some}
+            if any(x != values[some[0]] for x in values.values()):
                 raise ValueError(
                     f"{whose} param_groups {some} share a group of the other side and "
-                    f"differ in {name}: {found}. Make groups as the state's, or keep the "
+                    f"differ in {name}: {values}. Make groups as the state's, or keep the "
                     f"optimizer's values by deleting {name!r} from the state's param_groups"
                 )
 
 
 def same_names(ours: list[str], saved: list[str]) -> dict[str, str]:
     """Map our names to the saved ones, which may differ by torch's wrappers."""
-    found = {name: name for name in set(ours).intersection(saved)}
+    matches = {name: name for name in set(ours).intersection(saved)}
     bare = dict(zip(_bare(saved), saved))
     for name, short in zip(ours, _bare(ours)):
-        if name not in found and short in bare and bare[short] not in found:
-            found[name] = bare[short]
-    return found
+        if name not in matches and short in bare and bare[short] not in matches:
+            matches[name] = bare[short]
+    return matches
 
 
 def without_wrappers(name: str) -> str:
@@ -340,12 +340,12 @@ def _from_bitsandbytes(saved: Entry, group: Group, names: tuple[str, ...]) -> En
 
 def check_kind(options: Group, decay: str) -> None:
     """Warn if the kind of weight decay changes."""
-    given = bool(options.get("decouple_lr")), any(map(options.get, _OUR_DECAYS))
+    before = bool(options.get("decouple_lr")), any(map(options.get, _OUR_DECAYS))
     now = "fully" in decay, decay != "l2"
-    if "decouple_wd" in options and options.get("weight_decay") and given != now:
+    if "decouple_wd" in options and options.get("weight_decay") and before != now:
         warn_user(
             f"weight_decay={options['weight_decay']} of the state is for (decouple_lr, "
-            f"decouple_wd)={given}, and this optimizer has {now}: decay changes its kind"
+            f"decouple_wd)={before}, and this optimizer has {now}: decay changes its kind"
         )
 
 
@@ -367,9 +367,9 @@ def as_torchs(
     ours_alone = {*keywords, *POLICY} - {*takes, "max_lr"}
     groups: list[Group] = []
     for group in state_dict["param_groups"]:
-        made = {k: v for k, v in group.items() if k not in ours_alone}
-        if made["max_lr"] is None:
-            del made["max_lr"]  # some schedules add an option of the same name
+        options = {k: v for k, v in group.items() if k not in ours_alone}
+        if options["max_lr"] is None:
+            del options["max_lr"]  # some schedules add an option of the same name
         if lost := [k for k in keywords if k not in group]:
             name = f"torch.optim.{cls.__name__}"
             raise ValueError(f"{name} cannot go on with a schedule for {lost[0]}")
@@ -377,17 +377,17 @@ def as_torchs(
             raise ValueError(f"torch.optim.{cls.__name__} cannot go on with {lost[0]}=True")
         kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]
         if "decoupled_weight_decay" in takes:
-            made["decoupled_weight_decay"] = "decouple_wd" in kinds
+            options["decoupled_weight_decay"] = "decouple_wd" in kinds
             kinds = [k for k in kinds if k != "decouple_wd"]
         if kinds and group["weight_decay"] != 0:
             raise ValueError(
                 f"torch.optim.{cls.__name__} cannot go on with {kinds[0]}=True and "
                 f"weight_decay={group['weight_decay']}"
             )
-        made |= {"foreach": None, "differentiable": False}
+        options |= {"foreach": None, "differentiable": False}
         if "fused" in takes:
-            made["fused"] = None
-        groups.append(made | counterparts.torch_options(group))
+            options["fused"] = None
+        groups.append(options | counterparts.torch_options(group))
     dropped = ("kahan_comp",) if counterparts.torch_counts_steps else ("kahan_comp", "step")
     unused = counterparts.unused
     indices = {i for group in groups for i in group["params"]}
@@ -425,11 +425,11 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
                 f"{root}{path}[{key!r}] has dtype {x.dtype} on {x.device}, allowed are "
                 "floating dtypes and memory"
             )
-    own = {*names, _TURNED_OFF.get(rule.state._fields)}
+    expected = {*names, _TURNED_OFF.get(rule.state._fields)}
     if rule.state._fields and not storage.missing_fields(rule, entry):
-        own.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
-    others = map(str, saved.keys() - own)
-    strange = sorted(_FIELDS.intersection(map(storage.field_of, others)) - own)
+        expected.add("momentum_buffer")  # pytorch_optimizer's Lookahead puts it beside them
+    others = map(str, saved.keys() - expected)
+    strange = sorted(_FIELDS.intersection(map(storage.field_of, others)) - expected)
     if strange or (
         entry and (storage.missing_fields(rule, entry) or not {*rule.counted} <= {*entry})
     ):
@@ -465,11 +465,11 @@ def as_tree(rule: Rule, entries: dict[str, Entry], like: Tensor) -> TreeState:
 
 def from_tree(state: TreeState) -> dict[str, Entry]:
     """Return the entries of a tree whose parameters are a dict, by name."""
-    made: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, leaf in state.leaves.items():
         entry = storage.entry_of(leaf.rule_state, leaf.kahan_comp)
-        made[name] = {**entry, **leaf.running._asdict(), "step": state.step}
-    return made
+        entries[name] = {**entry, **leaf.running._asdict(), "step": state.step}
+    return entries
 
 
 def common(
@@ -482,13 +482,13 @@ def common(
     """
     changed: dict[str, object] = {}
     for name in (one.name for one in fields(bounds[0])):
-        found = [getattr(bound, name) for bound in bounds]
-        if all(x == found[0] for x in found):
+        values = [getattr(bound, name) for bound in bounds]
+        if all(x == values[0] for x in values):
             continue
         if name not in ("lr", "weight_decay"):
             raise ValueError(
-                f"the groups differ in hyperparameter {name}: {found}; a pure optimizer "
+                f"the groups differ in hyperparameter {name}: {values}; a pure optimizer "
                 "has one, and by name only lr and weight_decay"
             )
-        changed[name] = {n: x for x, some in zip(found, names) for n in some}
+        changed[name] = {n: x for x, part in zip(values, names) for n in part}
     return replace(bounds[0], **changed)

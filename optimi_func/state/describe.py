@@ -86,15 +86,15 @@ def _kept(
         leaf = fresh_like(rule, mine, group_storage(group))
         entry = entry_of(leaf.state, leaf.comp)
     local = dict(zip(entry, to_local(list(entry.values()))))
-    rest = local.get("kahan_comp")
-    name = _name(p.dtype) + ("" if rest is None else f" + {_name(rest.dtype)}")
+    comp = local.get("kahan_comp")
+    name = _name(p.dtype) + ("" if comp is None else f" + {_name(comp.dtype)}")
     coded = any(key.endswith("_q") for key in local)
     moments = ["8bit"] if coded else []
-    others = ("kahan_comp", "_q", "_scale")
-    moments += [_name(x.dtype) for k, x in entry.items() if not k.endswith(others)]
+    suffixes = ("kahan_comp", "_q", "_scale")
+    moments += [_name(x.dtype) for k, x in entry.items() if not k.endswith(suffixes)]
     numel = part.numel()
-    held = part.nbytes + sum(x.nbytes for x in local.values())
-    return name, ", ".join(sorted(set(moments))), numel, numel if coded else 0, held
+    nbytes = part.nbytes + sum(x.nbytes for x in local.values())
+    return name, ", ".join(sorted(set(moments))), numel, numel if coded else 0, nbytes
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -102,7 +102,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cells(counts: list[int], how: list[str]) -> tuple[str, ...]:
-    tensors, elements, coded, held = counts
+    tensors, elements, coded, nbytes = counts
     share = f"{100 * coded / elements:.1f} %" if elements else "-"
-    each = f"{held / elements:.3f}" if elements else "-"
-    return (f"{tensors:,}", f"{elements:,}", *how, share, f"{held:,}", each)
+    per_element = f"{nbytes / elements:.3f}" if elements else "-"
+    return (f"{tensors:,}", f"{elements:,}", *how, share, f"{nbytes:,}", per_element)

@@ -60,12 +60,12 @@ def ensure_state(
         made[p] = _fresh(rule, p, storage, device)
         return made[p]
     counted = rule.counted
-    kept = [k for k in own_names(rule) if k in state]
-    own = {k: state[k] for k in kept if k in counted or state[k] is not None}
-    counts = as_counts("state", path, counted, own)
-    own.update(counts)
-    check_entry(rule, "state", path, p, own)
-    _check_in_place(rule, path, p, own)
+    names = [k for k in own_names(rule) if k in state]
+    entry = {k: state[k] for k in names if k in counted or state[k] is not None}
+    counts = as_counts("state", path, counted, entry)
+    entry.update(counts)
+    check_entry(rule, "state", path, p, entry)
+    _check_in_place(rule, path, p, entry)
     fields = rule.state._fields
     missing = missing_fields(rule, state)
     converted = _fields_to_convert(rule, storage, p, state, missing)
@@ -147,13 +147,13 @@ def _check_in_place(rule: Rule, path: object, p: Tensor, entry: Entry) -> None:
 def insert_made(states: MutableMapping[Tensor, Entry], made: dict[Tensor, Entry]) -> None:
     """Put entries into the optimizer's state. Dicts that are there are updated in place."""
     for p, entry in made.items():
-        known = states.get(p)
-        if known is None:
+        current = states.get(p)
+        if current is None:
             states[p] = entry
-        elif known is not entry:
-            for name in known.keys() - entry.keys():
-                del known[name]
-            known.update(entry)
+        elif current is not entry:
+            for name in current.keys() - entry.keys():
+                del current[name]
+            current.update(entry)
 
 
 def wants_state_alone(states: Mapping[Tensor, Entry], groups: list[Group]) -> bool:

@@ -60,32 +60,32 @@ def owned(
             f"{sorted(entry)}: codes are not cast. Leave it out, and the state is "
             "converted to the optimizer's storage"
         )
-    made: Entry = {}
+    result: Entry = {}
     if "step" in entry:
         device = p.device if capturable else "cpu"
-        made["step"] = entry["step"].detach().to(device, torch.float32, copy=True)
+        result["step"] = entry["step"].detach().to(device, torch.float32, copy=True)
         running = rule.running(*[entry[name].detach() for name in rule.running._fields])
-        made.update(running_tensors(running, torch.device(device))._asdict())
+        result.update(running_tensors(running, torch.device(device))._asdict())
         state, comp = state_in(rule, entry)
         fresh = fresh_like(rule, p, storage)
         pairs = zip(state, fresh.state)
-        kept = rule.state(*[_kept(p, old, like, keep_dtypes) for old, like in pairs])
+        new_state = rule.state(*[_kept(p, old, like, keep_dtypes) for old, like in pairs])
         dtype = None if fresh.comp is None else fresh.comp.dtype
         # Without it, `load_master_state_dict` would have no place for the rest.
-        mine = None if dtype is None else torch.zeros_like(p, dtype=dtype)
+        new_comp = None if dtype is None else torch.zeros_like(p, dtype=dtype)
         if comp is not None and dtype is not None:
             before = _compensated(rule, p, entry)
-            mine = _laid_out(before, comp, comp.dtype)
+            new_comp = _laid_out(before, comp, comp.dtype)
             if not codes.alike(comp.dtype, dtype):
-                mine = codes.recast_remainder(before, mine, dtype)
+                new_comp = codes.recast_remainder(before, new_comp, dtype)
             elif not keep_dtypes:
-                mine = mine.to(dtype)
-        made.update(entry_of(kept, mine))
-    own = own_names(rule)
+                new_comp = new_comp.to(dtype)
+        result.update(entry_of(new_state, new_comp))
+    names = own_names(rule)
     for name, x in entry.items():
-        if name not in own:
-            made[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
-    return made
+        if name not in names:
+            result[name] = pytree.tree_map_only(Tensor, partial(_copied, p), x)
+    return result
 
 
 def loading(
@@ -176,8 +176,8 @@ def _kept(p: Tensor, field: Any, like: Any, keep_dtypes: bool) -> object:
     (part,) = to_local([_laid_out(p, x, torch.float32)])
     fresh = type(like).zeros(p)
     locals_ = to_local(list(fresh))
-    for mine, new in zip(locals_, type(fresh)(*locals_).encode(part, codes.NEAREST)):
-        mine.copy_(new)
+    for target, new in zip(locals_, type(fresh)(*locals_).encode(part, codes.NEAREST)):
+        target.copy_(new)
     return fresh
 
 
@@ -201,9 +201,9 @@ def _laid_out(
     """Copy x to a dtype and p's device, and the memory order and placements of `like`."""
     same = type(like) is Tensor and (like.shape, like.stride()) == (p.shape, p.stride())
     like = p if like is None or same else like
-    made = torch.empty_like(like, dtype=dtype, device=p.device, requires_grad=False)
-    made.copy_(distribute_like(made, x.detach()))
-    return made
+    result = torch.empty_like(like, dtype=dtype, device=p.device, requires_grad=False)
+    result.copy_(distribute_like(result, x.detach()))
+    return result
 
 
 def _copied(p: Tensor, x: Tensor) -> Tensor:
@@ -214,23 +214,23 @@ def _copied(p: Tensor, x: Tensor) -> Tensor:
 
 def decoded(rule: Rule, p: Tensor, entry: Entry) -> Entry:
     """Decode moments to plain tensors and a remainder in codes to float32."""
-    found: Entry = {}
+    result: Entry = {}
     names = names_in(rule.state._fields, entry)
     for key, x in entry.items():
         if key == "kahan_comp" and not x.is_floating_point():
-            found[key] = codes.recast_remainder(
+            result[key] = codes.recast_remainder(
                 _compensated(rule, p, entry), x, torch.float32
             )
         elif key in names and key.endswith("_q"):
             name = key.removesuffix("_q")
             q, scale = to_local([x, entry[name + "_scale"]])
             decoded = codes.CODECS[q.dtype](q, scale).decode(torch.float32)
-            found[name] = from_local(decoded, as_real(p))
+            result[name] = from_local(decoded, as_real(p))
         elif key not in names or not key.endswith("_scale"):
             # A complex tensor cannot be of pairs in 16 bits.
             low = p.is_complex() and key in rule.state._fields and codes.is_low(x.dtype)
-            found[key] = x.float() if low else x
-    return {k: stored(p, x) if k in rule.state._fields else x for k, x in found.items()}
+            result[key] = x.float() if low else x
+    return {k: stored(p, x) if k in rule.state._fields else x for k, x in result.items()}
 
 
 def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry, list[str]]:
@@ -238,34 +238,34 @@ def fitting(bound: FunctionalOptimizer, p: Tensor, saved: Entry) -> tuple[Entry,
     rule = bound.starting_rule
     entry = decoded(rule, p, {k: x for k, x in saved.items() if x is not None})
     fresh = entry_of(init_leaf(rule, p.detach(), Storage("plain")).state, None)
-    found = [
+    names = [
         name
         for name, x in fresh.items()
         if isinstance(entry.get(name), Tensor) and entry[name].shape == x.shape
     ]
     if _TURNED.intersection(entry) - {*fresh}:
-        found = []
-    elif len(found) < len(fresh) or not {*rule.counted} <= {*entry}:
+        names = []
+    elif len(names) < len(fresh) or not {*rule.counted} <= {*entry}:
         # What does not depend on the step serves whatever the other fields are.
         steady = rule.eval_point is None and _is_steady(bound)
-        found = found if steady and not rule.running._fields else []
-        entry = {"step": entry.get("step", 0.0), **entry} if found else entry
+        names = names if steady and not rule.running._fields else []
+        entry = {"step": entry.get("step", 0.0), **entry} if names else entry
     comp = {"kahan_comp": entry["kahan_comp"]} if "kahan_comp" in entry else {}
-    if not found:
+    if not names:
         running = rule.running()._asdict()
         return {**fresh, **comp, **running, "step": 0.0} if comp else {}, []
-    kept = {name: entry[name] for name in (*found, *rule.counted)}
-    return {**fresh, **comp, **kept}, found
+    values = {name: entry[name] for name in (*names, *rule.counted)}
+    return {**fresh, **comp, **values}, names
 
 
 def _is_steady(bound: FunctionalOptimizer) -> bool:
     """Return True if a rule does the same at each step, but for its state."""
-    found: list[list[object]] = []
+    coefficients: list[list[object]] = []
     for t in (2.0, 3.0):
         coeffs, _ = bound.rule.advance(t, 1.0, bound.rule.running(), called(bound, 1.0))
-        found.append([x for name, x in coeffs._asdict().items() if name != "whole"])
+        coefficients.append([x for name, x in coeffs._asdict().items() if name != "whole"])
     mapped = getattr(getattr(bound, "owner", None), "whole", lambda: None)
-    return found[0] == found[1] and "t" not in signature(mapped).parameters
+    return coefficients[0] == coefficients[1] and "t" not in signature(mapped).parameters
 
 
 def master(p: Tensor, rest: Tensor | None) -> Tensor:
@@ -313,11 +313,11 @@ def rows_of(rule: Rule, path: object, p: Tensor, rows: object) -> Tensor:
             f"reset(rows=...) of params{path}, which follows {rule.name}: its "
             f"{', '.join(rule.whole_fields)} are of the whole tensor. Allowed is rows=None"
         )
-    found = torch.zeros(p.shape[:1], dtype=torch.bool)
+    mask = torch.zeros(p.shape[:1], dtype=torch.bool)
     try:
         index = torch.as_tensor(rows, device="cpu")
         index = index.long() if index.numel() == 0 else index
-        found[index] = True
+        mask[index] = True
         if not (p.dim() and index.dim() == 1):
             raise IndexError
     except (IndexError, RuntimeError, TypeError, ValueError):
@@ -325,7 +325,7 @@ def rows_of(rule: Rule, path: object, p: Tensor, rows: object) -> Tensor:
             f"reset(rows={rows!r:.80}): allowed are indices, or a bool for each, of the "
             f"first dimension of params{path}, of shape {tuple(p.shape)}"
         ) from None
-    return found
+    return mask
 
 
 def mask_like(p: Tensor, rows: Tensor) -> Tensor:
@@ -360,14 +360,14 @@ def begin(
         state = type(leaf.state)(*[decode(s, x.dtype) for s in leaf.state])
         _, moved = rule.after(x, torch.zeros_like(x), state, coeffs)
         pairs = zip(rule.state._fields, state, moved)
-        new.update(found := {name: b for name, a, b in pairs if a is not b})
-        following += found
+        new.update(new_fields := {name: b for name, a, b in pairs if a is not b})
+        following += new_fields
     for name in names_in(rule.state._fields, entry):
-        (x,), own = to_local([entry[name]]), mask
+        (x,), row_mask = to_local([entry[name]]), mask
         if not (moments or name in following):
             continue
-        if own is not None and name.endswith("_scale"):
+        if row_mask is not None and name.endswith("_scale"):
             if rows is None or p.dim() < 2 or p.stride(0) != max(p.stride()):
                 continue  # its groups of elements are not of whole rows
-            own = mask_like(entry[name], rows)
-        x.copy_(new[name] if own is None else torch.where(own, new[name], x))
+            row_mask = mask_like(entry[name], rows)
+        x.copy_(new[name] if row_mask is None else torch.where(row_mask, new[name], x))

@@ -91,12 +91,12 @@ def extras_of(optimizer: object) -> set[str] | None:
     parts = getattr(optimizer, "optimizers", None) or (getattr(optimizer, "optimizer", ()),)
     if not isinstance(optimizer, Transform) or () in parts:
         return None
-    found = {x for part in getattr(optimizer, "transforms", ()) for x in part.takes}
-    for own in map(extras_of, parts):
-        if own is None:
+    names = {x for part in getattr(optimizer, "transforms", ()) for x in part.takes}
+    for extras in map(extras_of, parts):
+        if extras is None:
             return None
-        found |= own
-    return found
+        names |= extras
+    return names
 
 
 class Trees(NamedTuple):
@@ -134,8 +134,8 @@ def dotted_paths(params: PyTree) -> list[str]:
 def keys_of(path: Iterable[object]) -> list[str]:
     """Return the keys of a leaf, given its path in a tree."""
     names = ("key", "idx", "name")
-    found = [[getattr(x, name) for name in names if hasattr(x, name)] for x in path]
-    return [str([*own, x][0]) for own, x in zip(found, path)]
+    candidates = [[getattr(x, name) for name in names if hasattr(x, name)] for x in path]
+    return [str([*own, x][0]) for own, x in zip(candidates, path)]
 
 
 _NODES = (dict, list, tuple)
@@ -166,13 +166,13 @@ def check_state(state: PyTree, kind: type[S], name: str) -> S:
 
 def inner_eval_params(optimizer: PureOptimizer, params: PyTree, state: PyTree) -> PyTree:
     """Return `optimizer.eval_params(params, state)`; raise if it has no such method."""
-    found = getattr(optimizer, "eval_params", None)
-    if not callable(found):
+    method = getattr(optimizer, "eval_params", None)
+    if not callable(method):
         raise TypeError(
             f"{optimizer!r} has no eval_params(params, state): evaluate at its params, or "
             "give it this method, which optimizers of optimi_func and transforms have"
         )
-    return found(params, state)
+    return method(params, state)
 
 
 def like(number: Scalar, x: Tensor) -> Scalar:

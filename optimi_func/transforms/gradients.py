@@ -70,9 +70,9 @@ class GradientTransform:
     def __post_init__(self) -> None:
         """Read the names of the further arguments, and check those of the numbers."""
         if self.takes is None:
-            rest = [*inspect.signature(self.rewrite).parameters.values()][3:]
-            rest = [x for x in rest if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-            takes = {x.name: x.default is x.empty for x in rest}
+            args = [*inspect.signature(self.rewrite).parameters.values()][3:]
+            args = [x for x in args if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+            takes = {x.name: x.default is x.empty for x in args}
             object.__setattr__(self, "takes", takes)
             for name in self.numbers:
                 if name in ("grads", "state", "step", "params", "paths"):
@@ -103,9 +103,9 @@ class GradientTransform:
                     f"step(params, grads, state, {name}=...)"
                 )
         t = step.to(scalar_dtype(step.device), copy=True)
-        found = self.rewrite([*grads], state, t, **now)
-        check_pair(part, "grads", found, state)
-        new, params = found[0], known["params"]
+        result = self.rewrite([*grads], state, t, **now)
+        check_pair(part, "grads", result, state)
+        new, params = result[0], known["params"]
         if not isinstance(new, list | tuple) or len(new) != len(params):
             raise ValueError(
                 f"{part} returned {shown(new)} in the place of {len(params)} gradients: "
@@ -117,7 +117,7 @@ class GradientTransform:
                 raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
         # A 0-d gradient or state divided by a number of t would be float64.
         new = [x if g is None or x is None else x.to(g.dtype) for g, x in zip(grads, new)]
-        return new, pytree.tree_map(_cast_like, found[1], state)
+        return new, pytree.tree_map(_cast_like, result[1], state)
 
 
 def _cast_like(x: object, old: Tensor) -> object:
@@ -164,20 +164,20 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
             )
         trees = Trees.check(params, grads)
         now, states = trees.wide_grads(), list(state.transforms)
-        taken = {name for transform in self.transforms for name in transform.takes}
+        names = {name for transform in self.transforms for name in transform.takes}
         known = {**extras, "params": trees.params}
         if any(["params" in x.takes for x in self.transforms[: self.before]]):
             known["params"] = [p.to(held_dtype(p.dtype)) for p in trees.params]
-        if "paths" in taken:
+        if "paths" in names:
             known["paths"] = dotted_paths(params)
-        taken -= extras_of(self.optimizer) or set()
-        rest = {name: x for name, x in extras.items() if name not in taken}
+        names -= extras_of(self.optimizer) or set()
+        inner_extras = {name: x for name, x in extras.items() if name not in names}
 
         def run(first: int, last: int, now: Grads, known: dict[str, PyTree]) -> Grads:
             step = state.step.detach()
             for i in range(first, last):
-                place, own = i + (i >= self.before), self.transforms[i]
-                now, states[i] = own.run(place, now, states[i], step, known)
+                place, transform = i + (i >= self.before), self.transforms[i]
+                now, states[i] = transform.run(place, now, states[i], step, known)
             return now
 
         def after(us: Grads, xs: list[Tensor]) -> Grads:
@@ -190,10 +190,10 @@ class Chain(Around[ChainState], state=ChainState, name="chain"):
             return new
 
         if self.before < len(states):
-            rest["rewrite"] = after
+            inner_extras["rewrite"] = after
         now = run(0, self.before, now, known)
         rewritten = pytree.tree_unflatten(now, trees.spec)
-        params, inner = self._step(params, rewritten, state.inner, **rest)
+        params, inner = self._step(params, rewritten, state.inner, **inner_extras)
         return params, ChainState(state.step + 1.0, tuple(states), inner)
 
 

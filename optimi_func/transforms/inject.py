@@ -69,8 +69,8 @@ def _rewrite(
 
 
 def _init(transform: GradientTransform, params: PyTree) -> InjectState:
-    own = transform.numbers
-    return _after(own, own, count_from(params), transform.init(params))
+    numbers = transform.numbers
+    return _after(numbers, numbers, count_from(params), transform.init(params))
 
 
 def _after(
@@ -130,10 +130,10 @@ def inject(
     tensor([0.5000])
     """
     if isinstance(optimizer, GradientTransform) and optimizer.numbers:
-        own = optimizer.numbers
-        takes = {name: x for name, x in optimizer.takes.items() if name not in own}
-        both = partial(_init, optimizer), partial(_rewrite, optimizer)
-        return GradientTransform(*both, takes=takes)
+        numbers = optimizer.numbers
+        takes = {name: x for name, x in optimizer.takes.items() if name not in numbers}
+        functions = partial(_init, optimizer), partial(_rewrite, optimizer)
+        return GradientTransform(*functions, takes=takes)
     if not isinstance(optimizer, FunctionalOptimizer | Averaged):
         raise TypeError(
             f"inject got a {type(optimizer).__name__}: allowed are a FunctionalOptimizer, "
@@ -157,13 +157,16 @@ def _numbers(optimizer: FunctionalOptimizer | Averaged) -> dict[str, object]:
     """Return the hyperparameters that are numbers and have an effect, by name."""
     if isinstance(optimizer, Averaged):
         return {"decay": optimizer.decay}
-    found: dict[str, object] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    numbers: dict[str, object] = {
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+    }
     if optimizer.needs_max_lr:
-        found["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
+        numbers["max_lr"] = optimizer.lr if optimizer.max_lr is None else optimizer.max_lr
     for name, x in optimizer.numbers.items():
         if not isinstance(x, bool | None) and not (isinstance(x, tuple) and None in x):
-            found[name] = x
-    return found
+            numbers[name] = x
+    return numbers
 
 
 def _next(name: str, numbers: PyTree, values: PyTree, step: Tensor) -> PyTree:

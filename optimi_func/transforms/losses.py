@@ -57,10 +57,10 @@ def check_wrapped(owner: str, rules: list[Rule], maximizes: bool) -> None:
 def ascent(ps: list[Tensor], gs: Grads, rho: Scalar, adaptive: bool) -> list[Any]:
     """Return SAM's moves rho * T^2 g / |T g|, T being |p| + 0.01 if adaptive, else 1."""
     sizes = [p.abs() + 0.01 if adaptive else 1.0 for p in ps]
-    found = [None if g is None else t * g for g, t in zip(gs, sizes)]
-    size = total_norm([whole(norm(x)) for x in found if x is not None])
+    scaled = [None if g is None else t * g for g, t in zip(gs, sizes)]
+    size = total_norm([whole(norm(x)) for x in scaled if x is not None])
     factor = rho / size.clamp_min(1e-12)
-    return [None if x is None else like(factor, x) * t * x for x, t in zip(found, sizes)]
+    return [None if x is None else like(factor, x) * t * x for x, t in zip(scaled, sizes)]
 
 
 def slope_of(grads: Grads, moves: list[Tensor]) -> Tensor:
@@ -212,19 +212,19 @@ class backtracking(
         moved, inner = self._step(params, grads, state.inner, **extras)
         new = match_tree("params", moved, trees.spec, params)
         moves = [q - p for p, q in zip(trees.params, new)]
-        slope, found = slope_of(trees.grads, moves).to(f.device), trees.params
+        slope, best = slope_of(trees.grads, moves).to(f.device), trees.params
         t, share, ended = torch.zeros_like(f), torch.ones_like(f), torch.zeros_like(f) > 0
         for i in range(self.max_ls):
             if i:
                 new = [p + like(share, u) * u for p, u in zip(trees.params, moves)]
             value, _ = value_and_grad(pytree.tree_unflatten(new, trees.spec))
             good = ~ended & (value.to(f.dtype) <= f + self.decrease * share * slope)
-            found = [torch.where(good.to(x.device), x, y) for x, y in zip(new, found)]
+            best = [torch.where(good.to(x.device), x, y) for x, y in zip(new, best)]
             t, ended = torch.where(good, share, t), ended | good
             if is_unwatched() and transform_level() == 0 > level_of(ended) and ended:
                 break
             share = share * self.shrink
-        return pytree.tree_unflatten(found, trees.spec), BacktrackingState(f, t, inner)
+        return pytree.tree_unflatten(best, trees.spec), BacktrackingState(f, t, inner)
 
 
 class LookaheadState(NamedTuple):

@@ -91,22 +91,22 @@ class Partition(Transform):
         """
         tensors, spec = flatten_params(params)
         places = self._place(params, tensors)
-        asked = storage_of(**options)
+        storage = storage_of(**options)
         low = {
             i
             for i, p in zip(places, tensors)
-            if (p.dtype == torch.bfloat16 if asked.param == "exact" else is_low(p.dtype))
+            if (p.dtype == torch.bfloat16 if storage.param == "exact" else is_low(p.dtype))
         }
-        storages = self._storages(asked, low)
+        storages = self._storages(storage, low)
         parts: list[PyTree] = []
         for i, optimizer in enumerate(self.optimizers):
-            own = options.copy()
+            part_options = options.copy()
             if low and i not in low:
                 # A part without low precision must not raise if another part has it.
-                own.pop("kahan_sum", None)
+                part_options.pop("kahan_sum", None)
             if options.get("storage") is not None:
-                own["storage"] = storages[i]
-            parts.append(optimizer.init(_part(i, places, tensors, spec), **own))
+                part_options["storage"] = storages[i]
+            parts.append(optimizer.init(_part(i, places, tensors, spec), **part_options))
         return PartitionState(Places(pytree.tree_unflatten(places, spec)), tuple(parts))
 
     def step(
@@ -149,15 +149,15 @@ class Partition(Transform):
         state = self._checked(state)
         tensors, spec = flatten_params(params)
         places = match_tree("state", state.places.tree, spec, params)
-        found = list(tensors)
+        results = list(tensors)
         for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts)):
-            own = inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
+            point = inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
             at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(without_none(own))):
-                found[j] = p
-        if all(a is b for a, b in zip(found, tensors)):
+            for j, p in zip(at, pytree.tree_leaves(without_none(point))):
+                results[j] = p
+        if all(a is b for a, b in zip(results, tensors)):
             return params
-        return pytree.tree_unflatten(found, spec)
+        return pytree.tree_unflatten(results, spec)
 
     def _checked(self, state: PyTree) -> PartitionState:
         state = check_state(state, PartitionState, self._name)
@@ -171,15 +171,15 @@ class Partition(Transform):
     def _storages(self, storage: Storage, low: set[int]) -> list[Storage]:
         """Return the storage of each part, without options that only others can use."""
         moments = list(map(_may_keep_moments, self.optimizers))
-        found: list[Storage] = []
+        storages: list[Storage] = []
         for i in range(len(self.optimizers)):
-            own = storage
+            part_storage = storage
             if low and i not in low:
-                own = own._replace(param=None)
-            if own.coded and any(moments) and not moments[i]:
-                own = own._replace(moments=None)
-            found.append(own)
-        return found
+                part_storage = part_storage._replace(param=None)
+            if part_storage.coded and any(moments) and not moments[i]:
+                part_storage = part_storage._replace(moments=None)
+            storages.append(part_storage)
+        return storages
 
     def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
         if torch.compiler.is_compiling():
@@ -189,11 +189,11 @@ class Partition(Transform):
             )
         paths = dotted_paths(params)
         has_rest = self.freeze or len(self.optimizers) > len(self.selects)
-        found = place(self._name, self.selects, has_rest, paths, tensors)
-        check_each(self._name, self.selects, has_rest and not self.freeze, paths, found)
+        places = place(self._name, self.selects, has_rest, paths, tensors)
+        check_each(self._name, self.selects, has_rest and not self.freeze, paths, places)
         if self.freeze:
-            return [-1 if i == len(self.selects) else i for i in found]
-        return found
+            return [-1 if i == len(self.selects) else i for i in places]
+        return places
 
 
 def place(
@@ -208,17 +208,17 @@ def place(
     `len(selects)` is the rest. Raises if a parameter is not selected and there is no rest.
     `name` is that of the caller, for errors.
     """
-    found: list[int] = []
+    places: list[int] = []
     for path, p in zip(paths, tensors):
         hits = [i for i, s in enumerate(selects) if _selects(s, path, p)]
-        found.append(hits[0] if hits else len(selects))
-    at_rest = [path for path, i in zip(paths, found) if i == len(selects)]
+        places.append(hits[0] if hits else len(selects))
+    at_rest = [path for path, i in zip(paths, places) if i == len(selects)]
     if at_rest and not has_rest:
         raise ValueError(
             f"{name}: nothing selects {_listed(at_rest)}: give them an optimizer, or pass "
             "rest= for all that are left"
         )
-    return found
+    return places
 
 
 def check_each(
@@ -226,18 +226,18 @@ def check_each(
     selects: Sequence[Select],
     has_rest: bool,
     paths: Sequence[str],
-    found: Sequence[int],
+    places: Sequence[int],
 ) -> None:
     """Raise if a select or, with has_rest, the rest has no parameter."""
-    known = f"the parameters are {_listed(paths)}"
+    listing = f"the parameters are {_listed(paths)}"
     for i, select in enumerate(selects):
-        if i not in found:
+        if i not in places:
             left = " that the parts before it leave" if i else ""
             raise ValueError(
-                f"{name}: {_called(select)} selects no parameter{left}: {known}"
+                f"{name}: {_called(select)} selects no parameter{left}: {listing}"
             )
-    if has_rest and len(selects) not in found:
-        raise ValueError(f"{name}: no parameter is left for rest=: {known}")
+    if has_rest and len(selects) not in places:
+        raise ValueError(f"{name}: no parameter is left for rest=: {listing}")
 
 
 def _may_keep_moments(optimizer: object) -> bool:
@@ -245,7 +245,7 @@ def _may_keep_moments(optimizer: object) -> bool:
     if isinstance(optimizer, FunctionalOptimizer):
         return keeps_codes(optimizer.rule)
     if isinstance(optimizer, Partition):
-        return any([_may_keep_moments(one) for one in optimizer.optimizers])
+        return any([_may_keep_moments(part) for part in optimizer.optimizers])
     inner = getattr(optimizer, "optimizer", None)
     return inner is None or _may_keep_moments(inner)
 
@@ -344,12 +344,12 @@ def _called(select: Select) -> str:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(repr(path) for path in paths[:20])
-    return shown if len(paths) <= 20 else f"{shown} and {len(paths) - 20} more"
+    text = ", ".join(repr(path) for path in paths[:20])
+    return text if len(paths) <= 20 else f"{text} and {len(paths) - 20} more"
 
 
 def _part(
     i: int, places: list[int], leaves: Sequence[Tensor | None], spec: pytree.TreeSpec
 ) -> PyTree:
-    own = [x if k == i else Elsewhere() for x, k in zip(leaves, places)]
-    return pytree.tree_unflatten(own, spec)
+    part = [x if k == i else Elsewhere() for x, k in zip(leaves, places)]
+    return pytree.tree_unflatten(part, spec)

@@ -28,9 +28,8 @@ def check_runs(group: Group, rule: Rule) -> None:
 class Given:
     """The extras of an optimizer's steps."""
 
-    extras: dict[str, dict[Tensor, Tensor]] | None = (
-        None  # of a step, None if no rule takes any
-    )
+    # Of a step; None if no rule takes any.
+    extras: dict[str, dict[Tensor, Tensor]] | None = None
     given: Mapping[str, dict[Tensor, Tensor]] = MappingProxyType({})  # by `give`
 
     def give(self, **extras: object) -> None:

@@ -58,9 +58,8 @@ class Rewriting(Stats):
     bound_of: Callable[..., FunctionalOptimizer]
     _before: int = 0  # of the transforms, those before the optimizer
     _told: dict[str, object]  # the extras of a step that transforms take
-    _layouts: dict[
-        tuple[int, Tensor | None], tuple[list[str], pytree.TreeSpec]
-    ]  # names and structure of what a transform keeps
+    # Names and structure of what a transform keeps.
+    _layouts: dict[tuple[int, Tensor | None], tuple[list[str], pytree.TreeSpec]]
 
     def _take_transforms(self, options: Group) -> None:
         """Take transforms out of the options. Raise for what they cannot honour."""

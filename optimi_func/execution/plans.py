@@ -97,14 +97,13 @@ class Plan:
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
         grads = columns[1]
-        kind: tuple[object, ...] = executor, write, watched, few, packed[0].statics
+        how = kind = executor, write, watched, few, packed[0].statics
         if len(packed) > 1:
-            kind = *kind, tuple([x.statics for x in packed]), tuple(at)
+            kind = *how, tuple([x.statics for x in packed]), tuple(at)
         for guard, entry in self._known.get(kind, ()):
             if guard.holds(grads):
                 return entry
         one = not few and len({x.statics for x in packed}) == 1 and self._takes_one(grads)
-        how = executor, write, watched, packed[0].statics
         kernel = self._kernels.get(how) if one else None
         if kernel is None:
             check()

@@ -246,26 +246,21 @@ def unflatten(spec: Any, leaves: Iterable[object]) -> PyTree:
     return dict(zip(label, items)) if kind is dict else kind(items)
 
 
-def _is_like(x: object, kind: type[Named]) -> bool:
-    """Return True for a NamedTuple with these fields, whose class had another name once."""
-    return isinstance(x, kind) or getattr(x, "_fields", None) == kind._fields
-
-
 def _are_like(rows: Iterable[object], kind: type[Named]) -> bool:
-    """Return True if all are `_is_like`."""
+    """Return True for NamedTuples with these fields, whose class had another name once."""
     return {getattr(x, "_fields", None) for x in rows} == {kind._fields}
 
 
 def _check_state(rule: Rule, path: object, p: Tensor, s: object) -> None:
     if not isinstance(s, LeafState):
         raise TypeError(f"state.leaves{path} is {shown(s)}, which is not a LeafState")
-    if not _is_like(s.rule_state, rule.state):
+    if not _are_like([s.rule_state], rule.state):
         raise ValueError(
             f"state.leaves{path} holds {type(s.rule_state)._fields}, but "
             f"the optimizer needs {rule.state._fields}: make it with its own init and the "
             "same options"
         )
-    if not _is_like(s.running, rule.running):
+    if not _are_like([s.running], rule.running):
         raise ValueError(
             f"state.leaves{path} has the running scalars {s.running._fields}, but the "
             f"optimizer needs {rule.running._fields}: make it with its own init"

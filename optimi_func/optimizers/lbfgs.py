@@ -225,10 +225,8 @@ class LBFGS(torch.optim.Optimizer):
                 )
         super().load_state_dict(state_dict)
         for entry in entries:
-
-            def widened(
-                x: object,
-            ) -> object:  # torch rounded it to the first parameter's dtype
+            # Torch rounded it to the first parameter's dtype.
+            def widened(x: object) -> object:
                 return x.to(like) if isinstance(x, Tensor) else x
 
             entry = self.state[params[0]] = pytree.tree_map(widened, dict(entry))

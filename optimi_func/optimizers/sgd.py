@@ -96,9 +96,8 @@ class SGD(Body, name="sgd"):
             share = where(t == 1, 1.0, share)  # b starts as the gradient
         b = kept * s.momentum_buffer + share * g
         # A scalar of its own, so that `accumulate` is the same kernel.
-        return g + 1.0 * self.momentum * b if self.nesterov else b, s._replace(
-            momentum_buffer=b
-        )
+        d = g + 1.0 * self.momentum * b if self.nesterov else b
+        return d, s._replace(momentum_buffer=b)
 
     def usual_decay(self):
         return "decoupled" if self.decouple_wd else "l2"

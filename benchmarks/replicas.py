@@ -6,8 +6,8 @@ Two processes on this machine (gloo, one thread each) train the same model of li
   ``gradient_as_bucket_view=True``;
 * ``DDP, torch in backward``: torch's ``_apply_optimizer_in_backward``, which is private and
   steps in DistributedDataParallel's hooks. On CPU it asks for a stream, and gets a stub;
-* ``DDP, divide_state=True`` and ``DDP, ZeroRedundancyOptimizer``: torch's, with its fused
-  AdamW, has each process step a half of the parameters and send them, too;
+* ``DDP, ZeroRedundancyOptimizer``: torch's, with its fused AdamW, has each process step a
+  half of the parameters and send them, too;
 * ``release on replicas``: ``prepare_for_gradient_release(..., process_group=...)``;
 * ``fully_shard``: each process holds a half of parameters and state; with and without
   release, also on a mesh of (2, 1), which is replicas again (HSDP).
@@ -118,13 +118,6 @@ def ddp(config: Config, view: bool = False, fused: bool = False) -> Step:
     return ended(model, adamw(inner, config, False))
 
 
-def divided(config: Config) -> Step:
-    inner = Blocks(config)
-    model = DistributedDataParallel(inner, bucket_cap_mb=config.bucket)
-    how: dict[str, Any] = {"process_group": dist.group.WORLD, "divide_state": True}
-    return ended(model, AdamW(inner.parameters(), lr=1e-4, compile=config.compile, **how))
-
-
 def torchs_zero(config: Config) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -148,11 +141,9 @@ def torch_in_backward(config: Config) -> Step:
     return training(DistributedDataParallel(inner, bucket_cap_mb=config.bucket))
 
 
-def replicas(config: Config, divide: bool = False) -> Step:
+def replicas(config: Config) -> Step:
     model = Blocks(config)
     how: dict[str, Any] = {"gradient_release": True, "compile": config.compile}
-    if divide:
-        how |= {"process_group": dist.group.WORLD, "divide_state": True}
     handle = prepare_for_gradient_release(
         model,
         AdamW(model.named_parameters(), lr=1e-4, **how),
@@ -186,11 +177,9 @@ WAYS: dict[str, tuple[Callable[[Config], Step], float]] = {
     "one process, release": (lambda c: one(c, True), 1.0),
     "DDP, step()": (lambda c: ddp(c), 1.0),
     "DDP, step(), bucket views": (lambda c: ddp(c, view=True), 1.0),
-    "DDP, divide_state=True": (divided, 2 / 3),
     "DDP, ZeroRedundancyOptimizer": (torchs_zero, 2 / 3),
     "DDP, torch in backward": (torch_in_backward, 1.0),
     OURS: (replicas, 1.0),
-    f"{OURS}, divide_state=True": (lambda c: replicas(c, True), 2 / 3),
     "fully_shard, step()": (lambda c: sharded(c, False), 0.5),
     "fully_shard, release": (lambda c: sharded(c, True), 0.5),
     "fully_shard (2, 1), step()": (lambda c: sharded(c, False, True), 1.0),
@@ -199,11 +188,9 @@ WAYS: dict[str, tuple[Callable[[Config], Step], float]] = {
 TIMED: dict[str, Callable[[Config], Step]] = {
     REFERENCE: lambda c: ddp(c, fused=True),
     "DDP, step()": lambda c: ddp(c),
-    "DDP, divide_state=True": divided,
     "DDP, ZeroRedundancyOptimizer": torchs_zero,
     "DDP, torch in backward": torch_in_backward,
     OURS: replicas,
-    f"{OURS}, divide_state=True": lambda c: replicas(c, True),
 }
 
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from optimi_func.classes.divided import Work
+from optimi_func.classes.copies import Work, finite_works
 from optimi_func.classes.extras import check_runs, found_extras
 from optimi_func.classes.fields import Closure, Fields, Float, Params
 from optimi_func.classes.groups import (
     check_modes,
     check_skip,
     executor_of,
-    finite_works,
     likely_mistakes,
     normalize_group,
     number_defaults,
@@ -52,7 +51,7 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.sums import Part
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group
-from optimi_func.state.entry import insert_made, wants_state_alone
+from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.transforms.gradients import GradientTransform
 
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
@@ -103,8 +102,6 @@ class BaseOptimizer(Fields, Steps):
         process_group: The processes that hold copies of plain parameters and have equal
             gradients, as under DistributedDataParallel: each maps its share of Muon's and
             SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
-        divide_state: Each process of the group has the state of its share of parameters,
-            steps these, and sends them to the others (ZeRO-1), bit for bit.
         transforms: Gradient transforms, as `clip_param_norm(1.0)`, that the gradients of a
             step go through first; behind `...` they rewrite its updates: see `chain`.
 
@@ -132,7 +129,6 @@ class BaseOptimizer(Fields, Steps):
     cautious: InitVar[bool] = False
     skip_nonfinite: InitVar[Literal["step", False]] = False
     process_group: InitVar["torch.distributed.ProcessGroup | None"] = None
-    divide_state: InitVar[bool] = False
     transforms: InitVar[Sequence[GradientTransform | EllipsisType]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
@@ -233,7 +229,7 @@ class BaseOptimizer(Fields, Steps):
 
     def _warn_of_mistakes(self, first: int) -> None:
         """Warn once of options in `param_groups[first:]` that are probably a mistake."""
-        self._check_divided(first)
+        self._check_group()
         bounds = list(map(self.bound_of, self.param_groups))
         warn(likely_mistakes(self.param_groups, bounds, first))
         for group in self.param_groups[first:]:
@@ -278,7 +274,7 @@ class BaseOptimizer(Fields, Steps):
                 raise ValueError("step takes a closure or a param, not both")
             self.step_params([param])
             return None
-        fresh = not (self._has_stepped and (self.state or self.divides))
+        fresh = not (self._has_stepped and self.state)
         if closure is None and fresh and wants_state_alone(self.state, self.param_groups):
             self.init_state()
             return None
@@ -295,7 +291,7 @@ class BaseOptimizer(Fields, Steps):
                 grads = list(map(_grad, params))
             works.append((group, params, grads, None))
         if self._idle < 2 and not self.releases:
-            self._note_idle(works)
+            self._note_idle([p for _, params, _, _ in works for p in params])
         if self.skips_steps and not (works := finite_works(self, works)):
             return loss
         if self.rewriters:
@@ -325,10 +321,9 @@ class BaseOptimizer(Fields, Steps):
         for group in self.param_groups:
             how = self.rule_of(group), group_storage(group), group["capturable"]
             for p in group["params"]:
-                new = p.requires_grad and "step" not in self.state.get(p, {})
-                if new and self.owns(p):
+                if p.requires_grad and "step" not in self.state.get(p, {}):
                     with kernel_context(p.device):
-                        self.ensured(made, path_of(group, p), p, *how)
+                        ensure_state(self.state, made, path_of(group, p), p, *how)
                         self._ensure(group, p, made)
         self._common()
         insert_made(self.state, made)
@@ -347,9 +342,10 @@ class BaseOptimizer(Fields, Steps):
             raise ValueError(
                 "step(param=...) is for an optimizer made with gradient_release=True"
             )
-        if self.skips_steps or self.divides:
-            option = "skip_nonfinite='step'" if self.skips_steps else "divide_state=True"
-            raise ValueError(f"{option} with step(param=...), which is a part of a step")
+        if self.skips_steps:
+            raise ValueError(
+                "skip_nonfinite='step' with step(param=...), which is a part of a step"
+            )
         for p in params:
             if p.grad is None:
                 name = path_of(self.group_of(p), p)
@@ -390,7 +386,7 @@ class BaseOptimizer(Fields, Steps):
             ps.append(p)
             gs.append(g)
             its.append(microbatch)
-        return self._update(list(works.values()), write, count, tell=False)
+        return self._update(list(works.values()), write, count)
 
     def check_numbers(self) -> None:
         """Raise if the next step would refuse a hyperparameter of a group."""
@@ -482,7 +478,7 @@ class BaseOptimizer(Fields, Steps):
         is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_told", {})
-        for name in ("_unprepared", "process_group", "skips_steps", "divides"):
+        for name in ("_unprepared", "process_group", "skips_steps"):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
         self._clear_caches()

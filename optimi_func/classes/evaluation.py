@@ -5,19 +5,19 @@ In eval mode a parameter is its `eval_point`, the average x in the place of y, a
 copied and moved with the state.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.groups import Group, executor_of, path_of
+from optimi_func.classes.groups import Group, path_of
 from optimi_func.classes.stats import names_of
 from optimi_func.core.checks import check_number, warn_user
-from optimi_func.core.codes import NEAREST, to
+from optimi_func.core.codes import to
 from optimi_func.core.distributed import (
     distribute_like,
     from_local,
@@ -28,22 +28,11 @@ from optimi_func.core.distributed import (
 from optimi_func.core.leaf import compute_dtype, leaf_eval_point
 from optimi_func.core.pairs import as_complex
 from optimi_func.core.rule import (
-    Direction,
     Leaf,
-    NoState,
-    Rates,
-    Rule,
-    Scalars,
-    gradient_rule,
 )
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import reshard
-from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Columns, run_launches
-from optimi_func.execution.plans import Plan, raise_versions
-from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import make_slots
 from optimi_func.pure.casts import resolve
 from optimi_func.pure.functional import Number
 from optimi_func.state.convert import TRAIN_PARAM
@@ -77,22 +66,17 @@ class Evaluated(BaseOptimizer):
                 "present parameters. End the cycle first, by its last backward or by "
                 "handle.step()"
             )
-        if groups:
-            self._tell("eval()")
         written: list[Tensor] = []
         try:
             for group in groups:
                 for p, x in self._eval_params(group):
-                    part = self.part_of(p)
-                    self.state[p][TRAIN_PARAM] = part.detach().clone()
+                    self.state[p][TRAIN_PARAM] = p.detach().clone()
                     written.append(p)
-                    _write(part, x)
+                    _write(p, x)
         except BaseException:  # for example if memory runs out
             self._restore(written)
             raise
         reshard(written)
-        self._spread([p for group in groups for p in group["params"]])
-        self._arrive()
         for group in groups:
             group["train_mode"] = False
 
@@ -123,13 +107,9 @@ class Evaluated(BaseOptimizer):
                 "written is kept, and the average of these elements begins there. To go on "
                 "from a checkpoint, load the optimizer's state too"
             )
-        if groups:
-            self._tell("train()")
         for group in groups:
             self._restore([p for p in group["params"] if "step" in self.state.get(p, {})])
             group["train_mode"] = True
-        self._spread([p for group in groups for p in group["params"]])
-        self._arrive()
 
     def _keep_written(self, group: Group) -> list[str]:
         """Train on from elements that were written in eval mode; return their names."""
@@ -138,14 +118,13 @@ class Evaluated(BaseOptimizer):
         for p, x in self._eval_params(group):
             if self._versions.get(p) == p._version:
                 continue  # train() sets parameters that were not loaded with the state
-            part = self.part_of(p)
-            now, y = to_local([part.detach(), self.state[p][TRAIN_PARAM]])
+            now, y = to_local([p.detach(), self.state[p][TRAIN_PARAM]])
             # A device, and a storage loaded into, may round x otherwise.
             near = (now - x).abs() <= 2 * torch.finfo(p.dtype).eps * (x.abs() + y.abs())
             mask = ~(near | (now == x) | now.isnan())
             if mask.any():
                 names.append(str(path_of(group, p)))
-                begin(bound.rule, coeffs, part, storage, self.state[p], mask, moments=False)
+                begin(bound.rule, coeffs, p, storage, self.state[p], mask, moments=False)
                 y.copy_(torch.where(mask, now, y))
         return names
 
@@ -161,7 +140,7 @@ class Evaluated(BaseOptimizer):
 
     def _restore(self, params: list[Tensor]) -> None:
         for p in params:
-            _write(self.part_of(p), *to_local([self.state[p][TRAIN_PARAM]]))
+            _write(p, *to_local([self.state[p][TRAIN_PARAM]]))
             del self.state[p][TRAIN_PARAM]
         reshard(params)
 
@@ -196,7 +175,7 @@ class Evaluated(BaseOptimizer):
         super().init_state()
         for p in params:
             if "step" in self.state.get(p, {}):
-                self.state[p][TRAIN_PARAM] = self.part_of(p).detach().clone()
+                self.state[p][TRAIN_PARAM] = p.detach().clone()
 
     def _evaluated(self) -> list[Group]:
         """Return the groups whose rule has an `eval_point`."""
@@ -205,7 +184,7 @@ class Evaluated(BaseOptimizer):
     def _eval_params(self, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (p, x) for each parameter with state, x being its `eval_point`.
 
-        It is that of the local shard of a DTensor, or of `part_of(p)`, at least in float32.
+        It is that of the local shard of a DTensor, at least in float32.
         """
         bound = self.bound_of(group)
         rule = bound.rule
@@ -213,8 +192,7 @@ class Evaluated(BaseOptimizer):
             entry = self.state.get(p, {})
             if "step" not in entry:
                 continue
-            part = self.part_of(p).detach()
-            now = part if group["train_mode"] else entry[TRAIN_PARAM]
+            now = p.detach() if group["train_mode"] else entry[TRAIN_PARAM]
             leaf = leaf_to_local(Leaf(now, *state_in(rule, entry)))
             running = rule.running(*[entry[k].item() for k in rule.running._fields])
             with kernel_context(p.device):
@@ -246,18 +224,6 @@ def _write(p: Tensor, x: Tensor) -> None:
         torch.autograd.graph.increment_version(p)
 
 
-class _Rest(NamedTuple):
-    rest: Tensor
-
-
-# The step along a compensated weight.
-_compensated = Rule(
-    *("average", _Rest, lambda p, kept: _Rest(p), lambda t: NoState()),
-    lambda g, s, c, *x: Direction(g + s.rest, s),
-    digest="along the gradient and a compensation",
-)
-
-
 class EMA:
     """Exponential moving averages of an optimizer's parameters, to evaluate with.
 
@@ -267,9 +233,6 @@ class EMA:
     p_t is the parameter with its compensation, of Schedule-Free's the point to evaluate at.
     Averages are float32, of DTensors as shards: torch's AveragedModel has averages of the
     parameter's dtype, which in bfloat16 stand still. Call `update()` after each step.
-
-    With `divide_state=True` a process has the averages of what it steps, and all processes
-    call `update()`, `applied()` and `state_dict()`, which is whole.
 
     Args:
         optimizer: A class of this package. Its trainable parameters are averaged.
@@ -308,22 +271,17 @@ class EMA:
         self.updates = torch.zeros((), dtype=torch.float64)
         self.weight = torch.full((), 0.0 if debias else 1.0, dtype=torch.float64)
         self._averages: dict[Tensor, Tensor] = {}
-        self._plans: dict[Rule, tuple[Guard, Plan]] = {}
         self._compensations()
 
     def _compensations(self) -> dict[Tensor, Any]:
         """Return trainable parameters with their compensations; new ones get averages."""
         optimizer, entries = self.optimizer, self.optimizer.state
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in params if p.requires_grad and optimizer.owns(p)]
+        trained = [p for p in params if p.requires_grad]
         every = {p: entries.get(p, {}).get("kahan_comp") for p in trained}
         new = {p: comp for p, comp in every.items() if p not in self._averages}
-        averages = {p: master(optimizer.part_of(p), comp) for p, comp in new.items()}
-        self._averages |= averages
+        self._averages |= {p: master(p, comp) for p, comp in new.items()}
         return every
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_plans": {}}
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
         """Return parameters, and the local tensors whose sums join their averages."""
@@ -333,9 +291,9 @@ class EMA:
             pairs = chain(*map(optimizer._eval_params, optimizer._evaluated()))
             points = {p: x for p, x in pairs if p in every}
         rest = [p for p in every if p not in points] if points else [*every]
-        parts, comps = optimizer.parts_of(rest), [every[p] for p in rest]
-        tensors = [*points.values(), *to_local(parts)]
-        return [*points, *rest], tensors, [None] * len(points) + to_local(comps)
+        tensors = [*points.values(), *to_local(rest)]
+        comps = [None] * len(points) + to_local([every[p] for p in rest])
+        return [*points, *rest], tensors, comps
 
     @torch.no_grad()
     def update(self) -> None:
@@ -349,40 +307,12 @@ class EMA:
         check_number("averaging decay", "decay", decay, below=1.0)
         self.weight.mul_(decay).add_(1.0 - decay)
         share = float((1.0 - decay) / self.weight)
-        groups, rows = self.optimizer.param_groups, dict[Rule, list[Any]]()
-        listed = [x["params"] for x in groups if executor_of(x) in ("auto", "kernels")]
-        kernels = set(map(id, chain(*listed)))
         params, parts, comps = self._weights()
         averages = to_local([self._averages[p] for p in params])
         for p, average, part, comp in zip(params, averages, parts, comps):
-            floating = comp is None or comp.is_floating_point()
-            # A large share would round by the average that was.
-            if share <= 0.5 and floating and id(p) in kernels:
-                rule = gradient_rule if comp is None else _compensated
-                rows.setdefault(rule, []).append((average, part, comp))
-            else:
-                x = weight_of(part, comp, compute_dtype(p.dtype))
-                average.lerp_(to(x, average.dtype), share)
-        for rule, triples in rows.items():
-            self._step(rule, list(map(list, zip(*triples))), share)
+            x = weight_of(part, comp, compute_dtype(p.dtype))
+            average.lerp_(to(x, average.dtype), share)
         self.updates += 1
-
-    def _step(self, rule: Rule, columns: Columns, share: float) -> None:
-        """Move averages as SGD with decay does, along the weights in place of gradients."""
-        averages, _, rests = columns
-        fixed = averages + (rests if rule.fields else [])
-        guard, plan = self._plans.get(rule, (None, None))
-        if rule.fields:
-            columns = [*columns, [None] * len(averages)]
-        if guard is None or plan is None or not guard.holds(fixed):
-            plan = Plan(rule, make_slots([*rule.fields], rule, columns, [], columns))
-            self._plans[rule] = Guard(fixed, addresses=True), plan
-        rates = Rates(-share, share, 0.0, 1.0, (), ())
-        packed, at = [Packed(Scalars(NoState(), rates, NEAREST))], [0] * len(averages)
-        with kernel_context(averages[0].device):
-            launches, _ = plan.launches("auto", columns, packed, at, True, lambda: None)
-            run_launches(launches, columns, packed, at, [averages])
-        raise_versions(averages)
 
     @contextmanager
     def applied(self) -> Generator[None]:
@@ -393,29 +323,20 @@ class EMA:
         """
         optimizer, averages = self.optimizer, dict(self._averages)
         optimizer.check_train_mode("EMA.applied()")
-        optimizer._tell("EMA.applied()")
-        weights = {p: p.detach().clone() for p in self._every()}
+        weights = {p: p.detach().clone() for p in averages}
         optimizer.holds_averages = True
         try:
-            self._set([(optimizer.part_of(p), x) for p, x in averages.items()])
-            optimizer._spread([*weights])
-            optimizer._arrive()
+            self._set(averages)
             yield
         finally:
-            self._set([*weights.items()])
+            self._set(weights)
             optimizer.holds_averages = False
 
     @torch.no_grad()
-    def _set(self, values: list[tuple[Tensor, Tensor]]) -> None:
-        for p, x in values:
-            (part,) = to_local([x])
-            _write(p, part)
-        reshard([p for p, _ in values])
-
-    def _every(self) -> Iterable[Tensor]:
-        """Return the parameters with averages in any of the processes that divide them."""
-        optimizer = self.optimizer
-        return optimizer.owners(self._averages) if optimizer.divides else self._averages
+    def _set(self, values: Mapping[Tensor, Tensor]) -> None:
+        for p, x in values.items():
+            _write(p, *to_local([x]))
+        reshard([*values])
 
     def _names(self) -> dict[Tensor, str]:
         """Return the name, or place, of each parameter."""
@@ -427,20 +348,12 @@ class EMA:
     @property
     def averages(self) -> dict[str, Tensor]:
         """The averages by name, or place, of the parameter: for `functional_call`."""
-        self.optimizer.check_undivided("EMA.averages")
         names = self._names()
         return {names[p]: x for p, x in self._averages.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and counts, in tensors that torch's dcp can load into."""
-        names = self._names()
-        parts = {
-            i: {"": self._averages[p]} for i, p in enumerate(names) if p in self._averages
-        }
-        every = dict(enumerate(names.values()))
-        whole = self.optimizer.whole_state(parts)
-        averages = {every[i]: entry[""] for i, entry in whole.items()}
-        return {"averages": averages, "updates": self.updates, "weight": self.weight}
+        return {"averages": self.averages, "updates": self.updates, "weight": self.weight}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -450,12 +363,12 @@ class EMA:
             ValueError: Other names or shapes; nothing is loaded then.
         """
         names, averages = self._names(), state_dict.get("averages", {})
-        shapes = {names[p]: tuple(p.shape) for p in self._every()}
+        shapes = {names[p]: tuple(p.shape) for p in self._averages}
         saved_shapes = {name: tuple(x.shape) for name, x in averages.items()}
         if shapes != saved_shapes or not {"updates", "weight"} <= {*state_dict}:
             differ = sorted(dict(shapes.items() ^ saved_shapes.items()))
             raise ValueError(f"EMA's state has other names or shapes: {differ}")
         for p, x in self._averages.items():
-            x.copy_(distribute_like(x, self.optimizer.part_of(p, averages[names[p]])))
+            x.copy_(distribute_like(x, averages[names[p]]))
         self.updates.copy_(state_dict["updates"])
         self.weight.copy_(state_dict["weight"])

@@ -14,7 +14,6 @@ from typing import (
     Self,
     TypeAlias,
     TypeVar,
-    cast,
     dataclass_transform,
     overload,
 )
@@ -242,27 +241,20 @@ def _own_parameters(cls: "type[Fields]") -> dict[str, Parameter]:
 
 def made_field(name: str, annotation: object, default: Any) -> Field[Any, Any]:
     """Return the field of an annotation and a default, which may be one."""
-    field = default
-    if not isinstance(default, Field):
-        several = isinstance(default, tuple)
-        floats = any([isinstance(x, float) for x in (default if several else (default,))])
-        numbers = [
-            x for x in (default if several else (default,)) if isinstance(x, float | int)
-        ]
-        bounds: dict[str, float] = {}
-        if min(numbers, default=0.0) < 0.0:
-            bounds["least"] = -math.inf
-        if math.inf in numbers:
-            bounds["most"] = math.inf
-        if several and floats:
-            if name == "betas" and max(numbers) < 1.0:
-                bounds["below"] = 1.0
-            field = Floats[object, object](*default, **bounds)
-        elif floats or ("float" in str(annotation) and default is not None):
-            field = cast(Any, Float)(default, **bounds)
-        else:
-            field = Field[object, object](default)
-            field.value = bool if annotation == "bool" else annotation
-        field.argument, field.plain = annotation, True
-    field.name = name
+    if isinstance(default, Field):
+        default.name = name
+        return default
+    values = default if isinstance(default, tuple) else (default,)
+    numbers = [x for x in values if isinstance(x, float | int)]
+    floats = any([isinstance(x, float) for x in numbers])
+    if not floats and ("float" not in str(annotation) or default is None):
+        field = Field[object, object](default)
+        field.value = bool if annotation == "bool" else annotation
+    else:
+        bounds = {"least": -math.inf} if min(numbers, default=0.0) < 0.0 else {}
+        bounds |= {"most": math.inf} if math.inf in numbers else {}
+        bounds |= {"below": 1.0} if name == "betas" and max(numbers) < 1.0 else {}
+        kind: Any = Floats if isinstance(default, tuple) and floats else Float
+        field = kind(*values, **bounds)
+    field.name, field.argument, field.plain = name, annotation, True
     return field

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.core import checks
-from optimi_func.core.distributed import all_finite, redistribute_like
-from optimi_func.core.rule import WHOLE_BATCH, Rule, Storage
+from optimi_func.core.distributed import redistribute_like
+from optimi_func.core.rule import Rule, Storage
 from optimi_func.core.storage import check_stored, group_storage
-from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.executors import Executor
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry, Group
-
-if TYPE_CHECKING:
-    from optimi_func.classes.divided import Work
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
@@ -316,35 +312,6 @@ def check_skip(value: object) -> bool:
             "skip_nonfinite=True, it is an option of prepare_for_gradient_release"
         )
     return value == "step"
-
-
-def finite_works(optimizer: Any, works: "list[Work]") -> "list[Work]":
-    """Return the works of a step, or none if a gradient of a process is not finite.
-
-    If a group is capturable, the device decides. Skipped steps are counted.
-    """
-    if optimizer.optimizer_accumulation:
-        raise RuntimeError(
-            "skip_nonfinite='step' with optimizer_accumulation=True, whose steps have been "
-            "taken in part before: choose one"
-        )
-    groups, grads = optimizer.param_groups, [g for work in works for g in work[2]]
-    if not all(map(has_memory, grads)):
-        return works
-    every = [p for group in groups for p in group["params"]]
-    finite = all_finite(grads, every, optimizer.process_group)
-    on_device = any(group["capturable"] for group in groups)
-    skipped = optimizer.skipped_steps
-    if not (on_device or finite):
-        optimizer.skipped_steps = skipped + 1
-        return []
-    if not on_device:
-        return works
-    if not isinstance(skipped, Tensor):
-        optimizer.skipped_steps = torch.full_like(finite, skipped, dtype=torch.int64)
-    optimizer.skipped_steps.add_(~finite)
-    flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
-    return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]
 
 
 def warn_if_unprepared(optimizer: Optimizer) -> RemovableHandle:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.classes.divided import Work
+from optimi_func.classes.copies import Work
 from optimi_func.classes.extras import with_given
 from optimi_func.classes.groups import EXECUTORS, Group, path_of
 from optimi_func.classes.stats import Stats, names_of
@@ -31,6 +31,7 @@ from optimi_func.execution.tensors import flat_leaf
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Entry, Match
+from optimi_func.state.entry import ensure_state
 from optimi_func.transforms._trees import keys_of
 from optimi_func.transforms.gradients import GradientTransform
 
@@ -63,28 +64,25 @@ class Rewriting(Stats):
 
     def _take_transforms(self, options: Group) -> None:
         """Take transforms out of the options. Raise for what they cannot honour."""
-        items = options.pop(KEY, ())
-        items, self._told = [*items] if isinstance(items, Iterable) else [items], {}
-        places = [i for i, x in enumerate(items) if x is ...]
-        parts = [x for x in items if isinstance(x, GradientTransform)]
-        if len(parts) + len(places) < len(items) or len(places) > 1:
-            odd = [x for x in items if x is not ... and x not in parts] or ["two of ..."]
+        given, self._told = options.pop(KEY, ()), {}
+        items = [*given] if isinstance(given, Iterable) else [given]
+        odd = [x for x in items if x is not ... and not isinstance(x, GradientTransform)]
+        if odd or items.count(...) > 1:
             raise TypeError(
-                f"transforms got {odd[0]!r}: allowed are gradient transforms such as "
-                "clip_param_norm(1.0), and once ..., behind which they rewrite updates. "
-                "EMA(optimizer, decay) averages parameters"
+                f"transforms got {[*odd, 'two of ...'][0]!r}: allowed are gradient "
+                "transforms such as clip_param_norm(1.0), and once ..., behind which they "
+                "rewrite updates. EMA(optimizer, decay) averages parameters"
             )
-        self.rewriters, self._before = tuple(parts), [*places, len(parts)][0]
-        for i, x in enumerate(parts):
-            names = [name for name, needed in _extras_of(x).items() if needed]
-            why = f"takes {names[0]!r} of step()" if names else ""
-            why = why if x.by_parameter else "is not by_parameter: it takes all gradients"
-            for option in ("gradient_release", "divide_state")[
-                : 1 if x.by_parameter else 2
-            ]:
-                if why and options.get(option):
-                    name = self._name_of(i)
-                    raise ValueError(f"{option}=True with {name}, which {why}: omit one")
+        self._before = items.index(...) if ... in items else len(items)
+        self.rewriters = tuple([x for x in items if isinstance(x, GradientTransform)])
+        for i, x in enumerate(self.rewriters) if options.get("gradient_release") else ():
+            needed = [name for name, is_needed in _extras_of(x).items() if is_needed]
+            if needed or not x.by_parameter:
+                why = f"takes {needed[0]!r} of step()" if needed else "is not by_parameter"
+                name = self._name_of(i)
+                raise ValueError(
+                    f"gradient_release=True with {name}, which {why}: omit one"
+                )
 
     def _name_of(self, i: int) -> str:
         fn = self.rewriters[i].rewrite
@@ -104,12 +102,11 @@ class Rewriting(Stats):
             raise TypeError(f"{KEY} of a param group: they are the optimizer's, for all")
         if not self._moves:
             return
-        divided = self.process_group is not None and not self.divides
         for refused, text in (
             *[(group[x], f"{x}=True, but they run eagerly") for x in EXECUTORS],
             (rule.join is not None, f"{rule.name}, which joins sums of all parameters"),
             (any(map(is_distributed, group["params"])), "a DTensor"),
-            (divided, "process_group= without divide_state=True"),
+            (self.process_group is not None, "process_group="),
         ):
             if refused:
                 raise ValueError(f"transforms that rewrite updates with {text}: omit one")
@@ -132,10 +129,6 @@ class Rewriting(Stats):
         self._told = {k: x for k, x in extras.items() if k in names}
         of_rules = {*chain.from_iterable([rule.extras for rule in self.rules()])}
         return {k: x for k, x in extras.items() if k not in names or k in of_rules}
-
-    def _can_cut(self, group: Group, p: Tensor, count: int) -> bool:
-        # A transform takes whole parameters.
-        return not self.rewriters and super()._can_cut(group, p, count)
 
     # What transforms keep, by name, in `state[p]` or, for all, in the first group.
 
@@ -171,7 +164,7 @@ class Rewriting(Stats):
         lack = [i for i in places if not known.keys() >= {*self._layout(i, p)[0]}]
         if lack:
             how = self.rule_of(group), group_storage(group), group["capturable"]
-            entry = self.ensured(made, path_of(group, p), p, *how)
+            entry = ensure_state(self.state, made, path_of(group, p), p, *how)
             made[p] = {**entry, **self._fresh(p, *lack)}
 
     def _common(self) -> dict[str, Tensor]:
@@ -180,7 +173,7 @@ class Rewriting(Stats):
         if all([x.by_parameter for x in self.rewriters]):
             return {}
         if KEY not in group:
-            home = self._home() if group["capturable"] else "cpu"
+            home = self._first_param().device if group["capturable"] else "cpu"
             group[KEY] = {"step": torch.zeros((), device=home), **self._fresh(None)}
         return group[KEY]
 
@@ -287,8 +280,12 @@ class Rewriting(Stats):
             how = bound.starting_rule, group_storage(group), group["capturable"]
             batches = batches or [WHOLE_BATCH] * len(params)
             for p, g in zip(params, grads):
-                check_grad(path_of(group, p), self.part_of(p), g)
-            entries = [self.ensured(made, path_of(group, p), p, *how) for p in params]
+                check_grad(path_of(group, p), p, g)
+            paths = [path_of(group, p) for p in params]
+            entries = [
+                ensure_state(self.state, made, path, p, *how)
+                for path, p in zip(paths, params)
+            ]
             tensors = [[entry[name] for name in names] for entry in entries]
             counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
             scalars, after = scalars_after(bound, counts, coded=True)
@@ -296,7 +293,7 @@ class Rewriting(Stats):
                 every = [*range(len(params))]
                 scalars, _ = with_given(self, bound, params, scalars, counts, every)
             for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
-                leaf = Leaf(self.part_of(p).detach(), *state_in(rule, entry))
+                leaf = Leaf(p.detach(), *state_in(rule, entry))
                 now = microbatch_scalars(rule, scalars[i], m, write)
                 with kernel_context(p.device):
                     u, x, add = leaf_move(rule, leaf, grads[i], now, write, whole_means)

@@ -1,14 +1,16 @@
 """Norms of gradients, moves and parameters of a class's steps: `track()` and `stats()`."""
 
+import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from itertools import repeat
+from itertools import islice, repeat
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optimi_func.classes.divided import Divided, Work
+from optimi_func.classes.copies import Copies, Work
 from optimi_func.classes.groups import Group
 from optimi_func.core.checks import check_flag
 from optimi_func.core.distributed import all_reduce_sum, shards_of, to_local
@@ -128,7 +130,7 @@ def names_of(i: int, group: Group) -> list[str]:
     return list(map(without_wrappers, group.get("param_names", places)))
 
 
-class Stats(Divided):
+class Stats(Copies):
     """The methods of an optimizer that measure its steps."""
 
     releases: list[Any]
@@ -195,7 +197,6 @@ class Stats(Divided):
         """
         if (tracked := self._tracked) is None:
             raise RuntimeError("stats() of no step: call optimizer.track() before the step")
-        self._tell("stats()")
         keys, skips = self._keys(by), self._skips()
         last = {p: tracked.last[p] for p in keys if p in tracked.last}
         with torch.no_grad():
@@ -204,24 +205,17 @@ class Stats(Divided):
             squares = iter(all_reduce_sum([x.square() for x in norms], shards))
         rows: list[list[Scalar]] = []
         for p in keys:
-            tells = self.speaks_for(p)  # of a cut one, whose norms are of all processes
-            skipped = skips[p] - tracked.skipped.get(p, 0) if tells else 0.0
-            values: list[Scalar] = [
-                0.0
-            ] * 5  # with lr, and the number of processes that have it
-            if p in last:
-                values = [next(squares) for _ in range(3)]
-                values += [last[p][1], 1.0] if tells else [0.0, 0.0]
-            counts = tracked.counts.get(p, (0.0, 0.0)) if tells else (0.0, 0.0)
-            rows.append([*values[:3], *counts, skipped, *values[3:]])
-        read = self._of_owners(_read([x for row in rows for x in row]))
+            norms = [next(squares) for _ in range(3)] if p in last else [0.0] * 3
+            lr = last[p][1] if p in last else math.nan
+            skipped = skips[p] - tracked.skipped.get(p, 0)
+            rows.append([*norms, *tracked.counts.get(p, (0.0, 0.0)), skipped, lr])
+        read = iter(_read([x for row in rows for x in row]))
         totals, lrs = dict[str, list[float]](), dict[str, set[float]]()
-        for i, key in enumerate(keys.values()):
-            *row, lr, known = read[8 * i : 8 * i + 8]
+        for p, key in keys.items():
+            *row, lr = islice(read, 7)
             for name in (key, "all"):
-                total = totals.get(name, [0.0] * 6)
-                totals[name] = [x + y for x, y in zip(total, row)]
-                lrs.setdefault(name, set()).update([lr] if known else ())
+                totals[name] = list(map(add, totals.get(name, [0.0] * 6), row))
+                lrs.setdefault(name, set()).update([lr] if p in last else ())
         clips = [x.options.clipping for x in self.releases]
         clips = any([x not in (None, "clip_value") for x in clips])
         order = sorted(totals, key="all".__eq__)  # "all" is the last

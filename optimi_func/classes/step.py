@@ -4,7 +4,7 @@ Everything is checked and compiled before anything is written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, product
 from operator import attrgetter, is_, itemgetter
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from optimi_func.classes.divided import Work
+from optimi_func.classes.copies import Work
 from optimi_func.classes.extras import Given, with_given
 from optimi_func.classes.groups import (
     UNSCHEDULED,
@@ -39,7 +39,7 @@ from optimi_func.execution.tensors import is_capturing, uncollected
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.state.convert import Entry
-from optimi_func.state.entry import insert_made
+from optimi_func.state.entry import ensure_state, insert_made
 from optimi_func.state.stored import begin, mask_like, rows_of
 
 _NewPlan: TypeAlias = Callable[[list[Tensor], dict[Tensor, Entry]], ClassPlan]
@@ -109,66 +109,40 @@ class Steps(Rewriting, Given):
         self._bound[id(group)] = None if mutable else inputs, bound
         return bound
 
-    def _update(
-        self, works: list[Work], write: bool, count: bool, tell: bool = True
-    ) -> dict[Tensor, Part]:
+    def _update(self, works: list[Work], write: bool, count: bool) -> dict[Tensor, Part]:
         """Check everything, compile everything, and then write.
 
         `works` are groups, some of their parameters, a gradient for each, and what each is
         to its step, or None if it is the whole of it. write=False moves the state alone,
         and count=False leaves the step counts, because the step goes on. Returns the parts
-        of sums that `finish_step` joins. Without `tell` the processes that divide the state
-        know what they do, and `finish_step` waits for their messages.
+        of sums that `finish_step` joins.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
-        made: dict[Tensor, Entry] = {}
-        runs: list[Callable[[], dict[int, Part] | None]] = []
-        parts: dict[Tensor, Part] = {}
-        on_host, divided, sharing = True, list[Holders](), set[int]()
-        every, rewritten = works, list[Write]()
-        try:
-            works = self._mine(works) if self.divides else works
-            if self.rewriters:
-                works, rewritten = self._rewritten(works, write, made)
-                on_host = not any(map(_params_of, works))
-            if moves := self.rewriters and self._moves:
-                runs += self._by_leaf(works, write, count, made, rewritten)
-            for work in () if moves else works:
-                run, host, holders = self._prepare(work, write, count, made)
-                runs.append(run)
-                on_host &= host
-                divided += holders
-                sharing |= {id(work[0])} if holders else set()
-        except Exception as error:
-            with suppress(Exception):  # others wait to hear, and raise too
-                if write and tell:
-                    self._tell("a step", every, error)
-            if tell or not self.divides:
-                raise
-            self._failed, works, made, on_host = self._failed or error, [], {}, True
-            rewritten = []
-        if (tracked := self._tracked) is not None:
-            tracked.begin(works, write)
-        if write and self.divides and tell:
-            self._tell("a step", every)
-        elif write and divided:
-            agree(divided, self.numbers(type, sharing) | self._weights())
+        made, rewritten = dict[Tensor, Entry](), list[Write]()
+        if self.rewriters:
+            works, rewritten = self._rewritten(works, write, made)
+        if self._moves:
+            runs, on_host = self._by_leaf(works, write, count, made, rewritten), False
+            divided = dict[int, list[Holders]]()
+        else:
+            prepared = [self._prepare(work, write, count, made) for work in works]
+            runs = [run for run, _, _ in prepared]
+            on_host = not rewritten and all([host for _, host, _ in prepared])
+            divided = {id(work[0]): x[2] for work, x in zip(works, prepared) if x[2]}
+        if self._tracked is not None:
+            self._tracked.begin(works, write)
+        if write and divided:
+            facts = self.numbers(type, divided) | self._weights()
+            agree([x for holders in divided.values() for x in holders], facts)
         self._has_stepped = True
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
-        lists = filter(None, map(_params_of, works))
-        waited = self.divides and (write or not tell)  # for messages, also if this fails
-        keep = self._keep_error() if waited else nullcontext()
-        with keep, nullcontext() if on_host else kernel_context(next(lists)[0].device):
-            if made:
-                insert_made(self.state, made)
-            for work, run in zip(works, runs):
-                if sums := run():
-                    parts.update({work[1][i]: part for i, part in sums.items()})
-            if rewritten:
-                write_all(rewritten)
-        if waited:
-            self._send(every, write, tell)
+        parts, homes = dict[Tensor, Part](), [ps[0].device for _, ps, *_ in works if ps]
+        with nullcontext() if on_host or not homes else kernel_context(homes[0]):
+            insert_made(self.state, made)
+            for (_, params, _, _), run in zip(works, runs):
+                parts.update({params[i]: part for i, part in (run() or {}).items()})
+            write_all(rewritten)
         return parts
 
     def _prepare(
@@ -197,14 +171,13 @@ class Steps(Rewriting, Given):
         how, ids = (*_asked(group), capturable, flagged), tuple(map(id, params))
         key = *how, *ids
         plan, tensors = self._plans.get(key), None
-        parts = self.parts_of(params) if self.divides else params
         if plan is not None and plan.rule is not bound.rule:
             plan = None
         if plan is not None:
             # A tensor's hash is a call of Python.
             alone = len(self.state) == len(ids) and tuple(map(id, self.state)) == ids
             entries = self.state.values() if alone else map(self.state.get, params)
-            tensors = plan.current(parts, list(entries))
+            tensors = plan.current(params, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
                 return self._by_leaf([work], write, count, made, [])[0], False, []
@@ -215,7 +188,7 @@ class Steps(Rewriting, Given):
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
-            grads = to_local(aligned(group, parts, grads))
+            grads = to_local(aligned(group, params, grads))
         counts = plan.counts.now(tensors)
         if bound.rule.join is not None:
             new = [p for p in params if p in made and "step" not in self.state.get(p, {})]
@@ -256,19 +229,18 @@ class Steps(Rewriting, Given):
         old: ClassPlan | None = None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
-        parts = self.parts_of(params)
         if old is not None and self.state and not (made or capturable):
             # Entries that differ from checked ones in addresses: only counts are checked.
-            plan = old.moved(parts, [self.state.get(p, {}) for p in params])
+            plan = old.moved(params, [self.state.get(p, {}) for p in params])
             if plan and all([step >= 0.0 for step, _ in plan.counts.now(plan.made)]):
                 return plan
         how = bound.starting_rule, group_storage(group), capturable
-        paths = [path_of(group, p) for p in params]
-        entries = [self.ensured(made, path, p, *how) for path, p in zip(paths, params)]
-        if old is not None and (plan := old.moved(parts, entries)) is not None:
+        named = [(path_of(group, p), p) for p in params]
+        entries = [ensure_state(self.state, made, *pair, *how) for pair in named]
+        if old is not None and (plan := old.moved(params, entries)) is not None:
             return plan
-        holders = [self.holders_of(group, p, path) for path, p in zip(paths, params)]
-        return ClassPlan(bound.rule, capturable, flagged, parts, entries, holders)
+        holders = [self.holders_of(group, p, path) for path, p in named]
+        return ClassPlan(bound.rule, capturable, flagged, params, entries, holders)
 
     def _part(
         self,
@@ -316,7 +288,7 @@ class Steps(Rewriting, Given):
         if plan is None or plan.rule is not rule or absent:
             return None
         entries = list(map(self.state.get, every))
-        tensors = plan.current(self.parts_of(every), entries, False)
+        tensors = plan.current(every, entries, False)
         return None if tensors is None else plan.part(indices, tensors)
 
     @torch.no_grad()
@@ -370,17 +342,15 @@ class Steps(Rewriting, Given):
             if rows is not None and (names := self._kept_of(p)):
                 raise ValueError(f"reset(rows=...) with {names[0]!r} of a transform")
             if "step" in self.state.get(p, {}):
-                self.ensured(made, where, p, rule, storage, capturable)
+                ensure_state(self.state, made, where, p, rule, storage, capturable)
                 coeffs, _ = bound.advance(1.0, rule.running())
                 units = [] if rule.join is None else self._unit_of(group)
                 together = {q for x in units for q in x["params"]} <= {*targets}
                 works.append((rule, coeffs, p, storage, anew, together))
         insert_made(self.state, made)
         for rule, coeffs, p, storage, anew, together in works:
-            entry, part = self.state[p], self.part_of(p)
-            anew = None if anew is None else self.part_of(p, anew)
-            mask = None if anew is None else mask_like(part, anew)
-            begin(rule, coeffs, part, storage, entry, mask, anew)
+            entry, mask = self.state[p], None if anew is None else mask_like(p, anew)
+            begin(rule, coeffs, p, storage, entry, mask, anew)
             if mask is None:
                 for name in self._kept_of(p):
                     del entry[name]
@@ -437,7 +407,6 @@ class Steps(Rewriting, Given):
 
         `parts` are what `update` has returned for all parameters that stepped.
         """
-        self._end_together()
         if not (parts and count):
             return
         homes = {id(self.group_of(p)) for p in parts}
@@ -493,4 +462,4 @@ class Steps(Rewriting, Given):
 
 
 _asked = itemgetter("storage", "kahan_sum", "state_dtype")
-_on_host, _is_cuda, _params_of = attrgetter("on_host"), attrgetter("is_cuda"), itemgetter(1)
+_on_host, _is_cuda = attrgetter("on_host"), attrgetter("is_cuda")

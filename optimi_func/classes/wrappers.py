@@ -46,8 +46,6 @@ class Wrapper(torch.optim.Optimizer):
         if isinstance(inner, BaseOptimizer):
             inner.check_train_mode(f"{name}.step()")
             rules = [inner.rule_of(group) for group in inner.param_groups]
-            if name != "SAM":
-                inner.check_undivided(name)
             if inner.defaults["gradient_release"]:
                 raise ValueError(
                     f"{name} with gradient_release=True, by which parameters move in "
@@ -175,8 +173,8 @@ class Lookahead(Wrapper):
         alpha: How much of the way these go, in (0, 1].
 
     Raises:
-        ValueError: A number out of its range; an optimizer with train() and eval(),
-            divide_state, or gradient release.
+        ValueError: A number out of its range; an optimizer with train() and eval(), or
+            gradient release.
 
     References:
         Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back",
@@ -228,7 +226,7 @@ class Backtracking(Wrapper):
 
     Raises:
         ValueError: A number out of its range; maximize, an optimizer with train() and
-            eval(), divide_state, gradient release, or DTensors.
+            eval(), gradient release, or DTensors.
 
     References:
         Armijo, Pacific J. Math. 16, 1966; Vaswani et al., "Painless Stochastic Gradient",

@@ -417,7 +417,6 @@ class ClassStep:
         for refused, text in (
             (optimizer.releases, "gradient release: call remove_gradient_release first"),
             (optimizer.skips_steps, "skip_nonfinite='step': make it without"),
-            (optimizer.divides, "divide_state=True: make it without"),
             (optimizer.rewriters, "transforms=: make it without"),
             (pre_hooks, "step pre-hooks, which would find no gradients: remove them"),
             (any(g["foreach"] for g in groups), "foreach=True: make it without"),

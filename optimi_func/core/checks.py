@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
+from optimi_func.core.removed import instead_of
 from optimi_func.core.rule import (
     DecayKind,
     PureOptimizer,
@@ -56,8 +57,8 @@ def bind_call(
     takes = signature.parameters
     for key in kwargs.keys() - takes.keys():
         near = get_close_matches(key, takes, 1)
-        meant = f"did you mean {near[0]!r}?" if near else f"allowed are {[*takes]}"
-        raise TypeError(f"{name} has no argument {key!r}: {meant}")
+        meant = f": did you mean {near[0]!r}?" if near else f": allowed are {[*takes]}"
+        raise TypeError(f"{name} has no argument {key!r}{instead_of(key) or meant}")
     first = next(iter(takes.values()))
     named = {first.name: args[0], **kwargs} if args else kwargs
     keyword = args and first.kind is first.KEYWORD_ONLY
@@ -235,10 +236,12 @@ def check_param(path: object, p: object) -> None:
     raise TypeError(f"params{path} has {why}")
 
 
-def missing(name: str) -> NoReturn:
-    """Raise for a name that the package lacks: this is its `__getattr__`."""
-    text, instead = f"module 'optimi_func' has no attribute {name!r}", ""
-    if name[0] != "_" and hasattr(torch.optim, name):
+def missing(name: str, module: str = "optimi_func") -> NoReturn:
+    """Raise for a name that a package lacks: this is its `__getattr__`."""
+    text, instead = f"module {module!r} has no attribute {name!r}", instead_of(name)
+    if instead or module != "optimi_func":
+        pass
+    elif name[0] != "_" and hasattr(torch.optim, name):
         hint = ", or for your own optimi_func.rules.Optimizer" * (name == "Optimizer")
         instead = f": use torch.optim.{name}{hint}"
     elif name[0] != "_":

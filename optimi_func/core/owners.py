@@ -3,23 +3,19 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import add, attrgetter, mul
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor, distributed
 
-from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import check_same, is_distributed, lost
 from optimi_func.core.lists import grouped
 from optimi_func.core.torch_private import assert_later
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-ROOM = 0.05  # that balancing other things may take
-EVERY = -1  # the owner of what is cut, of which each process has a part
 
 
 class Holders(NamedTuple):
@@ -122,49 +118,6 @@ def agree(holders: list[Holders], shared: Mapping[str, object], said: str = "") 
         assert_later(same, text)
 
 
-def rows_of(p: Tensor, count: int) -> list[slice]:
-    """Return the rows of p that each process has if it is cut, of whole groups of codes."""
-    rows = len(p)
-    step = GROUP // math.gcd(GROUP, p.numel() // rows)
-    ends = [i * (rows // step) // count * step for i in range(count)]
-    return list(map(slice, ends, [*ends[1:], rows]))
-
-
-def owners_of(
-    loads: list[tuple[int, ...]],
-    count: int,
-    known: Sequence[int] = (),
-    to_cut: Sequence[int] = (),
-) -> list[int]:
-    """Return an owner for each load: the largest first, to the owner with the least.
-
-    A load has a number for each thing to balance, as bytes and multiplications: of the
-    first no owner gets more than its part and ROOM of the whole, if that can be. If not,
-    the largest of the loads at the places `to_cut` are cut. `known` are the owners of the
-    first loads.
-    """
-    totals = [max(1, sum(some)) for some in zip(*loads)]
-    shares = [[x / total for x, total in zip(load, totals)] for load in loads]
-    fixed, most = dict(enumerate(known)), 1 / count + ROOM
-    while True:
-        sums, owners = [[0.0] * len(totals) for _ in range(count)], dict(fixed)
-        for i in sorted(range(len(loads)), key=lambda i: (i not in fixed, -max(shares[i]))):
-            if i not in owners:
-                room = most - shares[i][0]
-                some = [k for k in range(count) if sums[k][0] <= room] or range(count)
-                owners[i] = min(some, key=lambda k: sum(map(mul, sums[k], shares[i])))
-            cut = owners[i] == EVERY
-            part = [x / count for x in shares[i]] if cut else shares[i]
-            for k in range(count) if cut else (owners[i],):
-                sums[k] = list(map(add, sums[k], part))
-        # Smaller ones than ROOM never are the reason.
-        full = [i for i in to_cut if i not in fixed and shares[i][0] > ROOM]
-        full = [i for i in full if sums[owners[i]][0] > most]
-        if not full:
-            return [owners[i] for i in range(len(loads))]
-        fixed[max(full, key=lambda i: shares[i][0])] = EVERY
-
-
 def map_owned(fn: Callable[[list[Owned]], None], items: list[Owned]) -> None:
     """Map tensors in place by fn(those of one owner, whole), each in one process.
 
@@ -234,9 +187,10 @@ def _counts(lengths: list[list[int]], owned: Sequence[object]) -> list[int]:
 
 
 def _divided(items: list[Owned], count: int) -> list[list[Owned]]:
-    """Return each owner's items."""
-    owned = [list[Owned]() for _ in range(count)]
-    every = sorted(items, key=lambda item: -item.holders[0].cost)
-    for item, at in zip(every, owners_of([(x.holders[0].cost,) for x in every], count)):
-        owned[at].append(item)
+    """Return each owner's items: the costliest first, to the owner with the least."""
+    owned, costs = [list[Owned]() for _ in range(count)], [0] * count
+    for item in sorted(items, key=lambda item: -item.holders[0].cost):
+        owner = costs.index(min(costs))
+        owned[owner].append(item)
+        costs[owner] += item.holders[0].cost
     return owned

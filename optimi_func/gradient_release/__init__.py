@@ -6,7 +6,7 @@ the gradient is freed before the next one is computed.
 
 import sys
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -168,13 +168,6 @@ def prepare_for_gradient_release(
                 "(torch.distributed.fsdp.fully_shard) with gradient release"
             )
     params = _owned(model, optimizer)
-    updater: Any = optimizer
-    divided = updater.process_group if getattr(updater, "divides", False) else None
-    if divided not in (None, process_group):
-        raise ValueError(
-            "divide_state=True of the optimizer, whose process_group this is not: allowed "
-            f"is process_group={divided}"
-        )
     runner_of, how_replicas = Runner, (bucket_cap_mb, reduce_dtype, broadcast_buffers)
     if process_group is not False:
         runner_of = partial(ReplicaRunner, replicas=Replicas(process_group, *how_replicas))

@@ -18,12 +18,10 @@ from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.divided import broadcast
 from optimi_func.core.checks import check_flag, check_number
 from optimi_func.core.codes import is_dense
 from optimi_func.core.distributed import check_same, comparable, is_distributed, lost
-from optimi_func.core.lists import chunks
-from optimi_func.core.owners import EVERY, rows_of
+from optimi_func.core.lists import chunks, grouped
 from optimi_func.core.pairs import as_real
 from optimi_func.core.torch_private import assert_later, uncompiled
 from optimi_func.execution.tensors import is_capturing
@@ -32,6 +30,7 @@ from optimi_func.gradient_release.backward import Backward, aligned
 from optimi_func.gradient_release.norms import Norm
 from optimi_func.gradient_release.runner import Runner
 
+BYTES = 1 << 22  # of a message of parameters and buffers
 IN_FLIGHT = 2  # messages under way while backward goes on: more would keep more memory
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, None)
 
@@ -59,7 +58,7 @@ class Replicas:
 
 
 class Message:
-    """The gradients of one bucket in one backward, summed in all processes or the owner."""
+    """The gradients of one bucket in one backward, summed in all processes."""
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, runner: Any) -> None:
         self.params, self._dtype, self._group = params, dtype, runner.group
@@ -68,8 +67,7 @@ class Message:
         self._grads: list[Tensor] = []  # views of `_flat`
         self.missing = {*range(len(params))}
         self._streams: list[object] = []
-        self._works: list[Any] = []
-        self._owner: int | None = runner.reduces_to(params[0])
+        self._work: Any = None
 
     def put(self, i: int, g: Tensor) -> None:
         """Copy this process's share of the i-th gradient into the message."""
@@ -103,25 +101,15 @@ class Message:
         counts = [float(i not in self.missing) for i in range(count)]
         tail = torch.tensor(counts + self._marks, dtype=self._dtype)
         flat[-len(tail) :].copy_(tail, non_blocking=True)
-        how: dict[str, Any] = {"group": self._group, "async_op": True}
-        if self._owner is not None:
-            part, flat = flat[: -len(tail)], flat[-len(tail) :]
-            parts, size = [(part, self._owner)], self._group.size()
-            if self._owner == EVERY:
-                every = [enumerate(rows_of(g, size)) for g in self._grads]
-                parts = [(g[x], k) for g, rows in zip(self._grads, every) for k, x in rows]
-            for part, owner in parts:
-                self._works.append(distributed.reduce(part, group_dst=owner, **how))
-        self._works.append(distributed.all_reduce(flat, **how))
+        self._work = distributed.all_reduce(flat, group=self._group, async_op=True)
 
     def land(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Wait, and return if marks are equal, and the used parameters and averages."""
-        for work in self._works:
-            work.wait()
+        self._work.wait()
         flat, grads, count = self._open(), self._grads, len(self.params)
         counts, *halves = flat[-count - len(self._marks) :].split([count, 32, 32])
         same = (halves[0] * halves[1] == 0).all()
-        self._flat, self._grads, self._works = None, [], []  # which hold the memory
+        self._flat, self._grads, self._work = None, [], None  # which hold the memory
         # The host reads the device only for gradients that this process lacks.
         used = [i for i in range(count) if i not in self.missing or counts[i] != 0]
         params = [self.params[i] for i in used]
@@ -135,7 +123,6 @@ class ReplicaRunner(Runner):
     def __init__(self, *given: Any, replicas: Replicas) -> None:
         super().__init__(*given)
         self.replicas, self.group = replicas, replicas.process_group
-        self._divides = getattr(self.optimizer, "divides", False)
         self.syncs, self._ordered = True, False  # syncs is False inside no_sync()
         self._assign(reversed(self.params.values()))
         self._sent = False  # True if a backward has sent messages and has not finished
@@ -177,8 +164,6 @@ class ReplicaRunner(Runner):
             # It belongs to weights that the first process's might replace.
             for name, p in self.params.items():
                 state = self.optimizer.state.get(p, {})
-                if self.optimizer.divides:
-                    continue
                 facts[f"optimizer state of {name}"] = sorted(state)
                 if self.optimizer.state:
                     tensors = [p.detach(), *state.values()]
@@ -197,33 +182,22 @@ class ReplicaRunner(Runner):
 
     def _assign(self, params: Iterable[Tensor]) -> None:
         """Put parameters into buckets, in this order."""
-        kinds: dict[tuple[torch.dtype, torch.device, int | None], list[Tensor]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         arrival: dict[Tensor, int] = {}
         o, size = self.replicas, int(self.replicas.bucket_cap_mb * 2**20)
-        if self._divides:  # each owner has buckets of its own, which are filled together
-            size //= o.process_group.size()
         for p in params:
             arrival[p] = len(arrival)
-            kind = o.reduce_dtype or p.dtype, p.device, self._owner_of(p)
+            kind = o.reduce_dtype or p.dtype, p.device
             kinds.setdefault(kind, []).append(p)
         self._buckets = [
             (bucket, dtype)
-            for (dtype, _, _), some in kinds.items()
+            for (dtype, _), some in kinds.items()
             for bucket in chunks(some, size // dtype.itemsize, Tensor.numel)
         ]
         # A bucket of another dtype must not hold back those that are full before it.
         self._buckets.sort(key=lambda bucket: arrival[bucket[0][-1]])
         places = enumerate(self._buckets)
         self._places = {p: (at, i) for at, (b, _) in places for i, p in enumerate(b)}
-
-    def _owner_of(self, p: Tensor) -> int | None:
-        """Return the process that steps p, or None if all do."""
-        return self.optimizer.owners()[p] if self._divides else None
-
-    def reduces_to(self, p: Tensor) -> int | None:
-        """Return the one process that needs p's gradient, or None if all measure it."""
-        o = self.options
-        return None if o.needs_norms or o.skip_nonfinite else self._owner_of(p)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -361,9 +335,16 @@ def _share_buffers(module: nn.Module, args: object) -> None:
             _share(module.buffers(), runner.group)
 
 
+@torch.no_grad()
 def _share(tensors: Iterable[Tensor], group: Any) -> None:
     """Copy the values of the group's first process into these tensors."""
-    sent: deque[Callable[[], None]] = deque()
-    broadcast([list(tensors), *[[]] * (group.size() - 1)], group, sent)
-    for end in sent:
-        end()
+    # Not .detach(): a model may run twice before a backward that saved a buffer.
+    data = [x.data for x in tensors if x.numel()]
+    for some in grouped(data, lambda x: (x.device, x.dtype)).values():
+        for part in chunks(some, BYTES, lambda x: x.nbytes):
+            # As bytes, because gloo does not know every dtype.
+            message = torch.cat([x.reshape(-1).view(torch.uint8) for x in part])
+            distributed.broadcast(message, group=group, group_src=0)
+            if distributed.get_rank(group) != 0:
+                for x, new in zip(part, message.split([x.nbytes for x in part])):
+                    x.copy_(new.view(x.dtype).view(x.shape))

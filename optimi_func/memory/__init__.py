@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_flag, check_whole
+from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.memory import kept, replay
 from optimi_func.memory.kept import Factory
@@ -32,7 +32,6 @@ def plan(
     *,
     device: str | None = None,
     ranks: int = 1,
-    divide_state: bool = False,
     accumulation_steps: int = 1,
     **options: object,
 ) -> MemoryPlan:
@@ -62,9 +61,6 @@ def plan(
             device, and "cuda" for a model on meta. On CUDA, attention is an estimate.
         ranks: Processes that fully_shard will divide the model among. Bytes are those of
             one process; gathered parameters are an estimate.
-        divide_state: The ranks hold copies of the model, as with DistributedDataParallel,
-            and divide the state: that of the largest owner is planned, without release.
-            Messages are not counted. Give `apply` the process_group.
         accumulation_steps: Backwards that make a step.
         options: Options of the optimizer's constructor. Pass those that change its state
             (momentum, amsgrad); lr and others may wait for `apply`.
@@ -93,29 +89,24 @@ def plan(
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     params, device = _checked_params(model, device)
     _check_options(options, ranks=ranks, accumulation_steps=accumulation_steps)
-    check_flag("divide_state", divide_state)
-    if divide_state and ranks == 1:
-        raise ValueError("divide_state=True with ranks=1: allowed are 2 and more")
     _check_batch(params, loss_fn, batch, ranks)
-    ranks, owners = (1, ranks) if divide_state else (ranks, 1)
     sharded = ranks > 1 or any_distributed(list(params.values()))
     local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
     # Processes that the model is or will be divided among.
     processes = max(ranks, -(-sum(p.numel() for p in params.values()) // max(local, 1)))
     metas = {kind: kept.on_meta(params, kind) for kind in (torch.float32, torch.bfloat16)}
-    make, releases = partial(kept.made_of, optimizer, model), not divide_state
+    make, releases = partial(kept.made_of, optimizer, model), True
     try:
         make(metas[torch.float32], {**options, "gradient_release": True})
     except (TypeError, ValueError):
         releases = False
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    more_options = {"divide_state": True} if divide_state else {}
     traces: dict[torch.dtype, Trace] = {}
     recipes: list[Recipe] = []
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            cost = kept.kept(make, meta, storage, options, device, ranks, owners)
+            cost = kept.kept(make, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise
@@ -156,7 +147,7 @@ def plan(
                 fits=fixed + cost.state + peak.total <= limit,
                 estimated=("activations",) * attention + ("scratch",) * sharded,
                 optimizer=optimizer,
-                options={**options, **more_options},
+                options=options,
             )
             recipes.append(recipe)
     count = sum(map(Tensor.numel, params.values()))
@@ -164,7 +155,6 @@ def plan(
     factory = getattr(optimizer, "func", optimizer)  # of a partial
     title = f"{type(model).__name__}, {shown} parameters, {factory.__name__} on {device}"
     title += f", each of {ranks} ranks" * (ranks > 1)
-    title += f", state divided among {owners} ranks" * (owners > 1)
     title += f", {accumulation_steps} backwards a step" * (accumulation_steps > 1)
     return MemoryPlan(title, limit, tuple(recipes))
 

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.classes.divided import entry_in
 from optimi_func.core.codes import GROUP
 from optimi_func.core.distributed import any_distributed, is_distributed, to_local
-from optimi_func.core.owners import EVERY, rows_of
 from optimi_func.core.rule import WHOLE_BATCH, StorageLike
 from optimi_func.execution.kernels import has_list_kernels
 from optimi_func.memory.trace import Counter, cast_dtype, most_alive
@@ -136,33 +134,18 @@ def kept(
     options: Options,
     device: str,
     ranks: int,
-    owners: int = 1,
 ) -> Kept:
-    """Make the optimizer of meta parameters, and count its state and temporaries.
-
-    If `owners` > 1, these processes divide the state, and it is that of the largest owner.
-    """
+    """Make the optimizer of meta parameters, and count its state and temporaries."""
     options = {**options, "storage": storage}
     optimizer = make(params, options)
     optimizer.init_state()
-    shares, eager, owner_of = [0] * owners, list[str](), dict[Tensor, int]()
-    if owners > 1:
-        optimizer.check_divides()
-        every = [
-            (g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad
-        ]
-        owner_of = optimizer.shared_by(owners, every)
+    total, eager = 0, list[str]()
     for name, p in params.items():
         entry = optimizer.state.get(p, {})
-        cut = owner_of.get(p, 0) == EVERY
-        for k, rows in (
-            enumerate(rows_of(p, owners)) if cut else [(owner_of.get(p, 0), None)]
-        ):
-            own = entry if rows is None else entry_in(p, entry, rows)
-            tensors = [x for x in own.values() if isinstance(x, Tensor)]
-            # Step counts stay on the host.
-            there = [x for x in tensors if x.is_meta or device == "cpu"]
-            shares[k] += sum(rounded(held(x, ranks), device) for x in there)
+        tensors = [x for x in entry.values() if isinstance(x, Tensor)]
+        # Step counts stay on the host.
+        there = [x for x in tensors if x.is_meta or device == "cpu"]
+        total += sum(rounded(held(x, ranks), device) for x in there)
         group = optimizer.group_of(p)
         # A rule with a map of whole tensors needs temporaries in a compiled step too.
         compiled = group["compile"] is not False and optimizer.rule_of(group).whole is None
@@ -184,7 +167,7 @@ def kept(
         if kind not in by_kind:
             by_kind[kind] = _temporaries(optimizer, p, device)
         scratch[name] = -(-by_kind[kind] // ranks)
-    return Kept(max(shares), scratch)
+    return Kept(total, scratch)
 
 
 def _has_kernel(p: Tensor, entry: Mapping[str, object], device: str) -> bool:

@@ -100,7 +100,6 @@ class Mixed(Evaluated):
         storage: StorageLike | None = None,
         skip_nonfinite: Literal["step", False] = False,
         process_group: object = None,
-        divide_state: bool = False,
         transforms: Sequence[Any] = (),
     ) -> None:
         self._selects, values = check_parts("Mixed", parts, rest)
@@ -112,8 +111,8 @@ class Mixed(Evaluated):
         defaults: Group = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
         defaults |= dict(gradient_release=gradient_release, compile=compile)
         defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
-        defaults |= dict(skip_nonfinite=skip_nonfinite, divide_state=divide_state)
-        defaults |= dict(process_group=process_group, transforms=transforms)
+        defaults |= dict(skip_nonfinite=skip_nonfinite, process_group=process_group)
+        defaults |= dict(transforms=transforms)
         self._placed: list[tuple[str, int]] = []
         BaseOptimizer.__init__(self, params, defaults)
         names, places = zip(*self._placed) if self._placed else ((), ())

@@ -59,7 +59,6 @@ def MuonAdamW(  # noqa: D417
     cautious: bool = False,
     skip_nonfinite: Literal["step", False] = False,
     process_group: object = None,
-    divide_state: bool = False,
     transforms: Sequence[Any] = (),
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest.
@@ -175,8 +174,7 @@ def MuonAdamW(  # noqa: D417
     how |= dict(gradient_release=gradient_release, capturable=capturable, triton=triton)
     how |= dict(state_dtype=state_dtype, storage=storage, skip_nonfinite=skip_nonfinite)
     named = [(name, p) for name, p in params.items() if p.requires_grad]
-    how |= dict(process_group=process_group, divide_state=divide_state)
-    how |= dict(transforms=transforms)
+    how |= dict(process_group=process_group, transforms=transforms)
     return Mixed(named, *parts, **how)
 
 

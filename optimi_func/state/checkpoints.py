@@ -53,12 +53,9 @@ def counterparts_of(owner: object) -> Counterparts:
 def _as_strings(optimizer: Any, packed: StateDict) -> None:
     """Save dtypes and Storage as strings, and what a group shows of its state as numbers.
 
-    Schedules are not saved, as torch's do not save their functions. What processes divide
-    is gathered.
-
+    Schedules are not saved, as torch's do not save their functions.
     torch.distributed.checkpoint cannot gather a dtype. weights_only=True refuses classes.
     """
-    packed["state"] = optimizer.whole_state(packed["state"])
     for mine, group in zip(optimizer.param_groups, packed["param_groups"]):
         for name, x in (optimizer.lead_of(mine) or {}).items():
             if isinstance(x, Tensor) and group.get(name) is x:
@@ -97,10 +94,6 @@ class Checkpoints(Optimizer):
         [Group], tuple[Callable[..., FunctionalOptimizer], tuple[str, ...]]
     ]
     init_state: Callable[[], None]
-    owns: Callable[[Tensor], bool]
-    part_of: Callable[[Tensor], Tensor]
-    part_of_entry: Callable[[Tensor, Entry], Entry]
-    check_undivided: Callable[[str], None]
     refuse_transforms: Callable[[str], None]
     holds_averages = False  # within `EMA.applied`
 
@@ -173,7 +166,6 @@ class Checkpoints(Optimizer):
 
     def _params_of(self, model: torch.nn.Module) -> dict[str, Tensor]:
         check_module("(load_)master_state_dict", model)
-        self.check_undivided("(load_)master_state_dict()")
         params: dict[str, Tensor] = dict(model.named_parameters())
         if {*params.values()}.isdisjoint(p for g in self.param_groups for p in g["params"]):
             raise ValueError("none of the model's parameters is the optimizer's")
@@ -237,9 +229,7 @@ class Checkpoints(Optimizer):
         group  tensors  elements       parameters         moments  in codes   bytes   each
             0        2    16,512  bfloat16 + int8  8bit, bfloat16    99.2 %  84,864  5.140
         """
-        every = [p for group in self.param_groups for p in group["params"]]
-        parts = {p: self.part_of(p) for p in every if self.owns(p)}
-        return describe(self.state, self.param_groups, self.rule_of, parts)
+        return describe(self.state, self.param_groups, self.rule_of)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -379,15 +369,14 @@ class Checkpoints(Optimizer):
             names = group.get("param_names", places)
             load = loading(rule, capturable, storage, keep_dtypes)
             for name, p, saved in zip(names, mine["params"], entries):
-                if saved is not None and self.owns(p):
-                    made[p] = self.part_of_entry(p, load(name, p, saved))
+                if saved is not None:
+                    made[p] = load(name, p, saved)
         mode = all(group.get("train_mode", True) for group in groups)
         groups = [g | {"train_mode": mode} if "train_mode" in g else g for g in groups]
         return groups, made
 
     def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state."""
-        self.check_undivided("functional()")
         how = rule, group_storage(group), group["capturable"]
         return {
             name: ensure_state(self.state, {}, f"[{name!r}]", p, *how)
@@ -406,7 +395,6 @@ class Checkpoints(Optimizer):
 
         Returns the entries, and for each of `params` the parameter and its new value.
         """
-        self.check_undivided("load_functional()")
         groups = self.param_groups
         home = {name: (group, p) for group in groups for name, p in named_params(group)}
         entries = convert.from_tree(state)

@@ -22,7 +22,6 @@ def describe(
     states: Mapping[Tensor, Entry],
     groups: list[Group],
     rule_of: Callable[[Group], Rule],
-    parts: Mapping[Tensor, Tensor],
 ) -> str:
     """Return the table of storage and bytes, with a row for each group and one for all.
 
@@ -33,7 +32,7 @@ def describe(
     for i, group in enumerate(groups):
         rule = rule_of(group)
         params: list[Tensor] = group["params"]
-        found = [_kept(rule, group, p, states.get(p, {}), parts.get(p)) for p in params]
+        found = [_kept(rule, group, p, states.get(p, {})) for p in params]
         counts = [len(params), *map(sum, zip(*[x[2:] for x in found]))]
         counts += [0] * (4 - len(counts))
         totals = [a + b for a, b in zip(totals, counts)]
@@ -76,14 +75,14 @@ def listed(groups: list[Group]) -> str:
 
 
 def _kept(
-    rule: Rule, group: Group, p: Tensor, state: Entry, mine: Tensor | None
+    rule: Rule, group: Group, p: Tensor, state: Entry
 ) -> tuple[str, str, int, int, int]:
     """Return the storage of p and of its moments, and local elements, coded ones, bytes."""
     names = names_in(rule.state._fields, state)
     entry = {name: state[name] for name in names if isinstance(state[name], Tensor)}
     (part,) = to_local([p])
-    if not entry and p.requires_grad and mine is not None:
-        leaf = fresh_like(rule, mine, group_storage(group))
+    if not entry and p.requires_grad:
+        leaf = fresh_like(rule, p, group_storage(group))
         entry = entry_of(leaf.state, leaf.comp)
     local = dict(zip(entry, to_local(list(entry.values()))))
     comp = local.get("kahan_comp")

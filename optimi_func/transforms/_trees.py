@@ -134,8 +134,7 @@ def dotted_paths(params: PyTree) -> list[str]:
 def keys_of(path: Iterable[object]) -> list[str]:
     """Return the keys of a leaf, given its path in a tree."""
     names = ("key", "idx", "name")
-    candidates = [[getattr(x, name) for name in names if hasattr(x, name)] for x in path]
-    return [str([*own, x][0]) for own, x in zip(candidates, path)]
+    return [str(next((getattr(x, k) for k in names if hasattr(x, k)), x)) for x in path]
 
 
 _NODES = (dict, list, tuple)

@@ -91,33 +91,6 @@ def test_averages(how: str, debias: bool, decay: Any) -> None:
     compare(model, optimizer, EMA(optimizer, decay, debias=debias), masters)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("float32", marks=pytest.mark.kernels),
-        *[pytest.param(x, marks=pytest.mark.full) for x in ("kahan", "exact", "plain")],
-    ],
-)
-def test_kernels_average_too(how: str) -> None:
-    """Compiled and eager averages of one optimizer, whose state is loaded meanwhile."""
-    dtype, options = STORED[how]
-    model = net(dtype)
-    optimizer = AdamW(model.named_parameters(), lr=1e-2, compile=True, **options)
-    both = EMA(optimizer, 0.8), EMA(optimizer, 0.8)
-    for i in range(7):
-        if i == 5:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        step(model, optimizer, i)
-        for average, compiled in zip(both, (True, False)):
-            optimizer.param_groups[0]["compile"] = compiled
-            average.update()
-        optimizer.param_groups[0]["compile"] = True
-    one, two = [x.state_dict()["averages"] for x in both]
-    for name, x in one.items():
-        assert torch.allclose(x, two[name], rtol=2e-6, atol=1e-8), name
-    assert [len(x._plans) for x in both] == [int(how != "exact"), 0]
-
-
 def test_averages_of_bfloat16_weights_move() -> None:
     """Where torch's, in the dtype of the parameters, stand still."""
     model = net(torch.bfloat16)

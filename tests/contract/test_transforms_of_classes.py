@@ -597,7 +597,6 @@ def test_muon_maps_whole_matrices() -> None:
 @pytest.mark.full
 def test_two_processes(tmp_path: Path) -> None:
     checks = [
-        transformed_worlds.divided,
         transformed_worlds.shards,
         transformed_worlds.released,
     ]

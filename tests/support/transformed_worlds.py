@@ -1,10 +1,9 @@
-"""What two processes check of classes with transforms: states divided, shards, release."""
+"""What two processes check of classes with transforms: shards, release."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as sd
@@ -61,22 +60,6 @@ def made(model: nn.Module, parts: list[Any], **options: Any) -> Any:
 
 def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def divided(folder: Path) -> None:
-    one, model = net(), net()
-    behind = [*own(), ..., clip_param_norm(0.01)]
-    for parts in (own(), behind):
-        how = {"process_group": dist.group.WORLD, "divide_state": True}
-        alone, optimizer = made(one, parts), made(model, parts, **how)
-        train(one, alone, range(3))
-        train(model, optimizer, range(3))
-        for p, q in zip(one.parameters(), model.parameters()):
-            assert torch.equal(p, q)
-        ours, theirs = optimizer.state_dict()["state"], alone.state_dict()["state"]
-        for i, entry in theirs.items():
-            assert [*ours[i]] == [*entry]
-            assert all(torch.equal(ours[i][k], x) for k, x in entry.items())
 
 
 def shards(folder: Path) -> None:

@@ -1,0 +1,124 @@
+"""Processes that hold copies of parameters, and divide the maps of their matrices."""
+
+from collections.abc import Callable, Container
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, distributed
+
+from optimi_func.classes.groups import Group, path_of
+from optimi_func.core.checks import check_process_group, warn_user
+from optimi_func.core.distributed import (
+    all_finite,
+    any_distributed,
+    comparable,
+    is_distributed,
+    to_local,
+)
+from optimi_func.core.owners import Holders, holders_of
+from optimi_func.core.rule import WHOLE_BATCH, Microbatch
+from optimi_func.core.torch_private import has_memory
+from optimi_func.state.checkpoints import Checkpoints
+
+# A group, some of its parameters, their gradients, and what each is to its step.
+Work: TypeAlias = tuple[Group, list[Tensor], list[Tensor], list[Microbatch] | None]
+
+_version = attrgetter("_version")
+
+
+class Copies(Checkpoints):
+    """The methods of an optimizer that several processes run on copies."""
+
+    process_group: Any  # that holds copies of plain parameters, or None
+    _has_stepped: bool
+    _idle: int  # steps before the first gradient
+
+    def _take_group(self, options: Group) -> None:
+        """Take process_group out of the options."""
+        self.process_group = check_process_group(options.pop("process_group", None))
+
+    def _check_group(self) -> None:
+        """Raise if there is nothing that a process_group could divide."""
+        rules = self.rules() if self.process_group is not None else []
+        if rules and all(rule.whole is None for rule in rules):
+            raise ValueError(
+                f"process_group= with {rules[0].name}, which maps no matrices that could "
+                "be divided: omit it. To divide states, make the optimizer by "
+                "torch.distributed.optim.ZeroRedundancyOptimizer"
+            )
+
+    def _note_idle(self, params: list[Tensor]) -> None:
+        """Warn at the second step of a distributed run if none has had a gradient yet.
+
+        `params` are those that step.
+        """
+        trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        alone = not (distributed.is_available() and distributed.is_initialized())
+        if alone or params or any_distributed(trained):
+            self._idle = 3  # from now on it is no mistake, as of an actor that waits
+        elif trained:
+            self._idle += 1
+        if self._idle == 2:
+            warn_user(
+                f"{type(self).__name__} has taken two steps, and none of its "
+                f"{len(trained)} trainable parameters "
+                f"({path_of(self.group_of(trained[0]), trained[0])}, ...) has had a "
+                "gradient. fully_shard and parallelize_module replace a model's "
+                "parameters: make the optimizer after them"
+            )
+
+    def holders_of(self, group: Group, p: Tensor, name: object = "") -> Holders | None:
+        """Return the processes that divide the map of p, or None if one maps it alone."""
+        if self.rule_of(group).whole is None:
+            return None
+        return holders_of(p, name, self.process_group)
+
+    def numbers(
+        self, of_device: Callable[[Tensor], object] = _version, only: Container[int] = ()
+    ) -> dict[str, object]:
+        """Return groups' hyperparameters, to compare; `only` are the ids of some groups."""
+        return {
+            f"{name} of param group {i}": comparable(group[name], of_device)
+            for i, group in enumerate(self.param_groups)
+            if not only or id(group) in only
+            for name in self._factory_of(group)[1]
+        }
+
+    def _weights(self) -> dict[str, object]:
+        """Return hashes of the copies in `process_group` before their first step."""
+        if self.process_group is None or self._has_stepped:
+            return {}
+        params = [p.detach() for group in self.param_groups for p in group["params"]]
+        plain = to_local([p for p in params if p.numel() and not is_distributed(p)])
+        hashes = [str(torch.hash_tensor(p)) for p in plain]
+        return {"hashes of parameters, which process_group= says are copies": hashes}
+
+
+def finite_works(optimizer: Any, works: list[Work]) -> list[Work]:
+    """Return the works of a step, or none if a gradient of a process is not finite.
+
+    If a group is capturable, the device decides. Skipped steps are counted.
+    """
+    if optimizer.optimizer_accumulation:
+        raise RuntimeError(
+            "skip_nonfinite='step' with optimizer_accumulation=True, whose steps have been "
+            "taken in part before: choose one"
+        )
+    groups, grads = optimizer.param_groups, [g for work in works for g in work[2]]
+    if not all(map(has_memory, grads)):
+        return works
+    every = [p for group in groups for p in group["params"]]
+    finite = all_finite(grads, every, optimizer.process_group)
+    on_device = any(group["capturable"] for group in groups)
+    skipped = optimizer.skipped_steps
+    if not (on_device or finite):
+        optimizer.skipped_steps = skipped + 1
+        return []
+    if not on_device:
+        return works
+    if not isinstance(skipped, Tensor):
+        optimizer.skipped_steps = torch.full_like(finite, skipped, dtype=torch.int64)
+    optimizer.skipped_steps.add_(~finite)
+    flags = {g.device: WHOLE_BATCH._replace(finite=finite.to(g.device)) for g in grads}
+    return [(*work[:3], [flags[g.device] for g in work[2]]) for work in works]

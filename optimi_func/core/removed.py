@@ -1,7 +1,24 @@
 """Names and arguments that version 0.3 has no more, and what to use instead."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SEARCH = 'LBFGS(line_search_fn="strong_wolfe"), or the value lbfgs'
+
 REMOVED = {
+    "Backtracking": _SEARCH,
+    "BacktrackingState": _SEARCH,
+    "LookaheadState": "a tree of the slow parameters",
+    "SamState": "transforms.ascent, which has no state",
+    "backtracking": _SEARCH,
+    "checkpoint_every": "torch.utils.checkpoint around the run of some steps",
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
+    "lookahead": "torch.lerp after every k-th step, or the class Lookahead",
+    "sam": "transforms.ascent between two evaluations, or the class SAM",
 }
 
 
@@ -9,3 +26,16 @@ def instead_of(name: str) -> str:
     """Return what an error says of a removed name or argument, or nothing."""
     use = REMOVED.get(name, "")
     return use and f", removed in 0.3: use {use}"
+
+
+def tells_removed(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function's TypeError for a removed argument say what to use."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if instead := instead_of(name):
+                raise TypeError(f"{function.__name__} has no argument {name!r}{instead}")
+        return function(*args, **kwargs)
+
+    return call

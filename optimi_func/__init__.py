@@ -46,8 +46,10 @@ if not TYPE_CHECKING:  # type checkers would find every name
 # `functional.Number`: too general a name for the package.
 del Number, TYPE_CHECKING  # noqa: F821
 
-_INNER = {"classes", "core", "execution", "extra", "fitting", "gradient_release"}
-_INNER |= {"optimizers", "pure", "state", "utils"}
+_INNER = set(
+    "classes core execution extra fitting gradient_release optimizers pure state "
+    "utils".split()
+)
 __all__ = sorted(n for n in {*globals()} - _INNER if n[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
 
 __version__ = "0.2.0"

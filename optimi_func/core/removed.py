@@ -1,12 +1,5 @@
 """Names and arguments that version 0.3 has no more, and what to use instead."""
 
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _SEARCH = 'LBFGS(line_search_fn="strong_wolfe"), or the value lbfgs'
 
 REMOVED = {
@@ -26,16 +19,3 @@ def instead_of(name: str) -> str:
     """Return what an error says of a removed name or argument, or nothing."""
     use = REMOVED.get(name, "")
     return use and f", removed in 0.3: use {use}"
-
-
-def tells_removed(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function's TypeError for a removed argument say what to use."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if instead := instead_of(name):
-                raise TypeError(f"{function.__name__} has no argument {name!r}{instead}")
-        return function(*args, **kwargs)
-
-    return call

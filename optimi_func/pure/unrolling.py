@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core import checks
-from optimi_func.core.removed import tells_removed
 from optimi_func.core.rule import PyTree
 from optimi_func.core.torch_private import serializable
 from optimi_func.pure.tree import grads_and_value, step_of
@@ -46,7 +45,7 @@ def unroll(
 ) -> Unrolled: ...
 
 
-@tells_removed
+@checks.tell_removed
 def unroll(
     optimizer: checks.Optimizer,
     loss_fn: Callable[[PyTree, PyTree], PyTree],

@@ -229,37 +229,17 @@ LAYERS = [
 ]
 
 
-def imported(path: Path) -> set[str]:
-    """The rooms of the package that a file imports from."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("optimi_func"):
-            found.update(node.module.split(".")[1:2] or [a.name for a in node.names])
-    return found
-
-
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
 def test_imports_point_one_way(path: Path) -> None:
     def layer(module: str) -> int:
         return next(i for i, names in enumerate(LAYERS) if module in names)
 
     here = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    for part in imported(path):
-        assert part == here or layer(part) < layer(here), f"{here}: {part}"
-
-
-PORCH = {"extra", "fitting", "memory", "testing", "warm"}
-# Lists of names, and a class that goes: torch's takes its place.
-LISTS = {"__init__.py", "functional.py", "optimizers/lbfgs.py"}
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
-def test_nothing_needs_the_porch(path: Path) -> None:
-    """Each of these rooms could be deleted, with its tests and its page."""
-    here = path.relative_to(PACKAGE)
-    if here.as_posix() not in LISTS:
-        found = imported(path) & PORCH
-        assert found <= {here.with_suffix("").parts[0]}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("optimi_func"):
+            parts = node.module.split(".")[1:2] or [a.name for a in node.names]
+            for part in parts:
+                assert part == here or layer(part) < layer(here), f"{here}: {part}"
 
 
 ROOMS = {"adamw": "adam"} | {n: "schedule_free" for n in NAMES if n.startswith("schedule")}

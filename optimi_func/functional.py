@@ -14,6 +14,7 @@ numbers dicts that are: `betas={"body": (0.9, 0.99), "head": (0.8, 0.9)}`.
 """
 
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.fitting.lbfgs import lbfgs as lbfgs
 from optimi_func.optimizers.adadelta import *
 from optimi_func.optimizers.adafactor import *
 from optimi_func.optimizers.adagrad import *

@@ -208,15 +208,13 @@ def test_populations_of_frozen_parameters(factory: Any) -> None:
     assert ends[0][0].params["sub"]["b"] is None
 
 
-@pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES.keys())
-def test_runs_with_frozen_parameters(factory: Any, every: int | None) -> None:
+def test_runs_with_frozen_parameters(factory: Any) -> None:
     ends: list[Any] = []
     for params in trees():
 
         def run(lr: Tensor, params: Any = params) -> Any:
-            more: Any = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
-            return unroll(factory, loss, params, None, X, **more)
+            return unroll(factory, loss, params, None, X, steps=4, hyper={"lr": lr})
 
         def end(lr: Tensor, run: Any = run) -> Tensor:
             return loss(run(lr).params, X)
@@ -274,9 +272,8 @@ def test_two_functions_are_enough(around: Callable[[Any], Any]) -> None:
     _, grads = population.loss_and_grad(loss, members, X)
     moved = population.step(optimizer, members, grads)
     assert len(moved) == 2
-    for every in (None, 2):
-        run = unroll(optimizer, loss, params, None, X, steps=2, checkpoint_every=every)
-        assert not torch.equal(run.params["sub"]["a"], params["sub"]["a"])
+    run = unroll(optimizer, loss, params, None, X, steps=2)
+    assert not torch.equal(run.params["sub"]["a"], params["sub"]["a"])
     step = compiled.train_step(lambda p, b, x: loss(p, x), lambda o, x: o, optimizer)
     assert_same(step.init(params).optimizer, optimizer.init(params))
     with pytest.raises(TypeError, match="kahan_sum"):
@@ -366,21 +363,17 @@ def test_exported_states_in_codes() -> None:
     assert_exports(adamw(lr=0.1), storage=Storage(moments="8bit"))
 
 
-# A recomputed run in a graph.
+# A run in a graph.
 
 
-def test_a_recomputed_run_is_not_compiled(graphs: Callable[[], int]) -> None:
-    def end(lr: Tensor, every: int | None = 2) -> Tensor:
-        more: Any = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
+def test_a_run_is_one_graph(graphs: Callable[[], int]) -> None:
+    def end(lr: Tensor) -> Tensor:
+        more: Any = {"steps": 4, "hyper": {"lr": lr}}
         return unroll(sgd, lambda p, x: ((p * x) ** 2).sum(), X, None, X, **more).params
 
-    lr = torch.tensor(0.01)
-    before = graphs()
+    lr, before = torch.tensor(0.01), graphs()
     whole = torch.compile(end, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="checkpoint_every=2 in a compiled function"):
-        whole(lr)
-    assert torch.equal(torch.compile(end, backend="eager")(lr), end(lr))
-    assert torch.equal(whole(lr, None), end(lr))
+    assert torch.equal(whole(lr), end(lr))
     assert graphs() > before
 
 

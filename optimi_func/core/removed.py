@@ -2,6 +2,9 @@
 
 REMOVED = {
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
+    "inject": "0-d tensors for numbers, in an optimizer that the compiled function makes: "
+    "adamw(lr=lr, betas=(beta1, beta2)).step(params, grads, state)",
+    "InjectState": "the optimizer's own state, and 0-d tensors for numbers",
 }
 
 

@@ -10,6 +10,10 @@ step depends on values of tensors, so that each compiles into one graph, vmaps a
 differentiates.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from optimi_func.core.checks import missing
 from optimi_func.core.torch_private import serializable
 from optimi_func.transforms.around import EmaState as EmaState
 from optimi_func.transforms.around import EveryState as EveryState
@@ -26,8 +30,6 @@ from optimi_func.transforms.gradients import chain as chain
 from optimi_func.transforms.gradients import clip_global_norm as clip_global_norm
 from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
 from optimi_func.transforms.gradients import clip_value as clip_value
-from optimi_func.transforms.inject import InjectState as InjectState
-from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.losses import BacktrackingState as BacktrackingState
 from optimi_func.transforms.losses import LookaheadState as LookaheadState
 from optimi_func.transforms.losses import SamState as SamState
@@ -39,7 +41,10 @@ from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
 
 for _state in (
-    *(BacktrackingState, ChainState, EmaState, EveryState, FiniteState, InjectState),
+    *(BacktrackingState, ChainState, EmaState, EveryState, FiniteState),
     *(LookaheadState, NoiseState, SamState),
 ):
     serializable(_state)
+
+if not TYPE_CHECKING:  # type checkers would find every name
+    __getattr__ = partial(missing, module=__name__)

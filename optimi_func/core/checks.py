@@ -120,9 +120,10 @@ def check_number(
     if type(value) is not float and (
         isinstance(value, bool) or not isinstance(value, Real)
     ):
+        check_no_tree(name, value)
         raise TypeError(
             f"Invalid {label}: {name}={shown(value)}: allowed are numbers and real 0-d "
-            f"tensors, and in the pure API schedules{no_tree(value)}"
+            "tensors, and in the pure API schedules"
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
@@ -193,20 +194,20 @@ def value_of(x: Tensor) -> float | None:
 def check_betas(betas: object, count: int) -> None:
     """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
-        allowed = f"allowed are {count} numbers{no_tree(betas)}"
-        raise ValueError(f"Invalid betas: betas={betas!r}: {allowed}")
+        check_no_tree("betas", betas)
+        raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
     for i, beta in enumerate(betas):
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
 
 
-def no_tree(x: object) -> str:
-    """Return what to do in place of a tree of numbers, for an error."""
-    if not isinstance(x, dict):
-        return ""
-    return (
-        ". Trees are for the numbers of the pure API's optimizers, but max_lr, as a whole: "
-        "transforms.partition has an optimizer for each part of the parameters"
-    )
+def check_no_tree(name: str, value: object) -> None:
+    """Raise if a number is a tree, of parts of the parameters."""
+    if isinstance(value, dict):
+        raise TypeError(
+            f"Invalid {name}: {name}={value!r}: allowed as trees are lr and weight_decay "
+            "of the pure API. transforms.partition has an optimizer for each part of the "
+            "parameters"
+        )
 
 
 def shown(x: object) -> str:

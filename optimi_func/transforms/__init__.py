@@ -30,13 +30,11 @@ from optimi_func.transforms.gradients import chain as chain
 from optimi_func.transforms.gradients import clip_global_norm as clip_global_norm
 from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
 from optimi_func.transforms.gradients import clip_value as clip_value
-from optimi_func.transforms.inject import InjectState as InjectState
-from optimi_func.transforms.inject import inject as inject
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
 
-for _state in (ChainState, EmaState, EveryState, FiniteState, InjectState, NoiseState):
+for _state in (ChainState, EmaState, EveryState, FiniteState, NoiseState):
     serializable(_state)
 
 if not TYPE_CHECKING:  # type checkers would find every name

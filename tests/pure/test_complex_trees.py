@@ -167,7 +167,6 @@ AROUND: dict[str, Any] = {
     "every_k": lambda: transforms.every_k(adamw(lr=0.02), 2),
     "finite": lambda: transforms.apply_if_finite(adamw(lr=0.02)),
     "ema": lambda: transforms.ema(adamw(lr=0.02), 0.9),
-    "inject": lambda: transforms.inject(adamw(lr=0.02)),
 }
 
 

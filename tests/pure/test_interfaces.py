@@ -25,7 +25,6 @@ from optimi_func.transforms import (
     clip_value,
     ema,
     every_k,
-    inject,
     masked,
     partition,
 )
@@ -139,7 +138,7 @@ def test_none_is_a_frozen_parameter(name: str) -> None:
     assert not torch.equal(ends[0][0]["w"], torch.eye(2))
 
 
-@pytest.mark.parametrize("around", [*AROUND.values(), inject], ids=[*AROUND, "inject"])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_transforms_of_frozen_parameters(around: Callable[[Any], Any]) -> None:
     ends: list[Any] = []
     for p in trees():
@@ -286,8 +285,6 @@ def test_refusals_of_two_functions_say_what_to_do() -> None:
     own, p = Halves(), torch.ones(2)
     with pytest.raises(TypeError, match=r"torch\.compile\(optimizer\.step\)"):
         compiled.step(own, p, p, own.init(p))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="in its own state"):
-        inject(own)  # pyright: ignore[reportArgumentType]
     around = chain(clip_value(1.0), own)
     with pytest.raises(TypeError, match="evaluate at its params"):
         around.eval_params(p, around.init(p))
@@ -347,11 +344,8 @@ def test_exported_steps_save_load_and_run(name: str, caplog: Any) -> None:
     assert not caplog.records
 
 
-EXPORTED = [*AROUND.items(), ("inject", inject)]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("around", [x for _, x in EXPORTED], ids=[k for k, _ in EXPORTED])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_exported_transforms(around: Callable[[Any], Any]) -> None:
     if around in (AROUND["partition"], AROUND["masked"]):
         around = lambda inner: partition(("w", inner), rest=ema(inner, 0.5))  # noqa: E731

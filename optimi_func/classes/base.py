@@ -12,8 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from types import EllipsisType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +43,7 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
+from optimi_func.core.removed import instead_of
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_needed
@@ -103,7 +103,7 @@ class BaseOptimizer(Fields, Steps):
             gradients, as under DistributedDataParallel: each maps its share of Muon's and
             SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
         transforms: Gradient transforms, as `clip_param_norm(1.0)`, that the gradients of a
-            step go through first; behind `...` they rewrite its updates: see `chain`.
+            step go through first.
 
     Raises:
         ValueError: A hyperparameter out of its range, or options that exclude each other.
@@ -129,7 +129,7 @@ class BaseOptimizer(Fields, Steps):
     cautious: InitVar[bool] = False
     skip_nonfinite: InitVar[Literal["step", False]] = False
     process_group: InitVar["torch.distributed.ProcessGroup | None"] = None
-    transforms: InitVar[Sequence[GradientTransform | EllipsisType]] = ()
+    transforms: InitVar[Sequence[GradientTransform]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
@@ -209,7 +209,7 @@ class BaseOptimizer(Fields, Steps):
             normalize_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_runs(group, rule)
-            self._check_transforms(group, rule)
+            self._check_transforms(group)
             self.extras = {} if rule.extras else self.extras
             for p in group["params"] if rule.refuses or rule.whole else ():
                 check_taken(rule, path_of(group, p), p)
@@ -467,6 +467,13 @@ class BaseOptimizer(Fields, Steps):
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in rows.items()]]
         return "\n".join([*lines, ")"])
 
+    if not TYPE_CHECKING:  # type checkers would find every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise for what an optimizer lacks, and say what to use for a removed one."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text + instead_of(name), name=name, obj=self)
+
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""
         dropped = (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
@@ -489,7 +496,7 @@ class BaseOptimizer(Fields, Steps):
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = (
     *("_bound", "_plans", "_wide", "_has_stepped", "_idle", "_grouped", "_group_index"),
-    *("_versions", "_tracked", "holds_averages", "_layouts"),
+    *("_versions", "holds_averages", "_layouts"),
 )
 _ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.

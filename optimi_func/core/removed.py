@@ -1,6 +1,8 @@
 """Names and arguments that version 0.3 has no more, and what to use instead."""
 
 REMOVED = {
+    "stats": "optimi_func.Stats(optimizer).stats(by)",
+    "track": "optimi_func.Stats(optimizer).track(on)",
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
 }
 

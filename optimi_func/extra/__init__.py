@@ -1,0 +1,4 @@
+"""Averages, optimizers around another, and statistics.
+
+Nothing in the package imports these rooms.
+"""

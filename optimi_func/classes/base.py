@@ -6,13 +6,13 @@ a compensation, `kahan_comp`.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ from optimi_func.state.convert import Entry, Group
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.transforms.gradients import GradientTransform
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
@@ -491,6 +493,45 @@ class BaseOptimizer(Fields, Steps):
         self._clear_caches()
         if is_copy and self.defaults["gradient_release"]:
             self._unprepared = warn_if_unprepared(self)
+
+
+class Options(TypedDict, total=False):
+    """The options of every optimizer that concern how it runs and not its rule."""
+
+    kahan_sum: bool | None
+    foreach: bool | None
+    triton: bool | None
+    gradient_release: bool
+    compile: bool | None
+    capturable: bool
+    state_dtype: torch.dtype | str | None
+    storage: StorageLike | None
+    skip_nonfinite: Literal["step", False]
+    process_group: "torch.distributed.ProcessGroup | None"
+    transforms: Sequence[GradientTransform]
+
+
+def with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function with `Options` in the place of its `**options`.
+
+    It is called with all of them, and has them in its signature, as `BaseOptimizer` does.
+    """
+    options = [BaseOptimizer._parameters[name] for name in Options.__annotations__]
+    defaults = {x.name: x.default for x in options}
+    own = inspect.signature(function)
+    shown = [x for x in own.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    shown += [x.replace(kind=x.KEYWORD_ONLY) for x in options]
+    signature, name = own.replace(parameters=shown), function.__qualname__.split(".")[0]
+    run: Callable[..., T] = function
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if kwargs.keys() - signature.parameters.keys():
+            bind_call(name, signature, args, kwargs)  # raises
+        return run(*args, **{**defaults, **kwargs})
+
+    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return call
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}

@@ -55,6 +55,7 @@ class Steps(Rewriting, Given):
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     optimizer_accumulation: bool
+    releases: list[Any]
     skips_steps: bool  # with a gradient that is not finite
 
     def _forget(self) -> None:

@@ -122,11 +122,11 @@ class Stats:
                     )
                 if p.requires_grad:
                     entry = self.optimizer.state.get(p, {})
-                    parts = to_local([p.detach(), entry.get("kahan_comp")])
-                    weight, comp = [None if x is None else x.clone() for x in parts]
+                    weight, comp = to_local([p.detach(), entry.get("kahan_comp")])
                     # Counts and d are written in place.
                     step = entry.get("step", 0.0) + 0.0
-                    self._before[p] = Before(weight, comp, step, 1.0 * d)
+                    copies = weight.clone(), _clone(comp)
+                    self._before[p] = Before(*copies, step, 1.0 * d)
 
     @torch.no_grad()
     def _end(self, *_: object) -> None:
@@ -236,6 +236,10 @@ class Stats:
         if unused:
             raise ValueError(f"by={by!r}: {sorted(unused)} match no parameter")
         return keys
+
+
+def _clone(x: Any) -> Any:
+    return None if x is None else x.clone()
 
 
 def _read(numbers: list[Scalar]) -> list[float]:

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from optimi_func import EMA, Mixed, MuonAdamW, schedules
+from optimi_func import EMA, Mixed, MuonAdamW, Stats, schedules
 
 TOKENS, LENGTH = 32, 32
 
@@ -127,6 +127,7 @@ class Run:
         )
         self.schedule = LambdaLR(self.optimizer, lambda step: float(factor(step)))
         self.average = EMA(self.optimizer, config.decay)
+        self.measured = Stats(self.optimizer)
         self.step = 0
 
     def parts(self) -> dict[str, Any]:
@@ -216,11 +217,11 @@ def train(config: Config, mesh: DeviceMesh) -> None:
     loss = torch.full((), math.nan)
     while run.step < config.steps:
         logged = (run.step + 1) % config.log == 0
-        run.optimizer.track(logged)
+        run.measured.track(logged)
         loss, norm = run.take()
         bar.update()
         if logged:
-            found = run.optimizer.stats()  # in all processes: it sends a message
+            found = run.measured.stats()  # in all processes: it sends a message
             row = {"step": run.step, "loss": loss.item(), "norm before clip": norm.item()}
             row |= {
                 f"{k}/{name}": x for k, part in found.items() for name, x in part.items()

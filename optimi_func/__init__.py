@@ -15,9 +15,10 @@ from optimi_func import population as population
 from optimi_func import rules as rules
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
-from optimi_func.classes.evaluation import EMA as EMA
 from optimi_func.core.rule import PureOptimizer as PureOptimizer
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.extra.averages import EMA as EMA
+from optimi_func.extra.stats import Stats as Stats
 from optimi_func.extra.wrappers import SAM as SAM
 from optimi_func.extra.wrappers import Lookahead as Lookahead
 from optimi_func.fitting.implicit import implicit_root as implicit_root

@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from optimi_func import AdamW, ScheduleFreeAdamW, prepare_for_gradient_release
+from optimi_func import AdamW, ScheduleFreeAdamW, Stats, prepare_for_gradient_release
 
 STEPS = 20
 
@@ -85,6 +85,7 @@ class LogStats(TrainerCallback):
 
     def __init__(self, log: Callable[[dict[str, float]], None]) -> None:
         self.log = log
+        self.measured: Stats | None = None
 
     def on_step_begin(
         self,
@@ -93,12 +94,14 @@ class LogStats(TrainerCallback):
         control: TrainerControl,
         **given: Any,
     ) -> None:
+        if self.measured is None:
+            self.measured = Stats(given["optimizer"].optimizer)
         self.on = (state.global_step + 1) % state.logging_steps == 0
-        given["optimizer"].optimizer.track(self.on)
+        self.measured.track(self.on)
 
     def on_step_end(self, *_: Any, **given: Any) -> None:
         if self.on:
-            found = given["optimizer"].optimizer.stats()
+            found = self.measured.stats()
             self.log(
                 {f"{k}/{name}": x for k, row in found.items() for name, x in row.items()}
             )

@@ -6,14 +6,13 @@ a compensation, `kahan_comp`.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, is_
-from types import EllipsisType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +43,7 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
+from optimi_func.core.removed import instead_of
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_needed
@@ -54,6 +54,8 @@ from optimi_func.state.convert import Entry, Group
 from optimi_func.state.entry import ensure_state, insert_made, wants_state_alone
 from optimi_func.transforms.gradients import GradientTransform
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _grad, _is_none = attrgetter("grad"), partial(is_, None)
 # optimi's users pass these options by position, behind decouple_lr and max_lr.
 POSITIONAL = ("kahan_sum", "foreach", "triton", "gradient_release")
@@ -103,7 +105,7 @@ class BaseOptimizer(Fields, Steps):
             gradients, as under DistributedDataParallel: each maps its share of Muon's and
             SOAP's matrices, bit for bit. A copy (deepcopy, pickle) has none.
         transforms: Gradient transforms, as `clip_param_norm(1.0)`, that the gradients of a
-            step go through first; behind `...` they rewrite its updates: see `chain`.
+            step go through first.
 
     Raises:
         ValueError: A hyperparameter out of its range, or options that exclude each other.
@@ -129,7 +131,7 @@ class BaseOptimizer(Fields, Steps):
     cautious: InitVar[bool] = False
     skip_nonfinite: InitVar[Literal["step", False]] = False
     process_group: InitVar["torch.distributed.ProcessGroup | None"] = None
-    transforms: InitVar[Sequence[GradientTransform | EllipsisType]] = ()
+    transforms: InitVar[Sequence[GradientTransform]] = ()
 
     _positional = ("decouple_lr", "max_lr", *POSITIONAL)
 
@@ -209,7 +211,7 @@ class BaseOptimizer(Fields, Steps):
             normalize_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_runs(group, rule)
-            self._check_transforms(group, rule)
+            self._check_transforms(group)
             self.extras = {} if rule.extras else self.extras
             for p in group["params"] if rule.refuses or rule.whole else ():
                 check_taken(rule, path_of(group, p), p)
@@ -467,6 +469,13 @@ class BaseOptimizer(Fields, Steps):
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in rows.items()]]
         return "\n".join([*lines, ")"])
 
+    if not TYPE_CHECKING:  # type checkers would find every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise for what an optimizer lacks, and say what to use for a removed one."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text + instead_of(name), name=name, obj=self)
+
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""
         dropped = (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
@@ -486,10 +495,49 @@ class BaseOptimizer(Fields, Steps):
             self._unprepared = warn_if_unprepared(self)
 
 
+class Options(TypedDict, total=False):
+    """The options of every optimizer that concern how it runs and not its rule."""
+
+    kahan_sum: bool | None
+    foreach: bool | None
+    triton: bool | None
+    gradient_release: bool
+    compile: bool | None
+    capturable: bool
+    state_dtype: torch.dtype | str | None
+    storage: StorageLike | None
+    skip_nonfinite: Literal["step", False]
+    process_group: "torch.distributed.ProcessGroup | None"
+    transforms: Sequence[GradientTransform]
+
+
+def with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function with `Options` in the place of its `**options`.
+
+    It is called with all of them, and has them in its signature, as `BaseOptimizer` does.
+    """
+    options = [BaseOptimizer._parameters[name] for name in Options.__annotations__]
+    defaults = {x.name: x.default for x in options}
+    own = inspect.signature(function)
+    shown = [x for x in own.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    shown += [x.replace(kind=x.KEYWORD_ONLY) for x in options]
+    signature, name = own.replace(parameters=shown), function.__qualname__.split(".")[0]
+    run: Callable[..., T] = function
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if kwargs.keys() - signature.parameters.keys():
+            bind_call(name, signature, args, kwargs)  # raises
+        return run(*args, **{**defaults, **kwargs})
+
+    call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return call
+
+
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = (
     *("_bound", "_plans", "_wide", "_has_stepped", "_idle", "_grouped", "_group_index"),
-    *("_versions", "_tracked", "holds_averages", "_layouts"),
+    *("_versions", "holds_averages", "_layouts"),
 )
 _ATTACHED = ("releases", "_unprepared", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.

@@ -24,7 +24,7 @@ from optimi_func.core.storage import check_stored, group_storage
 from optimi_func.execution.executors import Executor
 from optimi_func.pure.casts import PLAIN
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.state.convert import Entry, Group
+from optimi_func.state.convert import Entry, Group, without_wrappers
 
 # Hyperparameters that are no schedules of the parameter's step in a class.
 UNSCHEDULED = ("lr", "weight_decay", "max_lr")
@@ -249,6 +249,12 @@ class path_of:
         index = next(i for i, q in enumerate(self._group["params"]) if q is self._p)
         names = self._group.get("param_names")
         return f"[{(names[index] if names else index)!r}]"
+
+
+def names_of(i: int, group: Group) -> list[str]:
+    """Return the names of the parameters of group i, or their places if they have none."""
+    places = [f"{i}.{k}" for k in range(len(group["params"]))]
+    return list(map(without_wrappers, group.get("param_names", places)))
 
 
 def executor_of(group: Group) -> Executor:

@@ -1,4 +1,4 @@
-"""Transforms of a class: gradients are rewritten before a step, and its updates after it.
+"""Transforms of a class: gradients are rewritten before a step.
 
 What a transform keeps for a parameter is in `state[p]`, and what it keeps for all is in the
 first param group, so that state dicts have both.
@@ -8,19 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.classes.copies import Work
+from optimi_func.classes.copies import Copies, Work
 from optimi_func.classes.extras import with_given
-from optimi_func.classes.groups import EXECUTORS, Group, path_of
-from optimi_func.classes.stats import Stats, names_of
+from optimi_func.classes.groups import Group, names_of, path_of
 from optimi_func.core.checks import check_grad, warn_user
-from optimi_func.core.distributed import is_distributed, to_local
-from optimi_func.core.leaf import held_dtype, leaf_move, microbatch_scalars, whole_means
+from optimi_func.core.leaf import held_dtype, leaf_step, microbatch_scalars, whole_means
 from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
@@ -43,21 +40,17 @@ _ZERO = torch.zeros((), device="cpu")
 
 @dataclass(slots=True)
 class Row:
-    """A parameter in a step: its gradient or update, if it is written, and more of both."""
+    """A parameter in a step: its gradient, and the flag that says if it is written."""
 
     g: Tensor | None
     flag: Tensor | None
-    x: Tensor | None = None  # the parameter with its compensation
-    leaf: Any = None
-    add: Any = None  # returns the leaf after an update
 
 
-class Rewriting(Stats):
-    """The methods of an optimizer whose gradients and updates are rewritten."""
+class Rewriting(Copies):
+    """The methods of an optimizer whose gradients are rewritten."""
 
     rewriters: tuple[GradientTransform, ...] = ()
     bound_of: Callable[..., FunctionalOptimizer]
-    _before: int = 0  # of the transforms, those before the optimizer
     _told: dict[str, object]  # the extras of a step that transforms take
     # Names and structure of what a transform keeps.
     _layouts: dict[tuple[int, Tensor | None], tuple[list[str], pytree.TreeSpec]]
@@ -66,15 +59,18 @@ class Rewriting(Stats):
         """Take transforms out of the options. Raise for what they cannot honour."""
         given, self._told = options.pop(KEY, ()), {}
         items = [*given] if isinstance(given, Iterable) else [given]
-        odd = [x for x in items if x is not ... and not isinstance(x, GradientTransform)]
-        if odd or items.count(...) > 1:
-            raise TypeError(
-                f"transforms got {[*odd, 'two of ...'][0]!r}: allowed are gradient "
-                "transforms such as clip_param_norm(1.0), and once ..., behind which they "
-                "rewrite updates. EMA(optimizer, decay) averages parameters"
-            )
-        self._before = items.index(...) if ... in items else len(items)
-        self.rewriters = tuple([x for x in items if isinstance(x, GradientTransform)])
+        for x in items:
+            if x is ...:
+                raise TypeError(
+                    "transforms got ...: allowed are transforms of gradients. Updates are "
+                    "rewritten in the pure API: chain(a, optimizer, b)"
+                )
+            if not isinstance(x, GradientTransform):
+                raise TypeError(
+                    f"transforms got {x!r}: allowed are gradient transforms such as "
+                    "clip_param_norm(1.0). EMA(optimizer, decay) averages parameters"
+                )
+        self.rewriters = tuple(items)
         for i, x in enumerate(self.rewriters) if options.get("gradient_release") else ():
             needed = [name for name, is_needed in _extras_of(x).items() if is_needed]
             if needed or not x.by_parameter:
@@ -86,30 +82,12 @@ class Rewriting(Stats):
 
     def _name_of(self, i: int) -> str:
         fn = self.rewriters[i].rewrite
-        return f"{KEY}[{self._place(i)}], {getattr(fn, '__qualname__', fn)}"
+        return f"{KEY}[{i}], {getattr(fn, '__qualname__', fn)}"
 
-    def _place(self, i: int) -> int:
-        return i + (i >= self._before)
-
-    @property
-    def _moves(self) -> bool:
-        """True if updates are rewritten."""
-        return self._before < len(self.rewriters)
-
-    def _check_transforms(self, group: Group, rule: Rule) -> None:
-        """Raise for a group that cannot honour the transforms."""
+    def _check_transforms(self, group: Group) -> None:
+        """Raise for a group with transforms of its own."""
         if KEY in group:
             raise TypeError(f"{KEY} of a param group: they are the optimizer's, for all")
-        if not self._moves:
-            return
-        for refused, text in (
-            *[(group[x], f"{x}=True, but they run eagerly") for x in EXECUTORS],
-            (rule.join is not None, f"{rule.name}, which joins sums of all parameters"),
-            (any(map(is_distributed, group["params"])), "a DTensor"),
-            (self.process_group is not None, "process_group="),
-        ):
-            if refused:
-                raise ValueError(f"transforms that rewrite updates with {text}: omit one")
 
     def _check_whole(self, whole: bool) -> None:
         if self.rewriters and not whole:
@@ -143,7 +121,7 @@ class Rewriting(Stats):
             with torch.no_grad():
                 tree = x.init(every if p is None else p.detach())
                 rows, spec = pytree.tree_flatten_with_path(tree)
-                first = [KEY, str(self._place(i))][p is None :]
+                first = [KEY, str(i)][p is None :]
                 names = [".".join((*first, *keys_of(path))) for path, _ in rows]
                 if odd := [y for _, y in rows if not isinstance(y, Tensor)]:
                     raise TypeError(f"init of {self._name_of(i)} returned {odd[0]!r}")
@@ -192,16 +170,11 @@ class Rewriting(Stats):
             for p, g, m in zip(params, grads, batches or [WHOLE_BATCH] * len(params)):
                 self._check_whole(write and not m.accumulate)
                 check_grad(path_of(group, p), p, g)
-                if self._tracked is not None and m.grad_scale is not _WHOLE:
-                    raise RuntimeError(
-                        "track() with transforms= and a handle that clips: what it clips "
-                        "could not be counted. Clip by a transform"
-                    )
                 g = g if m.grad_scale is _WHOLE else g * m.grad_scale
                 rows[p] = Row(g.to(held_dtype(p.dtype, g.dtype)).resolve_conj(), m.finite)
                 self._ensure(group, p, made)
         if rows:
-            self._run(range(self._before), rows, made, writes)
+            self._run(rows, made, writes)
             if (step := self._common().get("step")) is not None:
                 writes.append((step, step + 1.0, next(iter(rows.values())).flag))
         rewritten: list[Work] = []
@@ -214,13 +187,9 @@ class Rewriting(Stats):
         return rewritten, writes
 
     def _run(
-        self,
-        places: Iterable[int],
-        rows: dict[Tensor, Row],
-        made: dict[Tensor, Entry],
-        writes: list[Write],
+        self, rows: dict[Tensor, Row], made: dict[Tensor, Entry], writes: list[Write]
     ) -> None:
-        """Rewrite the gradients, or the updates, of rows by some transforms."""
+        """Rewrite the gradients of rows."""
         groups = [*enumerate(self.param_groups)]
         every = [p for _, group in groups for p in group["params"]]
         paths = dict(zip(every, chain.from_iterable([names_of(*x) for x in groups])))
@@ -232,20 +201,19 @@ class Rewriting(Stats):
             transform, (names, spec) = self.rewriters[i], self._layout(i, of)
             picked, xs = [rows.get(p, absent) for p in ps], [p.detach() for p in ps]
             if "params" in transform.takes:
-                wide = [x.to(held_dtype(x.dtype)) for x in xs]
-                xs = [x if row.x is None else row.x for x, row in zip(wide, picked)]
+                xs = [x.to(held_dtype(x.dtype)) for x in xs]
             extras = {**self._told, "params": xs, "paths": [paths[p] for p in ps]}
             state = pytree.tree_unflatten([entry[name] for name in names], spec)
             inputs = [row.g for row in picked], state, step, extras
-            new, after = transform.run(self._place(i), *inputs)
+            new, after = transform.run(i, *inputs)
             for row, g in zip(picked, new):
                 row.g = None if row is absent else g
             fields = zip(names, pytree.tree_leaves(after))
             writes.extend([(entry[name], x, picked[0].flag) for name, x in fields])
 
         with kernel_context(next(iter(rows)).device):
-            for i in places:
-                if not self.rewriters[i].by_parameter:
+            for i, transform in enumerate(self.rewriters):
+                if not transform.by_parameter:
                     common = self._common()
                     rewrite(i, every, common, None, common["step"])
                     continue
@@ -261,74 +229,39 @@ class Rewriting(Stats):
                     rewrite(i, ps, entry, ps[0], step)
 
     def _by_leaf(
-        self,
-        works: list[Work],
-        write: bool,
-        count: bool,
-        made: dict[Tensor, Entry],
-        writes: list[Write],
-    ) -> list[Callable[[], None]]:
-        """Compute an update leaf by leaf, and return for each work what writes it.
+        self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
+    ) -> Callable[[], None]:
+        """Compute an update of meta or fake tensors, and return what writes it.
 
-        Updates are rewritten. Meta and fake tensors have steps too, which programs take to
-        estimate memory.
+        Programs take such steps to estimate memory.
         """
-        rows, all_writes = dict[Tensor, Row](), list[list[Write]]()
-        for group, params, grads, batches in works:
-            bound, own = self.bound_of(group, params, group["capturable"]), list[Write]()
-            rule, names = bound.rule, ("step", *bound.rule.running._fields)
-            how = bound.starting_rule, group_storage(group), group["capturable"]
-            batches = batches or [WHOLE_BATCH] * len(params)
-            for p, g in zip(params, grads):
-                check_grad(path_of(group, p), p, g)
-            paths = [path_of(group, p) for p in params]
-            entries = [
-                ensure_state(self.state, made, path, p, *how)
-                for path, p in zip(paths, params)
-            ]
-            tensors = [[entry[name] for name in names] for entry in entries]
-            counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
-            scalars, after = scalars_after(bound, counts, coded=True)
-            if rule.given:
-                every = [*range(len(params))]
-                scalars, _ = with_given(self, bound, params, scalars, counts, every)
-            for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
-                leaf = Leaf(p.detach(), *state_in(rule, entry))
-                now = microbatch_scalars(rule, scalars[i], m, write)
-                with kernel_context(p.device):
-                    u, x, add = leaf_move(rule, leaf, grads[i], now, write, whole_means)
-                rows[p] = Row(u, m.finite, x, leaf, add)
-                last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
-                own += [(x, y, m.finite) for x, y in last]
-            all_writes.append(own)
-        if rows and self._moves:
-            self._run(range(self._before, len(self.rewriters)), rows, made, writes)
-        for (_, params, _, _), own in zip(works, all_writes):
-            for row in [rows[p] for p in params]:
-                if row.g is None:
-                    text = "transforms behind ... have to return an update for each"
-                    raise ValueError(f"{text} parameter with a gradient: zeros move none")
-                with kernel_context(row.g.device):
-                    pairs = zip(flat_leaf(row.leaf), flat_leaf(row.add(row.g)))
-                own += [(x, y, row.flag) for x, y in pairs if y is not x]
-        runs = [partial(write_all, own) for own in all_writes]
-        return [self._watched(work, run) for work, run in zip(works, runs)]
-
-    def _watched(self, work: Work, run: Callable[[], None]) -> Callable[[], None]:
-        """Return `run` that is measured, if updates are tracked."""
-        (_, params, grads, _), tracked = work, self._tracked
-        if tracked is None or not self._moves:
-            return run
-
-        @torch.no_grad()
-        def measured() -> None:
-            comps: list[Any] = [self.state[p].get("kahan_comp") for p in params]
-            columns = [p.detach() for p in params], grads, comps
-            end = tracked.watch(work, list(map(to_local, columns)))(range(len(params)))
-            run()
-            end()
-
-        return measured
+        group, params, grads, batches = work
+        bound, writes = self.bound_of(group, params, group["capturable"]), list[Write]()
+        rule, names = bound.rule, ("step", *bound.rule.running._fields)
+        how = bound.starting_rule, group_storage(group), group["capturable"]
+        batches = batches or [WHOLE_BATCH] * len(params)
+        paths = [path_of(group, p) for p in params]
+        for path, p, g in zip(paths, params, grads):
+            check_grad(path, p, g)
+        entries = [
+            ensure_state(self.state, made, path, p, *how) for path, p in zip(paths, params)
+        ]
+        tensors = [[entry[name] for name in names] for entry in entries]
+        counts = [(x, y) for x, *y in [list(map(_number, some)) for some in tensors]]
+        scalars, after = scalars_after(bound, counts, coded=True)
+        if rule.given:
+            every = [*range(len(params))]
+            scalars, _ = with_given(self, bound, params, scalars, counts, every)
+        for i, (p, m, entry) in enumerate(zip(params, batches, entries)):
+            leaf = Leaf(p.detach(), *state_in(rule, entry))
+            now = microbatch_scalars(rule, scalars[i], m, write)
+            with kernel_context(p.device):
+                new = leaf_step(rule, leaf, grads[i], now, write, whole_means)
+            pairs = zip(flat_leaf(leaf), flat_leaf(new))
+            writes += [(x, y, m.finite) for x, y in pairs if y is not x]
+            last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
+            writes += [(x, y, m.finite) for x, y in last]
+        return partial(write_all, writes)
 
     # Saving and loading.
 

@@ -55,6 +55,7 @@ class Steps(Rewriting, Given):
 
     factory: ClassVar[Callable[..., FunctionalOptimizer]]
     optimizer_accumulation: bool
+    releases: list[Any]
     skips_steps: bool  # with a gradient that is not finite
 
     def _forget(self) -> None:
@@ -121,16 +122,9 @@ class Steps(Rewriting, Given):
         made, rewritten = dict[Tensor, Entry](), list[Write]()
         if self.rewriters:
             works, rewritten = self._rewritten(works, write, made)
-        if self._moves:
-            runs, on_host = self._by_leaf(works, write, count, made, rewritten), False
-            divided = dict[int, list[Holders]]()
-        else:
-            prepared = [self._prepare(work, write, count, made) for work in works]
-            runs = [run for run, _, _ in prepared]
-            on_host = not rewritten and all([host for _, host, _ in prepared])
-            divided = {id(work[0]): x[2] for work, x in zip(works, prepared) if x[2]}
-        if self._tracked is not None:
-            self._tracked.begin(works, write)
+        prepared = [self._prepare(work, write, count, made) for work in works]
+        on_host = not rewritten and all([host for _, host, _ in prepared])
+        divided = {id(work[0]): x[2] for work, x in zip(works, prepared) if x[2]}
         if write and divided:
             facts = self.numbers(type, divided) | self._weights()
             agree([x for holders in divided.values() for x in holders], facts)
@@ -140,7 +134,7 @@ class Steps(Rewriting, Given):
         parts, homes = dict[Tensor, Part](), [ps[0].device for _, ps, *_ in works if ps]
         with nullcontext() if on_host or not homes else kernel_context(homes[0]):
             insert_made(self.state, made)
-            for (_, params, _, _), run in zip(works, runs):
+            for (_, params, _, _), (run, _, _) in zip(works, prepared):
                 parts.update({params[i]: part for i, part in (run() or {}).items()})
             write_all(rewritten)
         return parts
@@ -180,7 +174,7 @@ class Steps(Rewriting, Given):
             tensors = plan.current(params, list(entries))
         if plan is None or tensors is None:
             if not all(map(has_memory, params)):
-                return self._by_leaf([work], write, count, made, [])[0], False, []
+                return self._by_leaf(work, write, count, made), False, []
             with uncollected(), kernel_context(params[0].device):
                 old, new = plan, partial(self._plan, group, bound, capturable, flagged)
                 plan = None if old else self._part(how, group, bound.rule, params, new)
@@ -208,14 +202,11 @@ class Steps(Rewriting, Given):
             for p, part, g in zip(params, inputs[0][0], grads):
                 check_grad(path_of(group, p), part, g)
 
-        watch = self._tracked and self._tracked.watch(work, inputs[0])
-        launches, host = plan.launches(executor, *inputs, write, check, watch is not None)
+        launches, host = plan.launches(executor, *inputs, write, check)
         host = host and plan.counts.native is not None and all(map(_on_host, packed))
-        host = host and watch is None
         # Autograd has not seen that the local shards of these were written.
         moved = params if write and plan.viewed else []
-        how = after, moved, write, count, watch
-        run = partial(plan.run, launches, tensors, *inputs, *how)
+        run = partial(plan.run, launches, tensors, *inputs, after, moved, write, count)
         return run, host, plan.holders
 
     def _plan(

@@ -9,6 +9,8 @@ REMOVED = {
     "SamState": "transforms.ascent, which has no state",
     "backtracking": _SEARCH,
     "checkpoint_every": "torch.utils.checkpoint around the run of some steps",
+    "stats": "optimi_func.Stats(optimizer).stats(by)",
+    "track": "optimi_func.Stats(optimizer).track(on)",
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
     "inject": "0-d tensors for numbers, in an optimizer that the compiled function makes: "
     "adamw(lr=lr, betas=(beta1, beta2)).step(params, grads, state)",

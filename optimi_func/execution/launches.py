@@ -126,19 +126,16 @@ def run_launches(
     at: list[int],
     written: Columns,
     joins: bool = False,
-    watch: Callable[[Sequence[int]], Callable[[], None]] | None = None,
 ) -> dict[int, Part]:
     """Run launches, and undo what they wrote where a `finite` flag is false.
 
     `at` is, for each parameter, the index of its scalars in `packed`. Returns the sums of
-    each parameter, by its place, if the rule joins them. `watch` is called with the places
-    of each launch before it, and what it returns after it.
+    each parameter, by its place, if the rule joins them.
     """
     flagged, sums = False, dict[int, Tensor]()
     for x in packed:
         flagged |= x.finite is not None
     for launch in launches:
-        watched = None if watch is None else watch(launch.places)
         backups: list[tuple[Tensor, Tensor, Tensor]] = []
         for column in written if flagged else ():
             for i, x in zip(launch.places, launch.pick(column)):
@@ -148,8 +145,6 @@ def run_launches(
         sums.update(launch.sums() if joins else ())
         for x, flag, old in backups:
             x.copy_(torch.where(flag, x, old))
-        if watched is not None:
-            watched()
     if not joins:
         return {}
     return {i: (sums.get(i), packed[k].finite) for i, k in enumerate(at)}

@@ -4,7 +4,7 @@ A plan is a cache, and `state[p]` is the truth. If state is loaded, copied, cast
 edited, the next step notices and makes a new plan. Plans keep no tensor alive.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from optimi_func.core.distributed import any_complex, any_distributed, to_local
-from optimi_func.core.lists import chunks
 from optimi_func.core.owners import Holders
 from optimi_func.core.rule import Rule
 from optimi_func.core.storage import names_in
@@ -31,8 +30,6 @@ from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
 _KINDS = 8
-# Bytes of the parameters of a launch that has few, on CPU.
-FEW = 1 << 19
 
 _raw = attrgetter("raw")
 
@@ -46,23 +43,6 @@ def raise_versions(written: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(written)
     except RuntimeError:  # an inference tensor has no version
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
-
-
-def _few(rule: Rule, updates: list[Update]) -> Iterable[list[Update]]:
-    """Return updates in parts of few bytes, but all that are mapped together."""
-    on_host = all([u.p.device.type == "cpu" for u in updates])
-    if rule.whole is not None and not (on_host and all([_alone(u) for u in updates])):
-        return [updates]
-    return chunks(updates, FEW if on_host else FEW << 7, _bytes)
-
-
-def _bytes(u: Update) -> int:
-    """Return a parameter's bytes, the same number in all processes."""
-    return u.p.itemsize * (u.slot.shard.numel if u.slot.shard else u.slot.numel)
-
-
-def _alone(u: Update) -> bool:
-    return u.slot.holders is None
 
 
 class Plan:
@@ -86,24 +66,22 @@ class Plan:
         at: list[int],
         write: bool,
         check: Callable[[], None],
-        few: bool = False,
     ) -> tuple[list[Launch], bool]:
         """Return the launches of a step, and True if all are `Launch.host`.
 
         They are those of an earlier step with gradients and scalars of the same kind, or
         they are planned, compiled and kept. `check` raises if these gradients do not fit.
-        If `few`, each launch has few bytes of parameters, or one larger parameter.
         """
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
         grads = columns[1]
-        how = kind = executor, write, watched, few, packed[0].statics
+        how = kind = executor, write, watched, packed[0].statics
         if len(packed) > 1:
             kind = *how, tuple([x.statics for x in packed]), tuple(at)
         for guard, entry in self._known.get(kind, ()):
             if guard.holds(grads):
                 return entry
-        one = not few and len({x.statics for x in packed}) == 1 and self._takes_one(grads)
+        one = len({x.statics for x in packed}) == 1 and self._takes_one(grads)
         kernel = self._kernels.get(how) if one else None
         if kernel is None:
             check()
@@ -113,9 +91,7 @@ class Plan:
             launches: list[Launch] = [ListLaunch(kernel, None, 0, updates)]
         else:
             with kernel_context(grads[0].device if grads else torch.device("cpu")):
-                parts = _few(self.rule, updates) if few else [updates]
-                plans = [plan_launches(executor, self.rule, x, write) for x in parts]
-                launches = list(chain.from_iterable(plans))
+                launches = plan_launches(executor, self.rule, updates, write)
         if (
             one
             and len(launches) == 1
@@ -292,12 +268,11 @@ class ClassPlan(Plan):
         moved: list[Tensor],
         write: bool,
         count: bool,
-        watch: Callable[[Sequence[int]], Callable[[], None]] | None,
     ) -> dict[int, Part]:
         """Write every result, and if `count` is true, count the step; return the sums.
 
         `after` are the running scalars after the step, and `moved` more tensors that share
-        memory with what is written. See `run_launches` for `watch`.
+        memory with what is written.
         """
         outputs = [*columns[:1], *columns[2:]] if write else columns[2:-1]
         joins = write and self.rule.join is not None
@@ -310,7 +285,7 @@ class ClassPlan(Plan):
             written = [x for x in chain(*outputs, counts, moved) if x is not None]
         # Before the kernels, whose data put these tensors out of the caches.
         raise_versions(written)
-        parts = run_launches(launches, columns, packed, at, outputs, joins, watch)
+        parts = run_launches(launches, columns, packed, at, outputs, joins)
         if count:
             self.counts.advance(tensors, [] if joins else after, packed, at)
         return parts

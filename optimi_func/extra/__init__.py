@@ -1,1 +1,4 @@
-"""Features around the classes, which nothing in the package needs: wrappers."""
+"""Averages, optimizers around another, and statistics.
+
+Nothing in the package imports these rooms.
+"""

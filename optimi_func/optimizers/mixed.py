@@ -1,19 +1,16 @@
 """`Mixed`: one optimizer with several rules, chosen by the names of parameters."""
 
 import inspect
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.base import BaseOptimizer, Options, with_options
 from optimi_func.classes.evaluation import Evaluated
 from optimi_func.classes.fields import Params
 from optimi_func.classes.groups import UNSCHEDULED, Group
-from optimi_func.core.rule import StorageLike
 from optimi_func.pure.functional import FunctionalOptimizer
 from optimi_func.pure.tree import TreeState
 from optimi_func.state import convert
@@ -85,22 +82,13 @@ class Mixed(Evaluated):
     [('lion', 0.0001), ('adamw', 0.001), ('adamw', 0.003)]
     """
 
+    @with_options
     def __init__(
         self,
         params: Params,
         *parts: tuple[Select, FunctionalOptimizer],
         rest: FunctionalOptimizer | None = None,
-        kahan_sum: bool | None = None,
-        foreach: bool | None = None,
-        triton: bool | None = None,
-        gradient_release: bool = False,
-        compile: bool | None = None,
-        capturable: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        storage: StorageLike | None = None,
-        skip_nonfinite: Literal["step", False] = False,
-        process_group: object = None,
-        transforms: Sequence[Any] = (),
+        **options: Unpack[Options],
     ) -> None:
         self._selects, values = check_parts("Mixed", parts, rest)
         self._values = list(map(_checked_value, values))
@@ -108,13 +96,8 @@ class Mixed(Evaluated):
         for value in self._values:
             if factories[rule_name(value)] is not type(value):
                 raise ValueError(f"Mixed got two optimizers called {rule_name(value)!r}")
-        defaults: Group = dict(kahan_sum=kahan_sum, foreach=foreach, triton=triton)
-        defaults |= dict(gradient_release=gradient_release, compile=compile)
-        defaults |= dict(capturable=capturable, state_dtype=state_dtype, storage=storage)
-        defaults |= dict(skip_nonfinite=skip_nonfinite, process_group=process_group)
-        defaults |= dict(transforms=transforms)
         self._placed: list[tuple[str, int]] = []
-        BaseOptimizer.__init__(self, params, defaults)
+        BaseOptimizer.__init__(self, params, {**options})
         names, places = zip(*self._placed) if self._placed else ((), ())
         check_each("Mixed", self._selects, rest is not None, names, places)
         del self._placed

@@ -1,16 +1,16 @@
 """`MuonAdamW`: Muon for the matrices of a model's hidden layers, AdamW for the rest."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
+from optimi_func.classes.base import Options, with_options
 from optimi_func.core.checks import check_number
-from optimi_func.core.rule import StorageLike
 from optimi_func.optimizers.adam import adamw
 from optimi_func.optimizers.hidden import EMBEDDINGS, hidden_matrices
 from optimi_func.optimizers.mixed import Mixed, Named
@@ -23,6 +23,7 @@ _log = logging.getLogger("optimi_func")
 T = TypeVar("T")
 
 
+@with_options
 def MuonAdamW(  # noqa: D417
     model: nn.Module | None = None,
     lr: float = 1e-3,
@@ -45,21 +46,11 @@ def MuonAdamW(  # noqa: D417
     row_beta: float | None = None,
     decouple_lr: bool = False,
     max_lr: float | None = None,
-    kahan_sum: bool | None = None,
-    foreach: bool | None = None,
-    triton: bool | None = None,
-    gradient_release: bool = False,
-    compile: bool | None = None,
     maximize: bool = False,
-    capturable: bool = False,
-    state_dtype: torch.dtype | str | None = None,
-    storage: StorageLike | None = None,
     cautious_decay: bool = False,
     corrected_decay: bool = False,
     cautious: bool = False,
-    skip_nonfinite: Literal["step", False] = False,
-    process_group: object = None,
-    transforms: Sequence[Any] = (),
+    **options: Unpack[Options],
 ) -> Mixed:
     """`Mixed` of Muon for a model's `hidden_matrices` and AdamW for the rest.
 
@@ -170,12 +161,8 @@ def MuonAdamW(  # noqa: D417
         )
     for line in str(hidden).splitlines():
         _log.info("MuonAdamW: %s", line)
-    how: dict[str, Any] = dict(kahan_sum=kahan_sum, foreach=foreach, compile=compile)
-    how |= dict(gradient_release=gradient_release, capturable=capturable, triton=triton)
-    how |= dict(state_dtype=state_dtype, storage=storage, skip_nonfinite=skip_nonfinite)
     named = [(name, p) for name, p in params.items() if p.requires_grad]
-    how |= dict(process_group=process_group, transforms=transforms)
-    return Mixed(named, *parts, **how)
+    return Mixed(named, *parts, **options)
 
 
 def NorMuonAdamW(  # noqa: D417

@@ -27,6 +27,7 @@ from optimi_func import (
     muon,
     prepare_for_gradient_release,
 )
+from optimi_func.classes.base import Options
 
 EAGER: dict[str, Any] = {"compile": False}
 CODES = (torch.uint8, torch.int64, torch.float8_e4m3fn, torch.complex64)
@@ -465,3 +466,16 @@ def test_the_table_of_options_has_each() -> None:
         inspect.signature(optimi_func.Lion).parameters
     )
     assert not [name for name in options if f"`{name}=" not in table]
+
+
+def test_options_of_mixed_are_those_of_every_optimizer() -> None:
+    """Type checkers read the one spelling, and constructors of classes the other."""
+    taken = inspect.signature(optimi_func.AdamW).parameters
+    for made in (Mixed, optimi_func.MuonAdamW):
+        shown = inspect.signature(made).parameters
+        for name, annotation in Options.__annotations__.items():
+            spelled = getattr(annotation, "__forward_arg__", annotation)
+            assert spelled == taken[name].annotation == shown[name].annotation, name
+            assert taken[name].default == shown[name].default, name
+        with pytest.raises(TypeError, match=r"has no argument 'storag': did you mean"):
+            made(nn.Linear(2, 2), storag="exact")

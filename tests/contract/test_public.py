@@ -32,7 +32,7 @@ def test_public_names() -> None:
     types |= {"Mixed", "MuonAdamW", "NorMuonAdamW", "Storage", "TreeState", "Unrolled"}
     utilities = {"param_groups_weight_decay", "to_low_precision", "unroll", "detach"}
     utilities |= {"SAM", "Lookahead"}
-    utilities |= {"EMA", "hidden_matrices", "LBFGS", "lbfgs", "implicit_root"}
+    utilities |= {"EMA", "Stats", "hidden_matrices", "LBFGS", "lbfgs", "implicit_root"}
     utilities |= {"prepare_for_gradient_release", "remove_gradient_release"}
     classes = {c.__name__ for c in CLASSES.values()}
     # `import optimi_func.x` may bind submodules beside them.
@@ -224,7 +224,7 @@ LAYERS = [
     {"functional"},
     {"compiled", "gradient_release", "warm"},
     {"utils", "testing", "optim"},
-    {"memory"},
+    {"memory", "extra"},
     {"__init__"},
 ]
 

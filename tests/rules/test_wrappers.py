@@ -169,7 +169,7 @@ def test_the_protocol_of_torch(cls: Any) -> None:
     optimizer.step(lambda: optimizer.zero_grad() or _backward((added**2).sum()))
     assert not torch.equal(added, before) and len(inner.param_groups) == 2
     assert "AdamW" in repr(optimizer)
-    optimizer.track()  # a method of the optimizer's
+    assert optimizer.describe()  # a method of the optimizer's
 
 
 def _backward(loss: Tensor) -> Tensor:

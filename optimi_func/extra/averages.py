@@ -1,0 +1,171 @@
+"""Averages of an optimizer's parameters, to evaluate with: `EMA`."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimi_func.classes.base import BaseOptimizer
+from optimi_func.classes.evaluation import Evaluated, write_local
+from optimi_func.classes.groups import names_of
+from optimi_func.core.checks import check_number
+from optimi_func.core.codes import to
+from optimi_func.core.distributed import distribute_like, to_local
+from optimi_func.core.leaf import compute_dtype
+from optimi_func.core.torch_private import reshard
+from optimi_func.pure.casts import resolve
+from optimi_func.pure.functional import Number
+from optimi_func.state.stored import master, weight_of
+
+
+class EMA:
+    """Exponential moving averages of an optimizer's parameters, to evaluate with.
+
+        a_t <- a_(t-1) + (1 - decay) / weight_t * (p_t - a_(t-1))
+
+    as `transforms.ema` computes them: weight_t = 1 - decay^t (debias), or 1 with a_0 = p_0.
+    p_t is the parameter with its compensation, of Schedule-Free's the point to evaluate at.
+    Averages are float32, of DTensors as shards: torch's AveragedModel has averages of the
+    parameter's dtype, which in bfloat16 stand still. Call `update()` after each step.
+
+    Args:
+        optimizer: A class of this package. Its trainable parameters are averaged.
+        decay: In [0, 1): how much of an average an update keeps; a number or a schedule.
+        debias: Begin with p_1. False begins with the parameters of now.
+
+    Raises:
+        TypeError: Another optimizer.
+        ValueError: decay is out of its range.
+
+    References:
+        See `optimi_func.transforms.ema`.
+
+    >>> from optimi_func import SGD
+    >>> w = torch.nn.Parameter(torch.tensor(0.0))
+    >>> optimizer = SGD([("w", w)], lr=1.0, compile=False)
+    >>> average = EMA(optimizer, 0.5)
+    >>> for _ in range(2):
+    ...     w.grad = torch.tensor(-1.0)
+    ...     optimizer.step()
+    ...     average.update()
+    >>> with average.applied():  # (0.25 * 1 + 0.5 * 2) / 0.75
+    ...     print(w.item())
+    1.6666667461395264
+    """
+
+    def __init__(
+        self, optimizer: BaseOptimizer, decay: Number = 0.999, *, debias: bool = True
+    ) -> None:
+        if not isinstance(optimizer, BaseOptimizer):
+            raise TypeError(
+                f"EMA got {optimizer!r:.80}: allowed are this package's classes"
+            )
+        check_number("averaging decay", "decay", decay, below=1.0)
+        self.optimizer, self.decay = optimizer, decay
+        self.updates = torch.zeros((), dtype=torch.float64)
+        self.weight = torch.full((), 0.0 if debias else 1.0, dtype=torch.float64)
+        self._averages: dict[Tensor, Tensor] = {}
+        self._compensations()
+
+    def _compensations(self) -> dict[Tensor, Any]:
+        """Return trainable parameters with their compensations; new ones get averages."""
+        optimizer, entries = self.optimizer, self.optimizer.state
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in params if p.requires_grad]
+        every = {p: entries.get(p, {}).get("kahan_comp") for p in trained}
+        new = {p: comp for p, comp in every.items() if p not in self._averages}
+        self._averages |= {p: master(p, comp) for p, comp in new.items()}
+        return every
+
+    def _weights(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """Return parameters, and the local tensors whose sums join their averages."""
+        optimizer, every = self.optimizer, self._compensations()
+        points: dict[Tensor, Tensor] = {}
+        if isinstance(optimizer, Evaluated):
+            pairs = chain(*map(optimizer.eval_params, optimizer.evaluated()))
+            points = {p: x for p, x in pairs if p in every}
+        rest = [p for p in every if p not in points] if points else [*every]
+        tensors = [*points.values(), *to_local(rest)]
+        comps = [None] * len(points) + to_local([every[p] for p in rest])
+        return [*points, *rest], tensors, comps
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the parameters of now join the averages; one added later begins as it is.
+
+        Raises:
+            RuntimeError: In eval mode (Schedule-Free), or inside of `applied()`.
+        """
+        self.optimizer.check_train_mode("EMA.update()")
+        decay = resolve("decay", self.decay, self.updates.clone())
+        check_number("averaging decay", "decay", decay, below=1.0)
+        self.weight.mul_(decay).add_(1.0 - decay)
+        share = float((1.0 - decay) / self.weight)
+        params, parts, comps = self._weights()
+        averages = to_local([self._averages[p] for p in params])
+        for p, average, part, comp in zip(params, averages, parts, comps):
+            x = weight_of(part, comp, compute_dtype(p.dtype))
+            average.lerp_(to(x, average.dtype), share)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """Set the parameters to their averages inside, and then back, bit for bit.
+
+        Inside the model is to evaluate and to publish: its state_dict has the averages. No
+        step can be taken. It takes the memory of a copy of the parameters.
+        """
+        optimizer, averages = self.optimizer, dict(self._averages)
+        optimizer.check_train_mode("EMA.applied()")
+        weights = {p: p.detach().clone() for p in averages}
+        optimizer.holds_averages = True
+        try:
+            self._set(averages)
+            yield
+        finally:
+            self._set(weights)
+            optimizer.holds_averages = False
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[Tensor, Tensor]) -> None:
+        for p, x in values.items():
+            write_local(p, *to_local([x]))
+        reshard([*values])
+
+    def _names(self) -> dict[Tensor, str]:
+        """Return the name, or place, of each parameter."""
+        names: dict[Tensor, str] = {}
+        for i, group in enumerate(self.optimizer.param_groups):
+            names.update(zip(group["params"], names_of(i, group)))
+        return names
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The averages by name, or place, of the parameter: for `functional_call`."""
+        names = self._names()
+        return {names[p]: x for p, x in self._averages.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages and counts, in tensors that torch's dcp can load into."""
+        return {"averages": self.averages, "updates": self.updates, "weight": self.weight}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load averages and counts, whole tensors or shards.
+
+        Raises:
+            ValueError: Other names or shapes; nothing is loaded then.
+        """
+        names, averages = self._names(), state_dict.get("averages", {})
+        shapes = {names[p]: tuple(p.shape) for p in self._averages}
+        saved_shapes = {name: tuple(x.shape) for name, x in averages.items()}
+        if shapes != saved_shapes or not {"updates", "weight"} <= {*state_dict}:
+            differ = sorted(dict(shapes.items() ^ saved_shapes.items()))
+            raise ValueError(f"EMA's state has other names or shapes: {differ}")
+        for p, x in self._averages.items():
+            x.copy_(distribute_like(x, averages[names[p]]))
+        self.updates.copy_(state_dict["updates"])
+        self.weight.copy_(state_dict["weight"])

@@ -2,6 +2,10 @@
 
 REMOVED = {
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
+    "from_class": "population.init, with copies of the state of optimizer.functional()",
+    "load_member": "optimizer.load_functional(state, params) with row i of every tensor",
+    "state_dicts": "{name: p[i] for name, p in members.params.items()}",
+    "unstack": "pytree.tree_map_only(Tensor, lambda x: x[i], members)",
 }
 
 

@@ -215,7 +215,7 @@ def test_links_into_the_repository_lead_somewhere(name: str) -> None:
 LAYERS = [
     {"core"},
     {"pure", "schedules"},
-    {"population", "state"},
+    {"state"},
     {"execution"},
     {"transforms"},
     {"classes"},
@@ -223,7 +223,7 @@ LAYERS = [
     {"optimizers"},
     {"functional"},
     {"compiled", "gradient_release", "warm"},
-    {"utils", "testing", "optim"},
+    {"utils", "testing", "optim", "population"},
     {"memory"},
     {"__init__"},
 ]

@@ -24,7 +24,6 @@ from optimi_func.optimizers.ademamix import *
 from optimi_func.optimizers.adopt import *
 from optimi_func.optimizers.asgd import *
 from optimi_func.optimizers.lamb import *
-from optimi_func.optimizers.lbfgs import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
 from optimi_func.optimizers.nadam import *
@@ -40,5 +39,6 @@ from optimi_func.optimizers.soap import *
 from optimi_func.optimizers.stableadamw import *
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
 from optimi_func.pure.functional import Number as Number
+from optimi_func.pure.lbfgs import lbfgs as lbfgs
 from optimi_func.pure.tree import LeafState as LeafState
 from optimi_func.pure.tree import TreeState as TreeState

@@ -469,7 +469,7 @@ def test_optimizers_that_do_not_fit_are_named() -> None:
             cls(torch.optim.SGD([p], lr=0.1, maximize=True))
         with pytest.raises(ValueError, match="with gradient_release=True"):
             cls(SGD([p], lr=0.1, gradient_release=True, **EAGER))
-        with pytest.raises(TypeError, match="missing .* argument: 'closure'"):
+        with pytest.raises(TypeError, match=r"missing .* argument: 'closure'"):
             run = Run(lambda ps, c=cls: c(LBFGS(ps)))
             run.steps(1)
         with pytest.raises(TypeError, match=rf"{cls.__name__}\.step: closure=None"):

@@ -98,9 +98,9 @@ def ways(members: int, config: Config) -> tuple[dict[str, Step], Callable[[str],
     def error(way: str) -> float:
         if way == "loop":
             return 0.0
-        ends = population.state_dicts(populations[way], models[0])
-        pairs = zip(ends, (model.state_dict() for model in models))
-        return max((e[n] - m[n]).abs().max().item() for e, m in pairs for n in m)
+        ends = populations[way].params
+        named = [(i, n, p) for i, m in enumerate(models) for n, p in m.named_parameters()]
+        return max((ends[n][i] - p).abs().max().item() for i, n, p in named)
 
     steps = {way: partial(step, way, batches(config)) for way in functions}
     return {"loop": partial(loop, batches(config)), **steps}, error

@@ -158,7 +158,7 @@ def sweep(trainer: Trainer, module: nn.Module, data: Data, config: Config) -> Te
         f"decay {pairs[best, 0]:.2g}: validation {found[best]:.1%}, test {tested:.1%}"
     )
     # An ordinary module again, which says the same.
-    module.load_state_dict(population.state_dicts(chosen, module)[0])
+    module.load_state_dict({name: p[best] for name, p in members.params.items()})
     x, y = data.test
     right = (module(x).argmax(-1) == y).float().mean().item()
     assert abs(right - tested) < 1e-6

@@ -7,6 +7,8 @@ state, lr=1e-3)` is the same update as a pure function over pytrees, and
 
 from typing import TYPE_CHECKING
 
+from torch.optim import LBFGS as LBFGS
+
 from optimi_func import compiled as compiled
 from optimi_func import functional as functional
 from optimi_func import memory as memory

@@ -24,7 +24,6 @@ from optimi_func.optimizers.ademamix import *
 from optimi_func.optimizers.adopt import *
 from optimi_func.optimizers.asgd import *
 from optimi_func.optimizers.lamb import *
-from optimi_func.optimizers.lbfgs import *
 from optimi_func.optimizers.lion import *
 from optimi_func.optimizers.muon import *
 from optimi_func.optimizers.nadam import *

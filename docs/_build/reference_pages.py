@@ -56,7 +56,6 @@ def classes() -> str:
             f"::: optimi_func.optimizers.{x}"
             for x in found
         ),
-        "::: optimi_func.optimizers.LBFGS",
         "::: optimi_func.optimizers.MuonAdamW\n    options:\n      members: false",
         "::: optimi_func.optimizers.NorMuonAdamW\n    options:\n      members: false",
         "::: optimi_func.optimizers.Mixed",

@@ -17,6 +17,11 @@ REMOVED = {
     "InjectState": "the optimizer's own state, and 0-d tensors for numbers",
     "lookahead": "torch.lerp after every k-th step, or the class Lookahead",
     "sam": "transforms.ascent between two evaluations, or the class SAM",
+    "from_class": "population.init, with copies of the state of optimizer.functional()",
+    "load_member": "optimizer.load_functional(state, params) with row i of every tensor",
+    "noise": "p + scale * torch.randn_like(p) for the weights, as docs/populations.md has it",
+    "state_dicts": "{name: p[i] for name, p in members.params.items()}",
+    "unstack": "pytree.tree_map_only(Tensor, lambda x: x[i], members)",
 }
 
 

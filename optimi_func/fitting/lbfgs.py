@@ -122,7 +122,7 @@ class lbfgs:
         leaves, spec = pytree.tree_flatten(params)
         s: Any = state
         x = qn.flat(leaves).detach()
-        at = qn.cast_parts(x + s.search.t.to(x.dtype) * s.d, leaves)
+        at = qn.parts(x + s.search.t.to(x.dtype) * s.d, leaves)
         value, grads = value_and_grad(pytree.tree_unflatten(at, spec))
         g = qn.flat(pytree.tree_leaves(grads)).detach().to(x.dtype)
         f = value.detach().to(s.f.dtype)
@@ -136,7 +136,7 @@ class lbfgs:
         moves = (fresh | ended | none) & ~s.done
         best = qn.pick(fresh | none, new, best)
         move = best.t.to(x.dtype) * s.d
-        history = qn.remembered(s.history, move, best.g - s.g, best.g, moves & ~fresh)
+        history = qn.remember(s.history, move, best.g - s.g, best.g, moves & ~fresh)
         d = qn.direction(history, best.g)
         slope = best.g.dot(d).to(f.dtype)
         still = (move.abs().amax() <= self.tolerance_change) | (
@@ -153,7 +153,7 @@ class lbfgs:
         search = qn.pick(moves, restart, qn.pick(s.done, s.search, search))
         after = LBFGSState._make([s.done | (moves & done), *counts, *here, search, history])
         x = torch.where(moves, x + move, x)
-        return pytree.tree_unflatten(qn.cast_parts(x, leaves), spec), after
+        return pytree.tree_unflatten(qn.parts(x, leaves), spec), after
 
     def solve(
         self,

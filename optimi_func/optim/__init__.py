@@ -2,8 +2,8 @@
 
 The classes have torch.optim's names, order of arguments, defaults and results. They are
 subclasses of this package's, whose options, such as `storage` and `compile`, they take by
-name. All else is torch's own: schedulers, `swa_utils`, `Optimizer`, and SparseAdam, because
-sparse gradients are refused here.
+name. All else is torch's own: schedulers, `swa_utils`, `Optimizer`, LBFGS, and SparseAdam,
+because sparse gradients are refused here.
 
 >>> import optimi_func.optim as optim
 >>> w = torch.ones(2, requires_grad=True)
@@ -89,9 +89,8 @@ if TYPE_CHECKING:
     from torch.optim import lr_scheduler as lr_scheduler
     from torch.optim import swa_utils as swa_utils
 else:
-    LBFGS = optimizers.LBFGS
     for _name in __all__:
-        if hasattr(optimizers, _name) and _name != "LBFGS":
+        if hasattr(optimizers, _name):
             globals()[_name] = _with_torchs_arguments(_name)
     del _name
 

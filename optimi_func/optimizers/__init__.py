@@ -13,7 +13,6 @@ from optimi_func.optimizers.adopt import ADOPT as ADOPT
 from optimi_func.optimizers.asgd import ASGD as ASGD
 from optimi_func.optimizers.hidden import hidden_matrices as hidden_matrices
 from optimi_func.optimizers.lamb import LAMB as LAMB
-from optimi_func.optimizers.lbfgs import LBFGS as LBFGS
 from optimi_func.optimizers.lion import Lion as Lion
 from optimi_func.optimizers.mixed import Mixed as Mixed
 from optimi_func.optimizers.muon import Muon as Muon

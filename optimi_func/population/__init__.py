@@ -15,20 +15,23 @@ like params and state, and each member calls the factory with its own. Options t
 numbers are the same for all members: `functools.partial(adamw, amsgrad=True)`.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from optimi_func.core.checks import missing
 from optimi_func.population.axes import Randomness as Randomness
 from optimi_func.population.evolution import clone as clone
 from optimi_func.population.evolution import perturb as perturb
 from optimi_func.population.evolution import select as select
 from optimi_func.population.members import Hyper as Hyper
 from optimi_func.population.members import Population as Population
-from optimi_func.population.members import from_class as from_class
 from optimi_func.population.members import init as init
-from optimi_func.population.members import load_member as load_member
 from optimi_func.population.members import stack as stack
-from optimi_func.population.members import state_dicts as state_dicts
-from optimi_func.population.members import unstack as unstack
 from optimi_func.population.stepping import call_module as call_module
 from optimi_func.population.stepping import evaluate as evaluate
 from optimi_func.population.stepping import loss_and_grad as loss_and_grad
 from optimi_func.population.stepping import step as step
 from optimi_func.population.stepping import vmap_step as vmap_step
+
+if not TYPE_CHECKING:  # type checkers would find every name
+    __getattr__ = partial(missing, module=__name__)

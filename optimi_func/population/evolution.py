@@ -5,14 +5,13 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import tell_removed
 from optimi_func.core.math import scalar_dtype
 from optimi_func.population.axes import place
 from optimi_func.population.members import Population, check_members, first_tensor
@@ -81,35 +80,30 @@ def put(tree: T, some: T, index: Sequence[int] | Tensor) -> T:
     return pytree.tree_map(replaced, tree, some)
 
 
+@tell_removed
 def perturb(
     members: Population,
     *,
-    factors: Mapping[str, Sequence[float]] = MappingProxyType({}),
-    noise: float = 0.0,
+    factors: Mapping[str, Sequence[float]],
     at: Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Population:
-    """Multiply hyperparameters by random factors, and add Gaussian noise to parameters.
+    """Multiply hyperparameters by random factors.
 
-    Population-based training calls this exploration (arXiv:1711.09846):
-
-        h <- h * f,  f drawn from `factors`        p <- p + noise * N(0, 1)
-
-    If a name contains "beta" or "momentum", the factor multiplies the distance from 1, so
-    that they stay below 1. The number of steps over which they average is multiplied by
-    1 / f. Others have no bounds here.
+    Population-based training calls this exploration (arXiv:1711.09846). If a name contains
+    "beta" or "momentum", the factor multiplies the distance from 1, so that they stay below
+    1. The number of steps over which they average is multiplied by 1 / f. Others have no
+    bounds here.
 
     Args:
         members: The population.
         factors: For each hyperparameter, factors to draw from with equal probability.
-        noise: Standard deviation, in the units of the parameters.
         at: Indices of the members to perturb; None for all.
         generator: Source of randomness, on the population's device.
 
     Raises:
         ValueError: The population lacks a hyperparameter, factors are missing or not
-            positive and finite, noise is negative or not finite, or `at` has an index
-            twice.
+            positive and finite, or `at` has an index twice.
         IndexError: An index is out of range.
 
     >>> from optimi_func import sgd
@@ -119,7 +113,6 @@ def perturb(
     tensor([0.1000, 0.2000], dtype=torch.float64)
     """
     check_members(members)
-    check_number("noise", "noise", noise)
     at = _index("at", range(len(members)) if at is None else at, members)
     device = at.device
     if len(at.unique()) != len(at):
@@ -147,17 +140,10 @@ def perturb(
             new = torch.where(old < 0.0, new, (1.0 - (1.0 - old) * f).clamp_min(0.0))
         return x.index_copy(0, at, new)
 
-    def shake(p: Tensor) -> Tensor:
-        old = p[at]
-        drawn = torch.randn(old.shape, generator=generator, device=device, dtype=old.dtype)
-        return p.index_copy(0, at, old + noise * drawn)
-
     hyper = dict(members.hyper)
     for name in factors:
         hyper[name] = pytree.tree_map(partial(scale, name), hyper[name])
-    params = members.params
-    params = pytree.tree_map_only(Tensor, shake, params) if noise else params
-    return replace(members, params=params, hyper=hyper)
+    return replace(members, hyper=hyper)
 
 
 def _is_factor(f: object) -> bool:

@@ -1,16 +1,14 @@
-"""Populations made from models, and models taken from a population."""
+"""Populations, which are made from models."""
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state
-from torch.optim.optimizer import StateDict
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.checks import Optimizer, bind, check_optimizer
@@ -31,6 +29,7 @@ class Population:
     """Models trained together: a pytree with the members along every first axis.
 
     `len(members)` is the number of members. `dataclasses.replace` replaces a field.
+    `torch.save` writes it, and `torch.load` reads it.
     """
 
     params: PyTree
@@ -45,6 +44,7 @@ class Population:
 pytree.register_dataclass(
     Population, serialized_type_name="optimi_func.population.Population"
 )
+torch.serialization.add_safe_globals([Population])  # for weights_only=True
 
 
 def init(
@@ -98,9 +98,9 @@ def init(
     numbers = {k: _per_member(f"hyper[{k!r}]", x, n, device) for k, x in hyper.items()}
     placed = place({"params": params, "hyper": numbers}, (0, 0))
     # Under vmap the factory could not read the values that it checks.
-    several = pytree.tree_leaves(numbers)
-    for member in unstack(pytree.tree_map(Tensor.cpu, numbers)) if several else [numbers]:
-        bind(optimizer, member)
+    read = pytree.tree_map(Tensor.cpu, numbers)
+    for i in range(n):
+        bind(optimizer, pytree.tree_map(lambda x, i=i: x[i], read))
     start = placed.run(lambda p, h: bind(optimizer, h).init(p, **options), "error")
     # vmap returns state that all members share as an expanded view.
     state = pytree.tree_map_only(Tensor, Tensor.contiguous, start)
@@ -183,70 +183,6 @@ def _per_member(path: str, number: PyTree, n: int, device: torch.device) -> PyTr
     return pytree.tree_map(spread, number)
 
 
-def from_class(
-    optimizer: Any, module: nn.Module, hyper: Hyper = NO_HYPER, *, n: int
-) -> tuple[Optimizer, Population]:
-    """Make a population of n copies of a run: a module with the state of its class.
-
-    Args:
-        optimizer: An instance such as `AdamW(module.named_parameters(), ...)`.
-        module: What it trains.
-        hyper: As in `init`; the others are those of `optimizer`.
-        n: Number of copies.
-
-    Returns:
-        The factory that `step` takes, and the population.
-
-    Raises:
-        ValueError: See `init`, and `functional` of the class.
-
-    >>> from optimi_func import AdamW
-    >>> module = nn.Linear(2, 1)
-    >>> optimizer = AdamW(module.named_parameters(), lr=0.1, compile=False)
-    >>> factory, members = from_class(optimizer, module, {"lr": torch.ones(2)}, n=2)
-    >>> load_member(members, 1, module, optimizer)
-    >>> optimizer.param_groups[0]["lr"]
-    1.0
-    """
-    value, state = optimizer.functional()
-    factory = partial(replace, value)
-    return factory, replace(init(factory, module, hyper, n=n), state=_copies(state, n))
-
-
-def load_member(members: Population, index: int, module: nn.Module, optimizer: Any) -> None:
-    """Load a member into a module and its class: weights, state, hyperparameters, buffers.
-
-    Args:
-        members: A population of an optimizer without transforms.
-        index: The member, from 0.
-        module: Its parameters and buffers are written.
-        optimizer: An instance such as `AdamW(module.named_parameters())`.
-
-    Raises:
-        IndexError: There is no such member.
-        ValueError: A hyperparameter or buffer is missing, or see `load_functional`.
-    """
-    check_members(members)
-    if not 0 <= index < len(members):
-        raise IndexError(f"index={index}: allowed are members 0 to {len(members) - 1}")
-    member = pytree.tree_map_only(Tensor, lambda x: x[index].clone(), members)
-    hyper = pytree.tree_map(Tensor.item, member.hyper)
-    for name, x in hyper.items():
-        if isinstance(x, dict) or name not in optimizer.param_groups[0]:
-            raise ValueError(
-                f"hyper[{name!r}]={x!r}: allowed are hyperparameters of "
-                f"{type(optimizer).__name__}'s param groups, and no trees of them"
-            )
-    lacking = [name for name, _ in module.named_buffers() if name not in member.buffers]
-    if lacking:
-        raise ValueError(f"the population has no buffers {lacking} of the module")
-    optimizer.load_functional(member.state, member.params)
-    for group in optimizer.param_groups:
-        group.update(hyper)
-    for name, buffer in module.named_buffers():
-        buffer.copy_(member.buffers[name])
-
-
 def stack(trees: Sequence[T]) -> T:
     """Stack a list of trees into one tree with the members along every first axis.
 
@@ -274,64 +210,6 @@ def stack(trees: Sequence[T]) -> T:
                     f"trees[0] {tuple(first.shape)}"
                 )
     return pytree.tree_map(lambda *xs: torch.stack(xs), *trees)
-
-
-def unstack(tree: T) -> list[T]:
-    """Copy the members of a tree into a list of trees, the reverse of `stack`.
-
-    Args:
-        tree: A Population, its params, its state or any other tree of tensors with the
-            members along every first axis.
-
-    Raises:
-        ValueError: Leaves have unequal numbers of members.
-
-    >>> [p["w"] for p in unstack({"w": torch.tensor([1.0, 2.0])})]
-    [tensor(1.), tensor(2.)]
-    """
-    n = place({"tree": tree}, (0,)).n
-    tree = without_none(tree)
-    return [pytree.tree_map(lambda x, i=i: x[i].clone(), tree) for i in range(n)]
-
-
-def state_dicts(members: Population, module: nn.Module) -> list[StateDict]:
-    """Return a state_dict for each member, for `module.load_state_dict`.
-
-    Args:
-        members: A population made from `module`, or from its named parameters.
-        module: Gives the names of the state_dict. Tied parameters have all their names, and
-            buffers that are not persistent are left out.
-
-    Raises:
-        ValueError: The population lacks a parameter or buffer of the module.
-
-    >>> from optimi_func import sgd
-    >>> linear = nn.Linear(2, 1)
-    >>> members = init(sgd, linear, {"lr": 0.1}, n=3)
-    >>> linear.load_state_dict(state_dicts(members, linear)[2])
-    <All keys matched successfully>
-    """
-    check_members(members)
-    if not isinstance(members.params, Mapping):
-        raise TypeError(
-            f"the population's params are a {type(members.params).__name__}: allowed is a "
-            "dict of a module's parameters, by name"
-        )
-    names = {id(x): name for name, x in module.named_parameters()}
-    names |= {id(x): name for name, x in module.named_buffers()}
-    tensors = {**members.params, **members.buffers}
-    dicts: list[StateDict] = [{} for _ in range(len(members))]
-    for name, x in module.state_dict(keep_vars=True).items():
-        key = names.get(id(x))
-        if key is not None and key not in tensors:
-            raise ValueError(
-                f"the population has no {key!r} of {type(module).__name__}: make it "
-                "from the module itself"
-            )
-        for i, target in enumerate(dicts):
-            # A module's extra state is the same for all members.
-            target[name] = x if key is None else tensors[key][i].detach().clone()
-    return dicts
 
 
 def first_tensor(tree: object) -> Tensor:

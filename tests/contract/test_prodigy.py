@@ -28,7 +28,7 @@ from optimi_func import (
     unroll,
 )
 from optimi_func.core import distributed
-from optimi_func.population import from_class, init, loss_and_grad, step
+from optimi_func.population import init, loss_and_grad, step
 
 EAGER: dict[str, Any] = {"compile": False}
 BF16, DOUBLE = torch.bfloat16, torch.float64
@@ -756,17 +756,6 @@ def test_each_member_of_a_population_has_a_d() -> None:
             p, state = prodigy_step(p, grad(loss)(p), state, lr=1.0, d_coef=d_coef)
         assert found[i].item() == pytest.approx(state.leaves["w"].d.item(), rel=1e-10)
     assert len(set(found.tolist())) == 3
-
-
-def test_a_population_from_a_class_goes_on_with_its_d() -> None:
-    model = nn.Linear(6, 2)
-    optimizer = Prodigy(model.named_parameters(), **EAGER)
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-    _, members = from_class(optimizer, model, n=2)
-    assert members.state.leaves["weight"].d.tolist() == [optimizer.param_groups[0]["d"]] * 2
 
 
 def test_derivatives_by_hyperparameters_are_those_of_differences() -> None:

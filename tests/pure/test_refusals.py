@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import NAMES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
@@ -75,17 +76,37 @@ def test_a_tensor_out_of_range_is_refused_as_a_number_is(make, text: str, of) ->
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "name"),
     [
-        lambda tree: adamw(lr=0.1, betas=(tree, 0.9)),
-        lambda tree: adamw(lr=0.1, decouple_lr=True, max_lr=tree),
-        lambda tree: optimi_func.rprop(lr=0.1, step_sizes=(tree, 1.0)),
-        lambda tree: clip_value(tree),
+        (lambda tree: adamw(lr=0.1, betas=(tree, 0.9)), r"betas\[0\]"),
+        (lambda tree: adamw(lr=0.1, decouple_lr=True, max_lr=tree), "max_lr"),
+        (lambda tree: optimi_func.rprop(lr=0.1, step_sizes=(tree, 1.0)), "step_sizes"),
+        (lambda tree: clip_value(tree), "limit"),
     ],
 )
-def test_trees_of_what_is_no_whole_number_are_for_partition(make) -> None:
-    with pytest.raises(TypeError, match=r"transforms\.partition has an optimizer"):
+def test_other_trees_of_numbers_are_for_partition(make, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=\{{.* transforms\.partition has an opt"):
         make({"a": 0.5, "b": 0.25})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_other_than_the_rates_are_no_trees(name: str) -> None:
+    factory = getattr(optimi_func, name)
+    for option in factory.owner._own.values():
+        if option.number and option.name not in ("lr", "weight_decay"):
+            with pytest.raises(
+                TypeError, match=rf"{option.name}=\{{.*transforms\.partition"
+            ):
+                factory(lr=0.1, **{option.name: {"a": 0.5, "b": 0.25}})
+
+
+def test_a_graph_refuses_a_tree_of_betas_too() -> None:
+    step = torch.compile(adamw_step, fullgraph=True, backend="eager")
+    p = {"a": torch.ones(1)}
+    with pytest.raises(
+        Exception, match=r"betas=\{.*transforms\.partition has an optimizer"
+    ):
+        step(p, p, adamw_init(p), lr=0.1, betas={"a": (0.9, 0.99)})
 
 
 def test_a_complex_or_bool_tensor_is_refused_in_graphs_too() -> None:

@@ -2,6 +2,7 @@
 
 REMOVED = {
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
+    "modulus": "none: both parts of a number have second moments, as in torch.optim",
 }
 
 

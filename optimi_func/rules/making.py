@@ -3,7 +3,6 @@
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
@@ -42,7 +41,6 @@ from optimi_func.rules.lifting import Trace, Traced, check_elementwise
 _TAKES = {
     "direction": ["g", "s", "t", "x", "z", "r", "c"],
     "accumulate": ["g", "s", "t", "x", "r", "c"],
-    "complex_direction": ["g", "s", "t"],
     "after": ["x", "u", "s", "t", "r", "c"],
     "due": ["t", "c"],
     "eval_point": ["x", "s", "t", "r", "c"],
@@ -200,7 +198,7 @@ class Making:
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
         found: Any = self.call(method)
-        if found is None and method in ("accumulate", "complex_direction"):
+        if found is None and method == "accumulate":
             return []  # as if there was none
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         size = {self.kind: self.count, self.running: len(self.running._fields)}
@@ -272,10 +270,6 @@ class Making:
         if again and accumulate is None:
             traced["accumulate"] = again
             trace.require(again)
-        paired: list[Traced] = []
-        if self.names("complex_direction"):
-            paired = self.results("complex_direction")[: 1 + count]
-            trace.require(paired)
         due_place = self._chosen()
         n, more = len(trace.coeffs), len(self.more)
         rates = [*me["move"][:3]] if by == "move" else []
@@ -284,8 +278,6 @@ class Making:
         compiled = {x: trace.function(inputs[x], results) for x, results in traced.items()}
         run = {method: fn for method, (fn, _) in compiled.items()}
         code = repr((kind._fields, trace.code, by, due_place))
-        if paired:  # of which there are no kernels
-            run["complex_direction"], _ = trace.function(arguments, paired)
         coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
         cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
         if mapped is not None:
@@ -377,9 +369,6 @@ class Making:
             narrow=self.narrow,
             prepare=prepare,
         )
-        if paired:
-            own = replace(rule, direction=along(run["complex_direction"]))
-            object.__setattr__(rule, "pairs", own)
         object.__setattr__(rule, "refuses", make_refuses(cls, statics, rule, now))
         return rule
 

@@ -41,6 +41,7 @@ class Slot(NamedTuple):
     shard: ShardSpec | None  # None if the whole parameter is local
     fields: tuple[ShardSpec | None, ...]  # the same of `Rule.whole_fields`
     holders: Holders | None  # the processes that divide a map of the whole
+    paired: bool  # real pairs of complex numbers
     # The dtype and length of each of `Rule.whole_fields`, if all are contiguous.
     mapped: tuple[tuple[torch.dtype, int], ...] | None
 
@@ -136,6 +137,7 @@ def _make_slot(
         is_dense(p) and all(ordered),
         *(shards_of(whole[0]), tuple(map(shards_of, whole[1:]))),
         holders,
+        whole[0].is_complex(),
         tuple([(x.dtype, x.numel()) for x in whole[1:]]) if fixed else None,
     )
 

@@ -536,7 +536,7 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
 _CACHES = (
-    *("_bound", "_plans", "_wide", "_has_stepped", "_idle", "_grouped", "_group_index"),
+    *("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index"),
     *("_versions", "holds_averages", "_layouts"),
 )
 _ATTACHED = ("releases", "_unprepared", "process_group")

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain, product
 from operator import attrgetter, is_, itemgetter
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,9 +42,6 @@ from optimi_func.state.convert import Entry
 from optimi_func.state.entry import ensure_state, insert_made
 from optimi_func.state.stored import begin, mask_like, rows_of
 
-_NewPlan: TypeAlias = Callable[[list[Tensor], dict[Tensor, Entry]], ClassPlan]
-_Wide: TypeAlias = tuple[ClassPlan, dict[int, int]]  # and the places of parameters' ids
-
 # Plans that are kept, besides one for each parameter. If lists of parameters never come
 # again, as with experts, the oldest plans are dropped.
 _LISTS = 32
@@ -62,7 +59,6 @@ class Steps(Rewriting, Given):
         """Drop what is kept, which is made again at the next step, but for plans."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
-        self._wide: dict[object, _Wide | None] = {}
         self._has_stepped, self._idle = False, 0
         self._layouts = {}
 
@@ -162,8 +158,8 @@ class Steps(Rewriting, Given):
         bound = self.bound_of(group, params, capturable)
         if not write:
             check_moves_state(bound.rule)
-        how, ids = (*_asked(group), capturable, flagged), tuple(map(id, params))
-        key = *how, *ids
+        ids = tuple(map(id, params))
+        key = *_asked(group), capturable, flagged, *ids
         plan, tensors = self._plans.get(key), None
         if plan is not None and plan.rule is not bound.rule:
             plan = None
@@ -176,9 +172,7 @@ class Steps(Rewriting, Given):
             if not all(map(has_memory, params)):
                 return self._by_leaf(work, write, count, made), False, []
             with uncollected(), kernel_context(params[0].device):
-                old, new = plan, partial(self._plan, group, bound, capturable, flagged)
-                plan = None if old else self._part(how, group, bound.rule, params, new)
-                plan = plan or new(params, made, old)
+                plan = self._plan(group, bound, capturable, flagged, params, made, plan)
                 tensors, plan.made = plan.made, []
                 self._keep(key, plan)
         if plan.viewed:
@@ -217,7 +211,7 @@ class Steps(Rewriting, Given):
         flagged: bool,
         params: list[Tensor],
         made: dict[Tensor, Entry],
-        old: ClassPlan | None = None,
+        old: ClassPlan | None,
     ) -> ClassPlan:
         """Return a plan, if possible of an old one. New entries are put in `made`."""
         if old is not None and self.state and not (made or capturable):
@@ -232,55 +226,6 @@ class Steps(Rewriting, Given):
             return plan
         holders = [self.holders_of(group, p, path) for path, p in named]
         return ClassPlan(bound.rule, capturable, flagged, params, entries, holders)
-
-    def _part(
-        self,
-        how: tuple[object, ...],
-        group: Group,
-        rule: Rule,
-        params: list[Tensor],
-        new: _NewPlan,
-    ) -> ClassPlan | None:
-        """Return the plan of parameters as a part of a wider one, if they take turns.
-
-        The wider one has all parameters of the group with state. It is made at the second
-        list of parameters, and again when it is no longer true.
-        """
-        home = *how, id(group)
-        seen = home in self._wide
-        part = self._cut(self._wide.setdefault(home, None), group, rule, params)
-        if part is not None or not seen or not all(map(self.state.get, params)):
-            return part  # the first list has none, nor one with a new state
-        if wide := self._widen(group, new):
-            self._wide[home] = wide
-            part = self._cut(wide, group, rule, params)
-        return part
-
-    def _widen(self, group: Group, new: _NewPlan) -> _Wide | None:
-        """Return a plan of all parameters with state, and the places of their ids."""
-        every, made = list(filter(self.state.get, group["params"])), dict[Tensor, Entry]()
-        try:
-            plan = new(every, made)
-        except (TypeError, ValueError, RuntimeError):
-            return None  # of a parameter that takes no part in this step
-        if any([made[p] is not self.state[p] for p in every]):
-            return None  # a step converts it to another storage
-        plan.made = []
-        return plan, {id(p): i for i, p in enumerate(every)}
-
-    def _cut(
-        self, wide: _Wide | None, group: Group, rule: Rule, params: list[Tensor]
-    ) -> ClassPlan | None:
-        """Return the part of a wider plan for parameters, if it is still true."""
-        plan, places = wide or (None, {})
-        indices = [places.get(id(p), -1) for p in params]
-        every = [p for p in group["params"] if id(p) in places]
-        absent = -1 in indices or len(every) != len(places)
-        if plan is None or plan.rule is not rule or absent:
-            return None
-        entries = list(map(self.state.get, every))
-        tensors = plan.current(every, entries, False)
-        return None if tensors is None else plan.part(indices, tensors)
 
     @torch.no_grad()
     def reset(

@@ -201,7 +201,7 @@ def _complex_move(
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Leaf]]:
     """Return `leaf_move` of real pairs, with complex results."""
     real = _real(leaf)
-    u, x, add_pairs = leaf_move(rule.pairs or rule, real, as_real(g.resolve_conj()), *rest)
+    u, x, add_pairs = leaf_move(rule, real, as_real(g.resolve_conj()), *rest)
 
     def as_before(new: Any, pairs: object, old: Any) -> object:
         return old if new is pairs else as_complex(new, old)

@@ -67,12 +67,6 @@ def is_zero(v: Tensor) -> Tensor:
     return v < torch.finfo(v.dtype).tiny
 
 
-def pair_sums(v: Tensor) -> Tensor:
-    """Return the sum of each real pair, in the places of both of its parts."""
-    pairs = v.unflatten(-1, (-1, 2))
-    return pairs.sum(-1, keepdim=True).expand_as(pairs).flatten(-2)
-
-
 def norm(x: Tensor, **over: object) -> Tensor:
     """Return the Euclidean norm, with finite second derivatives at 0."""
     length = torch.linalg.vector_norm(x, **over)

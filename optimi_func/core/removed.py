@@ -12,6 +12,7 @@ REMOVED = {
     "stats": "optimi_func.Stats(optimizer).stats(by)",
     "track": "optimi_func.Stats(optimizer).track(on)",
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
+    "modulus": "none: both parts of a number have second moments, as in torch.optim",
     "inject": "0-d tensors for numbers, in an optimizer that the compiled function makes: "
     "adamw(lr=lr, betas=(beta1, beta2)).step(params, grads, state)",
     "InjectState": "the optimizer's own state, and 0-d tensors for numbers",
@@ -19,7 +20,7 @@ REMOVED = {
     "sam": "transforms.ascent between two evaluations, or the class SAM",
     "from_class": "population.init, with copies of the state of optimizer.functional()",
     "load_member": "optimizer.load_functional(state, params) with row i of every tensor",
-    "noise": "p + scale * torch.randn_like(p) for the weights, as docs/populations.md has it",
+    "noise": "p + scale * torch.randn_like(p) of the weights: docs/populations.md",
     "state_dicts": "{name: p[i] for name, p in members.params.items()}",
     "unstack": "pytree.tree_map_only(Tensor, lambda x: x[i], members)",
 }

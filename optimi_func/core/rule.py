@@ -151,8 +151,6 @@ class Rule:
             the same running scalars, and a group shows the first.
         eval_point: `(x, state, coeffs) -> x`: the parameter to evaluate with, if that is
             not x, given the coefficients of the next step. Elementwise.
-        pairs: The rule for complex parameters, if it is another. Eager executors run it.
-            Its `direction` is given real pairs, and may add up both parts of each.
         reads_param: True if `direction` takes the parameter x as its fourth argument.
         extras: The names of tensors that `direction` needs besides, as fields of Coeffs
             that the pure step fills, and that of a class.
@@ -188,7 +186,6 @@ class Rule:
     running: type[Named] = NoRunning
     join: Callable[..., Named] | None = None
     eval_point: Callable[..., Tensor] | None = None
-    pairs: "Rule | None" = None
     reads_param: bool = False
     extras: tuple[str, ...] = ()
     noise: bool = False

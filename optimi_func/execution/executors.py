@@ -78,12 +78,6 @@ def plan_launches(
         if executor in ("auto", "kernels"):
             launches, updates = plan_shaped(rule, updates, executor == "auto")
         return launches + plan_wholes(rule, updates, partial(plan_launches, executor))
-    if rule.pairs is not None and any([u.slot.paired for u in updates]):
-        paired = [u for u in updates if u.slot.paired]
-        how: Executor = "foreach" if executor == "foreach" else "eager"
-        of_pairs = plan_launches(how, rule.pairs, paired, write)
-        rest = [u for u in updates if not u.slot.paired]
-        return of_pairs + plan_launches(executor, rule, rest, write)
     if rule.whole_fields:
         rule = elementwise(rule, False)
     planners: dict[str, _Planner] = {"auto": _plan_auto, "kernels": _plan_kernels}

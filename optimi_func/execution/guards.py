@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Sequence
 from copy import copy
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -18,20 +17,6 @@ class Guard:
         self._addresses = list(map(Tensor.data_ptr, tensors)) if addresses else None
         self._facts = [tuple(map(fact, tensors)) for fact in FACTS]
         self._check: Callable[..., bool] | None = None  # made when it is first asked
-
-    def part(self, rows: Sequence[int]) -> "Guard":
-        """Return the guard of some of the tensors, which are two or more."""
-        guard, pick = copy(self), itemgetter(*rows)
-        guard._addresses = self._addresses and list(pick(self._addresses))
-        guard._facts, guard._check = [pick(x) for x in self._facts], None
-        return guard
-
-    def begins_with(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if these are plain, and have the facts of the first ones."""
-        facts = zip(FACTS[1:], self._facts[1:])
-        return {*map(type, tensors)} == {Tensor} and all(
-            tuple(map(fact, tensors)) == was[: len(tensors)] for fact, was in facts
-        )
 
     def moved(self, tensors: Sequence[Tensor], fixed: int) -> "Guard | None":
         """Return a guard of tensors with these facts, each at an address of its own.

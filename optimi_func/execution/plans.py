@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from optimi_func.execution.counts import Counts
 from optimi_func.execution.executors import Executor, plan_launches
 from optimi_func.execution.guards import Guard
 from optimi_func.execution.kernels import kernel_context
-from optimi_func.execution.launches import Launch, ListLaunch, run_launches
-from optimi_func.execution.list_kernel import ListKernel
+from optimi_func.execution.launches import Launch, run_launches
 from optimi_func.execution.scalars import Packed
-from optimi_func.execution.slots import Columns, Slot, Update, make_slots, split_twins
+from optimi_func.execution.slots import Columns, Slot, Update, make_slots
 from optimi_func.execution.sums import Part
 
 # Kinds of gradients and scalars for which a plan keeps launches. Ranger has two.
@@ -55,8 +54,6 @@ class Plan:
         self._known: dict[
             tuple[object, ...], list[tuple[Guard, tuple[list[Launch], bool]]]
         ] = {}
-        # The kernels of one launch for all, by the kind of step: see `_takes_one`.
-        self._kernels: dict[tuple[object, ...], ListKernel] = {}
 
     def launches(
         self,
@@ -75,41 +72,23 @@ class Plan:
         # A dispatch mode that watches single operations has to see them.
         watched = any_torch_dispatch_mode_on_stack()
         grads = columns[1]
-        how = kind = executor, write, watched, packed[0].statics
+        kind = executor, write, watched, packed[0].statics
         if len(packed) > 1:
-            kind = *how, tuple([x.statics for x in packed]), tuple(at)
+            kind = *kind, tuple([x.statics for x in packed]), tuple(at)
         for guard, entry in self._known.get(kind, ()):
             if guard.holds(grads):
                 return entry
-        one = len({x.statics for x in packed}) == 1 and self._takes_one(grads)
-        kernel = self._kernels.get(how) if one else None
-        if kernel is None:
-            check()
+        check()
         rows = enumerate(zip(self.slots, *columns[:2], at))
         updates = [Update(i, slot, p, g, k, packed[k]) for i, (slot, p, g, k) in rows]
-        if kernel is not None:
-            launches: list[Launch] = [ListLaunch(kernel, None, 0, updates)]
-        else:
-            with kernel_context(grads[0].device if grads else torch.device("cpu")):
-                launches = plan_launches(executor, self.rule, updates, write)
-        if (
-            one
-            and len(launches) == 1
-            and isinstance(launches[0], ListLaunch)
-            and launches[0].host
-        ):
-            self._kernels[how] = launches[0].kernel
+        with kernel_context(grads[0].device if grads else torch.device("cpu")):
+            launches = plan_launches(executor, self.rule, updates, write)
         if len(self._known) >= _KINDS:
             self._known.clear()
         result = launches, all([launch.host for launch in launches])
         last = self._known.get(kind, [])[:1]
         self._known[kind] = [(Guard(grads, addresses=False), result), *last]
         return result
-
-    def _takes_one(self, grads: list[Tensor]) -> bool:
-        """Return True if these gradients fit, and one launch takes all, as another did."""
-        del grads
-        return False
 
 
 class ClassPlan(Plan):
@@ -142,7 +121,6 @@ class ClassPlan(Plan):
         alike = self._all and len(self._names) > 1
         self._getter = itemgetter(*self._names) if alike else self._get
         self._lengths = list(map(len, entries))
-        self._even: bool | None = None  # see `_is_even`; asked when it has parts
         # True if local tensors are others than the parameters.
         self.viewed = any_distributed(params) or any_complex(params)
         # Read once, because another thread may replace them meanwhile.
@@ -184,38 +162,6 @@ class ClassPlan(Plan):
                 plan._known[kind] = [(grads, (moved_launches, host))]
         return plan
 
-    def part(self, places: list[int], tensors: list[Tensor]) -> "ClassPlan | None":
-        """Return the plan of some of the parameters, or None if states have several names.
-
-        It is made without a look at each of them, after `current` has returned `tensors`.
-        """
-        if not self._all:
-            return None
-        if self._even is None:
-            self._even = self._is_even(tensors)
-        plan, count, width = copy(self), len(self._lengths), len(self._names)
-        plan._lengths, plan._known = [self._lengths[i] for i in places], {}
-        plan.slots = [self.slots[i] for i in places]
-        plan.holders = [x.holders for x in plan.slots if x.holders is not None]
-        ranges = [range(i, i + width) for i in [count + k * width for k in places]]
-        rows = [*places, *chain.from_iterable(ranges)]
-        plan.made = [tensors[i] for i in rows]
-        plan._guard = self._guard.part(rows)
-        plan.counts = self.counts.part(plan.made, len(places))
-        return plan
-
-    def _is_even(self, tensors: list[Any]) -> bool:
-        """Return True if one launch takes all parameters, or some, if one takes others."""
-        kinds = {(x.dtypes, x.columns, x.codes, x.dense, x.numel > 0) for x in self.slots}
-        if len(kinds) > 1 or self.coded or self.viewed or not self.slots[0].numel:
-            return False
-        given = enumerate(zip(self.slots, tensors))
-        updates = [Update(i, slot, p, p, 0, cast(Any, None)) for i, (slot, p) in given]
-        return all([x.slot.plain for x in updates]) and len([*split_twins(updates)]) == 1
-
-    def _takes_one(self, grads: list[Tensor]) -> bool:
-        return bool(self._even) and self._guard.begins_with(grads)
-
     def _get(self, entry: dict[str, object]) -> tuple[Any, ...]:
         return tuple(map(entry.get, self._names))
 
@@ -226,12 +172,11 @@ class ClassPlan(Plan):
         self,
         params: list[Tensor],
         entries: list[Mapping[str, object] | None],
-        counted: bool = True,
     ) -> list[Any] | None:
         """Return the local tensors, or None if the plan is stale.
 
         They are the parameters, then for each its counts, state and compensation. Counts
-        are read again if something else has written to them, unless counted=False.
+        are read again if something else has written to them.
         """
         try:
             whole: Any = entries
@@ -241,7 +186,7 @@ class ClassPlan(Plan):
             if self.viewed:
                 tensors = to_local(tensors)
             same = self._guard.holds(tensors if self._all else self._present(tensors))
-            if same and counted and not self.counts.hold(tensors):
+            if same and not self.counts.hold(tensors):
                 self.counts.read(tensors)  # of another plan's steps, or as written
             return tensors if same else None
         except (KeyError, TypeError):

@@ -15,7 +15,6 @@ from optimi_func.rules import (
     Moment,
     SecondMoment,
     functions,
-    pair_sums,
     root,
 )
 from optimi_func.state.convert import Counterparts
@@ -66,15 +65,10 @@ class Moments(Body):
         m = kept1 * s.exp_avg + (1 - b1) * g
         v = kept2 * s.exp_avg_sq + (1 - b2) * (g * g)
         new = s._replace(exp_avg=m, exp_avg_sq=v)
-        v = self.squares(v)
         if isinstance(s, WithLargest.AMSGrad):
             v = torch.maximum(s.max_exp_avg_sq, v)
             new = new._replace(max_exp_avg_sq=v)
         return self.scaled(1 / (1 - b1**t) * m, self.root(v, t), t), new
-
-    def squares(self, v: Tensor) -> Tensor:
-        """Return the mean squares that the step is measured in."""
-        return v
 
     def root(self, v: Tensor, t: float) -> Tensor:
         """Return the root of v, corrected for bias."""
@@ -91,7 +85,6 @@ class WithLargest(Moments):
 
     _: KW_ONLY
     amsgrad: bool = False
-    modulus: bool = False
 
     class AMSGrad(NamedTuple):
         exp_avg: Moment
@@ -101,13 +94,6 @@ class WithLargest(Moments):
     @property
     def State(self) -> type[Moments.Plain | AMSGrad]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.AMSGrad if self.amsgrad else self.Plain
-
-    def complex_direction(self, g: Tensor, s: Moments.Plain, t: float):
-        if not self.modulus:
-            return None
-        # Means are linear: the sum of both parts' is that of |g|^2.
-        body = self.bare({**self.__dict__, "squares": pair_sums})
-        return body.direction(g, s, t)
 
 
 class Adam(WithLargest, name="adam"):
@@ -125,8 +111,6 @@ class Adam(WithLargest, name="adam"):
         eps: Added to the root, after the bias correction.
         decouple_wd: Subtract decay from the parameter, not through the gradient.
         amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
-        modulus: For complex parameters, make v the mean of |g|^2 for both parts. torch,
-            and False, take each part's own. These parameters step without kernels.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 
@@ -162,8 +146,6 @@ class AdamW(WithLargest, name="adamw"):
             lr / max_lr.
         eps: Added to the root, after the bias correction.
         amsgrad: Divide by the largest v so far instead of v (arXiv:1904.09237).
-        modulus: For complex parameters, make v the mean of |g|^2 for both parts. torch,
-            and False, take each part's own. These parameters step without kernels.
 
     Arguments not named here are those of every optimizer: see `BaseOptimizer`.
 

@@ -55,7 +55,7 @@ class Lion(Body, name="lion"):
         b1, b2 = self.betas
         early = where(b2 == 0, (1 - b1) / (1 - b2), b1 / where(b2 == 0, 1.0, b2))
         d = (early * s.exp_avg + (1 - b1) * g).sign()
-        return d, self.State(1.0 * s.exp_avg + (1 - b2) * g)
+        return d, self.State(s.exp_avg + (1 - b2) * g)
 
 
 State = Lion.State  # found by torch.load(weights_only=True)

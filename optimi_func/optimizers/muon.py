@@ -242,8 +242,7 @@ class Muon(Body, name="muon"):
         new = s._replace(momentum_buffer=b)
         if not self.nesterov:
             return b, new
-        # A coefficient of its own, because accumulate has another share that is kept.
-        return (1 - self.momentum) * g + (1.0 * self.momentum) * b, new
+        return (1 - self.momentum) * g + self.momentum * b, new
 
     def whole(self, d: Tensor):
         parts = self.matrices(d)

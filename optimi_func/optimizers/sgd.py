@@ -95,8 +95,7 @@ class SGD(Body, name="sgd"):
         if self.torch_init or self.dampening is not True:
             share = where(t == 1, 1.0, share)  # b starts as the gradient
         b = kept * s.momentum_buffer + share * g
-        # A scalar of its own, so that `accumulate` is the same kernel.
-        d = g + 1.0 * self.momentum * b if self.nesterov else b
+        d = g + self.momentum * b if self.nesterov else b
         return d, s._replace(momentum_buffer=b)
 
     def usual_decay(self):

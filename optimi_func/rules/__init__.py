@@ -23,7 +23,6 @@ from optimi_func.rules.body import choice as choice
 from optimi_func.rules.body import functions as functions
 from optimi_func.rules.making import Move as Move
 from optimi_func.rules.words import is_zero as is_zero
-from optimi_func.rules.words import pair_sums as pair_sums
 from optimi_func.rules.words import root as root
 from optimi_func.rules.words import rounded as rounded
 from optimi_func.rules.words import where as where

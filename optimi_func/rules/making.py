@@ -3,7 +3,6 @@
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
@@ -25,7 +24,6 @@ from optimi_func.core.rule import (
     along_gradient,
 )
 from optimi_func.core.storage import field_of
-from optimi_func.rules.alike import other_scalars
 from optimi_func.rules.called import (
     RATES,
     Explicit,
@@ -42,7 +40,6 @@ from optimi_func.rules.lifting import Trace, Traced, check_elementwise
 _TAKES = {
     "direction": ["g", "s", "t", "x", "z", "r", "c"],
     "accumulate": ["g", "s", "t", "x", "r", "c"],
-    "complex_direction": ["g", "s", "t"],
     "after": ["x", "u", "s", "t", "r", "c"],
     "due": ["t", "c"],
     "eval_point": ["x", "s", "t", "r", "c"],
@@ -200,7 +197,7 @@ class Making:
     def results(self, method: str) -> list[Traced]:
         """Trace a method, and return its results. Raise if they are others."""
         found: Any = self.call(method)
-        if found is None and method in ("accumulate", "complex_direction"):
+        if found is None and method == "accumulate":
             return []  # as if there was none
         kinds = [self.kind] if method == "after" else [self.kind, self.running]
         size = {self.kind: self.count, self.running: len(self.running._fields)}
@@ -264,18 +261,7 @@ class Making:
             new = kind(*[trace.input(f"new_{f}") for f in kind._fields])
             traced["sums"], join = sums_and_join(self, new)
             inputs["sums"] = [me["g"], me["x"], *new]
-        # If accumulate differs in scalars alone, it is the direction with others.
-        others = other_scalars(trace, traced["direction"], traced.get("accumulate", []))
-        again = traced.pop("accumulate") if others is not None else []
         trace.require([*chain(*traced.values()), *divisors, *numbers.values()])
-        accumulate = self._accumulate(others) if others is not None else None
-        if again and accumulate is None:
-            traced["accumulate"] = again
-            trace.require(again)
-        paired: list[Traced] = []
-        if self.names("complex_direction"):
-            paired = self.results("complex_direction")[: 1 + count]
-            trace.require(paired)
         due_place = self._chosen()
         n, more = len(trace.coeffs), len(self.more)
         rates = [*me["move"][:3]] if by == "move" else []
@@ -284,9 +270,7 @@ class Making:
         compiled = {x: trace.function(inputs[x], results) for x, results in traced.items()}
         run = {method: fn for method, (fn, _) in compiled.items()}
         code = repr((kind._fields, trace.code, by, due_place))
-        if paired:  # of which there are no kernels
-            run["complex_direction"], _ = trace.function(arguments, paired)
-        coeffs, names, prepare = self._coeffs(advanced, "accumulate" in run)
+        coeffs, names, prepare = self._coeffs(advanced)
         cls, statics, whole, mapped = self.cls, self.statics, None, self.mapped
         if mapped is not None:
             whole = make_whole(cls, statics, kind, count, self.names("whole"), mapped)
@@ -301,17 +285,15 @@ class Making:
             if views := check_elementwise(where, labels, graph, size, now[:n]):
                 run[method] = partial(_without_views, run[method], views)
 
-        def along(usual: Callable[..., Any]) -> Callable[..., Direction]:
-            def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
-                scalars = (*c[n : n + more], *c[:n]) if more or whole else c
-                d, *state = usual(g, *s[:count], x, *scalars)
-                return Direction(d, new := kind(*state, *s[count:]), new)
+        # The coefficients of a further part of a gradient, which choose another kernel.
+        further: Any = namedtuple("Further", [*now._fields, "further"])  # pyright: ignore[reportUntypedNamedTuple]
+        usual = run["direction"]
+        again = run.get("accumulate", usual)
 
-            return direction
-
-        def either(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
-            fn = run["accumulate" if c.further else "direction"]
-            d, *state = fn(g, *s[:count], x, *c[n : n + more], *c[:n])
+        def direction(g: Tensor, s: Any, c: Any, x: Any = None) -> Direction:
+            fn = again if isinstance(c, further) else usual
+            scalars = c if len(c) == n else (*c[n : n + more], *c[:n])
+            d, *state = fn(g, *s[:count], x, *scalars)
             return Direction(d, new := kind(*state, *s[count:]), new)
 
         def after(x: Tensor, u: Tensor, s: Any, c: Any) -> tuple[Tensor, Any]:
@@ -342,18 +324,14 @@ class Making:
             assert found_of is not None
             return c._replace(**dict(zip(numbers, found_of(*means, numel, *c[:n]))))
 
-        usually: Any = either if "accumulate" in run else along(run["direction"])
         alone = traced["direction"][0].node is me["g"].node and not (count or advanced)
-        if whole and alone and not more:
-            usually = along_gradient  # whose kernel all such rules share
         init = make_init(cls, statics, self.defaults, kind, self.makers)
         rule: Rule = Rule(
             *(cls._name or self.name, kind, init, coeffs),
-            direction=usually,
+            # Whose kernel all rules share that map the gradient.
+            direction=along_gradient if whole and alone and not more else direction,
             after=after if "after" in run else None,
-            accumulate=(lambda c: c._replace(further=(True,)))
-            if "accumulate" in run
-            else accumulate,
+            accumulate=(lambda c: further(*c, True)) if "accumulate" in run else None,
             means=Means(len(averages), measure, divisor, by)
             if divisors
             else Means(len(traced["sums"]), summed, None)
@@ -377,9 +355,6 @@ class Making:
             narrow=self.narrow,
             prepare=prepare,
         )
-        if paired:
-            own = replace(rule, direction=along(run["complex_direction"]))
-            object.__setattr__(rule, "pairs", own)
         object.__setattr__(rule, "refuses", make_refuses(cls, statics, rule, now))
         return rule
 
@@ -398,29 +373,8 @@ class Making:
         coeffs += [] if node in coeffs else [node]
         return coeffs.index(node)
 
-    def _accumulate(self, others: dict[Node, Any]) -> Callable[[Any], Any] | None:
-        """Return `Rule.accumulate`, which replaces coefficients, or None if it cannot."""
-        coeffs = self.trace.coefficients
-        fixed = {a: x for a, x in others.items() if not isinstance(x, Node)}
-        varying = [(a, b) for a, b in others.items() if a not in fixed]
-        traced = [(a, Traced(b, self.trace._tracer)) for a, b in varying]
-        try:
-            code = self.trace.code
-            compute, _ = self.trace.function(coeffs, [x for _, x in traced], on_host=True)
-            self.trace.code = code
-        except TypeError:  # of scalars that are no coefficients
-            return None
-        places = {a: f"c{i}" for i, a in enumerate(self.trace.coeffs)}
-        n, names = len(coeffs), [places[a] for a, _ in traced]
-        constants = {places[a]: float(x) for a, x in fixed.items()}
-
-        def accumulate(c: Any) -> Any:
-            return c._replace(**constants, **dict(zip(names, compute(*c[:n]))))
-
-        return accumulate
-
     def _coeffs(
-        self, more: list[Traced], further: bool
+        self, more: list[Traced]
     ) -> tuple[Callable[..., Any], tuple[str, ...], Any]:
         """Return `Rule.coeffs`, the names of its hyperparameters, and `Rule.prepare`."""
         n, running, mapped = len(self.trace.coeffs), self.running, self.mapped
@@ -440,8 +394,7 @@ class Making:
         inputs = [self.given["t"], *scalars, *self.given["r"], *self.named.values()]
         results = [*self.trace.coefficients, *more]
         host, graph = self.trace.function(inputs, results, on_host=True)
-        extra = [(x, ()) for x in self.more] + [("further", ())] * further
-        extra += [("whole", ())] * (mapped is not None)
+        extra = [(x, ()) for x in self.more] + [("whole", ())] * (mapped is not None)
         fields = [*[f"c{i}" for i in range(n)], *[x for x, _ in extra]]
         kind: Any = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
             "Coeffs", fields, defaults=[x for _, x in extra]

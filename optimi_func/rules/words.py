@@ -52,11 +52,6 @@ def is_zero(v: Tensor) -> Tensor:
     return _traced(math.is_zero, v) if isinstance(v, Traced) else math.is_zero(v)
 
 
-def pair_sums(v: Tensor) -> Tensor:
-    """Return for real pairs the sum of both parts in the place of each."""
-    return _traced(math.pair_sums, v)
-
-
 def _traced(fn: Callable[..., object], x: Any) -> Any:
     """Return the stand-in of fn's result, given that of its argument."""
     return x.tracer.create_proxy("call_function", fn, (x,), {})

@@ -373,8 +373,8 @@ def as_torchs(
         if lost := [k for k in keywords if k not in group]:
             name = f"torch.optim.{cls.__name__}"
             raise ValueError(f"{name} cannot go on with a schedule for {lost[0]}")
-        if lost := [k for k in ("cautious", "modulus") if group.get(k)]:
-            raise ValueError(f"torch.optim.{cls.__name__} cannot go on with {lost[0]}=True")
+        if group.get("cautious"):
+            raise ValueError(f"torch.optim.{cls.__name__} cannot go on with cautious=True")
         kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]
         if "decoupled_weight_decay" in takes:
             options["decoupled_weight_decay"] = "decouple_wd" in kinds

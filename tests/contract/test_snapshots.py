@@ -448,7 +448,6 @@ foreach: None
 triton: None
 gradient_release: False
 amsgrad: False
-modulus: False
 compile: False
 maximize: False
 capturable: False

@@ -19,7 +19,7 @@ from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
-from optimi_func.classes import divided
+from optimi_func.classes import step
 from optimi_func.core import checks
 from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
@@ -487,9 +487,9 @@ def test_a_state_that_begins_anew_or_is_loaded_keeps_its_launches(how, monkeypat
 def _checks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Note the paths of the entries that a step checks."""
     seen: list[object] = []
-    ensure = divided.ensure_state
+    ensure = step.ensure_state
     monkeypatch.setattr(
-        divided, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
+        step, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
     )
     return seen
 
@@ -570,24 +570,6 @@ def test_any_part_of_the_parameters_steps_as_one_by_one(how, edit: str) -> None:
     assert [ours.state[p]["step"].item() for p in ps] == [
         plain.state[q]["step"].item() for q in qs
     ]
-
-
-def test_a_part_of_a_wider_plan_looks_at_no_state_alone(monkeypatch) -> None:
-    looked: list[Any] = []
-    ensure = divided.ensure_state
-    monkeypatch.setattr(
-        divided, "ensure_state", lambda *given: looked.append(given) or ensure(*given)
-    )
-    ps = params()
-    optimizer = AdamW(ps, lr=0.05, foreach=True)
-    train(optimizer, ps, 0, 1)
-    for t in range(9, 24):
-        fill(ps, t)
-        for i in {*range(len(ps))} - {*some_of(ps, t)}:
-            ps[i].grad = None
-        optimizer.step()
-    # For the first list, and for the wider one.
-    assert len(looked) == 2 * len(ps)
 
 
 def test_an_odd_state_of_one_without_a_gradient_is_no_matter(how) -> None:
@@ -772,89 +754,6 @@ def test_lists_that_never_come_again_are_forgotten(how) -> None:
         ends.append(ps)
         assert len(plans(optimizer)) <= 32 + len(ps)
     assert_alike(*ends)
-
-
-def _turns(optimizer: Any, ps: list[Tensor], steps: int) -> None:
-    """Steps of lists that do not come again."""
-    for t in range(steps):
-        fill(ps, t)
-        for i, p in enumerate(ps):
-            p.grad = None if i in (t, (3 * t + 1) % len(ps)) else p.grad
-        optimizer.step()
-
-
-def _even(count: int = 9) -> list[Tensor]:
-    return [torch.ones(3 + i % 2, requires_grad=True) for i in range(count)]
-
-
-def _launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note how many parameters each planned list has."""
-    made: list[int] = []
-    plan = plans_.plan_launches
-    monkeypatch.setattr(
-        plans_, "plan_launches", lambda *given: made.append(len(given[2])) or plan(*given)
-    )
-    return made
-
-
-@pytest.mark.kernels
-def test_lists_that_never_come_again_take_the_kernel_of_others(monkeypatch) -> None:
-    made, ends = _launches(monkeypatch), []
-    for way in ({"compile": None}, EAGER):
-        ps = _even()
-        optimizer = AdamW(ps, lr=0.05, **way)
-        train(optimizer, ps, 0, 1)
-        made.clear()
-        _turns(optimizer, ps, 8)
-        assert len(made) == (1 if way is not EAGER else 8)
-        # Other gradients, a switch that is part of the kernel, and the state alone.
-        fill(ps, 9)
-        ps[0].grad, ps[3].grad, count = None, ps[3].grad[::1].double().float(), len(made)
-        ps[2].grad = torch.stack([ps[2].grad, ps[2].grad], -1)[:, 0]
-        optimizer.step()
-        assert len(made) == count + 1
-        ends.append(ps)
-    assert_alike(*ends, 1e-6)
-
-
-@pytest.mark.kernels
-def test_a_sparse_gradient_in_a_list_that_is_new_is_refused() -> None:
-    ps = _even()
-    optimizer = AdamW(ps, lr=0.05)
-    train(optimizer, ps, 0, 1)
-    _turns(optimizer, ps, 5)
-    fill(ps, 6)
-    ps[0].grad, ps[4].grad = None, torch.ones(3).to_sparse()
-    before = [p.detach().clone() for p in ps]
-    with pytest.raises(TypeError, match="has layout"):
-        optimizer.step()
-    assert all(map(torch.equal, before, ps))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("odd", ["a dtype", "shared memory", "empty", "8 bits"])
-def test_lists_of_several_kinds_are_planned_each(odd: str, monkeypatch) -> None:
-    made, ends = _launches(monkeypatch), []
-    for way in ({"compile": None}, EAGER):
-        ps = _even()
-        if odd == "a dtype":
-            ps[1] = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        elif odd == "shared memory":
-            ps[2] = ps[1].detach()[:3].requires_grad_()
-        elif odd == "empty":
-            ps[1] = torch.ones(0, requires_grad=True)
-        else:
-            kind: Any = {"dtype": torch.bfloat16, "requires_grad": True}
-            ps = [torch.ones(9, 64, **kind) for _ in ps]
-        storage = "compact" if odd == "8 bits" else None
-        optimizer = AdamW(ps, lr=0.05, storage=storage, **way)
-        train(optimizer, ps, 0, 1)
-        made.clear()
-        _turns(optimizer, ps, 6)
-        assert len(made) == 6
-        ends.append(ps)
-    # Parameters that share memory and differ in counts take turns in another order.
-    assert_alike(*ends, {"8 bits": 1e-2, "shared memory": 1e-3}.get(odd, 1e-6))
 
 
 @pytest.mark.kernels

@@ -253,33 +253,3 @@ def test_kernels_step_trees_into_new_tensors_and_in_place() -> None:
         )
     assert [x.data_ptr() for x in own.values()] == places and own["w"]._version > 0
     assert_same(P, pairs(P))
-
-
-def test_a_modulus_in_trees() -> None:
-    """By vmap, in a graph, and by the compiled function, as leaf by leaf."""
-    optimizer = adamw(lr=0.02, modulus=True)
-    params, state = stepped(optimizer, P, G)
-    others, kept = stepped(adamw(lr=0.02), P, G)
-    assert not torch.equal(params["w"], others["w"]) and torch.equal(
-        params["b"], others["b"]
-    )
-    assert_same(state, pairs(kept))
-
-    def many(tree: Any) -> Any:
-        return pytree.tree_map(lambda x: torch.stack([x, 2 * x]), tree)
-
-    members = vmap(lambda p, g: stepped(optimizer, p, g)[0])(many(P), many(G))
-    for name, x in members.items():
-        torch.testing.assert_close(x[0], params[name])
-    step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
-    once, _ = stepped(optimizer, P, G, 1)
-    torch.testing.assert_close(step(P, G, optimizer.init(P))[0], once)
-
-
-@pytest.mark.kernels
-def test_a_modulus_in_compiled_functions() -> None:
-    optimizer = adamw(lr=0.02, modulus=True)
-    want, _ = stepped(optimizer, P, G, 1)
-    found, _ = compiled.step(optimizer, P, G, optimizer.init(P))
-    assert torch.equal(found["w"], want["w"])
-    torch.testing.assert_close(found["b"], want["b"])

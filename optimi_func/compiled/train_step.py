@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Unpack, cast, overload
 
@@ -25,9 +24,8 @@ from optimi_func.core.rule import InitOptions, Microbatch, PureOptimizer, PyTree
 from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
-from optimi_func.population.axes import path
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import FlatTree, TreeState, without_none
+from optimi_func.pure.tree import FlatTree, TreeState, path_of, without_none
 
 LossFn = Callable[[PyTree, PyTree], PyTree]
 
@@ -282,7 +280,11 @@ class PureStep:
 
     def _check_tensors(self, state: TrainState) -> None:
         """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
-        tensors, name = pytree.tree_leaves(state), partial(path, "state", state)
+        tensors = pytree.tree_leaves(state)
+
+        def name(i: int) -> str:
+            return f"state{path_of(state, i)}"
+
         for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name(i)}={x!r}: allowed are trees of tensors")

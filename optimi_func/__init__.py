@@ -16,11 +16,11 @@ from optimi_func import rules as rules
 from optimi_func import schedules as schedules
 from optimi_func import transforms as transforms
 from optimi_func.classes.evaluation import EMA as EMA
-from optimi_func.classes.wrappers import SAM as SAM
-from optimi_func.classes.wrappers import Backtracking as Backtracking
-from optimi_func.classes.wrappers import Lookahead as Lookahead
 from optimi_func.core.rule import PureOptimizer as PureOptimizer
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.extra.wrappers import SAM as SAM
+from optimi_func.extra.wrappers import Lookahead as Lookahead
+from optimi_func.fitting.implicit import implicit_root as implicit_root
 from optimi_func.functional import *
 from optimi_func.gradient_release import GradientRelease as GradientRelease
 from optimi_func.gradient_release import (
@@ -32,7 +32,6 @@ from optimi_func.optimizers import MuonAdamW as MuonAdamW
 from optimi_func.optimizers import NorMuonAdamW as NorMuonAdamW
 from optimi_func.optimizers import hidden_matrices as hidden_matrices
 from optimi_func.pure.functional import FunctionalOptimizer as FunctionalOptimizer
-from optimi_func.pure.implicit import implicit_root as implicit_root
 from optimi_func.pure.tree import LeafState as LeafState
 from optimi_func.pure.tree import TreeState as TreeState
 from optimi_func.pure.unrolling import Unrolled as Unrolled
@@ -47,7 +46,10 @@ if not TYPE_CHECKING:  # type checkers would find every name
 # `functional.Number`: too general a name for the package.
 del Number, TYPE_CHECKING  # noqa: F821
 
-_INNER = set("classes core execution gradient_release optimizers pure state utils".split())
+_INNER = set(
+    "classes core execution extra fitting gradient_release optimizers pure state "
+    "utils".split()
+)
 __all__ = sorted(n for n in {*globals()} - _INNER if n[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
 
 __version__ = "0.2.0"

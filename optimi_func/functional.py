@@ -9,11 +9,11 @@ A parameter tree is anything torch.utils._pytree flattens into floating tensors.
 tree has its structure; a parameter whose gradient is None does not change, nor does its
 state. Hyperparameters are floats, 0-d tensors, or callables of the 0-based step, a 0-d
 tensor, that return a number (in a graph a 0-d tensor: see `schedules`). lr and weight_decay
-may also be prefixes of the parameter tree, with a number for each subtree, and the other
-numbers dicts that are: `betas={"body": (0.9, 0.99), "head": (0.8, 0.9)}`.
+may also be prefixes of the parameter tree, with a number for each subtree.
 """
 
 from optimi_func.core.rule import Storage as Storage
+from optimi_func.fitting.lbfgs import lbfgs as lbfgs
 from optimi_func.optimizers.adadelta import *
 from optimi_func.optimizers.adafactor import *
 from optimi_func.optimizers.adagrad import *

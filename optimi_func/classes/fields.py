@@ -157,8 +157,10 @@ class Floats(Field[Got, Given]):
         """Raise unless there are as many numbers and, if `bound`, each is in range."""
         count = len(self.default)
         if not (isinstance(x, tuple | list) and len(x) == count):
-            text = f"Invalid {self.name}: {self.name}={x!r}: allowed are {count} numbers"
-            raise ValueError(text + checks.no_tree(x))
+            checks.check_no_tree(self.name, x)
+            raise ValueError(
+                f"Invalid {self.name}: {self.name}={x!r}: allowed are {count} numbers"
+            )
         for y in x:
             checks.check_number(self.name, self.name, y, **(self._bounds if bound else ANY))
 

@@ -11,16 +11,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from functools import wraps
 from itertools import pairwise
 from numbers import Real
 from operator import itemgetter
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.removed import instead_of
+from optimi_func.core.removed import REMOVED, instead_of
 from optimi_func.core.rule import (
     DecayKind,
     PureOptimizer,
@@ -39,6 +40,8 @@ from optimi_func.core.torch_private import (
 )
 
 K = TypeVar("K")
+P = ParamSpec("P")
+T = TypeVar("T")
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
@@ -75,6 +78,18 @@ def bind_call(
     return bound.arguments
 
 
+def tell_removed(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function's calls by an argument that it had say what to use instead."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if any([name in REMOVED for name in kwargs]):  # Dynamo traces no `isdisjoint`
+            bind_call(function.__name__, inspect.signature(function), args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def check_number(
     label: str,
     name: str,
@@ -105,9 +120,10 @@ def check_number(
     if type(value) is not float and (
         isinstance(value, bool) or not isinstance(value, Real)
     ):
+        check_no_tree(name, value)
         raise TypeError(
             f"Invalid {label}: {name}={shown(value)}: allowed are numbers and real 0-d "
-            f"tensors, and in the pure API schedules{no_tree(value)}"
+            "tensors, and in the pure API schedules"
         )
     number = float(value)
     # Comparisons only: under Dynamo math.isfinite would recompile for each value.
@@ -178,20 +194,20 @@ def value_of(x: Tensor) -> float | None:
 def check_betas(betas: object, count: int) -> None:
     """Raise if betas are not `count` numbers, each in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != count:
-        allowed = f"allowed are {count} numbers{no_tree(betas)}"
-        raise ValueError(f"Invalid betas: betas={betas!r}: {allowed}")
+        check_no_tree("betas", betas)
+        raise ValueError(f"Invalid betas: betas={betas!r}: allowed are {count} numbers")
     for i, beta in enumerate(betas):
         check_number(f"beta{i + 1} parameter", f"betas[{i}]", beta, below=1.0)
 
 
-def no_tree(x: object) -> str:
-    """Return what to do in place of a tree of numbers, for an error."""
-    if not isinstance(x, dict):
-        return ""
-    return (
-        ". Trees are for the numbers of the pure API's optimizers, but max_lr, as a whole: "
-        "transforms.partition has an optimizer for each part of the parameters"
-    )
+def check_no_tree(name: str, value: object) -> None:
+    """Raise if a number is a tree, of parts of the parameters."""
+    if isinstance(value, dict):
+        raise TypeError(
+            f"Invalid {name}: {name}={value!r}: allowed as trees are lr and weight_decay "
+            "of the pure API. transforms.partition has an optimizer for each part of the "
+            "parameters"
+        )
 
 
 def shown(x: object) -> str:

@@ -8,7 +8,6 @@ fail if a new torch lacks a name. No function changes torch for other code.
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import wraps
 from operator import attrgetter
 from types import MethodType
@@ -21,7 +20,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
-    temporarily_clear_interpreter_stack,
 )
 from torch.autograd import Variable
 from torch.optim.optimizer import (
@@ -274,13 +272,6 @@ def level_of(x: Tensor) -> int:
     return _functorch.maybe_get_level(x)
 
 
-@uncompiled
-def forward_modes() -> int:
-    """Return how many active transformations are forward mode (jvp, jacfwd)."""
-    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
-    return kinds.count(_functorch.TransformType.Jvp)
-
-
 def has_vmap() -> bool:
     """Return True if a vmap is active."""
     kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
@@ -350,8 +341,3 @@ def is_unwatched() -> bool:
     """Return True if no graph is traced, and no mode sees the operations."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     return not (traced or dispatch_modes())
-
-
-def no_transforms() -> AbstractContextManager[object]:
-    """Return a context in which no transformation of torch.func is active."""
-    return temporarily_clear_interpreter_stack()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimi_func.classes.fields import FloatOrNone, Floats
-from optimi_func.core.checks import check_number
+from optimi_func.core.checks import check_no_tree, check_number
 from optimi_func.core.math import choose, norm, sqrt
 from optimi_func.core.rule import Scalar
 from optimi_func.pure.functional import Number
@@ -42,6 +42,7 @@ class Epsilons(Floats[tuple[Scalar, Scalar], tuple[Number | None, Number]]):
     def check(self, x: object, bound: bool = True) -> None:
         del bound
         if not isinstance(x, tuple | list) or len(x) != 2:
+            check_no_tree("eps", x)
             raise ValueError(f"Invalid eps: eps={x!r}: allowed are two numbers")
         for i, number in enumerate(x):
             if number is not None or i == 1:

@@ -10,10 +10,10 @@ from torch.optim.optimizer import StateDict
 from torch.utils import _pytree as pytree
 
 from optimi_func.classes.fields import Params
-from optimi_func.core import quasi_newton as qn
 from optimi_func.core.checks import check_flag, check_no_module, check_whole, shown
 from optimi_func.core.rule import Scalar
-from optimi_func.pure.lbfgs import lbfgs
+from optimi_func.fitting import quasi_newton as qn
+from optimi_func.fitting.lbfgs import lbfgs
 from optimi_func.state.convert import Entry, Group
 
 __all__ = ["LBFGS", "lbfgs"]

@@ -197,27 +197,27 @@ def called(optimizer: Any, t: Scalar) -> dict[str, Any]:
 
 
 def resolve_tree(name: str, numbers: PyTree, step: Tensor) -> PyTree:
-    """Return a tree of hyperparameters at a step, whose bounds `check` has."""
-    return pytree.tree_map(lambda x: resolve(name, x, step, used=False), numbers)
+    """Return a number or a tuple of numbers at a step, whose bounds `check` has."""
+    return pytree.tree_map(lambda x: resolve(name, x, step, bounded=False), numbers)
 
 
 def resolve(
     name: str,
     number: Scalar | Callable[[Tensor], Scalar],
     step: Tensor,
-    used: bool = True,
+    bounded: bool = True,
     most: float = sys.float_info.max,
 ) -> Scalar:
     """Return a hyperparameter at a step: schedules are called, tensors made float64.
 
-    used=False allows values below 0, because a later step may not be taken. `most` is inf
-    for a limit, which may be inf for some steps. An lr of inf would fill the parameters
-    with NaN.
+    bounded=False leaves the bounds of a schedule's values to the caller. `most` is inf for
+    a limit, which may be inf for some steps. An lr of inf would fill the parameters with
+    NaN.
     """
     if callable(number):
         # In float32 1 - 0.9999**step would be off by 2e-4 of itself.
         number = _call(name, number, step.to(scalar_dtype(step.device)))
-        _check_scheduled(name, number, used, most)
+        _check_scheduled(name, number, bounded, most)
     if not isinstance(number, Tensor):
         return number
     if number.dim() != 0:
@@ -230,14 +230,14 @@ def resolve(
     return number.to(scalar_dtype(number.device))
 
 
-def _check_scheduled(name: str, number: Scalar, used: bool, most: float) -> None:
+def _check_scheduled(name: str, number: Scalar, bounded: bool, most: float) -> None:
     """Raise if a schedule returned no number from 0, as far as that can be read."""
     value = number
     if isinstance(number, Tensor) and number.dim() == 0:
         if (value := value_of(number)) is None:
             return
     fits = isinstance(value, Real) and not isinstance(value, bool)
-    if fits and (not used or 0.0 <= float(value) <= most):
+    if fits and (not bounded or 0.0 <= float(value) <= most):
         return
     raise (ValueError if fits or isinstance(number, Tensor) else TypeError)(
         f"{name} is a schedule that returned {shown(value)}: allowed are numbers from 0 "

@@ -37,7 +37,6 @@ from optimi_func.core.rule import (
 )
 from optimi_func.core.storage import storage_of
 from optimi_func.pure.casts import Casts, Kept, called, derived, resolve, resolve_tree
-from optimi_func.pure.parts import parts_of, scalars_of, trees_of
 from optimi_func.pure.tree import (
     NO_RUNNING,
     FlatTree,
@@ -67,7 +66,7 @@ class FunctionalOptimizer(Kept):
 
     Each optimizer is a subclass, with its own hyperparameters as further fields. Each is a
     float, a 0-d tensor or a callable of the 0-based step; lr and weight_decay may also be
-    prefixes of the parameter tree, and the others dicts that are.
+    prefixes of the parameter tree.
 
     Args:
         lr: Learning rate.
@@ -281,8 +280,7 @@ class FunctionalOptimizer(Kept):
 
     @cached_property
     def _stuck(self) -> list[str]:
-        rows = trees_of(self).get("betas", [getattr(self, "betas", ())])
-        return [text for x in rows for text in checks.stuck_moments(x[: self.rule.narrow])]
+        return checks.stuck_moments(self.narrow_betas)
 
     def warn(self, tree: FlatTree) -> None:
         """Warn of likely mistakes, and of moments of a tree that hardly move."""
@@ -296,13 +294,6 @@ class FunctionalOptimizer(Kept):
         for x in self.numbers.values():
             values += x if isinstance(x, tuple) else (x,)
         return _NUMBERS.issuperset(map(type, values))
-
-    @cached_property
-    def _on_host(self) -> bool:
-        """True if a step's scalars can be computed in Python, with the same results."""
-        every = [self.lr, self.weight_decay, self.max_lr, self.numbers]
-        plain = trees_of(self) and _NUMBERS.issuperset(map(type, pytree.tree_leaves(every)))
-        return bool(self.has_numbers or plain) and not self.rule.running._fields
 
     def init(
         self,
@@ -325,20 +316,11 @@ class FunctionalOptimizer(Kept):
         # Not `mistakes`, which has a lock that a graph cannot enter.
         checks.warn(self.likely_mistakes() + checks.decay_mistakes(self.unscaled_decays))
         how = storage_of(storage, kahan_sum, state_dtype)
-        trees = trees_of(self)
-        state = init_tree(self.rule if trees else self.starting_rule, params, how)
+        state = init_tree(self.starting_rule, params, how)
         tree = FlatTree.of(params, params, state)
         for name in ("lr", "weight_decay"):
             broadcast(name, getattr(self, name), tree)  # raises as each step would
-        if not trees:
-            return state
-        parts, at = parts_of(self, tree)
-        if all([x.starting_rule is self.rule for x in parts]):
-            return state
-        each = [init_tree(x.starting_rule, params, how) for x in parts]
-        rows = [FlatTree.of(params, params, x).states for x in each]
-        states = [rows[j][i] for i, j in enumerate(at)]
-        return TreeState(state.step, unflatten(tree.spec, states))
+        return state
 
     def step(
         self, params: T, grads: PyTree, state: TreeState, *, rewrite: Rewrite | None = None
@@ -432,7 +414,7 @@ class FunctionalOptimizer(Kept):
     def _now(self, tree: FlatTree) -> tuple[list[Scalars], list[int], list[Named], Casts]:
         """Return what `scalars` does, and the casts for a step of the tree."""
         step, at_once = tree.state.step.detach(), tree.runs_at_once()
-        if at_once and self._on_host:
+        if at_once and self.has_numbers and not self.rule.running._fields:
             t = step.item() + 1.0
         else:
             t = step.to(scalar_dtype(step.device)) + 1.0
@@ -454,8 +436,6 @@ class FunctionalOptimizer(Kept):
             coeffs, after = self.advance(t, NO_RUNNING)
             single, count = Scalars(coeffs, self.rates_now, dither_at(t)), len(tree.leaves)
             return [single], [0] * count, [after] * count
-        if trees_of(self):
-            return scalars_of(self, tree, step, t, at_once)
         step = step.clone()  # a schedule may write to what it is given
         numbers = {k: resolve_tree(k, x, step) for k, x in self.numbers.items()}
         max_lr = None if self.max_lr is None else resolve("max_lr", self.max_lr, step)

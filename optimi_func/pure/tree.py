@@ -25,7 +25,6 @@ from optimi_func.core.torch_private import is_unwatched, serializable, transform
 NO_RUNNING = NoRunning()
 # From the updates of all leaves and their parameters to the updates that are added.
 Rewrite: TypeAlias = Callable[[list[Tensor | None], list[Tensor]], list[Tensor | None]]
-IsLeaf: TypeAlias = Callable[[PyTree], bool]
 _Kinds: TypeAlias = tuple[type[Named], type[Named], bool]
 N = TypeVar("N", bound=Named)
 
@@ -212,6 +211,10 @@ _is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
 _kind = attrgetter("shape", "device", "dtype", "layout")
 
 
+def _is_leaf_state(x: PyTree) -> bool:
+    return isinstance(x, LeafState)
+
+
 def flatten(tree: PyTree, out: list[object]) -> object:
     """Append the leaves of a tree, and return its structure: see `unflatten`."""
     kind = type(tree)
@@ -223,7 +226,7 @@ def flatten(tree: PyTree, out: list[object]) -> object:
     elif kind is list or kind is tuple:
         label, children = len(tree), tree
     else:
-        leaves, spec = pytree.tree_flatten(tree, lambda x: isinstance(x, LeafState))
+        leaves, spec = pytree.tree_flatten(tree, _is_leaf_state)
         out += leaves
         return spec
     if _LEAVES.issuperset(map(type, children)):
@@ -375,7 +378,7 @@ def match_tree(
     try:
         return spec.flatten_up_to(tree)
     except ValueError as error:
-        leaves, own = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, LeafState))
+        leaves, own = pytree.tree_flatten(tree, _is_leaf_state)
         parts: list[PyTree] = [None] * spec.num_leaves
         try:
             places = own.flatten_up_to(pytree.tree_unflatten(range(len(parts)), spec))
@@ -391,9 +394,7 @@ def match_tree(
             ) from error
 
 
-def broadcast(
-    name: str, prefix: object, tree: FlatTree, is_leaf: IsLeaf | None = None
-) -> tuple[list[Any], list[int]]:
+def broadcast(name: str, prefix: object, tree: FlatTree) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of the parameter tree, and return the index in it for each leaf."""
     count = len(tree.leaves)
     # Dynamo cannot ask whether a dict is callable.
@@ -403,19 +404,17 @@ def broadcast(
         return [prefix], [0] * count
     places = unflatten(tree.spec, range(count))
     try:
-        return spread(prefix, places, count, is_leaf)
+        return spread(prefix, places, count)
     except ValueError as error:
         raise ValueError(
-            f"{name} is no prefix of params{_difference(prefix, places, is_leaf)}"
+            f"{name} is no prefix of params{_difference(prefix, places)}"
             + " (values of a population's members are a tensor)" * isinstance(prefix, list)
         ) from error
 
 
-def spread(
-    prefix: PyTree, places: PyTree, count: int, is_leaf: IsLeaf | None = None
-) -> tuple[list[Any], list[int]]:
+def spread(prefix: PyTree, places: PyTree, count: int) -> tuple[list[Any], list[int]]:
     """Flatten a prefix of a tree of `count` indices, and return its index for each."""
-    leaves, spec = pytree.tree_flatten(prefix, is_leaf)
+    leaves, spec = pytree.tree_flatten(prefix)
     at = [0] * count
     for i, subtree in enumerate(spec.flatten_up_to(places)):
         for place in pytree.tree_leaves(subtree):
@@ -460,22 +459,19 @@ def check_pair(owner: str, first: str, found: object, state: PyTree) -> None:
         raise ValueError(f"{owner} returned a state of another structure than that of init")
 
 
-def _difference(tree: PyTree, params: PyTree, is_leaf: IsLeaf | None = None) -> str:
-    def stop(x: PyTree) -> bool:
-        return isinstance(x, LeafState) if is_leaf is None else is_leaf(x)
-
-    ours, theirs = paths_in(without_none(params)), paths_in(tree, stop)
+def _difference(tree: PyTree, params: PyTree) -> str:
+    ours, theirs = paths_in(without_none(params)), paths_in(tree, _is_leaf_state)
     for path in ours:
         # A prefix covers all leaves below it.
         if not any(path.startswith(known) for known in theirs):
             return f": params{path} has no counterpart"
-    for path in paths_in(without_none(tree), stop):
+    for path in paths_in(without_none(tree), _is_leaf_state):
         if not any(known.startswith(path) for known in ours):
             return f": {path} is not in params"
     return ": the containers are of different types"
 
 
-def paths_in(tree: PyTree, stop: IsLeaf | None = None) -> list[str]:
+def paths_in(tree: PyTree, stop: Callable[[PyTree], bool] | None = None) -> list[str]:
     """Return the paths of a tree's leaves."""
     if not torch.compiler.is_compiling():
         try:

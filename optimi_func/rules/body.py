@@ -37,7 +37,6 @@ from optimi_func.core.storage import storage_of
 from optimi_func.core.torch_private import constant_in_graphs
 from optimi_func.pure.casts import derived, resolve_tree
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.parts import samples, trees_of
 from optimi_func.pure.tree import (
     FlatTree,
     Rewrite,
@@ -131,9 +130,6 @@ class OwnRule(FunctionalOptimizer):
 
     def check(self) -> None:
         """Raise if a hyperparameter is out of range, also by the class's own `check`."""
-        if trees_of(self):  # each number is checked here or, in a graph, by each step
-            _ = torch.compiler.is_compiling() or samples(self)
-            return
         where = type(self).__name__
         for name in self.choices:
             x, usual = getattr(self, name), getattr(type(self), name, callable)
@@ -172,9 +168,7 @@ class OwnRule(FunctionalOptimizer):
         """Return warnings of options that are allowed, but probably a mistake."""
         texts = super().likely_mistakes()
         if hasattr(self.owner, "mistakes"):
-            texts += [
-                y for x in samples(self) for y in self.owner.with_values(x).mistakes()
-            ]
+            texts += self.owner.with_values(self).mistakes()
         return texts
 
     def step(
@@ -353,9 +347,7 @@ def _hashable(x: Any) -> Any:
 
 def _values_of(value: OwnRule) -> dict[str, object]:
     values = value.__dict__
-    values = {name: values[name] for name in value.__dataclass_fields__ if name in values}
-    # The numbers of a tree have the same rule: one stands for all.
-    return values | {name: leaves[0] for name, leaves in trees_of(value).items()}
+    return {name: values[name] for name in value.__dataclass_fields__ if name in values}
 
 
 def _is_rule(cls: type[Body]) -> bool:

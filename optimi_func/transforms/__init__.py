@@ -10,6 +10,9 @@ step depends on values of tensors, so that each compiles into one graph, vmaps a
 differentiates.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from optimi_func.core.torch_private import serializable
 from optimi_func.transforms.around import EmaState as EmaState
 from optimi_func.transforms.around import EveryState as EveryState
@@ -17,6 +20,7 @@ from optimi_func.transforms.around import FiniteState as FiniteState
 from optimi_func.transforms.around import apply_if_finite as apply_if_finite
 from optimi_func.transforms.around import ema as ema
 from optimi_func.transforms.around import every_k as every_k
+from optimi_func.transforms.ascent import ascent as ascent
 from optimi_func.transforms.gradients import ChainState as ChainState
 from optimi_func.transforms.gradients import GradientTransform as GradientTransform
 from optimi_func.transforms.gradients import NoiseState as NoiseState
@@ -26,20 +30,14 @@ from optimi_func.transforms.gradients import chain as chain
 from optimi_func.transforms.gradients import clip_global_norm as clip_global_norm
 from optimi_func.transforms.gradients import clip_param_norm as clip_param_norm
 from optimi_func.transforms.gradients import clip_value as clip_value
-from optimi_func.transforms.inject import InjectState as InjectState
-from optimi_func.transforms.inject import inject as inject
-from optimi_func.transforms.losses import BacktrackingState as BacktrackingState
-from optimi_func.transforms.losses import LookaheadState as LookaheadState
-from optimi_func.transforms.losses import SamState as SamState
-from optimi_func.transforms.losses import backtracking as backtracking
-from optimi_func.transforms.losses import lookahead as lookahead
-from optimi_func.transforms.losses import sam as sam
 from optimi_func.transforms.partition import PartitionState as PartitionState
 from optimi_func.transforms.partition import masked as masked
 from optimi_func.transforms.partition import partition as partition
 
-for _state in (
-    *(BacktrackingState, ChainState, EmaState, EveryState, FiniteState, InjectState),
-    *(LookaheadState, NoiseState, SamState),
-):
+for _state in (ChainState, EmaState, EveryState, FiniteState, NoiseState):
     serializable(_state)
+
+if not TYPE_CHECKING:  # type checkers would find every name
+    from optimi_func.core.checks import missing
+
+    __getattr__ = partial(missing, module=__name__)

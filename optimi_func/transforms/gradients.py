@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,33 +53,31 @@ class GradientTransform:
         init: `params -> state`, a pytree of tensors; `()` if there is nothing to keep.
         rewrite: `(grads, state, step, ...) -> (grads, state)`. Gradients are at least
             float32, or None.
-        numbers: Floats, 0-d tensors and schedules from 0 on, which `inject` can keep in the
-            state. Those called limit or max_norm may be inf.
-        takes: The names of the further arguments, and True for those without a default.
-            None reads them from the signature.
+        numbers: Floats, 0-d tensors and schedules from 0 on. Those called limit or max_norm
+            may be inf.
         by_parameter: True if `rewrite` takes any part of the parameters, each for itself,
-            and `init` one tensor too: gradient release and divided states need that.
+            and `init` one tensor too: gradient release needs that.
+        takes: The names of the further arguments, and True for those without a default.
     """
 
     init: Callable[[PyTree], PyTree]
     rewrite: Callable[..., Rewritten]
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    takes: Any = None
     by_parameter: bool = False
+    takes: dict[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the names of the further arguments, and check those of the numbers."""
-        if self.takes is None:
-            args = [*inspect.signature(self.rewrite).parameters.values()][3:]
-            args = [x for x in args if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-            takes = {x.name: x.default is x.empty for x in args}
-            object.__setattr__(self, "takes", takes)
-            for name in self.numbers:
-                if name in ("grads", "state", "step", "params", "paths"):
-                    text = f"numbers has {name!r}, which chain gives to rewrite"
-                    raise TypeError(f"{text}: allowed are other names")
-                if name not in takes:
-                    raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
+        args = [*inspect.signature(self.rewrite).parameters.values()][3:]
+        args = [x for x in args if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+        takes = {x.name: x.default is x.empty for x in args}
+        object.__setattr__(self, "takes", takes)
+        for name in self.numbers:
+            if name in ("grads", "state", "step", "params", "paths"):
+                text = f"numbers has {name!r}, which chain gives to rewrite"
+                raise TypeError(f"{text}: allowed are other names")
+            if name not in takes:
+                raise TypeError(f"numbers has {name!r}, but rewrite takes {[*takes]}")
 
     def run(
         self,
@@ -93,7 +91,7 @@ class GradientTransform:
         part = (
             f"chain's part {place}, {getattr(self.rewrite, '__qualname__', self.rewrite)},"
         )
-        numbers = {k: number_at(k, x, step) for k, x in self.numbers.items()}
+        numbers = {k: _number_at(k, x, step) for k, x in self.numbers.items()}
         known = {**known, **numbers}
         now = {name: known[name] for name in self.takes if name in known}
         for name, required in self.takes.items():
@@ -124,7 +122,7 @@ def _cast_like(x: object, old: Tensor) -> object:
     return x.to(old.dtype) if isinstance(x, Tensor) else x
 
 
-def number_at(name: str, number: Number, step: Tensor) -> Scalar:
+def _number_at(name: str, number: Number, step: Tensor) -> Scalar:
     """Return a transform's number at a step."""
     most = math.inf if name in ("limit", "max_norm") else sys.float_info.max
     now = resolve(name, number, step.clone(), most=most)
@@ -209,8 +207,7 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
 
     Args:
         *parts: One transform or more, as `clip_global_norm(1.0)`, and one optimizer. In
-            front of transforms it is one made by a factory, as `adamw(lr=1e-3)`, or
-            `inject` of one.
+            front of transforms it is one made by a factory, as `adamw(lr=1e-3)`.
 
     Raises:
         TypeError: The parts are others.
@@ -233,12 +230,11 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
             "one gradient transform or more, such as clip_global_norm(1.0)"
         )
     before, optimizer = at[0], check_pure("chain", parts[at[0]], "")
-    hands_out = getattr(optimizer, "hands_out", isinstance(optimizer, FunctionalOptimizer))
-    if before + 1 < len(parts) and not hands_out:
+    if before + 1 < len(parts) and not isinstance(optimizer, FunctionalOptimizer):
         raise TypeError(
             f"chain got transforms after {optimizer!r}, which hands out no updates: "
-            "allowed are optimizers of a factory, such as adamw(lr=1e-3), and inject of "
-            "them. Put the chain inside, as in ema(chain(adamw(...), clip_value(0.1)), 0.9)"
+            "allowed are optimizers of a factory, such as adamw(lr=1e-3). Put the chain "
+            "inside, as in ema(chain(adamw(...), clip_value(0.1)), 0.9)"
         )
     transforms = [x for x in parts if isinstance(x, GradientTransform)]
     return Chain(optimizer, tuple(transforms), before)

@@ -31,7 +31,7 @@ from optimi_func.classes.base import BaseOptimizer
 from optimi_func.execution import kernels
 from optimi_func.optimizers import mixed
 from optimi_func.rules import Optimizer, SecondMoment, Wide, check_number
-from optimi_func.transforms import chain, clip_global_norm, inject
+from optimi_func.transforms import chain, clip_global_norm
 
 # Rules
 
@@ -468,8 +468,6 @@ def test_a_class_of_main_in_two_processes(tmp_path: Any) -> None:
 def test_transforms_and_populations(cls: type[Optimizer]) -> None:
     p, g = start()[0], gradients()[0][0]
     plain = cls.pure(lr=0.1).step(p, g, cls.pure(lr=0.1).init(p))[0]
-    injected = inject(cls.pure(lr=0.1))
-    torch.testing.assert_close(injected.step(p, g, injected.init(p))[0], plain)
     clipped = chain(clip_global_norm(1e9), cls.pure(lr=0.1))
     torch.testing.assert_close(clipped.step(p, g, clipped.init(p))[0], plain)
     members = population.init(cls.pure, p, {"lr": torch.tensor([0.1, 0.2])}, n=2)

@@ -37,7 +37,6 @@ from optimi_func.transforms import (
     clip_global_norm,
     clip_param_norm,
     clip_value,
-    inject,
 )
 
 SHAPES = {"w": (4, 3), "b": (5,), "m": (3, 6)}
@@ -81,7 +80,6 @@ SETS: dict[str, list[Any]] = {
     "clip_global_norm": [clip_global_norm(1.0)],
     "centralize": [centralize()],
     "add_noise": [add_noise(0.3, seed=7)],
-    "inject": [inject(clip_value(0.3))],
     "trace": [trace(0.5)],
     "trace of all": [trace(0.5, by_parameter=False)],
     "with params and paths": [scaled],
@@ -339,7 +337,7 @@ def test_optimizer_accumulation_is_refused() -> None:
     assert not optimizer.state
 
 
-KEPT = ["trace", "add_noise", "inject", "several", "behind, trace", "trace of all"]
+KEPT = ["trace", "add_noise", "several", "behind, trace", "trace of all"]
 
 
 def again_of(optimizer: Any, params: Any, name: str, how: str) -> tuple[Any, Any]:

@@ -4,7 +4,13 @@ import pytest
 import worlds
 import zero_worlds
 
-CHECKS = [zero_worlds.every_rule, zero_worlds.storages, zero_worlds.transforms]
+CHECKS = [
+    *(zero_worlds.every_rule, zero_worlds.storages, zero_worlds.transforms),
+    zero_worlds.sums,
+]
+
+
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -117,30 +117,23 @@ def test_derivatives(name: str) -> None:
     assert ours[0].abs().min() > 0 and ours[2].abs() > 0
 
 
-def test_unrolled_steps_differentiate_recomputed_or_not() -> None:
+def test_unrolled_steps_differentiate() -> None:
     start = {"w": drawn(3, dtype=torch.complex128)}
     batches = [drawn(3, seed=i, dtype=torch.complex128) for i in range(4)]
 
     def loss(params: Tree, x: Tensor) -> Tensor:
         return (params["w"] * x - 1).abs().square().sum()
 
-    def outer(lr: Tensor, w: Tensor, **how: Any) -> Tensor:
+    def outer(lr: Tensor, w: Tensor) -> Tensor:
         state = adamw(lr=0.1).init(start)
-        done = unroll(adamw, loss, {"w": w}, state, batches, hyper={"lr": lr}, **how)
+        done = unroll(adamw, loss, {"w": w}, state, batches, hyper={"lr": lr})
         return done.params["w"].abs().sum()
 
     lr = torch.tensor(0.1, dtype=torch.float64)
-    kept, again = (
-        grad(lambda lr, w, how=how: outer(lr, w, **how), (0, 1))(lr, start["w"])
-        for how in ({}, {"checkpoint_every": 2})
-    )
-    torch.testing.assert_close(kept, again)
-    assert kept[1].abs().min() > 0
-    along = [
-        jvp(lambda w, h=h: outer(lr, w, **h), (start["w"],), (batches[1],))[1]
-        for h in ({}, {"checkpoint_every": 2})
-    ]
-    torch.testing.assert_close(*along)
+    slopes = grad(outer, (0, 1))(lr, start["w"])
+    assert slopes[1].abs().min() > 0
+    _, along = jvp(lambda w: outer(lr, w), (start["w"],), (batches[1],))
+    torch.testing.assert_close(along, (slopes[1].conj() * batches[1]).real.sum())
 
 
 def test_a_population_trains_complex_parameters() -> None:
@@ -174,7 +167,6 @@ AROUND: dict[str, Any] = {
     "every_k": lambda: transforms.every_k(adamw(lr=0.02), 2),
     "finite": lambda: transforms.apply_if_finite(adamw(lr=0.02)),
     "ema": lambda: transforms.ema(adamw(lr=0.02), 0.9),
-    "inject": lambda: transforms.inject(adamw(lr=0.02)),
 }
 
 

@@ -17,7 +17,6 @@ from optimi_func.transforms import (
     clip_value,
     ema,
     every_k,
-    inject,
     masked,
     partition,
 )
@@ -65,9 +64,8 @@ def test_transforms_ask_their_optimizer() -> None:
         chain(clip_value(1e9), inner),
         apply_if_finite(inner),
         every_k(inner, 1),
-        inject(inner),
         masked(inner, "*"),
-        apply_if_finite(chain(clip_value(1e9), inject(inner))),
+        apply_if_finite(chain(clip_value(1e9), inner)),
     ):
         now, outer = trained(optimizer)
         found = optimizer.eval_params(now, outer)

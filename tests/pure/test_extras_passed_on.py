@@ -80,8 +80,7 @@ def test_extras_that_nobody_takes_are_named() -> None:
         opt.step(P, G, opt.init(P), weight=W)
 
 
-@pytest.mark.parametrize("every", [None, 2])
-def test_unrolled_steps_take_extras_and_return_aux(every: int | None) -> None:
+def test_unrolled_steps_take_extras_and_return_aux() -> None:
     def loss(p: Any, x: Tensor) -> Any:
         return (p * x).sum(), {"seen": x, "p": p}
 
@@ -90,10 +89,8 @@ def test_unrolled_steps_take_extras_and_return_aux(every: int | None) -> None:
 
     def end(lr: Tensor) -> Any:
         xs = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([1.0, 1.0])]
-        how: Any = {"hyper": {"lr": lr}, "checkpoint_every": every}
-        return unroll(
-            Weighed.pure, loss, torch.zeros(2), None, xs, **how, extras=extras, has_aux=True
-        )
+        how: Any = {"hyper": {"lr": lr}, "extras": extras, "has_aux": True}
+        return unroll(Weighed.pure, loss, torch.zeros(2), None, xs, **how)
 
     run, aux = end(torch.tensor(2.0))
     assert run.params.tolist() == [-11.0, -21.0] and run.losses.shape == (3,)

@@ -359,6 +359,37 @@ def test_every_number_may_change_in_a_graph(number, graphs) -> None:
     assert_moved_alike(torch.ones(3), p["w"], q["w"], 1e-12)
 
 
+def test_an_optimizer_that_a_graph_makes_of_tensors(graphs) -> None:
+    """One graph for all values, the bits of numbers, derivatives and members by them."""
+    torch._dynamo.reset()
+
+    def plain(p, s, lr, first, second):
+        return adamw(lr=lr, betas=(first, second)).step(p, p, s)
+
+    step = torch.compile(plain, fullgraph=True, backend="eager")
+    start = {"w": torch.linspace(-1.0, 1.0, 7)}
+    ours = theirs = start, adamw_init(start)
+    rows = [(0.1, 0.9, 0.99), (0.03, 0.8, 0.9), (0.2, 0.5, 0.7)]
+    for row in rows:
+        tensors = torch.tensor(row, dtype=torch.float64).unbind()
+        ours, theirs = step(*ours, *tensors), plain(*theirs, *row)
+        assert torch.equal(ours[0]["w"], theirs[0]["w"])
+    assert graphs() == 1
+    params, state = pytree.tree_map(lambda x: x.double(), ours)
+
+    def end(*numbers):
+        return plain(params, state, *numbers)[0]["w"].square().sum()
+
+    at, h = torch.tensor(rows[0], dtype=torch.float64).unbind(), 1e-6
+    for i, slope in enumerate(grad(end, argnums=(0, 1, 2))(*at)):
+        ends = [end(*(x + z * h * (i == j) for j, x in enumerate(at))) for z in (1, -1)]
+        assert slope.item() == pytest.approx((ends[0] - ends[1]).item() / (2 * h), rel=1e-6)
+        assert abs(slope) > 1e-3
+    columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    each = torch.stack([end(*x) for x in torch.stack(columns, 1).unbind()])
+    torch.testing.assert_close(vmap(end)(*columns), each)
+
+
 def test_schedules_are_called_with_the_step_before() -> None:
     seen = []
 

@@ -25,7 +25,6 @@ from optimi_func.transforms import (
     clip_value,
     ema,
     every_k,
-    inject,
     masked,
     partition,
 )
@@ -139,7 +138,7 @@ def test_none_is_a_frozen_parameter(name: str) -> None:
     assert not torch.equal(ends[0][0]["w"], torch.eye(2))
 
 
-@pytest.mark.parametrize("around", [*AROUND.values(), inject], ids=[*AROUND, "inject"])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_transforms_of_frozen_parameters(around: Callable[[Any], Any]) -> None:
     ends: list[Any] = []
     for p in trees():
@@ -208,15 +207,13 @@ def test_populations_of_frozen_parameters(factory: Any) -> None:
     assert ends[0][0].params["sub"]["b"] is None
 
 
-@pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES.keys())
-def test_runs_with_frozen_parameters(factory: Any, every: int | None) -> None:
+def test_runs_with_frozen_parameters(factory: Any) -> None:
     ends: list[Any] = []
     for params in trees():
 
         def run(lr: Tensor, params: Any = params) -> Any:
-            more: Any = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
-            return unroll(factory, loss, params, None, X, **more)
+            return unroll(factory, loss, params, None, X, steps=4, hyper={"lr": lr})
 
         def end(lr: Tensor, run: Any = run) -> Tensor:
             return loss(run(lr).params, X)
@@ -274,9 +271,8 @@ def test_two_functions_are_enough(around: Callable[[Any], Any]) -> None:
     _, grads = population.loss_and_grad(loss, members, X)
     moved = population.step(optimizer, members, grads)
     assert len(moved) == 2
-    for every in (None, 2):
-        run = unroll(optimizer, loss, params, None, X, steps=2, checkpoint_every=every)
-        assert not torch.equal(run.params["sub"]["a"], params["sub"]["a"])
+    run = unroll(optimizer, loss, params, None, X, steps=2)
+    assert not torch.equal(run.params["sub"]["a"], params["sub"]["a"])
     step = compiled.train_step(lambda p, b, x: loss(p, x), lambda o, x: o, optimizer)
     assert_same(step.init(params).optimizer, optimizer.init(params))
     with pytest.raises(TypeError, match="kahan_sum"):
@@ -289,8 +285,6 @@ def test_refusals_of_two_functions_say_what_to_do() -> None:
     own, p = Halves(), torch.ones(2)
     with pytest.raises(TypeError, match=r"torch\.compile\(optimizer\.step\)"):
         compiled.step(own, p, p, own.init(p))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="in its own state"):
-        inject(own)  # pyright: ignore[reportArgumentType]
     around = chain(clip_value(1.0), own)
     with pytest.raises(TypeError, match="evaluate at its params"):
         around.eval_params(p, around.init(p))
@@ -350,11 +344,8 @@ def test_exported_steps_save_load_and_run(name: str, caplog: Any) -> None:
     assert not caplog.records
 
 
-EXPORTED = [*AROUND.items(), ("inject", inject)]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("around", [x for _, x in EXPORTED], ids=[k for k, _ in EXPORTED])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_exported_transforms(around: Callable[[Any], Any]) -> None:
     if around in (AROUND["partition"], AROUND["masked"]):
         around = lambda inner: partition(("w", inner), rest=ema(inner, 0.5))  # noqa: E731
@@ -366,21 +357,17 @@ def test_exported_states_in_codes() -> None:
     assert_exports(adamw(lr=0.1), storage=Storage(moments="8bit"))
 
 
-# A recomputed run in a graph.
+# A run in a graph.
 
 
-def test_a_recomputed_run_is_not_compiled(graphs: Callable[[], int]) -> None:
-    def end(lr: Tensor, every: int | None = 2) -> Tensor:
-        more: Any = {"steps": 4, "hyper": {"lr": lr}, "checkpoint_every": every}
+def test_a_run_is_one_graph(graphs: Callable[[], int]) -> None:
+    def end(lr: Tensor) -> Tensor:
+        more: Any = {"steps": 4, "hyper": {"lr": lr}}
         return unroll(sgd, lambda p, x: ((p * x) ** 2).sum(), X, None, X, **more).params
 
-    lr = torch.tensor(0.01)
-    before = graphs()
+    lr, before = torch.tensor(0.01), graphs()
     whole = torch.compile(end, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="checkpoint_every=2 in a compiled function"):
-        whole(lr)
-    assert torch.equal(torch.compile(end, backend="eager")(lr), end(lr))
-    assert torch.equal(whole(lr, None), end(lr))
+    assert torch.equal(whole(lr), end(lr))
     assert graphs() > before
 
 

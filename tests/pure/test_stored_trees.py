@@ -72,7 +72,6 @@ def test_states_of_transforms_load_with_weights_only() -> None:
     for optimizer in (
         *alone,
         transforms.ema(adamw(lr=0.1), 0.9),
-        transforms.inject(adamw(lr=0.1)),
         transforms.chain(
             transforms.clip_value(1.0), transforms.add_noise(0.1, seed=0), lion(lr=1)
         ),
@@ -235,7 +234,6 @@ TRANSFORMS: dict[str, Any] = {
     "partition": lambda base: transforms.partition(("w", base), rest=lion(lr=0.1)),
     "masked": lambda base: transforms.masked(base, "w"),
     "apply_if_finite": lambda base: transforms.apply_if_finite(base),
-    "inject": transforms.inject,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import ELEMENTWISE, MATRICES, NAMES, SENSITIVE, Case, assert_moved_alike
+from cases import ELEMENTWISE, NAMES, SENSITIVE, Case, assert_moved_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import few
@@ -37,7 +37,6 @@ from optimi_func.transforms import (
     clip_value,
     ema,
     every_k,
-    inject,
     masked,
     partition,
 )
@@ -150,14 +149,6 @@ def plain_schedule(shape: Callable[[int], float]):
         return each_leaf(params, grads, [number * shape(i) for i in range(len(grads))])
 
     return run
-
-
-def plain_inject(params, grads, lr, number):
-    bare = [
-        reference.adamw(p, [g[k] for g in grads], lr=lr, weight_decay=number)
-        for k, p in params.items()
-    ]
-    return [dict(zip(params, step)) for step in zip(*bare)]
 
 
 BAD_STEPS = {3: "nan", 4: "inf", 8: "-inf"}
@@ -289,9 +280,6 @@ ROWS = {
         0.05,
         plain_schedule(lambda i: 1.0 if i < 5 else min((i - 5) / 4, 1)),
     ),
-    "inject": Row(
-        lambda lr, number: inject(adamw(lr=lr, weight_decay=number)), 0.2, plain_inject
-    ),
     "apply_if_finite": Row(
         lambda lr, number: apply_if_finite(adamw_of(lr)),
         0.0,
@@ -353,7 +341,7 @@ def assert_paths_alike(ours: list[Any], theirs: list[Any], tolerance: float) -> 
 
 ALL = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 # Tracing takes a second or more: these differ in form.
-IN_GRAPHS = ("clip_global_norm", "every_k", "inject")
+IN_GRAPHS = ("clip_global_norm", "every_k")
 
 
 def name_of(row: Row) -> str:
@@ -526,7 +514,7 @@ def test_trees_with_empty_and_0d_leaves(tree) -> None:
                         *(clip_global_norm(1.0), clip_param_norm(0.9), clip_value(0.5)),
                         *(centralize(), add_noise(0.1, seed=1)),
                         partition(
-                            (lambda path, p: p.dim() == 2, inject(lion(lr=0.1))),
+                            (lambda path, p: p.dim() == 2, lion(lr=0.1)),
                             rest=masked(adamw(lr=0.1), "*"),
                         ),
                     ),
@@ -609,7 +597,7 @@ def test_nested_compiled_by_inductor(graphs) -> None:
     """One graph, also with random numbers, in float32 and bfloat16 with Kahan."""
 
     def optimizer(lr):
-        both = partition(("w", lion(lr=lr)), rest=inject(adamw_of(0.1)))
+        both = partition(("w", lion(lr=lr)), rest=adamw_of(0.1))
         noisy = chain(clip_global_norm(1.0), add_noise(0.1, seed=SEED), both)
         return apply_if_finite(every_k(ema(noisy, 0.9), 2))
 
@@ -644,7 +632,7 @@ CORES = {
     "all": lambda opt: opt,
     "masked": lambda opt: masked(opt, "w"),
     "partition": lambda opt: partition(
-        ("b", inject(sgd(lr=0.1, momentum=0.9))), rest=masked(opt, "w")
+        ("b", sgd(lr=0.1, momentum=0.9)), rest=masked(opt, "w")
     ),
 }
 
@@ -672,7 +660,7 @@ def test_any_nest_steps_and_vmaps(rule: str, core: str, names: list[str]) -> Non
 
 
 def test_states_save_copy_and_resume(tmp_path) -> None:
-    optimizer = ema(partition(("w", lion(lr=0.1)), rest=inject(adamw(lr=0.1))), 0.9)
+    optimizer = ema(partition(("w", lion(lr=0.1)), rest=adamw(lr=0.1)), 0.9)
     optimizer = every_k(chain(add_noise(0.1, seed=3), optimizer), 2)
     params, grads = problem(6)
     params = {**params, "b": params["b"].bfloat16()}
@@ -993,7 +981,7 @@ def test_dict_order_does_not_matter() -> None:
     """Of the parameters, between init and step, through every transform but the noise."""
 
     def optimizer():
-        both = partition(("w", lion(lr=0.1)), rest=inject(adamw_of(0.1)))
+        both = partition(("w", lion(lr=0.1)), rest=adamw_of(0.1))
         clipped = chain(clip_global_norm(1.0), clip_param_norm(0.5), centralize(), both)
         return apply_if_finite(every_k(ema(clipped, 0.9), 2))
 
@@ -1042,153 +1030,12 @@ def test_a_graph_takes_the_places_from_the_state(graphs) -> None:
         torch.compile(optimizer.init, fullgraph=True, backend="aot_eager")(params)
 
 
-# Inject.
-
-INJECTED = [
-    *(Case(n) for n in NAMES if n not in ("sgd", "ranger", "adafactor", *MATRICES)),
-    Case("rmsprop", {"momentum": 0.5}),
-    Case("muon", {"eps": 5.0}),
-    Case("normuon", {"eps": 5.0}),
-    # Both eps and the lr in the rule have an effect.
-    Case("adafactor", {"eps": (3.0, 3.0), "beta1": 0.9, "scale_parameter": True}),
-    Case("sgd"),
-    Case("sgd", {"momentum": 0.9, "dampening": 0.4}),
-    Case("ranger", {"k": 1}),
-    Case("adamw", {"decouple_lr": True, "weight_decay": 1e-4}),
-    Case("adamw", {"decouple_lr": True, "weight_decay": 1e-4, "max_lr": 0.1}),
-]
-SET = {"lr": 0.5, "weight_decay": 0.5, "eps": 0.5, "betas": 0.3, "momentum": 0.3}
-SET |= {
-    "shampoo_beta": 0.3,
-    **{"lr_decay": 0.5, "initial_accumulator_value": 0.5, "rho": 0.3},
-    **{"momentum_decay": 0.5, "lambd": 0.5, "t0": 3.0, "step_sizes": 0.01},
-    "alpha_warmup": 40.0,
-    "beta3_warmup": 40.0,
-    "dampening": 0.7,
-    "k": 7.0,
-    "alpha": 0.9,
-    "r": 2.0,
-    "weight_lr_power": 1.0,
-    "warmup_steps": 40.0,
-    "max_lr": 0.7,
-    "row_beta": 0.3,
-    "beta1": 0.3,
-    "clip_threshold": 0.01,
-    "decay_rate": -0.3,
-    **{"beta3": 0.3, "d0": 1e-3, "d_coef": 99.0, "growth_rate": 1.01},
-}
-
-
-@pytest.mark.filterwarnings("ignore:eps=")
-@pytest.mark.parametrize("case", INJECTED, ids=lambda c: c.id)
-def test_every_number_in_the_state_is_read_and_set(case: Case) -> None:
-    params, grads = problem(14)
-    if case.name in MATRICES:
-        params, *grads = ({"w": x["w"]} for x in (params, *grads))
-    bare = case.functional()
-    optimizer = inject(bare)
-    ours, theirs = (params, optimizer.init(params)), (params, bare.init(params))
-    for g in grads[:10]:
-        ours, theirs = (
-            optimizer.step(ours[0], g, ours[1]),
-            bare.step(theirs[0], g, theirs[1]),
-        )
-    assert_moved_alike(flat([params]), flat([ours[0]]), flat([theirs[0]]), 1e-12)
-    params, state = ours
-    hyper = state.hyper
-    assert {"lr", "weight_decay"} <= set(hyper)
-    assert ("max_lr" in hyper) == ("decouple_lr" in case.options)
-    if "max_lr" in hyper:
-        assert hyper["max_lr"].item() == case.options.get("max_lr", 0.02)
-
-    def go_on(state):
-        now = params
-        for g in grads[10:]:
-            now, state = optimizer.step(now, g, state)
-        return flat([now]), state
-
-    kept, _ = go_on(state)
-    for name, value in hyper.items():
-        leaves, spec = pytree.tree_flatten(value)
-        for i, x in enumerate(leaves if name != "etas" else ()):  # with bounds apart
-            assert x.dim() == 0 and x.dtype == torch.float64
-            changed = [*leaves]
-            changed[i] = torch.tensor(SET[name], dtype=torch.float64)
-            new = {**hyper, name: pytree.tree_unflatten(changed, spec)}
-            moved, after = go_on(state._replace(hyper=new))
-            # d is larger than d0 by now, and grows no more. Others are for the first step.
-            idle = name in ("d0", "growth_rate", "initial_accumulator_value", "t0")
-            idle = idle or (case.name == "rprop" and name == "lr")
-            assert idle or not torch.equal(moved, kept), (name, i)
-            assert pytree.tree_leaves(after.hyper[name])[i].item() == SET[name]
-
-
-@pytest.mark.full
-def test_set_numbers_need_no_other_graph_and_vmap(graphs) -> None:
-    params, grads = problem(5)
-    optimizer = chain(clip_value(1.0), inject(adamw_of(0.1)))
-    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-    now, state, lrs = params, optimizer.init(params), [0.1, 0.2, 0.05, 0.3, 0.1]
-    for lr, g in zip(lrs, grads):
-        state.inner.hyper["lr"].fill_(lr)
-        now, state = step(now, g, state)
-    assert graphs() == 1
-    want = each_leaf(params, [plain_value(g, 0, 1.0) for g in grads], lrs)[-1]
-    assert_moved_alike(flat([params]), flat([now]), flat([want]), 1e-12)
-
-    members = torch.tensor([0.1, 0.2], dtype=torch.float64)
-    plain = inject(adamw_of(0.1))
-    many = pytree.tree_map(lambda x: torch.stack([x, x]), (params, plain.init(params)))
-    many[1].hyper["lr"] = members
-    new, _ = vmap(plain.step, in_dims=(0, None, 0))(many[0], grads[0], many[1])
-    for i, lr in enumerate(members):
-        want = each_leaf(params, grads[:1], lr.item())[-1]
-        mine = {k: x[i] for k, x in new.items()}
-        assert_moved_alike(flat([params]), flat([mine]), flat([want]), 1e-12)
-
-
-def test_a_set_number_differentiates() -> None:
-    params, grads = problem(3)
-    optimizer = inject(adamw_of(0.1))
-
-    def loss(lr):
-        now, state = params, optimizer.init(params)
-        state = state._replace(hyper={**state.hyper, "lr": lr})
-        for g in grads:
-            now, state = optimizer.step(now, g, state)
-        return sum((x * x).sum() for x in now.values())
-
-    lr, h = torch.tensor(0.1, dtype=torch.float64), 1e-6
-    want = (loss(lr + h) - loss(lr - h)).item() / (2 * h)
-    assert grad(loss)(lr).item() == pytest.approx(want, rel=1e-6)
-
-
-def test_a_scheduled_number_is_the_next_steps() -> None:
-    schedule = linear(0.0, 1.0, steps=4)
-    optimizer = inject(sgd(lr={"a": schedule, "b": 0.5}))
-    p = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    g = pytree.tree_map(lambda x: -torch.ones_like(x), p)
-    state, moves, read = optimizer.init(p), [], []
-    for i in range(4):
-        if i == 2:
-            state.hyper["lr"]["a"].fill_(9.0)
-        read.append(state.hyper["lr"]["a"].item())
-        new, state = optimizer.step(p, g, state)
-        moves.append((new["a"] - p["a"]).item())
-        p = new
-    assert read == [0.0, 0.25, 9.0, 0.75]
-    assert moves == pytest.approx(read)
-    assert p["b"].item() == 2.0
-
-
 # Skipping.
 
 
 def test_a_skipped_step_changes_nothing() -> None:
     params, grads = problem(6)
-    optimizer = apply_if_finite(
-        ema(chain(add_noise(0.1, seed=1), inject(adamw_of(0.1))), 0.9)
-    )
+    optimizer = apply_if_finite(ema(chain(add_noise(0.1, seed=1), adamw_of(0.1)), 0.9))
     now, state = params, optimizer.init(params)
     for g in grads:
         now, state = optimizer.step(now, g, state)
@@ -1347,12 +1194,6 @@ BAD = [
     (lambda: every_k(sgd(lr=0.1), 2.0), ValueError, r"k=2\.0"),
     (lambda: every_k(sgd(lr=0.1), 2, reduction="x"), ValueError, "reduction='x'"),
     (lambda: apply_if_finite(sgd(lr=0.1), max_consecutive=-1), ValueError, "=-1"),
-    (lambda: inject(chain(clip_value(1.0), sgd(lr=0.1))), TypeError, "inject got a Chain"),
-    (
-        lambda: inject(adamw(lr={"w": 0.1, "b": 0.2}, decouple_lr=True)),
-        ValueError,
-        "give max_lr",
-    ),
     (lambda: partition(), ValueError, "partition got no part"),
     (lambda: partition(sgd(lr=0.1)), TypeError, "partition's part 0 is sgd"),
     (lambda: partition((1, sgd(lr=0.1))), TypeError, "got 1 to select by"),
@@ -1413,15 +1254,6 @@ def test_wrong_states_and_trees(row: Row) -> None:
         optimizer.init({})
 
 
-def test_set_numbers_of_another_structure_are_refused() -> None:
-    optimizer = inject(adamw(lr={"w": 0.1, "b": 0.2}))
-    params = {"w": torch.ones(2), "b": torch.ones(1)}
-    state = optimizer.init(params)
-    state = state._replace(hyper={**state.hyper, "lr": torch.tensor(0.1)})
-    with pytest.raises(ValueError, match=r"state\.hyper\['lr'\] is a tensor.*one by one"):
-        optimizer.step(params, params, state)
-
-
 def test_states_of_other_optimizers() -> None:
     params, grads = problem(1)
     one, two = chain(clip_value(1.0), S), chain(clip_value(1.0), centralize(), S)
@@ -1430,12 +1262,6 @@ def test_states_of_other_optimizers() -> None:
     split, whole = partition(("w", S), rest=S), partition(("*", S))
     with pytest.raises(ValueError, match="state has 1 parts, partition has 2"):
         split.step(params, grads[0], whole.init(params))
-    with pytest.raises(ValueError, match=r"state\.hyper holds .*'betas'"):
-        inject(S).step(params, grads[0], inject(adamw(lr=0.1)).init(params))
-    state = inject(S).init(params)
-    state.hyper["lr"] = 0.1
-    with pytest.raises(TypeError, match=r"state\.hyper\['lr'\] holds 0\.1"):
-        inject(S).step(params, grads[0], state)
 
 
 @pytest.mark.full
@@ -1491,28 +1317,25 @@ def test_numbers_of_the_step_are_double(dtype: torch.dtype) -> None:
     transform = GradientTransform(zero, corrected, {"beta": 0.9999})
     p = [torch.zeros(2, dtype=dtype), torch.zeros((), dtype=dtype)]
     g = [torch.full_like(x, 1e-4) for x in p]
-    for part in (transform, inject(transform)):
-        optimizer = chain(part, sgd(lr=rising))
-        state = optimizer.init(p)
-        kinds = [x.dtype for x in pytree.tree_leaves(state)]
-        for t in range(1, 4):
-            want = 1.0 - 0.9999**t
-            moved, after = optimizer.step(p, g, state)
-            assert seen[-1].item() == pytest.approx(want, rel=1e-10)
-            for x in moved:  # rising / corrected is 1
-                torch.testing.assert_close(
-                    x, torch.full_like(x, -1e-4), rtol=1e-6, atol=0.0
-                )
-            assert [x.dtype for x in pytree.tree_leaves(after)] == kinds
-            state = after
+    optimizer = chain(transform, sgd(lr=rising))
+    state = optimizer.init(p)
+    kinds = [x.dtype for x in pytree.tree_leaves(state)]
+    for t in range(1, 4):
+        want = 1.0 - 0.9999**t
+        moved, after = optimizer.step(p, g, state)
+        assert seen[-1].item() == pytest.approx(want, rel=1e-10)
+        for x in moved:  # rising / corrected is 1
+            torch.testing.assert_close(x, torch.full_like(x, -1e-4), rtol=1e-6, atol=0.0)
+        assert [x.dtype for x in pytree.tree_leaves(after)] == kinds
+        state = after
 
 
 def test_a_schedule_of_a_transforms_number_is_double() -> None:
     limit = clip_value(lambda step: 1.0 - 0.9999 ** (step + 1.0))
     p = torch.zeros((), dtype=torch.float64)
-    for optimizer in (chain(limit, sgd(lr=1.0)), chain(inject(limit), sgd(lr=1.0))):
-        moved, _ = optimizer.step(p, p + 1.0, optimizer.init(p))
-        assert moved.item() == pytest.approx(-(1.0 - 0.9999), rel=1e-10)
+    optimizer = chain(limit, sgd(lr=1.0))
+    moved, _ = optimizer.step(p, p + 1.0, optimizer.init(p))
+    assert moved.item() == pytest.approx(-(1.0 - 0.9999), rel=1e-10)
 
 
 def test_noise_of_0_adds_nothing() -> None:

@@ -22,7 +22,6 @@ from optimi_func.transforms import (
     clip_value,
     ema,
     every_k,
-    inject,
     partition,
 )
 
@@ -138,7 +137,6 @@ CODED = {
     "every_k": lambda: every_k(adamw(lr=0.01), 2),
     "ema": lambda: ema(adamw(lr=0.01), 0.9),
     "apply_if_finite": lambda: apply_if_finite(adamw(lr=0.01)),
-    "inject": lambda: inject(adamw(lr=0.01)),
     "partition": lambda: partition(("w", adamw(lr=0.01)), rest=lion(lr=0.01)),
 }
 

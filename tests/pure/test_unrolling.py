@@ -1,6 +1,5 @@
 """Derivatives through training runs: right for every rule, in every mode; memory."""
 
-import functools
 import json
 import warnings
 
@@ -243,117 +242,7 @@ def test_it_trains_as_a_loop_does() -> None:
     assert not with_grad
 
 
-CHECKPOINTS = [1, 4, 100]
-
-
-@pytest.fixture(scope="module")
-def derivatives():
-    """Of a run, by how it is recomputed."""
-    torch.manual_seed(0)
-    params, batches = problem()
-    hyper = hyper_of(Case("adamw"))
-    lrs = torch.tensor([0.02, 0.05], dtype=DOUBLE)
-
-    @functools.cache
-    def derivatives(checkpoint_every):
-        def end(hyper, params, batches):
-            run = unroll(
-                *(adamw, loss, params, None, batches),
-                hyper=hyper,
-                checkpoint_every=checkpoint_every,
-            )
-            return run.losses.sum() + loss(run.params, batches[0]) + run.state.step
-
-        def of_lr(lr):
-            return end({**hyper, "lr": lr}, params, batches)
-
-        leaf = hyper["lr"].clone().requires_grad_()
-        of_lr(leaf).backward()
-        weights = [b[2] for b in batches]
-        return (
-            grad(end, argnums=(0, 1))(hyper, params, batches),
-            jacfwd(end, argnums=(0, 1))(hyper, params, batches),
-            grad(lambda ws: end(hyper, params, [(*b[:2], w) for b, w in zip(batches, ws)]))(
-                weights
-            ),
-            grad(grad(of_lr))(hyper["lr"]),
-            hessian(of_lr)(hyper["lr"]),
-            # torch's own custom functions lose these: nothing is recomputed then.
-            jacfwd(jacfwd(of_lr))(hyper["lr"]),
-            jacfwd(grad(jacfwd(of_lr)))(hyper["lr"]),
-            vmap(grad(of_lr))(lrs),
-            grad(lambda s: vmap(lambda lr: of_lr(s * lr))(lrs).sum())(number(1.0)),
-            leaf.grad,
-        )
-
-    return derivatives
-
-
-@pytest.mark.parametrize("every", few(CHECKPOINTS, ["4"]))
-def test_recomputed_runs_have_the_same_derivatives(every: int, derivatives) -> None:
-    """Under each of grad, backward, jvp, vmap, grad of grad and their nests."""
-    for ours, theirs in zip(
-        pytree.tree_leaves(derivatives(every)), pytree.tree_leaves(derivatives(None))
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
-
-
-def test_recomputed_runs_are_under_the_same_autocast() -> None:
-    """A backward usually comes after the autocast that its forward was in."""
-    x, y = torch.randn(8, 4), torch.randn(8, 3)
-
-    def loss_fn(p, batch):
-        return ((x @ p) - y).float().square().mean()
-
-    found = []
-    for every in (None, 2):
-        lr = torch.tensor(0.1, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            run = unroll(
-                *(adamw, loss_fn, torch.ones(4, 3), None, range(5)),
-                hyper={"lr": lr},
-                checkpoint_every=every,
-            )
-        run.params.square().sum().backward()
-        found.append(lr.grad)
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
-
-
-def test_the_rehearsal_sees_the_values_that_there_are() -> None:
-    """Zeros in the place of a batch would not have a Cholesky factor."""
-
-    def loss_fn(p, batch):
-        return torch.linalg.cholesky(batch).sum() * p
-
-    batches = [torch.eye(2, dtype=DOUBLE)] * 4
-
-    def end(p):
-        run = unroll(sgd(lr=0.1), loss_fn, p, None, batches, checkpoint_every=2)
-        return run.params
-
-    assert grad(end)(number(0.5)).item() == 1.0
-
-
-def test_recomputed_dropout_is_the_same_dropout() -> None:
-    params, batches = problem()
-
-    def end(lr, every):
-        def noisy(params, batch):
-            x, y, w = batch
-            return loss(params, (torch.nn.functional.dropout(x, 0.5), y, w))
-
-        torch.manual_seed(3)
-        run = unroll(
-            adamw, noisy, params, None, batches, hyper={"lr": lr}, checkpoint_every=every
-        )
-        return run.losses.sum(), torch.rand(())
-
-    kept, recomputed = (grad(end, has_aux=True)(number(0.03), e) for e in (None, 3))
-    torch.testing.assert_close(kept, recomputed, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("every", [None, 3])
-def test_detached_runs_begin_where_they_are_cut(every: int | None) -> None:
+def test_detached_runs_begin_where_they_are_cut() -> None:
     params, batches = problem()
     half = unroll(adamw(lr=0.03), loss, params, None, batches[:5])
 
@@ -362,7 +251,6 @@ def test_detached_runs_begin_where_they_are_cut(every: int | None) -> None:
             *(adamw, loss, params, None, batches),
             hyper={"lr": lr},
             detach_at=points,
-            checkpoint_every=every,
         )
         return loss(run.params, batches[0])
 
@@ -392,24 +280,23 @@ def peak(call, trace) -> int:
 
 
 def test_memory(tmp_path) -> None:
-    """Forward mode: the same for any number of steps. Checkpointed: far from linear."""
+    """Forward mode: the same for any number of steps. Reverse: of all steps."""
     params = {"w": torch.randn(64, 64)}
     lr = torch.tensor(0.01)
 
-    def end(steps, every):
+    def end(steps):
         def of(lr):
             run = unroll(
                 *(adamw, lambda p, x: (x @ p["w"]).square().mean(), params, None),
                 (torch.ones(8, 64) for _ in range(steps)),
                 hyper={"lr": lr},
-                checkpoint_every=every,
             )
             return run.params["w"].sum()
 
         return of
 
-    def used(steps, mode, every=None):
-        of = end(steps, every)
+    def used(steps, mode):
+        of = end(steps)
         calls = {
             "forward": lambda: jvp(of, (lr,), (torch.ones(()),)),
             "reverse": lambda: grad(of)(lr),
@@ -420,102 +307,6 @@ def test_memory(tmp_path) -> None:
     assert many < 1.1 * few
     reverse = used(6, "reverse"), used(24, "reverse")
     assert reverse[1] > 3 * reverse[0] > 3 * few
-    # Three tensors kept of every fourth step, and four steps whole.
-    assert used(24, "reverse", 4) < 0.5 * reverse[1]
-
-
-def captured(every):
-    """Runs whose loss or optimizer closes over what a derivative is asked of."""
-    params, batches = problem()
-    return [
-        lambda lr: unroll(
-            adamw(lr=lr), loss, params, None, batches, checkpoint_every=every
-        ).losses.sum(),
-        lambda c: unroll(
-            *(adamw(lr=0.1), lambda p, b: c * loss(p, b), params, None, batches),
-            checkpoint_every=every,
-        ).losses.sum(),
-        lambda c: unroll(
-            *(adamw, lambda p, b: c * loss(p, b), params, None, batches),
-            hyper={"lr": lambda step: c / (step + 1)},
-            checkpoint_every=every,
-        ).losses.sum(),
-    ]
-
-
-MODES = {
-    "grad": lambda f, x: grad(f)(x),
-    "grad of grad": lambda f, x: grad(grad(f))(x),
-    "inner": lambda f, x: grad(lambda x: grad(lambda y: f(x) * y)(x))(x),
-    "jvp": lambda f, x: jvp(f, (x,), (x,)),
-    "backward": lambda f, x: f(x.clone().requires_grad_()).backward(),
-    "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack([x, x])),
-    "vmap": lambda f, x: vmap(f)(torch.stack([x, x])),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_derivative_that_would_be_lost_is_refused(mode: str) -> None:
-    for run in captured(3):
-        with pytest.raises(RuntimeError, match=r"shape \(\).*came from outside.*hyper"):
-            MODES[mode](run, number(0.1))
-    for run in captured(None):
-        MODES[mode](run, number(0.1))
-
-
-@pytest.mark.parametrize("mode", [grad, jacfwd, hessian], ids=lambda f: f.__name__)
-def test_runs_within_runs_are_recomputed(mode) -> None:
-    """A learning rate that is learned, over runs that learn by it."""
-    params, batches = problem()
-
-    def end(meta_lr, inner, outer):
-        def after(lr, _):
-            run = unroll(
-                *(adamw, loss, params, None, batches[:2]),
-                hyper={"lr": lr},
-                checkpoint_every=inner,
-            )
-            return loss(run.params, batches[0])
-
-        return unroll(
-            *(sgd, after, number(0.1), None, None),
-            steps=2,
-            hyper={"lr": meta_lr},
-            checkpoint_every=outer,
-        ).params
-
-    want = mode(end)(number(0.5), None, None)
-    assert want.abs() > 1e-5
-    for inner, outer in ((1, None), (None, 1), (1, 1), (2, 2)):
-        got = mode(end)(number(0.5), inner, outer)
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize("mode", [grad, jacfwd], ids=lambda f: f.__name__)
-def test_a_run_within_a_run_is_refused_what_it_would_lose(mode) -> None:
-    """The inner one closes over what the outer one trains."""
-    params, batches = problem()
-
-    def end(meta_lr, inner, outer):
-        def after(c, _):
-            run = unroll(
-                *(sgd(lr=0.1), lambda p, b: c * loss(p, b), params, None, batches[:2]),
-                checkpoint_every=inner,
-            )
-            return loss(run.params, batches[0])
-
-        return unroll(
-            *(sgd, after, number(1.0), None, None),
-            steps=2,
-            hyper={"lr": meta_lr},
-            checkpoint_every=outer,
-        ).params
-
-    kept = [mode(end)(number(0.5), None, outer) for outer in (None, 1)]
-    torch.testing.assert_close(*kept, rtol=1e-10, atol=1e-13)
-    for outer in (None, 1):
-        with pytest.raises(RuntimeError, match="came from outside"):
-            mode(end)(number(0.5), 1, outer)
 
 
 @pytest.mark.parametrize("given", [iter, set, tuple, lambda xs: range(xs[0], xs[0] + 1)])
@@ -527,7 +318,6 @@ def test_cuts_are_read_once(given) -> None:
             *(sgd, loss, params, None, batches),
             hyper={"lr": lr},
             detach_at=cuts,
-            checkpoint_every=2,
         )
         return loss(run.params, batches[0])
 
@@ -548,10 +338,8 @@ def test_an_error_in_the_middle_leaves_what_was_passed_in() -> None:
             raise KeyError("no such batch")
         return loss(p, batch)
 
-    for every in (None, 2):
-        with pytest.raises(KeyError, match="no such batch"):
-            unroll(adamw(lr=0.1), fails, params, state, batches, checkpoint_every=every)
-        seen.clear()
+    with pytest.raises(KeyError, match="no such batch"):
+        unroll(adamw(lr=0.1), fails, params, state, batches)
     for x, y in zip(pytree.tree_leaves((params, state)), before):
         assert torch.equal(x, y)
     # And torch.func is where it was.
@@ -563,27 +351,23 @@ def test_states_in_codes_run_and_are_refused_a_lost_derivative() -> None:
     state = adamw(lr=0.1).init(params, storage=Storage(moments="8bit"))
     assert state.leaves["w"].exp_avg.q.dtype == torch.int8
 
-    def end(lr, every):
+    def end(lr):
         run = unroll(
             *(adamw, lambda p, x: (p["w"] - x).square().mean(), params, state),
             torch.tensor(0.5),
             steps=4,  # the last loss depends on what the second step encoded
             hyper={"lr": lr},
-            checkpoint_every=every,
         )
         return run.losses.sum()
 
-    assert torch.equal(end(0.1, None), end(0.1, 2))
-    for every in (None, 2):
-        with pytest.raises(ValueError, match=r"kept in codes .* has no derivative"):
-            grad(end)(torch.tensor(0.1), every)
+    assert end(0.1).isfinite()
+    with pytest.raises(ValueError, match=r"kept in codes .* has no derivative"):
+        grad(end)(torch.tensor(0.1))
 
 
 def test_bad_input() -> None:
     params, batches = problem()
     bad = [
-        ({"checkpoint_every": 0}, ValueError, "checkpoint_every=0: allowed"),
-        ({"checkpoint_every": 2.5}, ValueError, r"checkpoint_every=2\.5: allowed"),
         ({"detach_at": [3, -1]}, ValueError, "detach_at has -1"),
         ({"detach_at": [1.5]}, ValueError, r"detach_at has 1\.5"),
         ({"detach_at": 3}, TypeError, "detach_at=3: allowed are lists"),
@@ -613,26 +397,20 @@ def test_bad_input() -> None:
 
 
 def test_derivatives_through_a_transformed_optimizer() -> None:
-    """To a number that a transform has, kept and recomputed, against differences."""
+    """To a number that a transform has, against differences."""
     params, batches = problem()
 
     def factory(bound):
         return transforms.chain(transforms.clip_global_norm(bound), sgd(lr=0.1))
 
-    def end(bound, every=None):
-        run = unroll(
-            *(factory, loss, params, None, batches),
-            hyper={"bound": bound},
-            checkpoint_every=every,
-        )
+    def end(bound):
+        run = unroll(factory, loss, params, None, batches, hyper={"bound": bound})
         return loss(run.params, batches[0])
 
     bound = number(0.05)
     want = directional(end, (bound,), (number(1.0),))
     assert abs(want) > 1e-3
-    for every in (None, 4):
-        got = grad(end)(bound, every).item()
-        assert got == pytest.approx(want, rel=1e-5)
+    assert grad(end)(bound).item() == pytest.approx(want, rel=1e-5)
 
 
 def test_members_have_hypergradients_of_their_own() -> None:

@@ -19,14 +19,12 @@ from optimi_func.transforms import (
     GradientTransform,
     add_noise,
     apply_if_finite,
-    centralize,
     chain,
     clip_global_norm,
     clip_param_norm,
     clip_value,
     ema,
     every_k,
-    inject,
     masked,
     partition,
 )
@@ -193,7 +191,7 @@ def test_what_a_part_after_sees_of_a_low_precision_parameter() -> None:
 
 
 def wide_nest(lr: Any, limit: Any) -> Any:
-    inner = chain(clip_value(1.5), inject(adamw(lr=lr)), clip_global_norm(limit))
+    inner = chain(clip_value(1.5), adamw(lr=lr), clip_global_norm(limit))
     return ema(inner, 0.5)
 
 
@@ -224,17 +222,15 @@ def by_path(grads, state, step, paths, params, loss):
 def test_all_of_it_compiles_into_one_graph(graphs) -> None:
     params, grads = problem(3)
     optimizer = chain(
-        inject(clip_global_norm(1.0)),
+        clip_global_norm(1.0),
         GradientTransform(no_state, by_path),
         adamw(lr=0.02),
-        inject(clip_value(0.01)),
+        clip_value(0.01),
     )
     step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
     ours = theirs = params, optimizer.init(params)
     for i, g in enumerate(grads):
         loss = torch.tensor(0.5 + i).double()
-        ours[1].transforms[2].hyper["limit"].fill_(0.01 / (i + 1))
-        theirs[1].transforms[2].hyper["limit"].fill_(0.01 / (i + 1))
         ours = step(ours[0], g, ours[1], loss=loss)
         theirs = optimizer.step(theirs[0], g, theirs[1], loss=loss)
     assert graphs() == 1
@@ -284,7 +280,7 @@ class Scaled(Optimizer):
         return g * loss
 
 
-@pytest.mark.parametrize("around", [lambda o: o, inject, lambda o: ema(inject(o), 0.9)])
+@pytest.mark.parametrize("around", [lambda o: o, lambda o: ema(o, 0.9)])
 def test_an_extra_is_given_to_a_transform_and_to_the_rule(around: Any) -> None:
     def takes_loss(grads, state, step, loss, other=0.0):
         return [g * loss for g in grads], state
@@ -411,7 +407,6 @@ def test_an_own_optimizer_that_returns_another_structure(name, step, error, text
     "inner",
     [
         ema(sgd(lr=0.1), 0.9),
-        inject(ema(sgd(lr=0.1), 0.9)),
         partition(("*", sgd(lr=0.1))),
         chain(clip_value(1.0), sgd(lr=0.1)),
         Own(lambda p, g, s: (p, s)),
@@ -437,97 +432,35 @@ def test_gradient_release_takes_no_chain() -> None:
         prepare_for_gradient_release(nn.Linear(2, 2), chain(sgd(lr=0.1), scale(0.1)))  # type: ignore
 
 
-# Numbers in the state
+# Numbers
 
 
-def test_injected_numbers_of_transforms() -> None:
-    """They are read, set, scheduled, and each changes the answer."""
-    params, grads = problem()
-    plain = ema(chain(clip_global_norm(2.0), adamw(lr=0.02), add_noise(0.01, seed=1)), 0.9)
-    kept = inject(
-        ema(
-            chain(
-                inject(clip_global_norm(2.0)),
-                inject(adamw(lr=0.02)),
-                inject(add_noise(0.01, seed=1)),
-            ),
-            0.9,
-        )
-    )
-
-    def end(state: Any) -> Tensor:
-        now = params
-        for g in grads:
-            now, state = kept.step(now, g, state)
-        return torch.cat([flat(now), flat(state.inner.average)])
-
-    start = kept.init(params)
-    clip, noise = start.inner.inner.transforms
-    places = [clip.hyper, noise.hyper, start.hyper, start.inner.inner.inner.hyper]
-    assert [next(iter(x)) for x in places] == ["max_norm", "std", "decay", "lr"]
-    assert [x.item() for h in places[:3] for x in h.values()] == [2.0, 0.01, 0.9]
-    base = end(start)
-    assert torch.equal(base[: len(base) // 2], flat(run(plain, params, grads)))
-    for hyper in places[:3]:
-        (name,) = hyper
-        before = hyper[name].clone()
-        hyper[name].mul_(0.5)
-        assert not torch.equal(end(start), base), name
-        hyper[name].copy_(before)
-    clip.hyper["max_norm"].fill_(math.inf)  # a limit that is off
-    assert end(start).isfinite().all()
-    clip.hyper["max_norm"].fill_(-1.0)
-    with pytest.raises(ValueError, match=r"max_norm=-1\.0: allowed"):
-        end(start)
+def test_a_limit_that_is_written_to_is_read_and_checked_by_each_step() -> None:
+    limit, p = torch.tensor(0.5).double(), torch.zeros(1)
+    optimizer = chain(clip_value(limit), sgd(lr=1.0))
+    state, moved = optimizer.init(p), []
+    for x in (0.5, 0.25, math.inf):  # a limit that is off
+        limit.fill_(x)
+        moved += optimizer.step(p, -torch.ones(1), state)[0].tolist()
+    assert moved == [0.5, 0.25, 1.0]
+    limit.fill_(-1.0)
+    with pytest.raises(ValueError, match=r"limit=-1\.0: allowed"):
+        optimizer.step(p, p, state)
 
 
-def test_scheduled_numbers_in_the_state_are_the_next_steps() -> None:
-    optimizer = chain(sgd(lr=1.0), inject(scale(lambda step: 1 / (1 + step))))
-    p, g = torch.zeros(1), -torch.ones(1)
-    state, moves, read = optimizer.init(p), [], []
-    for i in range(4):
-        if i == 2:
-            state.transforms[0].hyper["factor"].fill_(9.0)
-        read.append(state.transforms[0].hyper["factor"].item())
-        new, state = optimizer.step(p, g, state)
-        moves.append((new - p).item())
-        p = new
-    assert read == pytest.approx([1, 1 / 2, 9.0, 1 / 4]) and moves == pytest.approx(read)
+def test_a_population_over_a_threshold() -> None:
+    def optimizer(limit: Tensor) -> Any:
+        return chain(clip_value(limit), sgd(lr=1.0))
 
-
-def test_a_population_over_a_threshold_in_the_state() -> None:
-    optimizer = chain(inject(clip_value(1.0)), inject(sgd(lr=1.0)))
-    members = population.init(optimizer, {"w": torch.zeros(2)}, n=3)
     limits = torch.tensor([0.1, 0.2, 5.0], dtype=torch.float64)
-    members.state.transforms[0].hyper["limit"].copy_(limits)
+    members = population.init(optimizer, {"w": torch.zeros(2)}, {"limit": limits}, n=3)
     g = {"w": -torch.ones(3, 2)}
     for _ in range(2):
         members = population.step(optimizer, members, g)
     assert members.params["w"][:, 0].tolist() == pytest.approx([0.2, 0.4, 2.0])
 
 
-def test_a_threshold_in_the_state_differentiates() -> None:
-    params, grads = problem(3)
-    optimizer = chain(inject(clip_global_norm(0.5)), sgd(lr=0.1))
-
-    def end(limit: Tensor) -> Tensor:
-        state, now = optimizer.init(params), params
-        state = state._replace(
-            transforms=(state.transforms[0]._replace(hyper={"max_norm": limit}),)
-        )
-        for g in grads:
-            now, state = optimizer.step(now, g, state)
-        return flat(now).square().sum()
-
-    at, h = torch.tensor(0.5).double(), 1e-6
-    want = (end(at + h) - end(at - h)).item() / (2 * h)
-    assert grad(end)(at).item() == pytest.approx(want, rel=1e-6) and want != 0
-
-
-BAD_INJECTS: list[tuple[Any, type[Exception], str]] = [
-    (lambda: inject(centralize()), TypeError, "inject got a GradientTransform: allowed"),
-    (lambda: inject(chain(clip_value(1.0), sgd(lr=0.1))), TypeError, r"inject\(clip_value"),
-    (lambda: inject(every_k(sgd(lr=0.1), 2)), TypeError, "inject got a Every"),  # type: ignore
+BAD_NUMBERS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: GradientTransform(no_state, lambda g, s, t: (g, s), {"beta": 0.9}),
         TypeError,
@@ -546,24 +479,10 @@ BAD_INJECTS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "text"), BAD_INJECTS)
-def test_what_inject_and_numbers_refuse(make, error, text: str) -> None:
+@pytest.mark.parametrize(("make", "error", "text"), BAD_NUMBERS)
+def test_what_numbers_refuse(make, error, text: str) -> None:
     with pytest.raises(error, match=text):
         make()
-
-
-def test_states_of_other_transforms_are_refused() -> None:
-    params, (g,) = problem(1)
-    one, two = (
-        chain(inject(clip_value(1.0)), sgd(lr=0.1)),
-        chain(clip_value(1.0), sgd(lr=0.1)),
-    )
-    with pytest.raises(TypeError, match="is not the InjectState that inject needs"):
-        one.step(params, g, two.init(params))
-    with pytest.raises(TypeError, match=r"state\.hyper\['limit'\] holds 0\.5"):
-        state = one.init(params)
-        state.transforms[0].hyper["limit"] = 0.5
-        one.step(params, g, state)
 
 
 def pickled(x: Any) -> Any:
@@ -573,17 +492,8 @@ def pickled(x: Any) -> Any:
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_and_saved_states(copied: Any, tmp_path) -> None:
     params, grads = problem(6)
-    optimizer = inject(
-        ema(
-            chain(
-                inject(clip_value(1.0)),
-                inject(adamw(lr=0.1)),
-                scale(0.5),
-                inject(add_noise(0.01, seed=1)),
-            ),
-            0.9,
-        )
-    )
+    parts = clip_value(1.0), adamw(lr=0.1), scale(0.5), add_noise(0.01, seed=1)
+    optimizer = ema(chain(*parts), 0.9)
     other = copied(optimizer)
     state = other.init(params)
     torch.save(pytree.tree_leaves(state), tmp_path / "state.pt")

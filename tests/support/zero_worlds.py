@@ -77,6 +77,18 @@ def every_rule(folder: Path) -> None:
         check(name, torch.bfloat16)
 
 
+def sums(folder: Path) -> None:
+    """What the page excludes: a process that sums its share grows another d."""
+    one, model, kind = net(), net(), partial(CLASSES["prodigy"], d0=1e-3, **EAGER)
+    alone = kind(one.parameters(), lr=1.0)
+    divided = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1.0)
+    train(one, alone, range(8))
+    train(model, divided, range(8))
+    d = alone.param_groups[0]["d"]
+    assert d > 2e-3 and d != divided.optim.param_groups[0]["d"]
+    assert not any(map(torch.equal, one.parameters(), model.parameters()))
+
+
 def storages(folder: Path) -> None:
     for storage in ("exact", "compact"):
         check("adamw", torch.bfloat16, storage=storage)

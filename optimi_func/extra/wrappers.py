@@ -1,20 +1,19 @@
-"""Optimizers around another: `SAM`, `Lookahead` and `Backtracking`."""
+"""Optimizers around another: `SAM` and `Lookahead`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from optimi_func.classes.base import BaseOptimizer
 from optimi_func.classes.fields import Closure
-from optimi_func.core.checks import shown
-from optimi_func.core.distributed import any_distributed
+from optimi_func.core.checks import check_whole, shown
 from optimi_func.core.rule import Rule, Scalar
 from optimi_func.core.torch_private import reshard
 from optimi_func.state.entry import wants_state_alone
 from optimi_func.state.stored import master, set_master
-from optimi_func.transforms.losses import ascent, check_options, check_wrapped, slope_of
+from optimi_func.transforms.ascent import ascent_moves, check_ascent, check_constant
 
 _SLOW, _STEP = "lookahead_slow_buff", "lookahead_step"  # as timm's Lookahead
 
@@ -26,12 +25,14 @@ class Wrapper(torch.optim.Optimizer):
     any torch.optim.Optimizer. Wrappers may be nested.
     """
 
+    _around_a_value: ClassVar[str]
+
     def __init__(self, optimizer: torch.optim.Optimizer, **options: object) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            name = type(self).__name__
             raise TypeError(
-                f"{name} got {optimizer!r:.80}: allowed are torch.optim.Optimizers. Around "
-                f"a value, as adamw(...), is transforms.{name.lower()}"
+                f"{type(self).__name__} got {optimizer!r:.80}: allowed are "
+                "torch.optim.Optimizers. Around a value, as adamw(...), is "
+                f"{self._around_a_value}"
             )
         state = {"optimizer": optimizer, "defaults": {**optimizer.defaults}}
         self.__setstate__({**state, "_options": (*options,), **options})
@@ -39,7 +40,6 @@ class Wrapper(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """Raise for options, and an optimizer, that a step could not honour."""
-        check_options({name: self.__dict__[name] for name in self._options})
         name, inner, rules = type(self).__name__, self.optimizer, list[Rule]()
         while isinstance(inner, Wrapper):
             inner = inner.optimizer
@@ -51,22 +51,11 @@ class Wrapper(torch.optim.Optimizer):
                     f"{name} with gradient_release=True, by which parameters move in "
                     "backward, before step(): allowed is an optimizer without it"
                 )
-        check_wrapped(name, rules, any([x.get("maximize") for x in inner.param_groups]))
+        self._check_own(rules)
 
-    def _evaluator(self, closure: Closure | None) -> Closure:
-        """Return the closure with gradients on, after all checks."""
-        self._check()
-        if not callable(closure):
-            raise TypeError(
-                f"{type(self).__name__}.step: closure={shown(closure)}: allowed is a "
-                "function that clears the gradients, computes the loss, calls backward on "
-                "it and returns it. A GradScaler passes none"
-            )
-        return torch.enable_grad()(closure)
-
-    def _rest(self, p: Tensor) -> Tensor | None:
-        """Return a parameter's compensation, or None."""
-        return self.state.get(p, {}).get("kahan_comp")
+    def _check_own(self, rules: list[Rule]) -> None:
+        """Raise for options, and rules of the optimizer, that this class refuses."""
+        raise NotImplementedError
 
     def _params(self, closure: Closure | None) -> list[Tensor]:
         """Return all parameters, or none for a step that only makes state."""
@@ -133,21 +122,36 @@ class SAM(Wrapper):
     (12.5, tensor([2.1000, 2.8000]))
     """
 
+    _around_a_value = "transforms.ascent"
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, rho: Scalar = 0.05, adaptive: bool = False
     ) -> None:
         super().__init__(optimizer, rho=rho, adaptive=adaptive)
+
+    def _check_own(self, rules: list[Rule]) -> None:
+        check_ascent(self.rho, self.adaptive)
+        if any([group.get("maximize") for group in self.param_groups]):
+            raise ValueError("SAM with maximize=True: let the loss be its negative")
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step, and return the first loss; extras are the optimizer's."""
         if not (params := self._params(closure)):
             return self.optimizer.step(**extras)
-        loss = (evaluate := self._evaluator(closure))()
+        self._check()
+        if not callable(closure):
+            raise TypeError(
+                f"SAM.step: closure={shown(closure)}: allowed is a function that clears "
+                "the gradients, computes the loss, calls backward on it and returns it. A "
+                "GradScaler passes none"
+            )
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
         copies = [(p, p.clone()) for p in params if p.grad is not None]
         grads = [p.grad for p, _ in copies]
         try:
-            ups = ascent([x for _, x in copies], grads, self.rho, self.adaptive)
+            ups = ascent_moves([x for _, x in copies], grads, self.rho, self.adaptive)
             for (p, _), up in zip(copies, ups):
                 p.add_(up)
             reshard(params)
@@ -181,10 +185,27 @@ class Lookahead(Wrapper):
         arXiv:1907.08610.
     """
 
+    _around_a_value = "torch.lerp every k steps"
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, k: int = 5, alpha: Scalar = 0.5
     ) -> None:
         super().__init__(optimizer, k=k, alpha=alpha)
+
+    def _check_own(self, rules: list[Rule]) -> None:
+        check_whole("k", self.k, 1)
+        check_constant("alpha", self.alpha, above=0.0, most=1.0)
+        for rule in rules:
+            if rule.eval_point:
+                raise ValueError(
+                    "Lookahead writes parameters, and the point that "
+                    f"{rule.name} evaluates at would not follow: allowed are "
+                    "optimizers without train() and eval()"
+                )
+
+    def _rest(self, p: Tensor) -> Tensor | None:
+        """Return a parameter's compensation, or None."""
+        return self.state.get(p, {}).get("kahan_comp")
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -202,78 +223,6 @@ class Lookahead(Wrapper):
         for p in params if count % self.k == 0 else ():
             slow, rest = self.state[p][_SLOW], self._rest(p)
             slow.add_(self.alpha * (master(p, rest) - slow))
-            _set(p, rest, slow)
+            p.copy_(slow) if rest is None else set_master(p, rest, slow)
         reshard(params if count % self.k == 0 else ())
         return loss
-
-
-class Backtracking(Wrapper):
-    """Backtracking line search: shorten each move until the loss falls enough (Armijo).
-
-        p <- p + t u,   t = 1, shrink, shrink^2, ...   until
-        loss(p + t u) <= loss(p) + decrease * t * min(g u, 0)
-
-    where u is the move of the optimizer, whose lr is the longest step. If none of max_ls
-    lengths does, the parameters stay, and `t` is 0. The closure, called for each length,
-    has to compute the same function each time, in all processes. If it raises, the
-    parameters are as they were, and the moments have taken the gradient.
-
-    Args:
-        optimizer: Any torch.optim.Optimizer whose step needs no closure.
-        decrease: The share of the slope by which the loss has to fall, in [0, 1).
-        shrink: What a length that fails is multiplied by, between 0 and 1.
-        max_ls: The largest number of lengths to try.
-
-    Raises:
-        ValueError: A number out of its range; maximize, an optimizer with train() and
-            eval(), gradient release, or DTensors.
-
-    References:
-        Armijo, Pacific J. Math. 16, 1966; Vaswani et al., "Painless Stochastic Gradient",
-        arXiv:1905.09997.
-    """
-
-    t: float = 0.0
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        decrease: Scalar = 1e-4,
-        shrink: Scalar = 0.5,
-        max_ls: int = 20,
-    ) -> None:
-        super().__init__(optimizer, decrease=decrease, shrink=shrink, max_ls=max_ls)
-
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a step, and return the first loss; extras are the optimizer's."""
-        if not (params := self._params(closure)):
-            return self.optimizer.step(**extras)
-        evaluate = self._evaluator(closure)
-        if any_distributed(params):
-            raise ValueError("Backtracking of DTensors: allowed are plain parameters")
-        loss, xs, rests = evaluate(), [p.clone() for p in params], map(self._rest, params)
-        rests = [None if x is None else x.clone() for x in rests]
-        grads, old = [p.grad for p in params], list(map(master, xs, rests))
-        self.optimizer.step(**extras)
-        moves = [master(p, self._rest(p)) - x for p, x in zip(params, old)]
-        slope, t, self.t = float(slope_of(grads, moves)) * float(self.decrease), 1.0, 0.0
-        try:
-            for i in range(self.max_ls):
-                for p, x, u in zip(params, old, moves) if i else ():
-                    _set(p, self._rest(p), x + t * u)
-                if float(evaluate()) <= float(loss) + t * slope:
-                    self.t = t
-                    break
-                t *= float(self.shrink)
-        finally:
-            for p, x, rest in zip(params, xs, rests) if not self.t else ():
-                p.copy_(x)
-                if (now := self._rest(p)) is not None:
-                    now.zero_() if rest is None else now.copy_(rest)
-        return loss
-
-
-def _set(p: Tensor, rest: Tensor | None, x: Tensor) -> None:
-    """Write x to a parameter and its compensation."""
-    p.copy_(x) if rest is None else set_master(p, rest, x)

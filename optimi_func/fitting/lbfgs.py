@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core import quasi_newton as qn
 from optimi_func.core.checks import check_whole
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.core.torch_private import has_vmap, serializable
-from optimi_func.pure.implicit import implicit_root
+from optimi_func.fitting import quasi_newton as qn
+from optimi_func.fitting.implicit import implicit_root
 
 T = TypeVar("T")
 

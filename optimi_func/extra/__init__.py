@@ -1,0 +1,1 @@
+"""Features around the classes, which nothing in the package needs: wrappers."""

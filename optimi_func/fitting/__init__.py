@@ -1,0 +1,1 @@
+"""Minimization of losses without noise: L-BFGS as a value, implicit derivatives."""

@@ -1,0 +1,75 @@
+"""The point that sharpness-aware minimization evaluates at: `ascent`."""
+
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optimi_func.core.checks import check_flag, check_number
+from optimi_func.core.distributed import whole
+from optimi_func.core.math import norm, total_norm
+from optimi_func.core.rule import PyTree, Scalar
+from optimi_func.transforms._trees import Trees, like
+from optimi_func.transforms.gradients import Grads
+
+T = TypeVar("T")
+
+
+def ascent(params: T, grads: PyTree, rho: Scalar = 0.05, adaptive: bool = False) -> T:
+    """Return the point at a distance of rho up the gradient, where SAM evaluates.
+
+        p + rho * g / |g|,   or with adaptive  p + rho * T^2 g / |T g|,  T = |p| + 0.01
+
+    |g| is the norm of all gradients. Sharpness-aware minimization is a step of any
+    optimizer from params, along the gradients at this point. A parameter without a gradient
+    stays.
+
+    Args:
+        params: Parameter tree.
+        grads: Gradient tree at params.
+        rho: The distance, from 0.
+        adaptive: Measure it by |p|, with a rho some ten times as large.
+
+    Raises:
+        ValueError: rho is negative, or a gradient does not fit its parameter.
+        TypeError: rho is a schedule, or adaptive is no flag.
+
+    References:
+        Foret et al., "Sharpness-Aware Minimization for Efficiently Improving
+        Generalization", arXiv:2010.01412; Kwon et al., "ASAM", arXiv:2102.11600.
+
+    >>> import torch
+    >>> from optimi_func import sgd
+    >>> opt, gradient = sgd(lr=0.25), torch.func.grad(lambda p: (p * p).sum() / 2)
+    >>> p = torch.tensor([3.0, 4.0])
+    >>> near = ascent(p, gradient(p), rho=1.0)
+    >>> opt.step(p, gradient(near), opt.init(p))[0]  # p - (p + p / 5) / 4
+    tensor([2.1000, 2.8000])
+    """
+    check_ascent(rho, adaptive)
+    trees = Trees.check(params, grads)
+    moves = ascent_moves(trees.params, trees.wide_grads(), rho, adaptive)
+    near = [p if u is None else (p + u).to(p.dtype) for p, u in zip(trees.params, moves)]
+    return pytree.tree_unflatten(near, trees.spec)
+
+
+def check_ascent(rho: Scalar, adaptive: bool) -> None:
+    """Raise for arguments of `ascent` out of their ranges."""
+    check_constant("rho", rho)
+    check_flag("adaptive", adaptive)
+
+
+def check_constant(name: str, x: object, **bounds: float) -> None:
+    """Raise unless x is a number or a 0-d tensor in these bounds of `check_number`."""
+    if callable(x):
+        raise TypeError(f"{name}={x!r}: allowed are numbers and 0-d tensors")
+    check_number("number", name, x, **bounds)
+
+
+def ascent_moves(ps: list[Tensor], gs: Grads, rho: Scalar, adaptive: bool) -> list[Any]:
+    """Return what `ascent` adds to each parameter, None for one without a gradient."""
+    sizes = [p.abs() + 0.01 if adaptive else 1.0 for p in ps]
+    scaled = [None if g is None else t * g for g, t in zip(gs, sizes)]
+    size = total_norm([whole(norm(x)) for x in scaled if x is not None])
+    factor = rho / size.clamp_min(1e-12)
+    return [None if x is None else like(factor, x) * t * x for x, t in zip(scaled, sizes)]

@@ -219,7 +219,9 @@ def test_links_into_the_repository_lead_somewhere(name: str) -> None:
 PORCH = {"extra", "fitting", "memory", "population", "testing", "warm"}
 PORCH.add("compiled.train_step")
 # Files that only name what users import, of the porch too.
-FACES = {PACKAGE / "__init__.py", PACKAGE / "compiled/__init__.py"}
+FACES = {
+    PACKAGE / name for name in ("__init__.py", "compiled/__init__.py", "functional.py")
+}
 LAYERS = [
     {"core"},
     {"pure", "schedules"},
@@ -227,7 +229,7 @@ LAYERS = [
     {"execution"},
     {"transforms"},
     {"classes"},
-    {"rules", "extra", "fitting"},
+    {"rules"},
     {"optimizers"},
     {"functional"},
     {"compiled", "gradient_release"},

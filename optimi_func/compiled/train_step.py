@@ -25,7 +25,7 @@ from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
 from optimi_func.execution.trees import TreeUpdate
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import FlatTree, TreeState, path_of, without_none
+from optimi_func.pure.tree import FlatTree, TreeState, paths_in, without_none
 
 LossFn = Callable[[PyTree, PyTree], PyTree]
 
@@ -280,11 +280,11 @@ class PureStep:
 
     def _check_tensors(self, state: TrainState) -> None:
         """Raise if a leaf is no tensor, or cannot be overwritten if donate=True."""
-        tensors = pytree.tree_leaves(state)
 
         def name(i: int) -> str:
-            return f"state{path_of(state, i)}"
+            return "state" + paths_in(state)[i]
 
+        tensors = pytree.tree_leaves(state)
         for i, x in enumerate(tensors):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name(i)}={x!r}: allowed are trees of tensors")

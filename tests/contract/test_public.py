@@ -3,7 +3,9 @@
 import ast
 import functools
 import inspect
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +214,14 @@ def test_links_into_the_repository_lead_somewhere(name: str) -> None:
         assert (ROOT / path).exists(), path
 
 
+# Rooms that import the package and that nothing in it imports. A folder stands for all of
+# its files, and the training step for what belongs to it alone.
+PORCH = {"extra", "fitting", "memory", "population", "testing", "warm"}
+PORCH.add("compiled.train_step")
+# Files that only name what users import, of the porch too.
+FACES = {
+    PACKAGE / name for name in ("__init__.py", "compiled/__init__.py", "functional.py")
+}
 LAYERS = [
     {"core"},
     {"pure", "schedules"},
@@ -220,26 +230,92 @@ LAYERS = [
     {"transforms"},
     {"classes"},
     {"rules"},
-    {"optimizers", "fitting"},
+    {"optimizers"},
     {"functional"},
-    {"compiled", "gradient_release", "warm"},
-    {"utils", "testing", "optim", "population"},
-    {"memory", "extra"},
+    {"compiled", "gradient_release"},
+    {"utils", "optim"},
+    PORCH,
     {"__init__"},
 ]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
-def test_imports_point_one_way(path: Path) -> None:
-    def layer(module: str) -> int:
-        return next(i for i, names in enumerate(LAYERS) if module in names)
+def room_of(path: Path) -> str:
+    """Return the room of a file or folder of the package."""
+    room, *inner = path.relative_to(PACKAGE).with_suffix("").parts
+    return "compiled.train_step" if room == "compiled" and inner > ["__init__"] else room
 
-    here = path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+def rooms_in(node: ast.AST) -> set[str]:
+    """Return the rooms that a statement imports, if it is an import."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [a.name for a in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{a.name}" for a in node.names]
+    rooms: set[str] = set()
+    for package, *parts in [name.split(".") for name in names]:
+        if package == "optimi_func":
+            inner = [PACKAGE.joinpath(*parts[:n]) for n in (2, 1, 0)]
+            places = [x for i in inner for x in (i.with_suffix(".py"), i / "__init__.py")]
+            rooms.add(room_of(next(filter(Path.exists, places))))
+    return rooms
+
+
+FILES = pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+
+
+@FILES
+def test_imports_point_one_way(path: Path) -> None:
+    def layer(room: str) -> int:
+        return next(i for i, names in enumerate(LAYERS) if room in names)
+
+    here = room_of(path)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("optimi_func"):
-            parts = node.module.split(".")[1:2] or [a.name for a in node.names]
-            for part in parts:
-                assert part == here or layer(part) < layer(here), f"{here}: {part}"
+        for room in rooms_in(node) - {here} - (PORCH if path in FACES else set()):
+            assert layer(room) < layer(here), f"{here}: {room}"
+
+
+@FILES
+def test_nothing_imports_the_porch(path: Path) -> None:
+    """Not the package, but for its faces, and not another room of the porch."""
+    here = room_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = (rooms_in(node) & PORCH) - {here}
+        assert path in FACES or not found, f"{here}, line {node.lineno}: {found}"
+
+
+# What `import optimi_func` needs without a room: all other modules, and a step.
+WITHOUT_A_ROOM = """
+import importlib, pkgutil
+from pathlib import Path
+import torch, optimi_func
+
+assert Path(optimi_func.__file__).parents[1].samefile(Path.cwd())
+for module in pkgutil.walk_packages(optimi_func.__path__, "optimi_func."):
+    importlib.import_module(module.name)
+p = torch.ones(2, requires_grad=True)
+optimizer = optimi_func.AdamW([p], lr=0.1, compile=False)
+p.sum().backward()
+optimizer.step()
+assert (p < 1.0).all()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("room", sorted({*map(room_of, PACKAGE.rglob("*.py"))} & PORCH))
+def test_a_room_of_the_porch_can_be_deleted(room: str, tmp_path: Path) -> None:
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {n for n in names if n == "__pycache__" or room_of(Path(folder, n)) == room}
+
+    shutil.copytree(PACKAGE, tmp_path / "optimi_func", ignore=left_out)
+    for face in FACES:
+        tree = ast.parse(face.read_text())
+        tree.body = [node for node in tree.body if room not in rooms_in(node)]
+        (tmp_path / face.relative_to(ROOT)).write_text(ast.unparse(tree))
+    command = [sys.executable, "-c", WITHOUT_A_ROOM]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 ROOMS = {"adamw": "adam"} | {n: "schedule_free" for n in NAMES if n.startswith("schedule")}

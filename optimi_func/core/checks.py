@@ -11,16 +11,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from functools import wraps
 from itertools import pairwise
 from numbers import Real
 from operator import itemgetter
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.removed import instead_of
+from optimi_func.core.removed import REMOVED, instead_of
 from optimi_func.core.rule import (
     DecayKind,
     PureOptimizer,
@@ -39,6 +40,8 @@ from optimi_func.core.torch_private import (
 )
 
 K = TypeVar("K")
+P = ParamSpec("P")
+T = TypeVar("T")
 # A factory takes hyperparameters by name: adamw, a partial of it, the user's lambda.
 Optimizer: TypeAlias = PureOptimizer | Callable[..., PureOptimizer]
 
@@ -73,6 +76,18 @@ def bind_call(
         raise TypeError(f"{error} of {name}{display}") from None
     bound.apply_defaults()
     return bound.arguments
+
+
+def tell_removed(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function's calls by an argument that it had say what to use instead."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not REMOVED.keys().isdisjoint(kwargs):
+            bind_call(function.__name__, inspect.signature(function), args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def check_number(

@@ -12,11 +12,11 @@ from torch.optim.optimizer import StateDict
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import tell_removed, warn_user
 from optimi_func.core.distributed import distribute_like
 from optimi_func.gradient_release.attached import Attached, by_hook, by_model
 from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
-from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
+from optimi_func.gradient_release.options import AccumulationMode, ReleaseOptions
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
@@ -175,17 +175,14 @@ class GradientRelease:
         zeros in the place of sums, for torch.distributed.checkpoint to load into.
         """
         runner, o, cycle = self._runner, self.options, self._runner.cycle
-        names, sums, last = runner.names, cycle.buffer, runner.last_norm
+        names, sums = runner.names, cycle.buffer
         if runner.since_step is None and o.accumulation == "buffer" and not cycle.is_open:
             sums = cycle.zeros(names, o.buffer_dtype)
-        if last is None and o.clipping == "lagged":
-            last = torch.zeros((), device=next(iter(names)).device)  # clips nothing
         return {
             "accumulation": o.accumulation,
             "position": cycle.position,
             "begun": sorted(names[p] for p in cycle.partially_updated.union(cycle.buffer)),
             "buffer": {names[p]: total for p, total in sums.items()},
-            "last_norm": last,
             "skipped": dict.fromkeys(names.values(), 0) | self.skipped,
         }
 
@@ -199,6 +196,7 @@ class GradientRelease:
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
         saved, runner = dict(state_dict), self._runner
+        saved.pop("last_norm", None)  # of version 0.2
         expected, params = {*self.state_dict()}, runner.params
         if {*saved} != expected:
             raise ValueError(
@@ -209,7 +207,7 @@ class GradientRelease:
                 raise ValueError(
                     f"state_dict[{field!r}] names {unknown[0]!r}: allowed are {[*params]}"
                 )
-        cycle, last = Accumulation(), saved["last_norm"]
+        cycle = Accumulation()
         cycle.position = int(saved["position"])
         begun, sums = saved["begun"], saved["buffer"]
         if saved["accumulation"] == "states":
@@ -238,11 +236,8 @@ class GradientRelease:
                 f"state_dict is from an open cycle of accumulation="
                 f"{saved['accumulation']!r}: allowed is {self.accumulation!r}"
             )
-        if last is not None and not isinstance(last, Tensor):
-            raise ValueError(f"state_dict['last_norm'] is {last!r}: allowed is a tensor")
         counts = {params[name]: int(k) for name, k in saved["skipped"].items() if int(k)}
         runner.skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
-        runner.last_norm = None if last is None else last.detach().clone()
         runner.cycle = cycle
 
     def remove(self) -> None:
@@ -417,25 +412,24 @@ class GradientRelease:
             )
         self._runner.since_step = SinceStep()
 
+    @tell_removed
     def backward(
         self,
         loss_fn: Callable[[], Tensor],
         *,
         clip_global_norm: float | None = None,
-        how: How | None = None,
     ) -> Tensor:
         """Compute the loss and run its backward, which updates the parameters.
 
-        With `clip_global_norm` and how="two_pass" both run twice, once to measure the norm
-        of all gradients and once to apply them, scaled. In between, the random number
-        generators of torch and Python and the model's buffers (BatchNorm's statistics) are
-        restored. `loss_fn` must draw or change everything else in the same way again.
-        Within an accumulation cycle only the last backward runs twice.
+        With `clip_global_norm` both run twice, once to measure the norm of all gradients
+        and once to apply them, scaled. In between, the random number generators of torch
+        and Python and the model's buffers (BatchNorm's statistics) are restored. `loss_fn`
+        must draw or change everything else in the same way again. Within an accumulation
+        cycle only the last backward runs twice.
 
         Args:
             loss_fn: Runs the model and returns the loss, a tensor of one element.
             clip_global_norm: Replaces the handle's for this call.
-            how: Replaces the handle's for this call.
 
         Returns:
             The loss, detached.
@@ -451,10 +445,9 @@ class GradientRelease:
                 "function that computes the loss, `lambda: model(x).mean()`, which may "
                 "have to run twice"
             )
-        if clip_global_norm is not None or how is not None:
+        if clip_global_norm is not None:
             usual = self.options
-            limit = usual.clip_global_norm if clip_global_norm is None else clip_global_norm
-            self.options = replace(usual, clip_global_norm=limit, how=how or usual.how)
+            self.options = replace(usual, clip_global_norm=clip_global_norm)
             try:
                 return self.backward(loss_fn)
             finally:
@@ -479,7 +472,7 @@ class GradientRelease:
         loss = loss_fn()
         if not torch.isclose(loss.detach(), measured, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise RuntimeError(
-                f"loss_fn gave {measured.item()} and then {loss.item()}: how='two_pass' "
+                f"loss_fn gave {measured.item()} and then {loss.item()}: clip_global_norm "
                 "needs it to do the same thing twice"
             )
         runner.grad_scale = runner.grad_scale_of(norms)

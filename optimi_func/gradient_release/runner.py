@@ -21,9 +21,15 @@ from optimi_func.core.distributed import (
     to_local,
 )
 from optimi_func.core.rule import Microbatch
-from optimi_func.core.torch_private import clip_factor, is_plain
+from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.executors import SMALL
-from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record
+from optimi_func.gradient_release.backward import (
+    PENDING_BYTES,
+    Accumulation,
+    Backward,
+    SinceStep,
+    record,
+)
 from optimi_func.gradient_release.norms import (
     Measures,
     Norm,
@@ -59,7 +65,6 @@ class Runner(Measures):
         self.options = options  # changes between two backwards only
         self.cycle = Accumulation()
         self.grad_norm: Tensor | None = None  # of the last backward
-        self.last_norm: Tensor | None = None  # of the last step, for how="lagged"
         self.finites: list[Tensor] = []  # of gradients that were measured
         self.skipped: dict[Tensor, Tensor] = {}  # the number of skipped updates
         self.grad_scale: Tensor | None = None  # from the pass that measured the gradients
@@ -108,7 +113,7 @@ class Runner(Measures):
                 "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch 2.13, "
                 f"and this is {torch.__version__}: use pin_memory=False"
             )
-        if options.clipping or options.skip_nonfinite or options.grad_norm:
+        if options.clips or options.skip_nonfinite or options.grad_norm:
             parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
                 if not is_plain(part):
@@ -172,9 +177,6 @@ class Runner(Measures):
         return self.norms_to_clip([*sums], [*sums.values()])
 
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
-        o = self.options
-        if o.clipping == "lagged" and self.last_norm is not None:
-            grad_scale = clip_factor(o.clip_global_norm, self.last_norm)
         # A hook may call step() during a backward, which must not overwrite the gradients
         # that wait in its staging memory.
         staging, self._staging = self._staging, self._staging.new_empty(0)
@@ -262,8 +264,9 @@ class Runner(Measures):
             self.check(o)  # param groups may have changed since
         if o.two_pass and self.moves_next() and self.grad_scale is None:
             raise RuntimeError(
-                f"clip_global_norm={o.clip_global_norm} with how='two_pass' has to run "
-                "the backward: call handle.backward(loss_fn), or choose how='lagged'"
+                f"clip_global_norm={o.clip_global_norm} has to run the backward twice: "
+                "call handle.backward(loss_fn), or let step() end the step, by "
+                "accumulation='buffer' without accumulation_steps"
             )
 
     def moves_next(self) -> bool:
@@ -298,9 +301,8 @@ class Runner(Measures):
             return
         if together > 1:
             backward.lacking = (backward.lacking or together) - 1
-        limit = self.options.pending_bytes
-        waits = backward.add_pending(p, g, min(limit, self._small_bytes))
-        if waits > limit and not backward.lacking:
+        waits = backward.add_pending(p, g, min(PENDING_BYTES, self._small_bytes))
+        if waits > PENDING_BYTES and not backward.lacking:
             self._apply(backward, *backward.take_pending(p.device))
 
     def _together(self, p: Tensor) -> int:
@@ -374,22 +376,12 @@ class Runner(Measures):
         self._flush(backward)
 
     def _report(self, backward: Backward) -> None:
-        """Set grad_norm after a backward, and last_norm after a step."""
+        """Set grad_norm after a backward."""
         o = self.options
-        if o.clipping != "lagged" and backward.last:
-            self.last_norm = None  # it is not the norm of the last step any more
-        if not (o.grad_norm or o.clipping == "lagged"):
-            return
-        if o.accumulation == "states" and not backward.fired:
+        if not o.grad_norm or (o.accumulation == "states" and not backward.fired):
             return  # step() ended the cycle without a gradient
         record([norm.value for norm in backward.norms])
-        norm = global_norm(backward.norms)
-        if o.grad_norm:
-            self.grad_norm = norm
-        if o.clipping == "lagged" and backward.last:
-            # The norm of gradients that overflowed would scale the next ones to 0.
-            before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
-            self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
+        self.grad_norm = global_norm(backward.norms)
 
     def skips(self, norms: list[Norm]) -> bool:
         """Return True, and drop the cycle, if a measured gradient is not finite."""

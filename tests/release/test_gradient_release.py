@@ -116,8 +116,6 @@ def test_what_is_refused() -> None:
         prepare_for_gradient_release(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="gradient_release=True"):
         prepare_for_gradient_release(*make(release=False))
-    with pytest.raises(ValueError, match="pending_bytes=-1"):
-        prepare_for_gradient_release(model, optimizer, pending_bytes=-1)
     theirs = model.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ValueError, match="1 parameters have post-accumulate"):
         prepare_for_gradient_release(model, optimizer)
@@ -329,7 +327,7 @@ def test_reentrance_and_what_a_whole_backward_is_needed_for(head: bool) -> None:
         model = nn.ModuleList([blocks(), nn.Linear(128, 2) if head else nn.Identity()])
         optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=True, **EAGER)
         handle = prepare_for_gradient_release(
-            *(model, optimizer), grad_norm=True, clip_global_norm=1e-3, how="lagged"
+            model, optimizer, grad_norm=True, clip_param_norm=1e-3
         )
         for i in range(3):
             torch.manual_seed(i)
@@ -626,7 +624,10 @@ def test_a_scheduler_before_the_first_update_draws_it(way: str | None) -> None:
 
 
 @pytest.mark.parametrize("pending_bytes", [0, 600, 1 << 20])
-def test_small_gradients_wait_no_longer_than_asked(pending_bytes: int) -> None:
+def test_small_gradients_wait_for_no_more_bytes(
+    pending_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimi_func.gradient_release.runner.PENDING_BYTES", pending_bytes)
     model, optimizer = make()
     calls = []
     original = optimizer.update
@@ -636,7 +637,7 @@ def test_small_gradients_wait_no_longer_than_asked(pending_bytes: int) -> None:
         original(params, *rest, **options)
 
     optimizer.update = counting
-    prepare_for_gradient_release(model, optimizer, pending_bytes=pending_bytes)
+    prepare_for_gradient_release(model, optimizer)
     train(model, optimizer, 1)
     large = sum(p.numel() >= 8192 for p in model.parameters())
     small = sum(p.numel() < 8192 for p in model.parameters())

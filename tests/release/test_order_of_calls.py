@@ -126,11 +126,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "buffer_dtype": torch.bfloat16,
     },
     "states": {"accumulation": "states", "accumulation_steps": 3},
-    "lagged": {"clip_global_norm": 0.1, "how": "lagged", "skip_nonfinite": True},
+    "skips": {"skip_nonfinite": True},
 }
 
 
-MORE = [("buffer", 3), ("bfloat16", 5), ("states", 5), ("lagged", 5)]
+MORE = [("buffer", 3), ("bfloat16", 5), ("states", 5), ("skips", 5)]
 
 
 class Part(Net):

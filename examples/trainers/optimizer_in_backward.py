@@ -7,7 +7,6 @@ so far. A run that stops there and resumes ends with the weights of the one that
 """
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +60,13 @@ class Recipe:
         return loss.item() * PARTS
 
     def save(self, path: Path) -> None:
-        with warnings.catch_warnings():
-            # That the optimizer's state is not all, within a cycle: the handle is saved.
-            warnings.filterwarnings("ignore", r"state_dict\(\) inside an open")
-            checkpoint: dict[str, Any] = {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "handle": self.handle.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "done": self.done,
-            }
+        checkpoint: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "handle": self.handle.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "done": self.done,
+        }
         torch.save(checkpoint, path)
 
     def load(self, path: Path) -> None:

@@ -18,7 +18,6 @@ from optimi_func.core.checks import (
     check_module,
     missing,
     tell_removed,
-    warn_user,
 )
 from optimi_func.gradient_release import attached
 from optimi_func.gradient_release.handle import GradientRelease
@@ -93,8 +92,7 @@ def prepare_for_gradient_release(
             part of the parameters, because several optimizers, each with its own handle,
             may share a model. Or a FunctionalOptimizer, over the tree {name: parameter},
             whose state is `handle.state`.
-        ignore_existing_hooks: Add the hooks even if other code has hooks there, and don't
-            warn of parameters that the optimizer does not own.
+        ignore_existing_hooks: Add the hooks even if other code has hooks there.
         accumulation: "buffer", "states", or None if every backward is a step.
         accumulation_steps: The number of backwards in a step. With None `step()` ends it.
         buffer_dtype: The sum's dtype, which is float32, float64 or bfloat16. None takes
@@ -185,13 +183,7 @@ def prepare_for_gradient_release(
             "ignore_existing_hooks=True if they are meant to stay, but not process_group, "
             "which averages gradients after they have run"
         )
-    handle = GradientRelease(model, optimizer, params, options, runner_of)
-    left = sum(p.requires_grad for p in model.parameters()) - len(params)
-    if left and not ignore_existing_hooks:
-        warn_user(
-            f"{left} trainable parameters are not the optimizer's: they keep their .grad"
-        )
-    return handle
+    return GradientRelease(model, optimizer, params, options, runner_of)
 
 
 def _owned(
@@ -222,10 +214,6 @@ def remove_gradient_release(model: nn.Module) -> None:
     """Detach every hook that `prepare_for_gradient_release` added to the model.
 
     This includes hooks that it added through another module with the same parameters.
-    Warns if there are none.
     """
-    handles = attached.releases_of(model)
-    if not handles:
-        warn_user("the model has no gradient release hooks to remove")
-    for handle in handles:
+    for handle in attached.releases_of(model):
         handle.remove()

@@ -59,10 +59,8 @@ class GradientRelease:
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_state_dict_pre_hook(self._before_state_dict),
-                optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
-            optimizer.attach(self)
+            optimizer.releases.append(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return a copy's parts; hooks and locks belong to one model and process."""
@@ -229,8 +227,6 @@ class GradientRelease:
                 )
             cycle.buffer[p] = torch.empty_like(p, dtype=total.dtype, requires_grad=False)
             cycle.buffer[p].copy_(distribute_like(p, total))
-        if cycle.position < 0:
-            raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
         if cycle.is_open and saved["accumulation"] != self.accumulation:
             raise ValueError(
                 f"state_dict is from an open cycle of accumulation="
@@ -360,13 +356,6 @@ class GradientRelease:
             self._warned.add(key or text)
             warn_user(text)
 
-    def _after_load(self, _: object) -> None:
-        if self.accumulating:
-            warn_user(
-                "load_state_dict() inside an open accumulation cycle, which goes on: "
-                "handle.load_state_dict() loads where the saved run stood in its own"
-            )
-
     def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._runner.group is None and not self.accumulating:
             return
@@ -405,7 +394,8 @@ class GradientRelease:
                 "parameters: to accumulate, pass accumulation='buffer' or 'states' to "
                 f"prepare_for_gradient_release. {PAUSE}"
             )
-        if since.backwards > 1 and not since.repeats and self.options.whole_backward:
+        parts = since.backwards > 1 and not since.repeats
+        if parts and (self.options.accumulation_steps or self.options.grad_norm):
             self._warn_once(
                 f"{since.backwards} backwards since the last step(), each with gradients "
                 "of other parameters. If these are the blocks of one: " + NO_REENTRANCE
@@ -481,11 +471,3 @@ class GradientRelease:
         finally:
             runner.grad_scale = None
         return loss.detach()
-
-    def _before_state_dict(self, _: object) -> None:
-        if self.accumulating:
-            warn_user(
-                "state_dict() inside an open accumulation cycle (backward "
-                f"{self._runner.cycle.position} of it) does not contain the cycle. Save "
-                "handle.state_dict() too, or call step() first"
-            )

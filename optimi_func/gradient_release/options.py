@@ -107,8 +107,3 @@ class ReleaseOptions:
     def skips_steps(self) -> bool:
         """True if a gradient that is not finite skips the whole step."""
         return self.skip_nonfinite == "step"
-
-    @cached_property
-    def whole_backward(self) -> bool:
-        """True if the options depend on where a backward begins and ends."""
-        return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)

@@ -72,7 +72,7 @@ class Runner(Measures):
         self.pauses = 0  # the number of open paused() blocks
         self.lock = threading.RLock()  # autograd has one thread per device
         self._running: weakref.ref[Backward] | None = None
-        self._updated: list[str] | None = None  # None if the last backward has finished
+        self._unfinished = False  # True from a backward's first gradient to its end
         self._checked_ddp = False
         self._distributed = {p for p in params.values() if is_distributed(p)}
         self._mates = {p: n for p in params.values() if (n := self._together(p)) > 1}
@@ -98,13 +98,6 @@ class Runner(Measures):
         if getattr(self.optimizer, "skips_steps", False) and not options.skips_steps:
             raise ValueError(
                 "skip_nonfinite='step' of the optimizer: pass it to this handle too"
-            )
-        rules = self.optimizer.rules()
-        joins = [rule.name for rule in rules if rule.join is not None]
-        if joins and options.clip_global_norm is not None:
-            warn_user(
-                f"clip_global_norm={options.clip_global_norm} with {joins[0]}: clipping "
-                "changes the size of gradients from step to step, which misleads d"
             )
         shards = to_local([p for p in self.params.values() if is_distributed(p)])
         if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):
@@ -158,7 +151,7 @@ class Runner(Measures):
 
     def forget(self) -> None:
         """Forget a backward that runs or has failed."""
-        self._running = self._updated = None
+        self._running, self._unfinished = None, False
 
     def close_cycle(self) -> None:
         """End the open accumulation cycle outside of any backward."""
@@ -229,20 +222,18 @@ class Runner(Measures):
             # inside of it, by a hook or by reentrant checkpointing, and ends with it.
             running.ids.add(number)
             return running
-        if self._updated is not None:
-            names = ", ".join(self._updated) or "none"
-            done = "updated, or their sums," if self.options.accumulation else "updated"
+        if self._unfinished:
             self.forget()
             warn_user(
-                "the backward before this one did not finish: gradients still waiting "
-                f"were dropped; parameters already {done}: {names}",
+                "the backward before this one did not finish: gradients that came before "
+                "it failed are applied or summed up, and those that waited are dropped"
             )
         backward = self._measuring
         if backward is None:
             self._check_backward()
             backward = self._new_backward(self.moves_next(), self.grad_scale)
         backward.ids.add(number)
-        self._running, self._updated = weakref.ref(backward), []
+        self._running, self._unfinished = weakref.ref(backward), True
         torch_private.after_backward(partial(self._at_end, backward))
         return backward
 
@@ -287,7 +278,6 @@ class Runner(Measures):
             total = self.cycle.keep(p, g, o.buffer_dtype, copy=p in self._distributed)
             if o.grad_norm:
                 backward.norms += local_norms([total])
-            self._note([p])
             return
         if o.accumulation != "states":
             g = self.cycle.whole(p, g)
@@ -435,11 +425,6 @@ class Runner(Measures):
                 self.cycle.buffer.pop(p, None)
         else:
             partially_updated.update(params)
-        self._note(params)
-
-    def _note(self, params: list[Tensor]) -> None:
-        if self._updated is not None:
-            self._updated += [self.names[p] for p in params]
 
 
 def _weak_hook(runner: Runner) -> Callable[[Tensor], None]:

@@ -88,8 +88,7 @@ def test_gradients_are_gone_and_the_hooks_can_be() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     optimizer.step()
     assert not torch.equal(model.first.weight, before["first.weight"])
-    with pytest.warns(UserWarning, match="no gradient release hooks"):
-        remove_gradient_release(model)
+    remove_gradient_release(model)  # finds none
     with prepare_for_gradient_release(model, optimizer):
         pass
     prepare_for_gradient_release(model, optimizer)
@@ -669,8 +668,7 @@ def test_an_exception_in_the_middle_of_backward_leaks_nothing() -> None:
         loss.backward()
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == {"middle.weight"}
-    pattern = "did not finish.*already updated: middle.weight"
-    with pytest.warns(UserWarning, match=pattern):
+    with pytest.warns(UserWarning, match=r"did not finish.* before it failed are applied"):
         train(model, optimizer, 1)
     # One step each since then: the small gradients of the failed backward are gone.
     steps = {k: int(optimizer.state[p]["step"]) for k, p in model.named_parameters()}
@@ -747,11 +745,9 @@ def test_partial_training_and_two_optimizers() -> None:
     model = Net()
     model.first.requires_grad_(False)
     one = AdamW(model.middle.parameters(), lr=1e-2, gradient_release=True, **EAGER)
-    with pytest.warns(UserWarning, match="3 trainable parameters are not the optimizer's"):
-        prepare_for_gradient_release(model, one)
+    prepare_for_gradient_release(model, one)
     two = SGD(model.last.parameters(), lr=1e-2, gradient_release=True, **EAGER)
-    with pytest.warns(UserWarning, match="not the optimizer's"):
-        prepare_for_gradient_release(model, two)
+    prepare_for_gradient_release(model, two)
     model(batch(0)).mean().backward()
     assert model.first.weight.grad is None
     assert model.norm.weight.grad is not None

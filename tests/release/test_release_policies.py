@@ -456,8 +456,6 @@ def test_a_cycle_can_be_discarded() -> None:
     loss_of(other[0], 0).backward()
     with pytest.raises(RuntimeError, match="take gradients back"):
         handle.discard()
-    with pytest.warns(UserWarning, match="inside an open accumulation cycle"):
-        other[1].load_state_dict(one[1].state_dict())
 
 
 # Clipping
@@ -898,11 +896,7 @@ def test_a_run_resumes_inside_a_cycle(options, stop, tmp_path) -> None:
     run(handle, first[0], range(stop))
     path = tmp_path / "checkpoint.pt"
     saved = {"model": first[0].state_dict(), "handle": handle.state_dict()}
-    if stop % MICRO:
-        with pytest.warns(UserWarning, match="open accumulation cycle.*handle.state_dict"):
-            saved["optimizer"] = first[1].state_dict()
-    else:
-        saved["optimizer"] = first[1].state_dict()
+    saved["optimizer"] = first[1].state_dict()
     torch.save(saved, path)
     second = make()
     handle = prepare_for_gradient_release(*second, **options)
@@ -934,7 +928,6 @@ def test_skips_resume_also_from_a_file_of_version_0_2() -> None:
             r"shape \(4, 128\)",
         ),
         ({"more": 1}, "allowed are"),
-        ({"position": -3}, "position"),
         ({"position": 2, "accumulation": "states"}, "open cycle of accumulation='states'"),
     ],
 )
@@ -1076,8 +1069,7 @@ def test_a_functional_optimizer_joins_and_skips() -> None:
 @pytest.mark.full
 def test_policies_make_no_graph_of_their_own(graphs) -> None:
     model, optimizer = make(compile=True)
-    with pytest.warns(UserWarning, match="no model was prepared"):
-        train(model, optimizer, 1)
+    train(model, optimizer, 1)
     made = graphs()
     released(model, optimizer, 2, **BUFFER, **GLOBAL_NORM)
     optimi_func.remove_gradient_release(model)

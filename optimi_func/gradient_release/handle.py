@@ -1,4 +1,4 @@
-"""The handle of a gradient release, and which handles have hooks on which parameters."""
+"""The handle of a gradient release."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,13 +1,12 @@
 """A recipe as torchtune writes them: a loop by hand, the optimizer in backward.
 
 bfloat16 weights with Kahan summation, gradient release with accumulation, clipping by the
-norm of the step before, and checkpoints that hold all of it, also within an accumulation
+global norm in two passes, and checkpoints that hold all of it, also within an accumulation
 cycle: weights, optimizer, schedule, and the handle, which keeps the sums of the gradients
 so far. A run that stops there and resumes ends with the weights of the one that did not.
 """
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ class Recipe:
             accumulation="buffer",
             accumulation_steps=PARTS,
             clip_global_norm=1.0,
-            how="lagged",
             grad_norm=True,
         )
         steps = BACKWARDS // PARTS
@@ -51,25 +49,24 @@ class Recipe:
     def train(self, until: int) -> float:
         for i in tqdm(range(self.done, until), unit="backward"):
             x, y = batch(i)
-            loss = F.mse_loss(self.model(x).float(), y)
-            (loss / PARTS).backward()  # the last of a cycle updates, and frees gradients
+            # The last of a cycle measures, updates, and frees gradients.
+            loss = self.handle.backward(
+                lambda x=x, y=y: F.mse_loss(self.model(x).float(), y) / PARTS
+            )
             self.done += 1
             if self.done % PARTS == 0:
                 self.optimizer.step()  # nothing left to do but to tell the schedule
                 self.schedule.step()
-        return loss.item()
+        return loss.item() * PARTS
 
     def save(self, path: Path) -> None:
-        with warnings.catch_warnings():
-            # That the optimizer's state is not all, within a cycle: the handle is saved.
-            warnings.filterwarnings("ignore", r"state_dict\(\) inside an open")
-            checkpoint: dict[str, Any] = {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "handle": self.handle.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "done": self.done,
-            }
+        checkpoint: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "handle": self.handle.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "done": self.done,
+        }
         torch.save(checkpoint, path)
 
     def load(self, path: Path) -> None:

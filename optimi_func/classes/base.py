@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.copies import Work, finite_works
 from optimi_func.classes.extras import check_runs, found_extras
@@ -31,7 +30,6 @@ from optimi_func.classes.groups import (
     path_of,
     plain_numbers,
     take_torchs,
-    warn_if_unprepared,
     warn_of_torchs_order,
 )
 from optimi_func.classes.step import Steps
@@ -171,21 +169,11 @@ class BaseOptimizer(Fields, Steps):
         self.skips_steps = check_skip(defaults.pop("skip_nonfinite", False))
         self.skipped_steps: int | Tensor = 0  # a tensor if capturable
         self.releases = []
-        self._unprepared: RemovableHandle | None = None
         self._constructed = False
         self._clear_caches()
         super().__init__(params, plain_numbers(defaults))
         self._constructed = True
         self._warn_of_mistakes(0)
-        if self.defaults["gradient_release"]:
-            self._unprepared = warn_if_unprepared(self)
-
-    def attach(self, release: object) -> None:
-        """Register a gradient release that steps this optimizer; it detaches itself."""
-        self.releases.append(release)
-        if self._unprepared is not None:
-            self._unprepared.remove()
-            self._unprepared = None
 
     def _clear_caches(self) -> None:
         """Make new caches; they are not pickled (`_CACHES`)."""
@@ -484,15 +472,12 @@ class BaseOptimizer(Fields, Steps):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore the attributes and make new caches; load_state_dict calls this too."""
-        is_copy = "releases" not in self.__dict__
         self.__dict__.setdefault("releases", [])
         self.__dict__.setdefault("_told", {})
-        for name in ("_unprepared", "process_group", "skips_steps"):
+        for name in ("process_group", "skips_steps"):
             self.__dict__.setdefault(name, None)
         super().__setstate__(state)
         self._clear_caches()
-        if is_copy and self.defaults["gradient_release"]:
-            self._unprepared = warn_if_unprepared(self)
 
 
 class Options(TypedDict, total=False):
@@ -539,6 +524,6 @@ _CACHES = (
     *("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index"),
     *("_versions", "holds_averages", "_layouts"),
 )
-_ATTACHED = ("releases", "_unprepared", "process_group")
+_ATTACHED = ("releases", "process_group")
 # A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
 _TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

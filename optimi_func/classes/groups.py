@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from optimi_func.core import checks
 from optimi_func.core.distributed import redistribute_like
@@ -318,23 +316,3 @@ def check_skip(value: object) -> bool:
             "skip_nonfinite=True, it is an option of prepare_for_gradient_release"
         )
     return value == "step"
-
-
-def warn_if_unprepared(optimizer: Optimizer) -> RemovableHandle:
-    """Add a hook by which the first step with gradients warns of an unprepared model."""
-    warned: list[bool] = []
-
-    def after_step(
-        optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        if warned or len(args) > 2 or kwargs.get("param") is not None:
-            return  # step(param=...) in a hook of the user's
-        groups = optimizer.param_groups
-        if any(p.grad is not None for group in groups for p in group["params"]):
-            warned.append(True)
-            text = "gradient_release=True, but no model was prepared: this is the ordinary "
-            checks.warn_user(
-                f"{text}step. Call prepare_for_gradient_release(model, optimizer)"
-            )
-
-    return optimizer.register_step_post_hook(after_step)

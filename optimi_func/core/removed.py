@@ -1,27 +1,30 @@
-"""Names and arguments that version 0.3 has no more, and what to use instead."""
+"""Names and arguments that are gone, and what to use instead, for one release."""
 
 _SEARCH = 'LBFGS(line_search_fn="strong_wolfe"), or the value lbfgs'
 
 REMOVED = {
     "Backtracking": _SEARCH,
-    "BacktrackingState": _SEARCH,
-    "LookaheadState": "a tree of the slow parameters",
-    "SamState": "transforms.ascent, which has no state",
     "backtracking": _SEARCH,
+    "BacktrackingState": _SEARCH,
     "checkpoint_every": "torch.utils.checkpoint around the run of some steps",
-    "stats": "optimi_func.Stats(optimizer).stats(by)",
-    "track": "optimi_func.Stats(optimizer).track(on)",
+    "CLIPPING": "the table of clipping in docs/release.md",
     "divide_state": "torch.distributed.optim.ZeroRedundancyOptimizer around the class",
-    "modulus": "none: both parts of a number have second moments, as in torch.optim",
+    "from_class": "population.init, with copies of the state of optimizer.functional()",
+    "how": "clip_global_norm alone, which takes two passes by handle.backward(loss_fn)",
     "inject": "0-d tensors for numbers, in an optimizer that the compiled function makes: "
     "adamw(lr=lr, betas=(beta1, beta2)).step(params, grads, state)",
     "InjectState": "the optimizer's own state, and 0-d tensors for numbers",
-    "lookahead": "torch.lerp after every k-th step, or the class Lookahead",
-    "sam": "transforms.ascent between two evaluations, or the class SAM",
-    "from_class": "population.init, with copies of the state of optimizer.functional()",
     "load_member": "optimizer.load_functional(state, params) with row i of every tensor",
+    "lookahead": "torch.lerp after every k-th step, or the class Lookahead",
+    "LookaheadState": "a tree of the slow parameters",
+    "modulus": "no argument: both parts of a number have second moments, as in torch.optim",
     "noise": "p + scale * torch.randn_like(p) of the weights: docs/populations.md",
+    "pending_bytes": "no argument: small gradients wait for up to 1 MiB",
+    "sam": "transforms.ascent between two evaluations, or the class SAM",
+    "SamState": "transforms.ascent, which has no state",
     "state_dicts": "{name: p[i] for name, p in members.params.items()}",
+    "stats": "optimi_func.Stats(optimizer).stats(by)",
+    "track": "optimi_func.Stats(optimizer).track(on)",
     "unstack": "pytree.tree_map_only(Tensor, lambda x: x[i], members)",
 }
 
@@ -29,4 +32,4 @@ REMOVED = {
 def instead_of(name: str) -> str:
     """Return what an error says of a removed name or argument, or nothing."""
     use = REMOVED.get(name, "")
-    return use and f", removed in 0.3: use {use}"
+    return use and f", which was removed: use {use}"

@@ -6,51 +6,49 @@ the gradient is freed before the next one is computed.
 
 import sys
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.checks import check_flag, check_module, warn_user
+from optimi_func.core.checks import (
+    check_flag,
+    check_module,
+    missing,
+    tell_removed,
+)
 from optimi_func.gradient_release import attached
 from optimi_func.gradient_release.handle import GradientRelease
-from optimi_func.gradient_release.options import (
-    CLIPPING,
-    AccumulationMode,
-    How,
-    ReleaseOptions,
-)
+from optimi_func.gradient_release.options import AccumulationMode, ReleaseOptions
 from optimi_func.gradient_release.replicas import ReplicaRunner, Replicas
 from optimi_func.gradient_release.runner import NO_DDP, Runner
 from optimi_func.pure.functional import FunctionalOptimizer
 
 __all__ = [
-    "CLIPPING",
     "GradientRelease",
     "ReleaseOptions",
     "prepare_for_gradient_release",
     "remove_gradient_release",
 ]
 
-# The default limit on the bytes of small gradients that wait to be updated together.
-PENDING_BYTES = 1 << 20
+if not TYPE_CHECKING:  # a checker would take every name for one that is there
+    __getattr__ = partial(missing, module=__name__)
 
 
+@tell_removed
 def prepare_for_gradient_release(
     model: nn.Module,
     optimizer: BaseOptimizer | FunctionalOptimizer,
     ignore_existing_hooks: bool = False,
     *,
-    pending_bytes: int = PENDING_BYTES,
     accumulation: AccumulationMode | None = None,
     accumulation_steps: int | None = None,
     buffer_dtype: torch.dtype | None = None,
     clip_param_norm: float | None = None,
     clip_value: float | None = None,
     clip_global_norm: float | None = None,
-    how: How = "two_pass",
     grad_norm: bool = False,
     skip_nonfinite: bool | Literal["step"] = False,
     process_group: "distributed.ProcessGroup | Literal[False]" = False,
@@ -94,27 +92,23 @@ def prepare_for_gradient_release(
             part of the parameters, because several optimizers, each with its own handle,
             may share a model. Or a FunctionalOptimizer, over the tree {name: parameter},
             whose state is `handle.state`.
-        ignore_existing_hooks: Add the hooks even if other code has hooks there, and don't
-            warn of parameters that the optimizer does not own.
-        pending_bytes: Gradients of small parameters wait up to this many bytes, or the
-            end of backward, to be updated together.
+        ignore_existing_hooks: Add the hooks even if other code has hooks there.
         accumulation: "buffer", "states", or None if every backward is a step.
         accumulation_steps: The number of backwards in a step. With None `step()` ends it.
         buffer_dtype: The sum's dtype, which is float32, float64 or bfloat16. None takes
             the gradient's, but at least float32.
         clip_param_norm: Scale each gradient down to this norm, by itself.
         clip_value: Clamp each gradient's elements to this size.
-        clip_global_norm: Scale all gradients down together to this norm.
-        how: For clip_global_norm. "two_pass" is exact and runs each backward twice,
-            through `handle.backward(loss_fn)`. "lagged" scales by the norm of the step
-            before, at no cost; the first step is not clipped.
+        clip_global_norm: Scale all gradients down together to this norm. It is exact, and
+            runs each backward that makes a step twice, through `handle.backward(loss_fn)`.
+            Only sums of accumulation="buffer" that `step()` applies need no second pass.
         grad_norm: Report the norm of every backward's gradients as `handle.grad_norm`.
         skip_nonfinite: Leave a parameter, its state and its step count unchanged if its
             gradient has an inf or NaN; `handle.skipped` counts. With
             accumulation="states" only that part of the gradient is left out of the step.
             "step" leaves all of them unchanged, in all processes. Every gradient has to be
-            known before the first update, by clip_global_norm (which may be inf) with two
-            passes, or by accumulation="buffer" without accumulation_steps.
+            known before the first update, by clip_global_norm (which may be inf), or by
+            accumulation="buffer" without accumulation_steps.
         process_group: The processes that hold the same model and average its gradients,
             such as `torch.distributed.group.WORLD`. False averages nothing.
         bucket_cap_mb: With `process_group`, the MiB of gradients in a bucket. About four
@@ -131,10 +125,10 @@ def prepare_for_gradient_release(
         TypeError: An argument of another type, as an optimizer of another library.
         ValueError: An optimizer without `gradient_release=True`, hooks that exist
             already, a model none of whose parameters it owns, an option out of its
-            range, options that exclude each other (`gradient_release.CLIPPING` says
-            what clips what), or a model wrapped in DistributedDataParallel or
-            FullyShardedDataParallel. With `process_group`, also DTensors, and models,
-            options or states that differ by process. No hook has been added then.
+            range, options that exclude each other, or a model wrapped in
+            DistributedDataParallel or FullyShardedDataParallel. With `process_group`, also
+            DTensors, and models, options or states that differ by process. No hook has been
+            added then.
 
     References:
         Zhang et al., "Adam Accumulation", arXiv:2305.19982 (accumulation="states").
@@ -151,8 +145,8 @@ def prepare_for_gradient_release(
     (True, tensor([[0.9000, 0.9000]]))
     """
     options = ReleaseOptions(
-        *(pending_bytes, accumulation, accumulation_steps, buffer_dtype),
-        *(clip_param_norm, clip_value, clip_global_norm, how),
+        *(accumulation, accumulation_steps, buffer_dtype),
+        *(clip_param_norm, clip_value, clip_global_norm),
         *(grad_norm, skip_nonfinite),
     )
     check_module("prepare_for_gradient_release", model)
@@ -171,8 +165,6 @@ def prepare_for_gradient_release(
     runner_of, how_replicas = Runner, (bucket_cap_mb, reduce_dtype, broadcast_buffers)
     if process_group is not False:
         runner_of = partial(ReplicaRunner, replicas=Replicas(process_group, *how_replicas))
-        if pending_bytes != PENDING_BYTES:
-            raise ValueError(f"pending_bytes={pending_bytes}: with process_group omit it")
     elif how_replicas != (25, None, True):
         names = "bucket_cap_mb, reduce_dtype, broadcast_buffers"
         raise ValueError(f"{names} = {how_replicas}: they need process_group")
@@ -191,13 +183,7 @@ def prepare_for_gradient_release(
             "ignore_existing_hooks=True if they are meant to stay, but not process_group, "
             "which averages gradients after they have run"
         )
-    handle = GradientRelease(model, optimizer, params, options, runner_of)
-    left = sum(p.requires_grad for p in model.parameters()) - len(params)
-    if left and not ignore_existing_hooks:
-        warn_user(
-            f"{left} trainable parameters are not the optimizer's: they keep their .grad"
-        )
-    return handle
+    return GradientRelease(model, optimizer, params, options, runner_of)
 
 
 def _owned(
@@ -228,10 +214,6 @@ def remove_gradient_release(model: nn.Module) -> None:
     """Detach every hook that `prepare_for_gradient_release` added to the model.
 
     This includes hooks that it added through another module with the same parameters.
-    Warns if there are none.
     """
-    handles = attached.releases_of(model)
-    if not handles:
-        warn_user("the model has no gradient release hooks to remove")
-    for handle in handles:
+    for handle in attached.releases_of(model):
         handle.remove()

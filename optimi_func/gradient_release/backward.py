@@ -18,6 +18,8 @@ from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.sums import Part
 from optimi_func.gradient_release.norms import Norm, as_scalar
 
+# Small gradients wait up to this many bytes, or the end of backward, for each other.
+PENDING_BYTES = 1 << 20
 # Pending gradients start at multiples of this many bytes, which is aligned for every dtype.
 ALIGNMENT = 16
 

@@ -1,4 +1,4 @@
-"""The handle of a gradient release, and which handles have hooks on which parameters."""
+"""The handle of a gradient release."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,11 +12,11 @@ from torch.optim.optimizer import StateDict
 from torch.utils.hooks import RemovableHandle
 
 from optimi_func.classes.base import BaseOptimizer
-from optimi_func.core.checks import warn_user
+from optimi_func.core.checks import tell_removed, warn_user
 from optimi_func.core.distributed import distribute_like
 from optimi_func.gradient_release.attached import Attached, by_hook, by_model
 from optimi_func.gradient_release.backward import PAUSE, WRAPPERS, Accumulation, SinceStep
-from optimi_func.gradient_release.options import AccumulationMode, How, ReleaseOptions
+from optimi_func.gradient_release.options import AccumulationMode, ReleaseOptions
 from optimi_func.gradient_release.runner import Runner
 from optimi_func.gradient_release.tree import TreeOptimizer
 from optimi_func.gradient_release.two_pass import NO_REENTRANCE, measure
@@ -59,10 +59,8 @@ class GradientRelease:
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_state_dict_pre_hook(self._before_state_dict),
-                optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
-            optimizer.attach(self)
+            optimizer.releases.append(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return a copy's parts; hooks and locks belong to one model and process."""
@@ -175,17 +173,14 @@ class GradientRelease:
         zeros in the place of sums, for torch.distributed.checkpoint to load into.
         """
         runner, o, cycle = self._runner, self.options, self._runner.cycle
-        names, sums, last = runner.names, cycle.buffer, runner.last_norm
+        names, sums = runner.names, cycle.buffer
         if runner.since_step is None and o.accumulation == "buffer" and not cycle.is_open:
             sums = cycle.zeros(names, o.buffer_dtype)
-        if last is None and o.clipping == "lagged":
-            last = torch.zeros((), device=next(iter(names)).device)  # clips nothing
         return {
             "accumulation": o.accumulation,
             "position": cycle.position,
             "begun": sorted(names[p] for p in cycle.partially_updated.union(cycle.buffer)),
             "buffer": {names[p]: total for p, total in sums.items()},
-            "last_norm": last,
             "skipped": dict.fromkeys(names.values(), 0) | self.skipped,
         }
 
@@ -199,6 +194,7 @@ class GradientRelease:
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r:.80}: allowed is a dict, as saved")
         saved, runner = dict(state_dict), self._runner
+        saved.pop("last_norm", None)  # of version 0.2
         expected, params = {*self.state_dict()}, runner.params
         if {*saved} != expected:
             raise ValueError(
@@ -209,7 +205,7 @@ class GradientRelease:
                 raise ValueError(
                     f"state_dict[{field!r}] names {unknown[0]!r}: allowed are {[*params]}"
                 )
-        cycle, last = Accumulation(), saved["last_norm"]
+        cycle = Accumulation()
         cycle.position = int(saved["position"])
         begun, sums = saved["begun"], saved["buffer"]
         if saved["accumulation"] == "states":
@@ -231,18 +227,13 @@ class GradientRelease:
                 )
             cycle.buffer[p] = torch.empty_like(p, dtype=total.dtype, requires_grad=False)
             cycle.buffer[p].copy_(distribute_like(p, total))
-        if cycle.position < 0:
-            raise ValueError(f"state_dict['position'] is {cycle.position}: at least 0")
         if cycle.is_open and saved["accumulation"] != self.accumulation:
             raise ValueError(
                 f"state_dict is from an open cycle of accumulation="
                 f"{saved['accumulation']!r}: allowed is {self.accumulation!r}"
             )
-        if last is not None and not isinstance(last, Tensor):
-            raise ValueError(f"state_dict['last_norm'] is {last!r}: allowed is a tensor")
         counts = {params[name]: int(k) for name, k in saved["skipped"].items() if int(k)}
         runner.skipped = {p: torch.tensor(k, device=p.device) for p, k in counts.items()}
-        runner.last_norm = None if last is None else last.detach().clone()
         runner.cycle = cycle
 
     def remove(self) -> None:
@@ -365,13 +356,6 @@ class GradientRelease:
             self._warned.add(key or text)
             warn_user(text)
 
-    def _after_load(self, _: object) -> None:
-        if self.accumulating:
-            warn_user(
-                "load_state_dict() inside an open accumulation cycle, which goes on: "
-                "handle.load_state_dict() loads where the saved run stood in its own"
-            )
-
     def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._runner.group is None and not self.accumulating:
             return
@@ -410,32 +394,32 @@ class GradientRelease:
                 "parameters: to accumulate, pass accumulation='buffer' or 'states' to "
                 f"prepare_for_gradient_release. {PAUSE}"
             )
-        if since.backwards > 1 and not since.repeats and self.options.whole_backward:
+        parts = since.backwards > 1 and not since.repeats
+        if parts and (self.options.accumulation_steps or self.options.grad_norm):
             self._warn_once(
                 f"{since.backwards} backwards since the last step(), each with gradients "
                 "of other parameters. If these are the blocks of one: " + NO_REENTRANCE
             )
         self._runner.since_step = SinceStep()
 
+    @tell_removed
     def backward(
         self,
         loss_fn: Callable[[], Tensor],
         *,
         clip_global_norm: float | None = None,
-        how: How | None = None,
     ) -> Tensor:
         """Compute the loss and run its backward, which updates the parameters.
 
-        With `clip_global_norm` and how="two_pass" both run twice, once to measure the norm
-        of all gradients and once to apply them, scaled. In between, the random number
-        generators of torch and Python and the model's buffers (BatchNorm's statistics) are
-        restored. `loss_fn` must draw or change everything else in the same way again.
-        Within an accumulation cycle only the last backward runs twice.
+        With `clip_global_norm` both run twice, once to measure the norm of all gradients
+        and once to apply them, scaled. In between, the random number generators of torch
+        and Python and the model's buffers (BatchNorm's statistics) are restored. `loss_fn`
+        must draw or change everything else in the same way again. Within an accumulation
+        cycle only the last backward runs twice.
 
         Args:
             loss_fn: Runs the model and returns the loss, a tensor of one element.
             clip_global_norm: Replaces the handle's for this call.
-            how: Replaces the handle's for this call.
 
         Returns:
             The loss, detached.
@@ -451,10 +435,9 @@ class GradientRelease:
                 "function that computes the loss, `lambda: model(x).mean()`, which may "
                 "have to run twice"
             )
-        if clip_global_norm is not None or how is not None:
+        if clip_global_norm is not None:
             usual = self.options
-            limit = usual.clip_global_norm if clip_global_norm is None else clip_global_norm
-            self.options = replace(usual, clip_global_norm=limit, how=how or usual.how)
+            self.options = replace(usual, clip_global_norm=clip_global_norm)
             try:
                 return self.backward(loss_fn)
             finally:
@@ -479,7 +462,7 @@ class GradientRelease:
         loss = loss_fn()
         if not torch.isclose(loss.detach(), measured, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise RuntimeError(
-                f"loss_fn gave {measured.item()} and then {loss.item()}: how='two_pass' "
+                f"loss_fn gave {measured.item()} and then {loss.item()}: clip_global_norm "
                 "needs it to do the same thing twice"
             )
         runner.grad_scale = runner.grad_scale_of(norms)
@@ -488,11 +471,3 @@ class GradientRelease:
         finally:
             runner.grad_scale = None
         return loss.detach()
-
-    def _before_state_dict(self, _: object) -> None:
-        if self.accumulating:
-            warn_user(
-                "state_dict() inside an open accumulation cycle (backward "
-                f"{self._runner.cycle.position} of it) does not contain the cycle. Save "
-                "handle.state_dict() too, or call step() first"
-            )

@@ -12,24 +12,6 @@ from torch import Tensor
 from optimi_func.core.checks import check_flag, check_whole
 
 AccumulationMode: TypeAlias = Literal["states", "buffer"]
-How: TypeAlias = Literal["two_pass", "lagged"]
-Fidelity: TypeAlias = Literal["exact", "approximate", "raises"]
-
-_EXACT: dict[str, Fidelity] = {
-    "none": "exact",
-    "flag": "approximate",
-    "states": "raises",
-    "buffer": "exact",
-}
-# CLIPPING[clipping][accumulation] compares with torch.nn.utils.clip_grad_* and a step along
-# p.grad. "flag" is optimizer_accumulation, which clips each part of the gradient by itself.
-# "states" raises because it never holds the whole gradient.
-CLIPPING: dict[str, dict[str, Fidelity]] = {
-    "clip_param_norm": {**_EXACT},
-    "clip_value": {**_EXACT},
-    "two_pass": {**_EXACT},
-    "lagged": {**_EXACT, "none": "approximate", "buffer": "approximate"},
-}
 
 
 @dataclass(frozen=True)
@@ -40,25 +22,21 @@ class ReleaseOptions:
     `handle.options = dataclasses.replace(handle.options, grad_norm=True)`.
     """
 
-    pending_bytes: int
     accumulation: AccumulationMode | None
     accumulation_steps: int | None
     buffer_dtype: torch.dtype | None
     clip_param_norm: float | None
     clip_value: float | None
     clip_global_norm: float | None
-    how: How
     grad_norm: bool
     skip_nonfinite: bool | Literal["step"]
 
     def __post_init__(self) -> None:
         """Raise if no backward could honour these options."""
-        check_whole("pending_bytes", self.pending_bytes, 0)
         check_flag("grad_norm", self.grad_norm)
         if not self.skips_steps:
             check_flag("skip_nonfinite", self.skip_nonfinite)
         allowed: dict[str, tuple[object, ...]] = {
-            "how": get_args(How),
             "accumulation": (*get_args(AccumulationMode), None),
             "buffer_dtype": (torch.float32, torch.float64, torch.bfloat16, None),
         }
@@ -82,8 +60,6 @@ class ReleaseOptions:
             if not number or (limit is not None and not limit > 0):
                 message = f"{name}={limit!r}: allowed are positive numbers and None"
                 raise (ValueError if number else TypeError)(message)
-        if self.how == "lagged" and self.clip_global_norm is None:
-            raise ValueError("how='lagged' says how clip_global_norm clips: pass both")
         if sum(limit is not None for limit in limits.values()) > 1:
             asked = ", ".join(f"{name}={limit}" for name, limit in limits.items())
             raise ValueError(f"{asked}: choose one")
@@ -91,15 +67,13 @@ class ReleaseOptions:
         if self.skips_steps and not (self.two_pass or ends_outside):
             raise ValueError(
                 "skip_nonfinite='step' has to know every gradient before the first update: "
-                "pass clip_global_norm (which may be inf) with how='two_pass', or "
-                "accumulation='buffer' without accumulation_steps; or skip by parameter, "
-                "skip_nonfinite=True"
+                "pass clip_global_norm, which may be inf, or accumulation='buffer' without "
+                "accumulation_steps; or skip by parameter, skip_nonfinite=True"
             )
-        row = CLIPPING.get(self.clipping or "", {})
-        if row.get(self.accumulation or "none") == "raises":
+        if self.clips and self.accumulation == "states":
             raise ValueError(
-                f"accumulation={self.accumulation!r} never holds the whole gradient that "
-                "clipping would measure: use accumulation='buffer'"
+                "accumulation='states' never holds the whole gradient that clipping would "
+                "measure: use accumulation='buffer'"
             )
 
     def check_complex(self, params: Mapping[str, Tensor]) -> None:
@@ -112,32 +86,24 @@ class ReleaseOptions:
                     "complex: allowed are norms, and sums in float32 and float64"
                 )
 
-    @cached_property
-    def clipping(self) -> str | None:
-        """The row of `CLIPPING` that was asked for, or None."""
-        if self.clip_param_norm is not None:
-            return "clip_param_norm"
-        if self.clip_value is not None:
-            return "clip_value"
-        return None if self.clip_global_norm is None else self.how
+    @property
+    def clips(self) -> bool:
+        """True if gradients are clipped."""
+        limits = self.clip_param_norm, self.clip_value, self.clip_global_norm
+        return any(limit is not None for limit in limits)
 
-    @cached_property
+    @property
     def two_pass(self) -> bool:
         """True if an update has to know the norm of the backward that it is in."""
-        return self.clipping == "two_pass"
+        return self.clip_global_norm is not None
 
     @cached_property
     def needs_norms(self) -> bool:
-        """True if every gradient's norm has to be known before its update."""
-        clips_by_norm = self.clipping not in (None, "clip_value")
-        return self.grad_norm or self.skip_nonfinite is True or clips_by_norm
+        """True if the norm of each gradient that is applied has to be known."""
+        clips = self.clip_param_norm is not None
+        return clips or self.grad_norm or self.skip_nonfinite is True
 
     @property
     def skips_steps(self) -> bool:
         """True if a gradient that is not finite skips the whole step."""
         return self.skip_nonfinite == "step"
-
-    @cached_property
-    def whole_backward(self) -> bool:
-        """True if the options depend on where a backward begins and ends."""
-        return bool(self.accumulation_steps or self.clip_global_norm or self.grad_norm)

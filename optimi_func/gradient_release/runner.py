@@ -21,9 +21,15 @@ from optimi_func.core.distributed import (
     to_local,
 )
 from optimi_func.core.rule import Microbatch
-from optimi_func.core.torch_private import clip_factor, is_plain
+from optimi_func.core.torch_private import is_plain
 from optimi_func.execution.executors import SMALL
-from optimi_func.gradient_release.backward import Accumulation, Backward, SinceStep, record
+from optimi_func.gradient_release.backward import (
+    PENDING_BYTES,
+    Accumulation,
+    Backward,
+    SinceStep,
+    record,
+)
 from optimi_func.gradient_release.norms import (
     Measures,
     Norm,
@@ -59,7 +65,6 @@ class Runner(Measures):
         self.options = options  # changes between two backwards only
         self.cycle = Accumulation()
         self.grad_norm: Tensor | None = None  # of the last backward
-        self.last_norm: Tensor | None = None  # of the last step, for how="lagged"
         self.finites: list[Tensor] = []  # of gradients that were measured
         self.skipped: dict[Tensor, Tensor] = {}  # the number of skipped updates
         self.grad_scale: Tensor | None = None  # from the pass that measured the gradients
@@ -67,7 +72,7 @@ class Runner(Measures):
         self.pauses = 0  # the number of open paused() blocks
         self.lock = threading.RLock()  # autograd has one thread per device
         self._running: weakref.ref[Backward] | None = None
-        self._updated: list[str] | None = None  # None if the last backward has finished
+        self._unfinished = False  # True from a backward's first gradient to its end
         self._checked_ddp = False
         self._distributed = {p for p in params.values() if is_distributed(p)}
         self._mates = {p: n for p in params.values() if (n := self._together(p)) > 1}
@@ -94,13 +99,6 @@ class Runner(Measures):
             raise ValueError(
                 "skip_nonfinite='step' of the optimizer: pass it to this handle too"
             )
-        rules = self.optimizer.rules()
-        joins = [rule.name for rule in rules if rule.join is not None]
-        if joins and options.clip_global_norm is not None:
-            warn_user(
-                f"clip_global_norm={options.clip_global_norm} with {joins[0]}: clipping "
-                "changes the size of gradients from step to step, which misleads d"
-            )
         shards = to_local([p for p in self.params.values() if is_distributed(p)])
         if torch.__version__ < "2.13" and any([x.is_pinned() for x in shards]):
             # The hooks run before a gradient's copy to the host has ended.
@@ -108,7 +106,7 @@ class Runner(Measures):
                 "CPUOffloadPolicy(pin_memory=True) with gradient release needs torch 2.13, "
                 f"and this is {torch.__version__}: use pin_memory=False"
             )
-        if options.clipping or options.skip_nonfinite or options.grad_norm:
+        if options.clips or options.skip_nonfinite or options.grad_norm:
             parts = to_local([p.detach() for p in self.params.values()])
             for name, part in zip(self.params, parts):
                 if not is_plain(part):
@@ -153,7 +151,7 @@ class Runner(Measures):
 
     def forget(self) -> None:
         """Forget a backward that runs or has failed."""
-        self._running = self._updated = None
+        self._running, self._unfinished = None, False
 
     def close_cycle(self) -> None:
         """End the open accumulation cycle outside of any backward."""
@@ -172,9 +170,6 @@ class Runner(Measures):
         return self.norms_to_clip([*sums], [*sums.values()])
 
     def _new_backward(self, last: bool, grad_scale: Tensor | None) -> Backward:
-        o = self.options
-        if o.clipping == "lagged" and self.last_norm is not None:
-            grad_scale = clip_factor(o.clip_global_norm, self.last_norm)
         # A hook may call step() during a backward, which must not overwrite the gradients
         # that wait in its staging memory.
         staging, self._staging = self._staging, self._staging.new_empty(0)
@@ -227,20 +222,18 @@ class Runner(Measures):
             # inside of it, by a hook or by reentrant checkpointing, and ends with it.
             running.ids.add(number)
             return running
-        if self._updated is not None:
-            names = ", ".join(self._updated) or "none"
-            done = "updated, or their sums," if self.options.accumulation else "updated"
+        if self._unfinished:
             self.forget()
             warn_user(
-                "the backward before this one did not finish: gradients still waiting "
-                f"were dropped; parameters already {done}: {names}",
+                "the backward before this one did not finish: gradients that came before "
+                "it failed are applied or summed up, and those that waited are dropped"
             )
         backward = self._measuring
         if backward is None:
             self._check_backward()
             backward = self._new_backward(self.moves_next(), self.grad_scale)
         backward.ids.add(number)
-        self._running, self._updated = weakref.ref(backward), []
+        self._running, self._unfinished = weakref.ref(backward), True
         torch_private.after_backward(partial(self._at_end, backward))
         return backward
 
@@ -262,8 +255,9 @@ class Runner(Measures):
             self.check(o)  # param groups may have changed since
         if o.two_pass and self.moves_next() and self.grad_scale is None:
             raise RuntimeError(
-                f"clip_global_norm={o.clip_global_norm} with how='two_pass' has to run "
-                "the backward: call handle.backward(loss_fn), or choose how='lagged'"
+                f"clip_global_norm={o.clip_global_norm} has to run the backward twice: "
+                "call handle.backward(loss_fn), or let step() end the step, by "
+                "accumulation='buffer' without accumulation_steps"
             )
 
     def moves_next(self) -> bool:
@@ -284,7 +278,6 @@ class Runner(Measures):
             total = self.cycle.keep(p, g, o.buffer_dtype, copy=p in self._distributed)
             if o.grad_norm:
                 backward.norms += local_norms([total])
-            self._note([p])
             return
         if o.accumulation != "states":
             g = self.cycle.whole(p, g)
@@ -298,9 +291,8 @@ class Runner(Measures):
             return
         if together > 1:
             backward.lacking = (backward.lacking or together) - 1
-        limit = self.options.pending_bytes
-        waits = backward.add_pending(p, g, min(limit, self._small_bytes))
-        if waits > limit and not backward.lacking:
+        waits = backward.add_pending(p, g, min(PENDING_BYTES, self._small_bytes))
+        if waits > PENDING_BYTES and not backward.lacking:
             self._apply(backward, *backward.take_pending(p.device))
 
     def _together(self, p: Tensor) -> int:
@@ -374,22 +366,12 @@ class Runner(Measures):
         self._flush(backward)
 
     def _report(self, backward: Backward) -> None:
-        """Set grad_norm after a backward, and last_norm after a step."""
+        """Set grad_norm after a backward."""
         o = self.options
-        if o.clipping != "lagged" and backward.last:
-            self.last_norm = None  # it is not the norm of the last step any more
-        if not (o.grad_norm or o.clipping == "lagged"):
-            return
-        if o.accumulation == "states" and not backward.fired:
+        if not o.grad_norm or (o.accumulation == "states" and not backward.fired):
             return  # step() ended the cycle without a gradient
         record([norm.value for norm in backward.norms])
-        norm = global_norm(backward.norms)
-        if o.grad_norm:
-            self.grad_norm = norm
-        if o.clipping == "lagged" and backward.last:
-            # The norm of gradients that overflowed would scale the next ones to 0.
-            before = torch.zeros_like(norm) if self.last_norm is None else self.last_norm
-            self.last_norm = torch.where(norm.isfinite(), norm, before.to(norm.device))
+        self.grad_norm = global_norm(backward.norms)
 
     def skips(self, norms: list[Norm]) -> bool:
         """Return True, and drop the cycle, if a measured gradient is not finite."""
@@ -443,11 +425,6 @@ class Runner(Measures):
                 self.cycle.buffer.pop(p, None)
         else:
             partially_updated.update(params)
-        self._note(params)
-
-    def _note(self, params: list[Tensor]) -> None:
-        if self._updated is not None:
-            self._updated += [self.names[p] for p in params]
 
 
 def _weak_hook(runner: Runner) -> Callable[[Tensor], None]:

@@ -1,4 +1,4 @@
-"""The first pass of how="two_pass": it measures the gradients and changes nothing."""
+"""The first of two passes: it measures the gradients and changes nothing."""
 
 import random
 from collections.abc import Callable
@@ -26,10 +26,10 @@ def measure(
     params = list(runner.params.values())
     if any_distributed(params) and torch_private.has_unreduced_grads(params):
         raise RuntimeError(
-            f"clip_global_norm={runner.options.clip_global_norm} with how='two_pass' after "
-            "or in a backward that fully_shard does not reduce (set_requires_gradient_sync "
-            "or set_requires_all_reduce) would measure a part of the gradient. To go on, "
-            "reduce every backward, with accumulation='buffer', or choose how='lagged'"
+            f"clip_global_norm={runner.options.clip_global_norm} after or in a backward "
+            "that fully_shard does not reduce (set_requires_gradient_sync or "
+            "set_requires_all_reduce) would measure a part of the gradient: reduce every "
+            "backward, with accumulation='buffer'"
         )
     buffers = Buffers(model)
     grads: dict[Tensor, Tensor | None] = {

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from optimi_func.execution.executors import SMALL
-from optimi_func.gradient_release import PENDING_BYTES
-from optimi_func.gradient_release.backward import aligned, staging_size
+from optimi_func.gradient_release.backward import PENDING_BYTES, aligned, staging_size
 from optimi_func.memory.kept import rounded
 from optimi_func.memory.trace import Event, Trace, most_alive
 

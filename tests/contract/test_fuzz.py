@@ -468,18 +468,16 @@ class Program(RuleBasedStateMachine):
     # Gradient release
 
     @precondition(lambda self: self.handle is None and "foreach" not in self.mode)
-    @rule(buffer=st.booleans(), pending=st.sampled_from([0, 1 << 20]))
-    def release_on(self, buffer: bool, pending: int) -> None:
+    @rule(buffer=st.booleans())
+    def release_on(self, buffer: bool) -> None:
         trainable = [slot.p for slot in self.slots if slot.p.requires_grad]
         if not trainable:
             return
         self.optimizer.zero_grad()
         self.model = nn.ParameterList([slot.p for slot in self.slots])
-        extra: dict[str, Any] = {"pending_bytes": pending}
-        if buffer:
-            extra |= {"accumulation": "buffer", "accumulation_steps": 2}
-        self.handle = prepare_for_gradient_release(self.model, self.optimizer, **extra)
         self.parts = 2 if buffer else 1
+        sums: Any = {"accumulation": "buffer", "accumulation_steps": 2} if buffer else {}
+        self.handle = prepare_for_gradient_release(self.model, self.optimizer, **sums)
 
     @rule()
     def release_off(self) -> None:

@@ -471,13 +471,16 @@ def grouped(model: nn.Module, two: bool, **options: Any) -> Prodigy:
 @pytest.mark.parametrize("two", [False, True], ids=["one", "groups"])
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_release_is_step_bit_for_bit(two: bool, share: bool, dtype: torch.dtype) -> None:
+def test_release_is_step_bit_for_bit(
+    two: bool, share: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimi_func.gradient_release.runner.PENDING_BYTES", 1000)
     models = [network(dtype) for _ in range(2)]
     plain, released = (
         grouped(m, two, share_d=share, gradient_release=i)
         for m, i in zip(models, (False, True))
     )
-    handle = prepare_for_gradient_release(models[1], released, pending_bytes=1000)
+    handle = prepare_for_gradient_release(models[1], released)
     for _ in range(12):
         loss_of(models[0]).backward()
         plain.step()
@@ -517,12 +520,11 @@ def test_release_of_sums_of_gradients(steps: int | None) -> None:
     assert_same(plain, released, *models)
 
 
-def test_clipping_is_warned_of_and_exact_in_two_passes() -> None:
+def test_clipping_is_exact_in_two_passes() -> None:
     models = [network() for _ in range(2)]
     plain = grouped(models[0], True)
     released = grouped(models[1], True, gradient_release=True)
-    with pytest.warns(UserWarning, match=r"clip_global_norm=0\.1 with prodigy: clipping"):
-        handle = prepare_for_gradient_release(models[1], released, clip_global_norm=0.1)
+    handle = prepare_for_gradient_release(models[1], released, clip_global_norm=0.1)
     for _ in range(8):
         loss_of(models[0]).backward()
         nn.utils.clip_grad_norm_(models[0].parameters(), 0.1)
@@ -594,10 +596,11 @@ def test_flags_on_the_device_add_nothing_either() -> None:
         assert torch.equal(r, kept["d_numerator"]) != moved
 
 
-def test_a_backward_that_fails_leaves_no_sums() -> None:
+def test_a_backward_that_fails_leaves_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimi_func.gradient_release.runner.PENDING_BYTES", 0)
     model = network()
     optimizer = grouped(model, False, gradient_release=True)
-    prepare_for_gradient_release(model, optimizer, pending_bytes=0)
+    prepare_for_gradient_release(model, optimizer)
     loss_of(model).backward()
     optimizer.step()
 

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "optimi_func"
 README = (ROOT / "README.md").read_text()
 CHOOSE = (ROOT / "docs/choose.md").read_text()
-RELEASE = (ROOT / "docs/release.md").read_text()
 
 
 def test_public_names() -> None:
@@ -603,20 +602,3 @@ def test_the_package_depends_on_torch_alone() -> None:
             if path == PACKAGE / "memory/picture.py" and getattr(node, "col_offset", 0):
                 found -= {"matplotlib"}
             assert found <= allowed
-
-
-def test_the_guide_has_the_clipping_table_of_the_code() -> None:
-    from optimi_func.gradient_release import CLIPPING
-
-    rows = {
-        "`clip_param_norm=c`": "clip_param_norm",
-        "`clip_value=c`": "clip_value",
-        '(`how="two_pass"`)': "two_pass",
-        'how="lagged"`': "lagged",
-    }
-    for text, policy in rows.items():
-        lines = RELEASE.splitlines()
-        (line,) = [x for x in lines if x.startswith("| `clip") and text in x]
-        cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
-        row = CLIPPING[policy]
-        assert cells == [row[k] for k in ("none", "buffer", "states", "flag")]

@@ -27,8 +27,6 @@ from optimi_func import (
 from optimi_func.compiled import train_step
 from optimi_func.core.rule import Microbatch
 
-# Some call a release's updates themselves.
-pytestmark = pytest.mark.filterwarnings("ignore:gradient_release=True, but no model")
 BF16 = torch.bfloat16
 KEPT: list[tuple[torch.dtype, Any]] = [
     (torch.float64, None),

@@ -173,7 +173,6 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     for options in (
         {},
         {"clip_value": 1.0},
-        {"clip_global_norm": 1.0, "how": "lagged"},
         {"accumulation": "states"},
         {"accumulation": "buffer", "accumulation_steps": 2},
     ):

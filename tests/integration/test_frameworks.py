@@ -349,8 +349,8 @@ def test_transformers_trainer_clips_on_the_handle(transformers, tmp_path) -> Non
     ends = []
     for limit in (None, 1e-3):
         model = make_gpt2(transformers)
-        clip = {} if limit is None else {"clip_global_norm": limit, "how": "lagged"}
-        optimizer = make_optimizer(model, True, **clip, grad_norm=True)
+        options = {"accumulation": "buffer", "clip_global_norm": limit, "grad_norm": True}
+        optimizer = make_optimizer(model, True, **options)
         arguments = (transformers, tmp_path, model, optimizer, linear(optimizer))
         make_trainer(*arguments).train()
         (handle,) = optimizer.releases

@@ -77,7 +77,7 @@ def gan(way: str, apart: bool = False, mixed: bool = False, **options: Any) -> A
     ("how", "options"),
     [
         ({}, {}),
-        ({}, {"clip_global_norm": 1e6, "how": "lagged", "grad_norm": True}),
+        ({}, {"clip_param_norm": 1e6, "grad_norm": True}),
         ({"mixed": True}, {}),
         ({"apart": True}, BUFFER),
     ],

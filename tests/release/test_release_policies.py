@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import optimi_func
 from optimi_func import SGD, AdamW, Adan, adamw, prepare_for_gradient_release
 from optimi_func.core.rule import WHOLE_BATCH
-from optimi_func.gradient_release import CLIPPING
 
 MICRO = 4
 BUFFER = {"accumulation": "buffer", "accumulation_steps": MICRO}
@@ -457,13 +456,12 @@ def test_a_cycle_can_be_discarded() -> None:
     loss_of(other[0], 0).backward()
     with pytest.raises(RuntimeError, match="take gradients back"):
         handle.discard()
-    with pytest.warns(UserWarning, match="inside an open accumulation cycle"):
-        other[1].load_state_dict(one[1].state_dict())
 
 
 # Clipping
 
-LIMITS = {"clip_param_norm": 0.02, "clip_value": 0.002, "two_pass": 0.05, "lagged": 0.05}
+LIMITS = {"clip_param_norm": 0.02, "clip_value": 0.002, "clip_global_norm": 0.05}
+GLOBAL_NORM = {"clip_global_norm": LIMITS["clip_global_norm"]}
 
 
 def clip_plainly(policy):
@@ -472,37 +470,18 @@ def clip_plainly(policy):
         return lambda ps: [nn.utils.clip_grad_norm_([p], limit) for p in ps]
     if policy == "clip_value":
         return lambda ps: nn.utils.clip_grad_value_(ps, limit)
-    if policy == "two_pass":
-        return lambda ps: nn.utils.clip_grad_norm_(ps, limit)
-    last = []
-
-    def lagged(params):
-        norm = nn.utils.get_total_norm([p.grad for p in params])
-        if last:
-            gain = min(1.0, limit / (last[0].item() + 1e-6))
-            for p in params:
-                p.grad.mul_(gain)
-        last[:] = [norm]
-
-    return lagged
-
-
-def asked(policy):
-    if policy in ("two_pass", "lagged"):
-        return {"clip_global_norm": LIMITS[policy], "how": policy}
-    return {policy: LIMITS[policy]}
+    return lambda ps: nn.utils.clip_grad_norm_(ps, limit)
 
 
 @pytest.mark.parametrize("accumulation", ["none", "buffer", "states", "flag"])
-@pytest.mark.parametrize("policy", CLIPPING)
+@pytest.mark.parametrize("policy", LIMITS)
 def test_each_cell_of_the_clipping_table(policy: str, accumulation: str) -> None:
-    promise = CLIPPING[policy][accumulation]
     micro = 1 if accumulation == "none" else MICRO
     options = {"buffer": BUFFER, "states": STATES}.get(accumulation, {})
-    options = {**asked(policy), **options}
+    options = {policy: LIMITS[policy], **options}
     one, other = two(SGD, torch.float64, momentum=0.9)
     start = flat(one[0])
-    if promise == "raises":
+    if accumulation == "states":
         with pytest.raises(ValueError, match="use accumulation='buffer'"):
             prepare_for_gradient_release(*other, **options)
         return
@@ -520,18 +499,12 @@ def test_each_cell_of_the_clipping_table(policy: str, accumulation: str) -> None
     # The limit did something, and it did the same thing.
     assert error(one[0], unclipped[0], start) > 0.1
     assert error(one[0], other[0], start) < 1e-12
-    if promise == "approximate":
-        exact = make(SGD, torch.float64, release=False, momentum=0.9)
-        plainly(*exact, 6, clip_plainly("two_pass"), micro)
-        assert error(exact[0], other[0], start) > 1e-3
 
 
-def test_two_passes_when_step_ends_the_cycle() -> None:
+def test_one_pass_is_enough_when_step_ends_the_cycle() -> None:
     one, other = two()
-    plainly(*one, 3, clip_plainly("two_pass"))
-    handle = prepare_for_gradient_release(
-        *other, accumulation="buffer", **asked("two_pass")
-    )
+    plainly(*one, 3, clip_plainly("clip_global_norm"))
+    handle = prepare_for_gradient_release(*other, accumulation="buffer", **GLOBAL_NORM)
     for i in range(3 * MICRO):
         loss_of(other[0], i).backward()
         if (i + 1) % MICRO == 0:
@@ -576,7 +549,7 @@ def test_two_passes_are_one_step_to_everybody_else() -> None:
                 return ((model(x) + outside) ** 2).mean()
 
             if release:
-                handle.backward(loss_fn, clip_global_norm=0.1, how="two_pass")
+                handle.backward(loss_fn, clip_global_norm=0.1)
                 norm = handle.grad_norm
             else:
                 loss_fn().backward()
@@ -591,7 +564,7 @@ def test_two_passes_are_one_step_to_everybody_else() -> None:
 
 def test_a_loss_that_cannot_be_repeated_is_refused_before_any_write() -> None:
     model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    handle = prepare_for_gradient_release(model, optimizer, **GLOBAL_NORM)
     before = flat(model)
     batches = iter(range(9))
     with pytest.raises(RuntimeError, match="do the same thing twice"):
@@ -603,7 +576,7 @@ def test_a_loss_that_cannot_be_repeated_is_refused_before_any_write() -> None:
 
 def test_a_first_pass_that_fails_leaves_nothing_behind() -> None:
     model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    handle = prepare_for_gradient_release(model, optimizer, **GLOBAL_NORM)
     before = flat(model)
 
     def loss_fn():
@@ -620,7 +593,7 @@ def test_a_first_pass_that_fails_leaves_nothing_behind() -> None:
 
 def test_two_passes_need_the_handle_to_run_them() -> None:
     model, optimizer = make()
-    prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    prepare_for_gradient_release(model, optimizer, **GLOBAL_NORM)
     before = flat(model)
     with pytest.raises(RuntimeError, match=r"handle\.backward\(loss_fn\)"):
         loss_of(model, 0).backward()
@@ -629,7 +602,7 @@ def test_two_passes_need_the_handle_to_run_them() -> None:
 
 def test_two_passes_with_a_layer_frozen_later() -> None:
     model, optimizer = make()
-    handle = prepare_for_gradient_release(model, optimizer, **asked("two_pass"))
+    handle = prepare_for_gradient_release(model, optimizer, **GLOBAL_NORM)
     model.first.requires_grad_(False)
     before = flat(model)
     handle.backward(lambda: loss_of(model, 0))
@@ -698,9 +671,7 @@ def test_two_passes_add_to_a_gradient_that_is_there() -> None:
 
 def test_two_passes_need_the_module_that_was_prepared() -> None:
     model, optimizer = make()
-    handle = prepare_for_gradient_release(
-        nn.ModuleList([model]), optimizer, **asked("two_pass")
-    )
+    handle = prepare_for_gradient_release(nn.ModuleList([model]), optimizer, **GLOBAL_NORM)
     with pytest.raises(RuntimeError, match="keep a reference"):
         handle.backward(lambda: loss_of(model, 0))
 
@@ -723,25 +694,16 @@ def test_a_norm_that_overflows_clips_what_is_not_skipped(where: str) -> None:
 def test_what_is_skipped_scales_nothing(where: str) -> None:
     options = {"capturable": True} if where == "device" else {}
     one, other = two(SGD, **options)
-    handle = prepare_for_gradient_release(*other, skip_nonfinite=True, **asked("two_pass"))
+    handle = prepare_for_gradient_release(*other, skip_nonfinite=True, **GLOBAL_NORM)
     hooks = [m.last.weight.register_hook(lambda g: g * torch.nan) for m in (other[0],)]
     handle.backward(lambda: loss_of(other[0], 0))
     hooks[0].remove()
     loss_of(one[0], 0).backward()
     one[0].last.weight.grad = None
-    clip_plainly("two_pass")([p for p in one[0].parameters() if p.grad is not None])
+    clip_plainly("clip_global_norm")([p for p in one[0].parameters() if p.grad is not None])
     one[1].step()
     assert_same_to(one, other, 1e-7)
     assert handle.skipped == {"last.weight": 1}
-
-
-def test_a_lagged_norm_of_long_ago_is_forgotten() -> None:
-    model, optimizer = make(SGD)
-    handle = prepare_for_gradient_release(model, optimizer)
-    handle.backward(lambda: 1e4 * loss_of(model, 0), clip_global_norm=1.0, how="lagged")
-    assert handle.state_dict()["last_norm"] > 1
-    handle.backward(lambda: loss_of(model, 1))
-    assert handle.state_dict()["last_norm"] is None
 
 
 def test_settings_of_one_call_do_not_stay() -> None:
@@ -753,17 +715,6 @@ def test_settings_of_one_call_do_not_stay() -> None:
     assert loss.item() > 0 and not loss.requires_grad
     with pytest.raises(ValueError, match="clip_global_norm=0"):
         handle.backward(lambda: loss_of(model, 0), clip_global_norm=0)
-
-
-def test_a_norm_that_overflowed_is_not_remembered() -> None:
-    model, optimizer = make(SGD)
-    handle = prepare_for_gradient_release(
-        model, optimizer, clip_global_norm=1e-3, how="lagged", skip_nonfinite=True
-    )
-    loss_of(model, 0).backward()
-    known = handle.state_dict()["last_norm"]
-    (loss_of(model, 1) * float("inf")).backward()
-    assert torch.equal(handle.state_dict()["last_norm"], known)
 
 
 # Norms
@@ -945,11 +896,7 @@ def test_a_run_resumes_inside_a_cycle(options, stop, tmp_path) -> None:
     run(handle, first[0], range(stop))
     path = tmp_path / "checkpoint.pt"
     saved = {"model": first[0].state_dict(), "handle": handle.state_dict()}
-    if stop % MICRO:
-        with pytest.warns(UserWarning, match="open accumulation cycle.*handle.state_dict"):
-            saved["optimizer"] = first[1].state_dict()
-    else:
-        saved["optimizer"] = first[1].state_dict()
+    saved["optimizer"] = first[1].state_dict()
     torch.save(saved, path)
     second = make()
     handle = prepare_for_gradient_release(*second, **options)
@@ -961,18 +908,15 @@ def test_a_run_resumes_inside_a_cycle(options, stop, tmp_path) -> None:
     assert_same(straight, second)
 
 
-def test_a_lagged_norm_and_skips_resume() -> None:
+def test_skips_resume_also_from_a_file_of_version_0_2() -> None:
     model, optimizer = make()
-    options = {**asked("lagged"), "skip_nonfinite": True}
-    handle = prepare_for_gradient_release(model, optimizer, **options)
+    handle = prepare_for_gradient_release(model, optimizer, skip_nonfinite=True)
     poison(model, "last.weight", float("nan"))
     loss_of(model, 0).backward()
-    loss_of(model, 1).backward()
-    twin, other = make()
-    fresh = prepare_for_gradient_release(twin, other, **options)
-    fresh.load_state_dict(handle.state_dict())
-    assert fresh.skipped == {"last.weight": 1}
-    assert torch.equal(fresh.state_dict()["last_norm"], handle.state_dict()["last_norm"])
+    for more in ({}, {"last_norm": None}, {"last_norm": torch.ones(())}):
+        with prepare_for_gradient_release(*make(), skip_nonfinite=True) as fresh:
+            fresh.load_state_dict({**handle.state_dict(), **more})
+            assert fresh.skipped == {"last.weight": 1}
 
 
 @pytest.mark.parametrize(
@@ -984,8 +928,6 @@ def test_a_lagged_norm_and_skips_resume() -> None:
             r"shape \(4, 128\)",
         ),
         ({"more": 1}, "allowed are"),
-        ({"position": 3, "last_norm": 1.5}, "last_norm"),
-        ({"position": -3}, "position"),
         ({"position": 2, "accumulation": "states"}, "open cycle of accumulation='states'"),
     ],
 )
@@ -1010,11 +952,7 @@ def test_a_handle_loads_all_or_nothing(change, message) -> None:
         ({**BUFFER, "buffer_dtype": torch.float16}, "buffer_dtype=torch.float16"),
         ({"clip_value": -1.0}, "clip_value=-1.0: allowed are positive"),
         ({"clip_value": 1.0, "clip_param_norm": 1.0}, "choose one"),
-        ({"clip_global_norm": 1.0, "how": "never"}, "how='never': allowed are"),
         ({"clip_global_norm": float("nan")}, "clip_global_norm=nan"),
-        ({"how": "lagged"}, "how='lagged' says how clip_global_norm clips"),
-        ({"how": "lagged", "clip_value": 1.0}, "how='lagged' says how"),
-        ({"pending_bytes": "1MB"}, "pending_bytes='1MB': allowed are whole numbers"),
         ({"grad_norm": "l2"}, "grad_norm='l2': allowed are True and False"),
         ({"skip_nonfinite": "yes"}, "skip_nonfinite='yes': allowed are True and False"),
         ({"clip_global_norm": True}, "clip_global_norm=True: allowed are positive"),
@@ -1131,10 +1069,9 @@ def test_a_functional_optimizer_joins_and_skips() -> None:
 @pytest.mark.full
 def test_policies_make_no_graph_of_their_own(graphs) -> None:
     model, optimizer = make(compile=True)
-    with pytest.warns(UserWarning, match="no model was prepared"):
-        train(model, optimizer, 1)
+    train(model, optimizer, 1)
     made = graphs()
-    released(model, optimizer, 2, **BUFFER, **asked("two_pass"))
+    released(model, optimizer, 2, **BUFFER, **GLOBAL_NORM)
     optimi_func.remove_gradient_release(model)
     options = {"grad_norm": True, "clip_param_norm": 0.1, "skip_nonfinite": True}
     released(model, optimizer, 2, 1, **options)
@@ -1150,7 +1087,7 @@ def test_policies_make_no_graph_of_their_own(graphs) -> None:
     "options",
     [
         {"skip_nonfinite": True},
-        {"clip_global_norm": 0.05, "how": "lagged", "grad_norm": True},
+        {"clip_param_norm": 0.05, "grad_norm": True},
         {"clip_param_norm": 0.02, "skip_nonfinite": True},
         BUFFER,
     ],

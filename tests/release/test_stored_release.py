@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "buffer": {"accumulation": "buffer", "accumulation_steps": 2},
     "value": {"clip_value": 1e-3},
     "param norm": {"clip_param_norm": 0.01},
-    "global norm": {"clip_global_norm": 0.01, "how": "two_pass"},
+    "global norm": {"clip_global_norm": 0.01},
     "norms": {"grad_norm": True, "skip_nonfinite": True},
 }
 

@@ -165,7 +165,6 @@ def layers(side: int, count: int) -> nn.Module:
     [
         {},
         {"clip_param_norm": 0.1},
-        {"clip_global_norm": 0.1, "how": "lagged"},
         {"accumulation": "buffer", "accumulation_steps": 2},
     ],
     ids=str,

@@ -30,6 +30,7 @@ from optimi_func import (
     prepare_for_gradient_release,
 )
 from optimi_func.core.distributed import to_local
+from optimi_func.gradient_release import runner
 
 Shapes = list[tuple[int, ...]]
 # A small transformer's; then odd ones, a stack and a convolution.
@@ -273,14 +274,15 @@ def together(folder: Path) -> None:
     """Under release matrices wait for each other: else one owner would have them all."""
     n = dist.get_world_size()
     ends: list[list[Tensor]] = []
-    for release, pending in ((False, 0), (True, 0), (True, 1 << 20)):
+    for release, pending in ((False, 0), (True, 0), (True, runner.PENDING_BYTES)):
         model = Blocks(n)
         for block in (*model.blocks, model):
             fully_shard(block, mesh=worlds.flat_mesh())
         optimizer = MuonAdamW(model, lr=1e-2, gradient_release=release, **EAGER)
         flops, counts = watched(optimizer)
+        runner.PENDING_BYTES = pending
         if release:
-            prepare_for_gradient_release(model, optimizer, pending_bytes=pending)
+            prepare_for_gradient_release(model, optimizer)
         for i in range(2):
             torch.manual_seed(10 * i + dist.get_rank())
             worlds.loss_of(model, torch.randn(3, 64)).backward()

@@ -51,7 +51,6 @@ MODES = {
     "bucketed": Mode({"foreach": True}, small=True),
     "compiled": Mode({"compile": True}),
     "release": Mode(_EAGER, {}),
-    "release lagged": Mode(_EAGER, {"clip_global_norm": 3.0, "how": "lagged"}),
     "release buffer": Mode(_EAGER, {"accumulation": "buffer", "accumulation_steps": 2}),
     "release states": Mode(_EAGER, {"accumulation": "states", "accumulation_steps": 2}),
     "release compact": Mode(

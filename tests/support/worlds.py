@@ -495,10 +495,9 @@ RELEASES: list[dict[str, Any]] = [
     {"accumulation": "buffer", "grad_norm": True},
     {"accumulation": "states", "accumulation_steps": 2},
     {"clip_param_norm": 0.1, "grad_norm": True},
-    {"clip_value": 0.01, "pending_bytes": 0},
+    {"clip_value": 0.01},
     {"clip_global_norm": 0.1},
     {"clip_global_norm": 0.1, "skip_nonfinite": True, "grad_norm": True},
-    {"clip_global_norm": 0.1, "how": "lagged", "grad_norm": True},
     {
         "clip_global_norm": 0.1,
         "accumulation": "buffer",
@@ -778,7 +777,7 @@ def growth(folder: Path) -> None:
     model = sharded(mesh)
     optimizer = AdamW(model.parameters(), lr=1e-3, gradient_release=True, **EAGER)
     handle = prepare_for_gradient_release(
-        model, optimizer, clip_global_norm=1.0, how="lagged", skip_nonfinite=True
+        model, optimizer, clip_param_norm=1.0, grad_norm=True, skip_nonfinite=True
     )
     counts = []
     for i in range(60):

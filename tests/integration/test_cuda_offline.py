@@ -137,6 +137,21 @@ def test_it_is_the_device_that_is_pretended(made: Made) -> None:
                 assert f".target sm_{offline_cuda.SM}" in build.text
 
 
+def test_an_older_device_takes_the_same_kernel(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compares in bfloat16 where sm_90 can; sm_80 has the same bits without it."""
+    want = [stepped(made, LENGTHS[-1], build)[0] for build in range(builds(made))]
+    for program in made.programs.values():
+        for kernel in program.kernels.values():
+            older = kernel.built_for(offline_cuda.AMPERE)
+            assert all(f".target sm_{offline_cuda.AMPERE}" in x.text for x in older)
+            monkeypatch.setattr(kernel, "builds", older)
+    for build, tensors in enumerate(want):
+        for x, y in zip(stepped(made, LENGTHS[-1], build)[0], tensors):
+            assert x.view(torch.uint8).equal(y.view(torch.uint8))
+
+
 def test_no_register_is_spilled(made: Made) -> None:
     for program in made.programs.values():
         for kernel in program.kernels.values():

@@ -202,6 +202,8 @@ class _Block:
             self._registers[x] = np.where(on, value, old)
 
     def _all(self, kind: str, operands: list[str]) -> list[Any]:
+        if kind == "bf16":  # numpy has none; every one of them is a float32
+            return [_from_bf16(self._get(x, "b16")) for x in operands]
         return [self._get(x, kind) for x in operands]
 
     def _float(self, op: list[str], xs: list[str], on: Any, f: Callable[..., Any]) -> None:
@@ -409,8 +411,7 @@ class _Block:
         *how, target, source = [x for x in op[1:] if x != "ftz"]
         if source == "bf16":
             assert op[1:] == ["f32", "bf16"], op
-            wide = self._get(xs[1], "b16").astype(np.uint32) << np.uint32(16)
-            self._put(xs[0], wide.view(np.float32), on)
+            self._put(xs[0], *self._all("bf16", xs[1:]), on)
         elif target == "bf16":
             assert op[1:] == ["rn", "bf16", "f32"], op
             self._put(xs[0], _to_bf16(self._get(xs[1], "f32")), on)
@@ -426,6 +427,10 @@ class _Block:
             else:
                 assert how == (["rn"] if floating == (True, False) else []), op
             self._put(xs[0], value.astype(_DTYPES[target]), on)
+
+
+def _from_bf16(x: Any) -> Any:
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _to_bf16(x: Any) -> Any:

@@ -32,7 +32,7 @@ help:
 	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
 	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
 	@echo "make test-all   both, as before a merge"
-	@echo "make soak    run the tests that take minutes, of the largest tables a sample (MEASURED)"
+	@echo "make soak    run the tests that take minutes, a sample of the largest tables"
 	@echo "make soak ARGS='--rows all'  with every row of them (hours)"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"

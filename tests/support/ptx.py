@@ -31,6 +31,7 @@ _COMPARE: dict[str, Callable[..., Any]] = {
     "ne": np.not_equal,
 }
 _WARP = 32
+_HALVES = ["half of a", "half of b"]  # registers of this interpreter
 
 
 class Memory:
@@ -390,6 +391,13 @@ class _Block:
         self._put(xs[0], a >> by.astype(a.dtype), on)
 
     def _setp(self, op: list[str], xs: list[str], on: Any) -> None:
+        if op[-1] == "bf16x2":  # a predicate for each half, the low one's first
+            pairs = [x.copy().view(np.uint16) for x in self._all("b32", xs[1:3])]
+            for half, target in enumerate(xs[0].split("|")):
+                for name, pair in zip(_HALVES, pairs):
+                    self._registers[name] = pair[half::2].copy()
+                self._setp([*op[:-1], "bf16"], [target, *_HALVES], on)
+            return
         a, b = self._all(op[-1], xs[1:3])
         if op[1] == "nan":
             self._put(xs[0], np.isnan(a) | np.isnan(b), on)

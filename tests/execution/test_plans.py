@@ -19,7 +19,7 @@ from tiers import built, row
 from torch import Tensor
 
 from optimi_func import SGD, AdamW, StableAdamW
-from optimi_func.classes import divided
+from optimi_func.classes import step as class_step
 from optimi_func.core import checks
 from optimi_func.core.rule import WHOLE_BATCH
 from optimi_func.execution import kernels
@@ -487,9 +487,9 @@ def test_a_state_that_begins_anew_or_is_loaded_keeps_its_launches(how, monkeypat
 def _checks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Note the paths of the entries that a step checks."""
     seen: list[object] = []
-    ensure = divided.ensure_state
+    ensure = class_step.ensure_state
     monkeypatch.setattr(
-        divided, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
+        class_step, "ensure_state", lambda *given: seen.append(given[2]) or ensure(*given)
     )
     return seen
 
@@ -574,9 +574,9 @@ def test_any_part_of_the_parameters_steps_as_one_by_one(how, edit: str) -> None:
 
 def test_a_part_of_a_wider_plan_looks_at_no_state_alone(monkeypatch) -> None:
     looked: list[Any] = []
-    ensure = divided.ensure_state
+    ensure = class_step.ensure_state
     monkeypatch.setattr(
-        divided, "ensure_state", lambda *given: looked.append(given) or ensure(*given)
+        class_step, "ensure_state", lambda *given: looked.append(given) or ensure(*given)
     )
     ps = params()
     optimizer = AdamW(ps, lr=0.05, foreach=True)

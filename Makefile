@@ -32,7 +32,8 @@ help:
 	@echo "make test    run the tests of every behaviour, mostly uncompiled (5 minutes)"
 	@echo "make test-full  run the others: more kernels, processes, trainers (8 minutes)"
 	@echo "make test-all   both, as before a merge"
-	@echo "make soak    run the tests that take minutes"
+	@echo "make soak    run the tests that take minutes, a sample of the largest tables"
+	@echo "make soak ARGS='--rows all'  with every row of them (hours)"
 	@echo "make cuda-offline  assemble and interpret the CUDA kernels, without a GPU (minutes)"
 	@echo "make bench   ask every question of benchmarks/ (minutes); ARGS=--quick: seconds each"
 	@echo "make bench DEVICE=cuda  the step on a GPU, against torch's and a copy (minutes)"
@@ -88,12 +89,14 @@ test-full: $(STAMP) $(FRAMEWORKS)
 
 test-all: test test-full
 
-soak: $(STAMP) $(CUDA_OFFLINE)
-	$(BIN)/python -m pytest -m soak $(ARGS)
+# The CUDA kernels are soak, too, and have a target of their own.
+CUDA_TESTS := tests/integration/test_cuda_offline.py tests/integration/test_cuda_codes_offline.py
+
+soak: $(STAMP)
+	$(PYTEST) -m soak $(addprefix --ignore=,$(CUDA_TESTS)) $(ARGS)
 
 cuda-offline: $(STAMP) $(CUDA_OFFLINE)
-	$(BIN)/python -m pytest -m soak tests/integration/test_cuda_offline.py \
-		tests/integration/test_cuda_codes_offline.py $(ARGS)
+	$(PYTEST) -m soak $(CUDA_TESTS) $(ARGS)
 
 bench: $(STAMP)
 	for question in $(QUESTIONS); do \

@@ -31,6 +31,21 @@ math.multiplies_bfloat16 = lambda: False
 torch.set_num_threads(2)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rows",
+        metavar="SEED",
+        default="",
+        help="of soak's largest tables, the sample of another commit; all: every row",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if tiers.seed == tiers.ALL_ROWS:
+        return []
+    return [f"soak's largest tables: --rows {tiers.seed} repeats this choice of rows"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Note which rows to build, and let GCC link with gold where there is one.
 
@@ -38,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     kernel takes to compile. Processes that tests start find it, too.
     """
     tiers.selected = config.option.markexpr
+    if tiers.selected == "soak" and not config.option.rows:
+        config.option.rows = tiers.seed_of(config.rootpath)  # which xdist's workers get
+    tiers.seed = config.option.rows or tiers.ALL_ROWS
     gold = shutil.which("ld.gold")
     if gold and "COMPILER_PATH" not in os.environ:
         folder = tempfile.TemporaryDirectory()

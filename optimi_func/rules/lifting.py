@@ -386,6 +386,13 @@ def _clamp(x: Tensor, min: Scalar | None = None, max: Scalar | None = None) -> T
     return x if max is None else x.clamp_max(max)
 
 
+def _lerp(input: Tensor, end: Tensor, weight: Scalar) -> Tensor:
+    """Return torch.lerp, whose weight may be an integer of each member under vmap too."""
+    if isinstance(weight, Tensor) and not weight.is_floating_point():
+        weight = weight.to(input.dtype)
+    return torch.lerp(input, end, weight)
+
+
 def _scaled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function whose alpha or value may be a tensor."""
 
@@ -410,13 +417,14 @@ _OURS = {
     **dict.fromkeys(_POWERS, _of_numbers(operator.pow, math.power)),
     **dict.fromkeys((torch.sqrt, Tensor.sqrt), _root),
     **dict.fromkeys((torch.clamp, Tensor.clamp), _clamp),
+    **dict.fromkeys((torch.lerp, Tensor.lerp), _lerp),
     **dict.fromkeys(_FLOORS, _of_numbers(operator.floordiv, _floor_quotient)),
 }
 # What computes with Python's floats, or bools, as with tensors.
 _PLAIN = {(fn, torch.bool) for fn in _LOGICAL} | {
     (fn, torch.float64)
     for fn in (*_OURS.values(), *_USUAL, *_CONDITIONS)
-    if fn not in (_clamp, torch.where)
+    if fn not in (_clamp, _lerp, torch.where)
 }
 
 

@@ -255,6 +255,7 @@ PROGRAMS: list[Any] = [
     lambda o: (
         +o.g + torch.lerp(o.s, o.g, o.b) + o.t.clamp(0, o.b) * torch.lerp(o.g, o.s, 0.25)
     ),
+    lambda o: torch.lerp(o.s, o.g, o.a.long()) + o.s.lerp(o.g, weight=(o.b > 0.2) + 1),
     lambda o: o.g.where(o.s > o.g, o.b) + torch.nan_to_num(o.g / o.x, nan=0.5, posinf=2.0),
 ]
 

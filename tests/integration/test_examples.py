@@ -194,7 +194,8 @@ def test_replicas_benchmark(tmp_path: Path) -> None:
     memory = {way: cell["peak"] for way, cell in found["memory"].items()}
     for way in memory:
         assert f"| {way} " in out
-    assert memory["release on replicas"] < 0.6 < memory["DDP, step()"]
+    # More gradients wait for the other process where it has to share its core.
+    assert memory["release on replicas"] < 0.85 < memory["DDP, step()"]
     assert found["time"]["release on replicas"]["ratio"] > 0
 
 
@@ -289,6 +290,19 @@ def test_small_step_benchmarks(tmp_path: Path) -> None:
     assert cell["share of a copy"]["ratio"] > 0 and cell["host seconds"]["torch fused"] > 0
     cell = found["host_cost"]["host cost"]["bfloat16"]["Lion (torch: AdamW)"]["4"]
     assert cell["optimi_func"]["goal"] == 0.75 and cell["torch fused"]["ratio"] == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "key"), [("cold_start", "first"), ("lbfgs", "fits")])
+def test_benchmarks_that_start_processes_or_solve(
+    name: str, key: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{name}.json"
+    command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--quick"]
+    # Not by `run`, whose processes may have no children.
+    out = subprocess.check_output([*command, "--json", str(path)], text=True)
+    assert "optimi_func" in out and json.loads(path.read_text())[key]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -30,6 +30,7 @@ from optimi_func.execution.triton_list import DeviceTable
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 SM = 10 * CAPABILITY[0] + CAPABILITY[1]
+AMPERE = 80  # the oldest architecture that computes with bfloat16
 WARP = 32
 _TORCH, _TRITON = "2.13.0", "3.9.0"
 
@@ -146,13 +147,15 @@ def _module(path: Path) -> Any:
     return module
 
 
-def _built(source: Any, options: dict[str, Any], block: int, path: Path) -> Build:
-    """Assembled for the device."""
+def _built(
+    source: Any, options: dict[str, Any], block: int, path: Path, sm: int = SM
+) -> Build:
+    """Assembled for an architecture, that of the device by default."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile
 
-    binary = compile(source, target=GPUTarget("cuda", SM, WARP), options=options)
-    cubin = path.with_suffix(".cubin")
+    binary = compile(source, target=GPUTarget("cuda", sm, WARP), options=options)
+    cubin = path.with_suffix(f".{sm}.cubin")
     cubin.write_bytes(binary.asm["cubin"])
     text = binary.asm["ptx"]
     threads = WARP * options["num_warps"]
@@ -173,18 +176,23 @@ class Kernel:
         self.name, self._program = name, program
         # Where the library looks for the launcher's source.
         self.triton_meta, self.filename = tuner.triton_meta, str(path)
-        self.builds: list[Build] = []
+        self._sources: list[tuple[Any, dict[str, Any], int, Path]] = []
         for config in tuner.configs:
             meta = tuner._create_compile_meta(config)
             source = ASTSource(
                 tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]
             )
             options = tuner._create_compile_options(config, meta)
-            self.builds.append(_built(source, options, config.kwargs["XBLOCK"], path))
+            self._sources.append((source, options, config.kwargs["XBLOCK"], path))
+        self.builds = self.built_for(SM)
         signature = tuner.triton_meta["signature"]
         self._parameters = [x for x in signature if x not in tuner.configs[0].kwargs]
         constants = [x for x, kind in signature.items() if kind == "constexpr"]
         self._given = [i for i, x in enumerate(self._parameters) if x not in constants]
+
+    def built_for(self, sm: int) -> list[Build]:
+        """It in every configuration, assembled for an architecture."""
+        return [_built(*x, sm) for x in self._sources]
 
     def run(self, *arguments: Any, stream: int) -> None:
         """Launch it on tensors of the CPU."""

@@ -31,6 +31,7 @@ _COMPARE: dict[str, Callable[..., Any]] = {
     "ne": np.not_equal,
 }
 _WARP = 32
+_HALVES = ["half of a", "half of b"]  # registers of this interpreter
 
 
 class Memory:
@@ -202,6 +203,8 @@ class _Block:
             self._registers[x] = np.where(on, value, old)
 
     def _all(self, kind: str, operands: list[str]) -> list[Any]:
+        if kind == "bf16":  # numpy has none; every one of them is a float32
+            return [_from_bf16(self._get(x, "b16")) for x in operands]
         return [self._get(x, kind) for x in operands]
 
     def _float(self, op: list[str], xs: list[str], on: Any, f: Callable[..., Any]) -> None:
@@ -388,6 +391,13 @@ class _Block:
         self._put(xs[0], a >> by.astype(a.dtype), on)
 
     def _setp(self, op: list[str], xs: list[str], on: Any) -> None:
+        if op[-1] == "bf16x2":  # a predicate for each half, the low one's first
+            pairs = [x.copy().view(np.uint16) for x in self._all("b32", xs[1:3])]
+            for half, target in enumerate(xs[0].split("|")):
+                for name, pair in zip(_HALVES, pairs):
+                    self._registers[name] = pair[half::2].copy()
+                self._setp([*op[:-1], "bf16"], [target, *_HALVES], on)
+            return
         a, b = self._all(op[-1], xs[1:3])
         if op[1] == "nan":
             self._put(xs[0], np.isnan(a) | np.isnan(b), on)
@@ -409,8 +419,7 @@ class _Block:
         *how, target, source = [x for x in op[1:] if x != "ftz"]
         if source == "bf16":
             assert op[1:] == ["f32", "bf16"], op
-            wide = self._get(xs[1], "b16").astype(np.uint32) << np.uint32(16)
-            self._put(xs[0], wide.view(np.float32), on)
+            self._put(xs[0], *self._all("bf16", xs[1:]), on)
         elif target == "bf16":
             assert op[1:] == ["rn", "bf16", "f32"], op
             self._put(xs[0], _to_bf16(self._get(xs[1], "f32")), on)
@@ -426,6 +435,10 @@ class _Block:
             else:
                 assert how == (["rn"] if floating == (True, False) else []), op
             self._put(xs[0], value.astype(_DTYPES[target]), on)
+
+
+def _from_bf16(x: Any) -> Any:
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _to_bf16(x: Any) -> Any:

@@ -1,10 +1,13 @@
 """Which of the three targets run a test: `make test`, `make test-full` or `make soak`.
 
 A test or a row without a mark is in `make test`. `full` are those that take seconds: a
-kernel of their own, processes, wide tables. `soak` are those that take minutes.
+kernel of their own, processes, wide tables. `soak` are those that take minutes; of its
+largest tables it runs a sample, another one at each commit.
 """
 
+import hashlib
 import re
+import subprocess
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
@@ -13,8 +16,11 @@ from typing import Any
 import pytest
 
 LATER = ("full", "soak")
-# The expression given to -m; set by conftest.py before any test file is imported.
+ALL_ROWS = "all"
+# The expression given to -m, and the option --rows: what chooses the sample, or "all". Both
+# are set by conftest.py before any test file is imported.
 selected = ""
+seed = ALL_ROWS
 
 
 def is_later(item: Any) -> bool:
@@ -47,3 +53,29 @@ def built(rows: list[Any]) -> list[Any]:
     if not selected:
         return rows
     return [r for r in rows if left_out.isdisjoint(mark.name for mark in r.marks)]
+
+
+def sampled(rows: list[Any], number: int) -> list[Any]:
+    """Return the rows, of which as many soak as are given here: those that `seed` picks."""
+    soak = {r.id: _place(r.id) for r in rows if any(m.name == "soak" for m in r.marks)}
+    if seed == ALL_ROWS or len(soak) <= number:
+        return rows
+    left_out = {*sorted(soak, key=soak.__getitem__)[number:]}
+    return [r for r in rows if r.id not in left_out]
+
+
+def _place(name: str) -> str:
+    """Return where a row stands in the order of a seed."""
+    return hashlib.sha256(f"{seed} {name}".encode()).hexdigest()
+
+
+def seed_of(root: Path) -> str:
+    """Return the commit, or what stands for it where there is no git: the code's hash."""
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.check_output(
+            command, cwd=root, text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        code = b"".join(x.read_bytes() for x in sorted(root.glob("optimi_func/**/*.py")))
+        return hashlib.sha256(code).hexdigest()[:12]

@@ -61,7 +61,7 @@ EAGER = {"compile": False}
 # Beside the names of rules: AdamW with a mask, whose share is of the whole tensor.
 CAUTIOUS = "cautious"
 # Seconds after which a world is given up.
-PATIENCE = 300.0
+PATIENCE = 600.0
 
 
 # Starting worlds

@@ -115,24 +115,38 @@ class Steps(Rewriting, Given):
         of sums that `finish_step` joins.
         """
         # First gradients make state, which joins the optimizer once nothing can fail.
-        made, rewritten = dict[Tensor, Entry](), list[Write]()
+        # Written as literals: dict[Tensor, Entry]() takes a microsecond at every step.
+        made: dict[Tensor, Entry] = {}
+        rewritten: list[Write] = []
+        parts: dict[Tensor, Part] = {}
+        divided: dict[int, list[Holders]] = {}
+        runs: list[Callable[[], dict[int, Part] | None]] = []
+        on_host, where = True, None
         if self.rewriters:
             works, rewritten = self._rewritten(works, write, made)
-        prepared = [self._prepare(work, write, count, made) for work in works]
-        on_host = not rewritten and all([host for _, host, _ in prepared])
-        divided = {id(work[0]): x[2] for work, x in zip(works, prepared) if x[2]}
+        for work in works:
+            run, host, holders = self._prepare(work, write, count, made)
+            runs.append(run)
+            on_host = on_host and host
+            if holders:
+                divided[id(work[0])] = holders
+            if where is None and work[1]:
+                where = work[1][0].device
         if write and divided:
             facts = self.numbers(type, divided) | self._weights()
             agree([x for holders in divided.values() for x in holders], facts)
         self._has_stepped = True
         if write and count and "step" in self.__dict__:
             self._opt_called = True  # A scheduler asks, and release need not call `step`.
-        parts, homes = dict[Tensor, Part](), [ps[0].device for _, ps, *_ in works if ps]
-        with nullcontext() if on_host or not homes else kernel_context(homes[0]):
-            insert_made(self.state, made)
-            for (_, params, _, _), (run, _, _) in zip(works, prepared):
-                parts.update({params[i]: part for i, part in (run() or {}).items()})
-            write_all(rewritten)
+        on_host = on_host and not rewritten
+        with nullcontext() if on_host or where is None else kernel_context(where):
+            if made:
+                insert_made(self.state, made)
+            for (_, params, _, _), run in zip(works, runs):
+                if sums := run():
+                    parts.update({params[i]: part for i, part in sums.items()})
+            if rewritten:
+                write_all(rewritten)
         return parts
 
     def _prepare(

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from optimi_func.core.checks import (
     warn,
     warn_user,
 )
-from optimi_func.core.removed import instead_of
+from optimi_func.core.removed import Removed
 from optimi_func.core.rule import WHOLE_BATCH, Microbatch, Scalar, StorageLike
 from optimi_func.core.storage import group_storage
 from optimi_func.core.torch_private import uncompiled, unwrapped, watched_if_needed
@@ -457,12 +457,7 @@ class BaseOptimizer(Fields, Steps):
             lines += [f"Parameter Group {i}", *[f"    {k}: {x}" for k, x in rows.items()]]
         return "\n".join([*lines, ")"])
 
-    if not TYPE_CHECKING:  # type checkers would find every name
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise for what an optimizer lacks, and say what to use for a removed one."""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(text + instead_of(name), name=name, obj=self)
+    track, stats = Removed(), Removed()
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""

@@ -1,5 +1,7 @@
 """Names and arguments that are gone, and what to use instead, for one release."""
 
+from typing import NoReturn
+
 _SEARCH = 'LBFGS(line_search_fn="strong_wolfe"), or the value lbfgs'
 
 REMOVED = {
@@ -33,3 +35,15 @@ def instead_of(name: str) -> str:
     """Return what an error says of a removed name or argument, or nothing."""
     use = REMOVED.get(name, "")
     return use and f", which was removed: use {use}"
+
+
+class Removed:
+    """The attributes of a class that were removed."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        """Raise and say what to use."""
+        text = f"{owner.__name__!r} has no attribute {self._name!r}"
+        raise AttributeError(text + instead_of(self._name), name=self._name, obj=instance)

@@ -98,7 +98,7 @@ return %10, %5""",
 %3 = mul(c0, momentum_buffer)
 %4 = mul(c1, %2)
 %5 = add(%3, %4)
-%6 = mul(c2, %5)
+%6 = mul(c0, %5)
 %7 = add(%2, %6)
 %8 = mul(lr, %7)
 %9 = mul(decay, p)

@@ -37,28 +37,27 @@ class Handling(NamedTuple):
     adding_bytes: int = 0  # in temporaries while a gradient is added to the sum
     joining_bytes: int = 0  # in temporaries while the sum is added to the last gradient
 
-    @classmethod
-    def of(
-        cls,
-        release: bool,
-        backwards: int,
-        device: str,
-        dtype: torch.dtype,
-        buffer: torch.dtype | None,
-    ) -> "Handling":
-        """Return the handling of gradients of a dtype, and of a buffer if there is one."""
-        if buffer is None:
-            return cls(release, backwards, device)
-        wide = torch.promote_types(dtype, buffer)
-        # On CPU, each operand of another dtype is cast in memory of its own.
-        casts = 0 if device == "cuda" or dtype == buffer else wide.itemsize
-        return cls(
-            *(release, backwards, device),
-            sum_bytes=buffer.itemsize,
-            wide_bytes=0 if wide == dtype else wide.itemsize,
-            adding_bytes=casts if buffer == wide else 2 * casts,
-            joining_bytes=casts,
-        )
+
+def handling(
+    release: bool,
+    backwards: int,
+    device: str,
+    dtype: torch.dtype,
+    buffer: torch.dtype | None,
+) -> Handling:
+    """Return the handling of gradients of a dtype, and of a buffer if there is one."""
+    given = Handling(release, backwards, device)
+    if buffer is None:
+        return given
+    wide = torch.promote_types(dtype, buffer)
+    # On CPU, each operand of another dtype is cast in memory of its own.
+    casts = 0 if device == "cuda" or dtype == buffer else wide.itemsize
+    return given._replace(
+        sum_bytes=buffer.itemsize,
+        wide_bytes=0 if wide == dtype else wide.itemsize,
+        adding_bytes=casts if buffer == wide else 2 * casts,
+        joining_bytes=casts,
+    )
 
 
 class Peak(NamedTuple):

@@ -136,9 +136,4 @@ def conjugate_gradients(
 
 def _dot(x: list[Tensor], y: list[Tensor]) -> Tensor:
     """Return the inner product of two lists of tensors."""
-    return torch.stack(
-        [
-            (a * b.conj()).real.sum() if a.is_complex() else (a * b).sum()
-            for a, b in zip(x, y)
-        ]
-    ).sum()
+    return torch.stack([(a * b.conj()).real.sum() for a, b in zip(x, y)]).sum()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -73,7 +73,10 @@ class Ramp(Schedule):
         x = step / self.steps
         x = x.clamp(0.0, 1.0) if isinstance(x, Tensor) else min(max(x, 0.0), 1.0)
         if self.shape == "cosine":
-            x = 0.5 - 0.5 * _cos(math.pi * x)
+            angle = math.pi * x
+            x = 0.5 - 0.5 * (
+                torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)
+            )
         elif self.shape == "sqrt":
             x = sqrt(x)
         # start + x * (end - start) would round `end`.
@@ -261,14 +264,14 @@ def wsd(
             f"warmup={warmup} and decay={decay} with total={total}: allowed are at most "
             "total together"
         )
-    parts: list[Schedule | Scalar] = [_ramp(peak, end, decay, shape)]
+    parts: list[Scalar | Schedule] = [_ramp(peak, end, decay, shape)]
     boundaries: list[int] = []
     if total - decay > warmup:
         parts, boundaries = [peak, *parts], [total - decay]
     if warmup > 0:
         parts = [linear(start, peak, steps=warmup), *parts]
         boundaries = [warmup, *boundaries]
-    return join(parts, boundaries) if boundaries else cast(Schedule, parts[0])
+    return Joined(tuple(parts), tuple(boundaries))
 
 
 def one_cycle(
@@ -339,7 +342,3 @@ def _check(name: str, value: Scalar, label: str = "", above: float | None = None
 
 def _part(part: Scalar | Callable[[Scalar], Scalar], step: Scalar) -> Scalar:
     return part(step) if callable(part) else part
-
-
-def _cos(x: Scalar) -> Scalar:
-    return torch.cos(x) if isinstance(x, Tensor) else math.cos(x)

@@ -132,7 +132,7 @@ def plan(
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
-            handling = replay.handling(release, accumulation_steps, device, dtype, buffer)
+            handling = replay.Handling(release, accumulation_steps, device, dtype, buffer)
             if sharded:
                 unit = replay.largest_unit(model, dtype)
                 peak = replay.sharded_peak(traced, sizes, handling, unit, processes)

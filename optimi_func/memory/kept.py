@@ -32,8 +32,6 @@ _UNITS = {
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
-# CUDA's caching allocator rounds blocks up to a multiple of it.
-_CUDA_BLOCK = 512
 
 
 def parse_size(name: str, size: object) -> int:
@@ -64,8 +62,8 @@ def held(x: Tensor, ranks: int = 1) -> int:
 
 
 def rounded(size: int, device: str) -> int:
-    """Round bytes up to the block that the device's allocator takes."""
-    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if device == "cuda" else size
+    """Round bytes up to the block that the device's allocator takes, 512 on CUDA."""
+    return -(-size // 512) * 512 if device == "cuda" else size
 
 
 def takes_model(optimizer: Factory) -> bool:

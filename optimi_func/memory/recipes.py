@@ -104,9 +104,6 @@ class Recipe:
             options: More options of the optimizer's constructor, such as lr. They replace
                 those that the plan was made with.
 
-        Returns:
-            The optimizer, and the release's handle or None.
-
         Raises:
             ValueError: The model is on meta, or the recipe decides an option.
         """

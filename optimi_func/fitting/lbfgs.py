@@ -114,7 +114,7 @@ class lbfgs:
         zero = torch.zeros((), dtype=scalar_dtype(x.device), device=x.device)
         no, count = zero.bool(), zero.long()
         point = qn.Point(zero, zero, zero, x.new_zeros(x.shape))
-        search = qn.begin(zero, point, no, count)
+        search = qn.Search(zero, point, point, no, no, no, count)
         m, zeros = self.history_size, x.new_zeros
         rows = zeros(m, 2, x.numel()), zeros(m, 2), zeros(m), zeros(m, m), zeros(m, m)
         history = qn.History(*rows, count, x.new_ones(()))
@@ -168,7 +168,8 @@ class lbfgs:
         first = (1.0 / best.g.abs().sum()).clamp_max(1.0).to(f.dtype)
         t = torch.where(fresh, first, 1.0) * self.lr
         restart = qn.Point(start.t, best.f, slope, best.g)
-        restart = qn.begin(t, restart, torch.zeros_like(s.done), torch.zeros_like(s.n_iter))
+        no, count = torch.zeros_like(s.done), torch.zeros_like(s.n_iter)
+        restart = qn.Search(t, restart, restart, no, no, no, count)
         counts = s.n_iter + (moves & ~fresh), s.func_evals + ~s.done
         here = qn.pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
         search = qn.pick(moves, restart, qn.pick(s.done, s.search, search))
@@ -209,11 +210,8 @@ class lbfgs:
             )
 
         def one(p: object, s: LBFGSState, *given: object) -> object:
-            def value_and_grad(q: object) -> tuple[Tensor, object]:
-                grads, value = torch.func.grad_and_value(loss)(q, *given)
-                return value, grads
-
-            return self.step(p, s, value_and_grad)
+            reverse: Any = torch.func.grad_and_value(loss)
+            return self.step(p, s, lambda q: reverse(q, *given)[::-1])
 
         def solved(p: T, *given: PyTree) -> T:
             return implicit_root(torch.func.grad(loss), p, *given)

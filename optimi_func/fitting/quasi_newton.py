@@ -47,11 +47,6 @@ class Search(NamedTuple):
     count: Any  # evaluations after the first
 
 
-def begin(t: Tensor, start: Point, no: Tensor, count: Tensor) -> Search:
-    """Return a search that will try t first; `no` is False, and `count` 0."""
-    return Search(t, start, start, no, no, no, count)
-
-
 def minimizer(p: Point, q: Point, low: Tensor, high: Tensor) -> Tensor:
     """Return the minimizer in [low, high] of a cubic through p and q, or the middle."""
     d1 = p.slope + q.slope - 3 * ((p.f - q.f) / (p.t - q.t))

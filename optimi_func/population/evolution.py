@@ -18,9 +18,6 @@ from optimi_func.population.members import Population, check_members, first_tens
 
 T = TypeVar("T")
 
-# In names of hyperparameters below 1; a factor scales their distance from 1.
-_BELOW_ONE = ("beta", "momentum")
-
 
 def select(tree: T, index: Sequence[int] | Tensor) -> T:
     """Return the members at `index`, in its order and as often as they are listed.
@@ -109,10 +106,7 @@ def perturb(
     device = at.device
     for name, some in factors.items():
         if name not in members.hyper:
-            raise ValueError(
-                f"the population has no hyperparameter {name!r}: it has "
-                f"{list(members.hyper)}"
-            )
+            raise ValueError(f"no hyperparameter {name!r}: allowed are {[*members.hyper]}")
         if not isinstance(some, Sequence) or not some or not all(map(_is_factor, some)):
             raise ValueError(
                 f"Invalid factors: factors[{name!r}]={some!r}: allowed are lists of "
@@ -126,14 +120,12 @@ def perturb(
         picks = torch.randint(len(choices), (len(at),), generator=generator, device=device)
         f = torch.tensor(choices, dtype=x.dtype, device=device)[picks]
         new = old * f
-        if any([word in name for word in _BELOW_ONE]):  # a negative one stands for another
+        if "beta" in name or "momentum" in name:  # a negative one stands for another
             new = torch.where(old < 0.0, new, (1.0 - (1.0 - old) * f).clamp_min(0.0))
         return x.index_copy(0, at, new)
 
-    hyper = dict(members.hyper)
-    for name in factors:
-        hyper[name] = pytree.tree_map(partial(scale, name), hyper[name])
-    return replace(members, hyper=hyper)
+    moved = {k: pytree.tree_map(partial(scale, k), members.hyper[k]) for k in factors}
+    return replace(members, hyper={**members.hyper, **moved})
 
 
 def _is_factor(f: object) -> bool:

@@ -109,8 +109,7 @@ def check_rule(
                 )
             error = ((got - want).norm() / want.norm()).item()
             problem = f"error {error:.1e} above {most:.0e}, largest difference "
-            problem += f"{(got - want).abs().max():.2g}"
-            problem += _worst(*pair)
+            problem += f"{(got - want).abs().max():.2g}{_worst(*pair)}"
             if want.isnan().any():
                 problem += ": what it is compared with, as the loop, is NaN. One step has "
                 problem += "gradients of 0, and one parameter has no elements"

@@ -46,8 +46,7 @@ class Schedule:
             base_lr: The learning rate that the torch.optim.Optimizer was made with.
 
         Raises:
-            ValueError: base_lr is not above 0.
-            TypeError: base_lr is not a number.
+            TypeError, ValueError: base_lr is no number above 0.
 
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         >>> schedule = linear(0.2, 0.0, steps=4)
@@ -201,10 +200,6 @@ def warmup_cosine(
     Raises:
         ValueError: An argument is out of its range, or warmup >= total.
 
-    References:
-        Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
-        arXiv:1608.03983.
-
     >>> schedule = warmup_cosine(1.0, warmup=2, total=6)
     >>> [round(schedule(step), 3) for step in range(7)]
     [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -264,14 +259,14 @@ def wsd(
             f"warmup={warmup} and decay={decay} with total={total}: allowed are at most "
             "total together"
         )
-    parts: list[Scalar | Schedule] = [_ramp(peak, end, decay, shape)]
-    boundaries: list[int] = []
+    parts: tuple[Scalar | Schedule, ...] = (_ramp(peak, end, decay, shape),)
+    boundaries: tuple[int, ...] = ()
     if total - decay > warmup:
-        parts, boundaries = [peak, *parts], [total - decay]
+        parts, boundaries = (peak, *parts), (total - decay,)
     if warmup > 0:
-        parts = [linear(start, peak, steps=warmup), *parts]
-        boundaries = [warmup, *boundaries]
-    return Joined(tuple(parts), tuple(boundaries))
+        rise = linear(start, peak, steps=warmup)
+        parts, boundaries = (rise, *parts), (warmup, *boundaries)
+    return Joined(parts, boundaries)
 
 
 def one_cycle(

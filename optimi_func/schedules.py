@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ class Schedule:
             base_lr: The learning rate that the torch.optim.Optimizer was made with.
 
         Raises:
-            ValueError: base_lr is not above 0.
-            TypeError: base_lr is not a number.
+            TypeError, ValueError: base_lr is no number above 0.
 
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         >>> schedule = linear(0.2, 0.0, steps=4)
@@ -73,7 +72,10 @@ class Ramp(Schedule):
         x = step / self.steps
         x = x.clamp(0.0, 1.0) if isinstance(x, Tensor) else min(max(x, 0.0), 1.0)
         if self.shape == "cosine":
-            x = 0.5 - 0.5 * _cos(math.pi * x)
+            angle = math.pi * x
+            x = 0.5 - 0.5 * (
+                torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)
+            )
         elif self.shape == "sqrt":
             x = sqrt(x)
         # start + x * (end - start) would round `end`.
@@ -198,10 +200,6 @@ def warmup_cosine(
     Raises:
         ValueError: An argument is out of its range, or warmup >= total.
 
-    References:
-        Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
-        arXiv:1608.03983.
-
     >>> schedule = warmup_cosine(1.0, warmup=2, total=6)
     >>> [round(schedule(step), 3) for step in range(7)]
     [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -261,14 +259,14 @@ def wsd(
             f"warmup={warmup} and decay={decay} with total={total}: allowed are at most "
             "total together"
         )
-    parts: list[Schedule | Scalar] = [_ramp(peak, end, decay, shape)]
-    boundaries: list[int] = []
+    parts: tuple[Scalar | Schedule, ...] = (_ramp(peak, end, decay, shape),)
+    boundaries: tuple[int, ...] = ()
     if total - decay > warmup:
-        parts, boundaries = [peak, *parts], [total - decay]
+        parts, boundaries = (peak, *parts), (total - decay,)
     if warmup > 0:
-        parts = [linear(start, peak, steps=warmup), *parts]
-        boundaries = [warmup, *boundaries]
-    return join(parts, boundaries) if boundaries else cast(Schedule, parts[0])
+        rise = linear(start, peak, steps=warmup)
+        parts, boundaries = (rise, *parts), (warmup, *boundaries)
+    return Joined(parts, boundaries)
 
 
 def one_cycle(
@@ -339,7 +337,3 @@ def _check(name: str, value: Scalar, label: str = "", above: float | None = None
 
 def _part(part: Scalar | Callable[[Scalar], Scalar], step: Scalar) -> Scalar:
     return part(step) if callable(part) else part
-
-
-def _cos(x: Scalar) -> Scalar:
-    return torch.cos(x) if isinstance(x, Tensor) else math.cos(x)

@@ -109,8 +109,7 @@ def check_rule(
                 )
             error = ((got - want).norm() / want.norm()).item()
             problem = f"error {error:.1e} above {most:.0e}, largest difference "
-            problem += f"{(got - want).abs().max():.2g}"
-            problem += _worst(*pair)
+            problem += f"{(got - want).abs().max():.2g}{_worst(*pair)}"
             if want.isnan().any():
                 problem += ": what it is compared with, as the loop, is NaN. One step has "
                 problem += "gradients of 0, and one parameter has no elements"
@@ -169,14 +168,21 @@ class _Check:
             g.view(-1)[:1] = 0.0  # an element without a gradient so far
         self.run = cache(self._run)
 
-    def pure(self, start: Any = None, grads: Any = None, **hyper: Any) -> Tensors:
-        """Return how far the pure optimizer moves."""
-        params = start = self.start if start is None else start
+    def pure(
+        self, start: Any = None, grads: Any = None, zeros: Any = False, **hyper: Any
+    ) -> Tensors:
+        """Return how far it moves; `zeros` are written over what a pure step was given."""
+        start = self.start if start is None else start
+        params, grads = start, self.grads if grads is None else grads
+        if zeros:
+            params, grads = copy.deepcopy((params, grads))
         value = self.cls.factory(**{**self.hyper, **hyper})
         state = value.init(params)
-        for g in self.grads if grads is None else grads:
-            more = self.extras(g) if self.extras else {}
-            params, state = value.step(params, g, state, **more)
+        for g in grads:
+            given = params, g, state, self.extras(g) if self.extras else {}
+            params, state = value.step(*given[:3], **given[3])
+            for x in pytree.tree_leaves(given) if zeros else ():
+                x.zero_()
         return [p - q for p, q in zip(params, start)]
 
     def pure_rows(self, reference: object) -> Iterator[_Row]:
@@ -185,7 +191,7 @@ class _Check:
         yield "repeated", 0.0, lambda: (self.pure(), self.pure(*copies))
         leaves = pytree.tree_leaves
         yield "inputs kept", 0.0, lambda: (leaves((self.start, self.grads)), leaves(copies))
-        yield "results apart", 0.0, lambda: (self._overwritten(), self.pure())
+        yield "results apart", 0.0, lambda: (self.pure(zeros=True), self.pure())
         if reference is not None:
             yield "reference", 1e-9, lambda: (self.pure(), self._loop(reference))
         if rule.whole is rule.means is rule.measure is None and not rule.noise:
@@ -196,17 +202,6 @@ class _Check:
         told = rule.running._fields or rule.measure  # of which a part has others
         if rule.accumulate is not None and not told:
             yield "accumulate", 1e-9, self._accumulated
-
-    def _overwritten(self) -> Tensors:
-        """Return how far it moves if what a step was given is overwritten after it."""
-        params, grads = copy.deepcopy((self.start, self.grads))
-        state = self.value.init(params)
-        for g in grads:
-            arguments = params, g, state, self.extras(g) if self.extras else {}
-            params, state = self.value.step(*arguments[:3], **arguments[3])
-            for x in pytree.tree_leaves(arguments):
-                x.zero_()
-        return [p - q for p, q in zip(params, self.start)]
 
     def _loop(self, reference: Any) -> Tensors:
         result = reference(*copy.deepcopy((self.start, self.grads)), **self.hyper)

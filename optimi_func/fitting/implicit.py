@@ -126,19 +126,12 @@ def conjugate_gradients(
         x = [a + step * b for a, b in zip(x, p)]
         r = [a - step * b for a, b in zip(r, hp)]
         now = _dot(r, r)
-        p = [
-            a + torch.where(goes, now / torch.where(goes, rr, 1.0), 0.0) * b
-            for a, b in zip(r, p)
-        ]
+        share = torch.where(goes, now / torch.where(goes, rr, 1.0), 0.0)
+        p = [a + share * b for a, b in zip(r, p)]
         rr = torch.where(goes, now, 0.0)
     return x
 
 
 def _dot(x: list[Tensor], y: list[Tensor]) -> Tensor:
     """Return the inner product of two lists of tensors."""
-    return torch.stack(
-        [
-            (a * b.conj()).real.sum() if a.is_complex() else (a * b).sum()
-            for a, b in zip(x, y)
-        ]
-    ).sum()
+    return torch.stack([(a * b.conj()).real.sum() for a, b in zip(x, y)]).sum()

@@ -1,20 +1,21 @@
 """L-BFGS as a value: a step over pytrees that vmaps, and `solve`."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import check_whole
+from optimi_func.core.checks import check_number, check_param, check_whole, shown
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import PyTree, Scalar
 from optimi_func.core.torch_private import has_vmap, serializable
 from optimi_func.fitting import quasi_newton as qn
 from optimi_func.fitting.implicit import implicit_root
+from optimi_func.pure.tree import paths_in
 
 T = TypeVar("T")
 
@@ -79,28 +80,48 @@ class lbfgs:
     max_ls: int = 25
 
     def __post_init__(self) -> None:
-        """Raise for numbers out of their ranges."""
-        qn.check_options(self)
+        """Raise for hyperparameters out of their ranges."""
+        lr = self.lr
+        check_number("learning rate", "lr", lr)
+        if not (lr.numel() == 1 if isinstance(lr, Tensor) else not callable(lr)):
+            raise ValueError(f"lr={shown(lr)}: allowed are numbers and 0-d tensors")
+        for name in ("tolerance_grad", "tolerance_change"):
+            label, number = name.replace("_", " "), getattr(self, name)
+            check_number(label, name, number, least=-math.inf, most=math.inf)
+        check_whole("history_size", self.history_size, 1)
         check_whole("max_ls", self.max_ls, 1)
+        if self.line_search_fn not in (None, "strong_wolfe"):
+            raise ValueError(
+                f"line_search_fn={self.line_search_fn!r}: allowed are 'strong_wolfe' and "
+                "None"
+            )
 
     def init(self, params: PyTree) -> LBFGSState:
         """Return fresh state for `params`: no history, and no evaluation yet."""
-        leaves = pytree.tree_leaves_with_path(params)
-        qn.check_leaves([(pytree.keystr(path), p) for path, p in leaves])
-        x = qn.flat([p for _, p in leaves])
-        wide = scalar_dtype(x.device)
-        zero = torch.zeros((), dtype=wide, device=x.device)
+        leaves = pytree.tree_leaves(params)
+        places: dict[str, str] = {}
+        for path, p in zip(paths_in(params), leaves):
+            check_param(path, p)
+            places[str(p.device)] = path
+        if len(places) > 1:
+            raise ValueError(
+                f"params are on several devices, {places}: allowed is one, because they "
+                "share a history"
+            )
+        if not sum([p.numel() for p in leaves]):
+            raise ValueError("params have no elements: allowed is a tensor that has some")
+        x = qn.flat(leaves)
+        zero = torch.zeros((), dtype=scalar_dtype(x.device), device=x.device)
         no, count = zero.bool(), zero.long()
         point = qn.Point(zero, zero, zero, x.new_zeros(x.shape))
-        search = qn.begin(zero, point, no, count)
-        one = torch.ones((), dtype=x.dtype, device=x.device)
+        search = qn.Search(zero, point, point, no, no, no, count)
+        m, zeros = self.history_size, x.new_zeros
+        rows = zeros(m, 2, x.numel()), zeros(m, 2), zeros(m), zeros(m, m), zeros(m, m)
+        history = qn.History(*rows, count, x.new_ones(()))
         # One tensor for each field, because in-place users of a state may not share them.
         return pytree.tree_map(
             torch.clone,
-            LBFGSState(
-                *(no, count, count, zero, point.g, point.g, zero),
-                *(search, qn.empty_history(self.history_size, x, count, one)),
-            ),
+            LBFGSState(no, count, count, zero, point.g, point.g, zero, search, history),
         )
 
     def step(
@@ -147,7 +168,8 @@ class lbfgs:
         first = (1.0 / best.g.abs().sum()).clamp_max(1.0).to(f.dtype)
         t = torch.where(fresh, first, 1.0) * self.lr
         restart = qn.Point(start.t, best.f, slope, best.g)
-        restart = qn.begin(t, restart, torch.zeros_like(s.done), torch.zeros_like(s.n_iter))
+        no, count = torch.zeros_like(s.done), torch.zeros_like(s.n_iter)
+        restart = qn.Search(t, restart, restart, no, no, no, count)
         counts = s.n_iter + (moves & ~fresh), s.func_evals + ~s.done
         here = qn.pick(moves, (best.f, best.g, d, slope), (s.f, s.g, s.d, s.slope))
         search = qn.pick(moves, restart, qn.pick(s.done, s.search, search))
@@ -186,17 +208,13 @@ class lbfgs:
                 "lbfgs.solve cannot run under torch.func.vmap, because its loop ends by "
                 "values: pass in_dims to it, or vmap lbfgs.step"
             )
-        gradient = torch.func.grad(loss)
 
         def one(p: object, s: LBFGSState, *given: object) -> object:
-            def value_and_grad(q: object) -> tuple[Tensor, object]:
-                grads, value = torch.func.grad_and_value(loss)(q, *given)
-                return value, grads
-
-            return self.step(p, s, value_and_grad)
+            reverse: Any = torch.func.grad_and_value(loss)
+            return self.step(p, s, lambda q: reverse(q, *given)[::-1])
 
         def solved(p: T, *given: PyTree) -> T:
-            return implicit_root(gradient, p, *given)
+            return implicit_root(torch.func.grad(loss), p, *given)
 
         step: Callable[..., PyTree] = one
         dims = (None,) * (1 + len(args)) if in_dims is None else in_dims
@@ -208,15 +226,12 @@ class lbfgs:
                 f"and an axis or None for each of the {len(args)} args"
             )
         with torch.no_grad():
-            given = [
-                pytree.tree_map(partial(_front, dim=dim), tree)
-                for tree, dim in zip((params, *args), dims)
-            ]
+            given = [_front(x, dim or 0) for x, dim in zip((params, *args), dims)]
             if in_dims is None:
                 state = self.init(given[0])
             else:
-                state_dims = [0 if x is not None else None for x in dims]
-                step = torch.func.vmap(one, in_dims=(state_dims[0], 0, *state_dims[1:]))
+                moved = [None if x is None else 0 for x in dims[1:]]
+                step = torch.func.vmap(one, in_dims=(0, 0, *moved))
                 solved = torch.func.vmap(solved, in_dims=(0, *dims[1:]))
                 state = torch.func.vmap(self.init)(given[0])
             start = given[0], state
@@ -224,11 +239,9 @@ class lbfgs:
         return solved(solution, *args), state
 
 
-def _front(x: object, dim: int | None) -> object:
-    """Return a tensor without its history, and with an axis in front."""
-    if not isinstance(x, Tensor):
-        return x
-    return x.detach() if dim is None else x.detach().movedim(dim, 0)
+def _front(tree: PyTree, dim: int) -> PyTree:
+    """Return the tensors without their history, and with an axis in front."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().movedim(dim, 0), tree)
 
 
 def _rows(tree: PyTree, at: Tensor) -> PyTree:

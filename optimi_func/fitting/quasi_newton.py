@@ -3,13 +3,11 @@
 They compute with 0-d tensors and never branch on them, so that a step vmaps and traces.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimi_func.core.checks import check_number, check_param, check_whole, shown
 from optimi_func.core.torch_private import serializable
 
 # The Wolfe conditions: a decrease by this share of the slope, and a flatter slope.
@@ -49,11 +47,6 @@ class Search(NamedTuple):
     count: Any  # evaluations after the first
 
 
-def begin(t: Tensor, start: Point, no: Tensor, count: Tensor) -> Search:
-    """Return a search that will try t first; `no` is False, and `count` 0."""
-    return Search(t, start, start, no, no, no, count)
-
-
 def minimizer(p: Point, q: Point, low: Tensor, high: Tensor) -> Tensor:
     """Return the minimizer in [low, high] of a cubic through p and q, or the middle."""
     d1 = p.slope + q.slope - 3 * ((p.f - q.f) / (p.t - q.t))
@@ -71,13 +64,9 @@ def advance(
 ) -> tuple[Search, Tensor, Point]:
     """Return the search after an evaluation, True if it has ended, and its best point.
 
-    Args:
-        s: The search before.
-        new: The point that was evaluated, at `s.t`.
-        start: The point with t = 0.
-        width: The largest element of the direction.
-        most: The largest number of evaluations after the first.
-        least: The smallest width of a bracket.
+    `new` was evaluated at `s.t`, and `start` is the point with t = 0. At most `most`
+    evaluations follow the first. `width` is the largest element of the direction, and
+    `least` the smallest move across a bracket.
     """
     rises = new.f > start.f + _DECREASE * new.t * start.slope
     flat = abs(new.slope) <= -_CURVATURE * start.slope
@@ -133,13 +122,6 @@ class History(NamedTuple):
     scale: Tensor  # of the inverse Hessian before these moves
 
 
-def empty_history(m: int, g: Tensor, count: Tensor, scale: Tensor) -> History:
-    """Return a history of m rows without moves."""
-    zeros = g.new_zeros
-    pairs = zeros(m, 2, g.numel())
-    return History(*(pairs, zeros(m, 2), zeros(m), zeros(m, m), zeros(m, m), count, scale))
-
-
 def remember(h: History, s: Tensor, y: Tensor, g: Tensor, at_g: Tensor) -> History:
     """Return the history at g, with one more pair if the curvature along s is positive.
 
@@ -171,37 +153,6 @@ def direction(h: History, g: Tensor) -> Tensor:
     b = h.curvatures * a + h.scale * (h.squares @ a - yg)
     shares = torch.stack([-(h.inverse.mT @ b), h.scale * a], 1)
     return torch.addmv(-h.scale * g, h.pairs.flatten(0, 1).mT, shares.flatten())
-
-
-def check_options(given: Any) -> None:
-    """Raise for hyperparameters out of their ranges."""
-    check_number("learning rate", "lr", given.lr)
-    one = given.lr.numel() == 1 if isinstance(given.lr, Tensor) else not callable(given.lr)
-    if not one:
-        raise ValueError(f"lr={shown(given.lr)}: allowed are numbers and 0-d tensors")
-    any_number = {"least": -math.inf, "most": math.inf}
-    for name in ("tolerance_grad", "tolerance_change"):
-        check_number(name.replace("_", " "), name, getattr(given, name), **any_number)
-    check_whole("history_size", given.history_size, 1)
-    if given.line_search_fn not in (None, "strong_wolfe"):
-        raise ValueError(
-            f"line_search_fn={given.line_search_fn!r}: allowed are 'strong_wolfe' and None"
-        )
-
-
-def check_leaves(named: list[tuple[str, Tensor]]) -> None:
-    """Raise for parameters that are not dense and floating, or on several devices."""
-    for path, p in named:
-        if not (isinstance(p, Tensor) and p.dtype in (torch.complex64, torch.complex128)):
-            check_param(path, p)
-    places = {str(p.device): path for path, p in named}
-    if len(places) > 1:
-        raise ValueError(
-            f"params are on several devices, {places}: allowed is one, because they share "
-            "a history"
-        )
-    if not sum([p.numel() for _, p in named]):
-        raise ValueError("params have no elements: allowed is a tensor that has some")
 
 
 def flat(leaves: list[Tensor]) -> Tensor:

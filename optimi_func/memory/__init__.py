@@ -17,7 +17,7 @@ from optimi_func.core.checks import check_whole
 from optimi_func.core.distributed import any_distributed, to_local
 from optimi_func.memory import kept, replay
 from optimi_func.memory.kept import Factory
-from optimi_func.memory.recipes import DECIDED, WAYS, Applied, MemoryPlan, Recipe
+from optimi_func.memory.recipes import WAYS, Applied, MemoryPlan, Recipe, check_undecided
 from optimi_func.memory.trace import LossFn, Trace, cast_dtype, trace
 
 __all__ = ["Applied", "MemoryPlan", "Recipe", "plan"]
@@ -88,7 +88,14 @@ def plan(
     limit = kept.parse_size("budget", budget)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     params, device = _checked_params(model, device)
-    _check_options(options, ranks=ranks, accumulation_steps=accumulation_steps)
+    check_whole("ranks", ranks, 1)
+    check_whole("accumulation_steps", accumulation_steps, 1)
+    check_undecided(options)
+    if options.get("foreach"):
+        raise ValueError(
+            "foreach=True: the temporaries of lists are not planned. Allowed are the "
+            "compiled step and compile=False"
+        )
     _check_batch(params, loss_fn, batch, ranks)
     sharded = ranks > 1 or any_distributed(list(params.values()))
     local = sum(p.numel() for p in to_local([p.detach() for p in params.values()]))
@@ -106,7 +113,7 @@ def plan(
     for name, dtype, storage in WAYS:
         meta = metas[dtype]
         try:
-            cost = kept.kept(make, meta, storage, options, device, ranks)
+            state, scratch = kept.kept(make, meta, storage, options, device, ranks)
         except ValueError:
             if storage is None:
                 raise
@@ -114,20 +121,18 @@ def plan(
         if dtype not in traces and loss_fn is not None:
             traces[dtype] = trace(model, loss_fn, batch, dtype, device == "cuda")
         traced = traces.get(dtype)
-        attention = traced is not None and traced.attention and device == "cuda"
+        attention = traced is not None and traced.attention
         sizes: list[replay.Param] = []
         for (key, p), x in zip(params.items(), meta.values()):
             if p.requires_grad:
                 size = kept.held(x, ranks)
-                scratch = cost.scratch.get(key, 0)
-                more = kept.rounded(size, device), scratch, uses[id(p)]
+                more = kept.rounded(size, device), scratch.get(key, 0), uses[id(p)]
                 sizes.append(replay.Param(size // x.element_size(), *more))
         fixed = _fixed(model, meta, ranks, device)
         for release, buffer in _variants(dtype, accumulation_steps):
             if release and not releases:
                 continue
-            how = release, accumulation_steps, device, dtype, buffer
-            handling = replay.Handling.of(*how)
+            handling = replay.Handling(release, accumulation_steps, device, dtype, buffer)
             if sharded:
                 unit = replay.largest_unit(model, dtype)
                 peak = replay.sharded_peak(traced, sizes, handling, unit, processes)
@@ -142,9 +147,9 @@ def plan(
                 accumulation_steps=accumulation_steps,
                 buffer_dtype=buffer,
                 parameters=fixed,
-                state=cost.state,
+                state=state,
                 **peak._asdict(),
-                fits=fixed + cost.state + peak.total <= limit,
+                fits=fixed + state + peak.total <= limit,
                 estimated=("activations",) * attention + ("scratch",) * sharded,
                 optimizer=optimizer,
                 options=options,
@@ -201,21 +206,6 @@ def _checked_params(model: object, device: object) -> tuple[dict[str, Tensor], s
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: allowed are 'cpu', 'cuda' and None")
     return params, device
-
-
-def _check_options(options: Mapping[str, object], **counts: object) -> None:
-    for name, count in counts.items():
-        check_whole(name, count, 1)
-    for name in [name for name in DECIDED if name in options]:
-        raise ValueError(
-            f"{name}={options[name]!r}: recipes decide it. To fix it, make the optimizer "
-            "yourself"
-        )
-    if options.get("foreach"):
-        raise ValueError(
-            "foreach=True: the temporaries of lists are not planned. Allowed are the "
-            "compiled step and compile=False"
-        )
 
 
 def _check_batch(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ _UNITS = {
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
-# CUDA's caching allocator rounds blocks up to a multiple of it.
-_CUDA_BLOCK = 512
 
 
 def parse_size(name: str, size: object) -> int:
@@ -64,15 +62,8 @@ def held(x: Tensor, ranks: int = 1) -> int:
 
 
 def rounded(size: int, device: str) -> int:
-    """Round bytes up to the block that the device's allocator takes."""
-    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if device == "cuda" else size
-
-
-class Kept(NamedTuple):
-    """Bytes of an optimizer for one dtype and storage."""
-
-    state: int  # of all parameters
-    scratch: dict[str, int]  # temporaries of a parameter's update, by its name
+    """Round bytes up to the block that the device's allocator takes, 512 on CUDA."""
+    return -(-size // 512) * 512 if device == "cuda" else size
 
 
 def takes_model(optimizer: Factory) -> bool:
@@ -134,8 +125,8 @@ def kept(
     options: Options,
     device: str,
     ranks: int,
-) -> Kept:
-    """Make the optimizer of meta parameters, and count its state and temporaries."""
+) -> tuple[int, dict[str, int]]:
+    """Return the bytes of an optimizer's state, and of each update's temporaries."""
     options = {**options, "storage": storage}
     optimizer = make(params, options)
     optimizer.init_state()
@@ -167,7 +158,7 @@ def kept(
         if kind not in by_kind:
             by_kind[kind] = _temporaries(optimizer, p, device)
         scratch[name] = -(-by_kind[kind] // ranks)
-    return Kept(total, scratch)
+    return total, scratch
 
 
 def _has_kernel(p: Tensor, entry: Mapping[str, object], device: str) -> bool:

@@ -24,8 +24,17 @@ WAYS: list[tuple[str, torch.dtype, StorageLike | None]] = [
     ("bfloat16 compact", torch.bfloat16, "compact"),
     ("bfloat16 plain", torch.bfloat16, Storage("plain")),
 ]
-DECIDED = ("storage", "gradient_release", "kahan_sum", "state_dtype")
 PARTS = ("parameters", "gradients", "state", "activations", "scratch")
+
+
+def check_undecided(options: Mapping[str, object]) -> None:
+    """Raise for options that recipes decide."""
+    for name in ("storage", "gradient_release", "kahan_sum", "state_dtype"):
+        if name in options:
+            raise ValueError(
+                f"{name}={options[name]!r}: recipes decide it. To fix it, make the "
+                "optimizer yourself"
+            )
 
 
 class Applied(NamedTuple):
@@ -84,12 +93,8 @@ class Recipe:
     @property
     def keywords(self) -> dict[str, object]:
         """The keywords that the optimizer's constructor is called with."""
-        options: dict[str, object] = (
-            {} if self.storage is None else {"storage": self.storage}
-        )
-        if self.gradient_release:
-            options["gradient_release"] = True
-        return {**self.options, **options}
+        own = {"storage": self.storage, "gradient_release": self.gradient_release}
+        return {**self.options, **{name: x for name, x in own.items() if x}}
 
     def apply(self, model: nn.Module, **options: object) -> Applied:
         """Cast a model, make its optimizer, and prepare gradient release if it is used.
@@ -99,17 +104,10 @@ class Recipe:
             options: More options of the optimizer's constructor, such as lr. They replace
                 those that the plan was made with.
 
-        Returns:
-            The optimizer, and the release's handle or None.
-
         Raises:
             ValueError: The model is on meta, or the recipe decides an option.
         """
-        decided = sorted({*DECIDED} & {*options})
-        if decided:
-            raise ValueError(
-                f"options={decided}: this recipe decides them: {self.keywords}"
-            )
+        check_undecided(options)
         if any(p.is_meta for p in model.parameters()):
             raise ValueError(
                 "the model is on meta, where an optimizer has nothing to update: call "
@@ -168,8 +166,8 @@ class MemoryPlan:
         name, unit = unit_of(self.recipes)
         rows: list[list[str]] = [["recipe", *PARTS, "peak", "in", "fits"]]
         for r in self.recipes:
-            sizes = [getattr(r, part) for part in PARTS]
-            cells = ["-" if x is None else f"{x / unit:.2f}" for x in [*sizes, r.peak]]
+            sizes = [getattr(r, part) for part in (*PARTS, "peak")]
+            cells = ["-" if x is None else f"{x / unit:.2f}" for x in sizes]
             for part in r.estimated:
                 cells[PARTS.index(part)] = "~" + cells[PARTS.index(part)]
             cells[-1] = ("~" if r.estimated else "") + cells[-1]

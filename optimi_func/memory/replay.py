@@ -4,7 +4,7 @@ All recipes of a dtype share the events. A replay adds what differs between reci
 lifetime of gradients, gradients that wait for an update, sums, and temporaries of updates.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,40 +25,28 @@ class Param(NamedTuple):
     uses: int  # number of names that the model has for it
 
 
-class Handling(NamedTuple):
+class Handling:
     """The treatment of gradients in a recipe."""
 
-    release: bool
-    backwards: int  # that make a step
-    device: str
-    # Bytes per element:
-    sum_bytes: int = 0  # in the sum of gradients that a release keeps, if any
-    wide_bytes: int = 0  # in last gradient + sum, if that needs memory of its own
-    adding_bytes: int = 0  # in temporaries while a gradient is added to the sum
-    joining_bytes: int = 0  # in temporaries while the sum is added to the last gradient
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         release: bool,
-        backwards: int,
+        backwards: int,  # that make a step
         device: str,
-        dtype: torch.dtype,
-        buffer: torch.dtype | None,
-    ) -> "Handling":
-        """Return the handling of gradients of a dtype, and of a buffer if there is one."""
-        if buffer is None:
-            return cls(release, backwards, device)
-        wide = torch.promote_types(dtype, buffer)
+        dtype: torch.dtype,  # of gradients
+        buffer: torch.dtype | None,  # the dtype of sums that a release keeps, if any
+    ) -> None:
+        self.release, self.backwards, self.device = release, backwards, device
+        wide = dtype if buffer is None else torch.promote_types(dtype, buffer)
         # On CPU, each operand of another dtype is cast in memory of its own.
-        casts = 0 if device == "cuda" or dtype == buffer else wide.itemsize
-        return cls(
-            *(release, backwards, device),
-            sum_bytes=buffer.itemsize,
-            wide_bytes=0 if wide == dtype else wide.itemsize,
-            adding_bytes=casts if buffer == wide else 2 * casts,
-            joining_bytes=casts,
-        )
+        casts = 0 if device == "cuda" or buffer in (None, dtype) else wide.itemsize
+        # Bytes per element:
+        self.sum_bytes = 0 if buffer is None else buffer.itemsize
+        # in last gradient + sum, if that needs memory of its own
+        self.wide_bytes = 0 if wide == dtype else wide.itemsize
+        # in temporaries while a gradient is added to the sum, and the sum to the last one
+        self.adding_bytes = casts if buffer == wide else 2 * casts
+        self.joining_bytes = casts
 
 
 class Peak(NamedTuple):
@@ -215,12 +203,10 @@ def largest_unit(model: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     return max(blocks, default=0) * dtype.itemsize, rest * dtype.itemsize
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _blocks(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        yield from module.children()
-        return
-    for child in module.children():
-        yield from _blocks(child)
+        return list(module.children())
+    return [block for child in module.children() for block in _blocks(child)]
 
 
 def sharded_peak(

@@ -7,8 +7,9 @@ what autograd saves, what a checkpoint drops and recomputes, and temporaries of 
 
 import copy
 import itertools
+import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Trace(NamedTuple):
     """The events of a forward and backward, without parameters and buffers."""
 
     events: list[Event]
-    attention: bool  # True if F.scaled_dot_product_attention was called
+    attention: bool  # True if F.scaled_dot_product_attention ran as on CUDA
 
 
 def most_alive(events: Iterable[Event]) -> int:
@@ -156,11 +157,10 @@ class _Calls(TorchFunctionMode):
     ) -> object:
         kwargs = dict(kwargs or {})
         self.autocast |= torch.is_autocast_enabled("cuda")
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self._for_cuda:
             self.attention = True
-            if self._for_cuda:
-                args = (*args[:4], *[0.0] * (len(args) > 4), *args[5:])
-                kwargs.pop("dropout_p", None)
+            args = (*args[:4], *[0.0] * (len(args) > 4), *args[5:])
+            kwargs.pop("dropout_p", None)
         return func(*args, **kwargs)
 
 
@@ -180,7 +180,6 @@ def trace(
     mode, counter = torch_private.fake_mode(), Counter()
     calls = _Calls(for_cuda)
     model_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), dtype)
-    inside: list[str] = []
 
     def given(x: Tensor) -> Tensor:
         fake = _empty_like(x, dtype if x.dtype == model_dtype else x.dtype)
@@ -188,8 +187,7 @@ def trace(
 
     with mode:
         fake = _fake_copy(model, dtype)
-        for name, module in fake.named_modules():
-            _note_when_inside(module, name, inside)
+        names = {module: name for name, module in fake.named_modules()}
         batch = pytree.tree_map_only(Tensor, given, batch)
         for x in [*fake.parameters(), *fake.buffers()]:
             counter.number(x)
@@ -197,7 +195,7 @@ def trace(
         for i, p in enumerate([p for p in fake.parameters() if p.requires_grad]):
             p.register_post_accumulate_grad_hook(lambda p, i=i: counter.done(i, p))
         with torch.enable_grad(), calls, counter:
-            loss = _called(inside, loss_fn, fake, batch)
+            loss = _called(names, loss_fn, fake, batch)
             check_loss(loss)
             if not loss.requires_grad:
                 raise ValueError(
@@ -212,7 +210,7 @@ def trace(
                 )
             counter.events.append(Event("backward"))
             counter.in_backward = True
-            _called(inside, loss.backward)
+            _called(names, loss.backward)
         return Trace(counter.finish(), calls.attention)
 
 
@@ -239,25 +237,22 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    size, strides = tuple(x.shape), tuple(x.stride())
-    return torch.empty_strided(size, strides, dtype=dtype, device="cpu")
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="cpu")
 
 
-def _note_when_inside(module: nn.Module, name: str, inside: list[str]) -> None:
-    """Keep the module in `inside` while its forward runs; after an error it stays there."""
-    title = f"{name or 'the model itself'} ({type(module).__name__})"
-    module.register_forward_pre_hook(lambda *_: inside.append(title))
-    module.register_forward_hook(
-        lambda *_: inside.remove(title) if title in inside else None
-    )
-
-
-def _called(inside: list[str], function: Callable[..., object], *args: object) -> PyTree:
+def _called(
+    names: Mapping[nn.Module, str], function: Callable[..., object], *args: object
+) -> PyTree:
     """Call a function, and name the module that ran if it raises."""
     try:
         return function(*args)
     except Exception as error:
-        place = f"in module {inside[-1]}" if inside else "outside of all modules"
+        place = "outside of all modules"
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in names:
+                name = names[module] or "the model itself"
+                place = f"in module {name} ({type(module).__name__})"
         raise RuntimeError(
             f"loss_fn cannot run on fake tensors, it failed {place}: "
             f"{type(error).__name__}: {error}\n"

@@ -9,10 +9,9 @@ members: `select`, `clone`, `perturb`.
     losses, grads = loss_and_grad(loss_fn, members, x, y)
     members = step(adamw, members, grads)
 
-If members have their own hyperparameters, pass an optimizer's factory (`adamw`, not
-`adamw(lr=...)`). vmap does not batch keyword arguments, so the hyperparameters are a pytree
-like params and state, and each member calls the factory with its own. Options that are no
-numbers are the same for all members: `functools.partial(adamw, amsgrad=True)`.
+Members with hyperparameters of their own call an optimizer's factory (`adamw`, not
+`adamw(lr=...)`) with them. Options that are no numbers are the same for all members:
+`functools.partial(adamw, amsgrad=True)`.
 """
 
 from functools import partial

@@ -18,9 +18,6 @@ from optimi_func.population.members import Population, check_members, first_tens
 
 T = TypeVar("T")
 
-# In names of hyperparameters below 1; a factor scales their distance from 1.
-_BELOW_ONE = ("beta", "momentum")
-
 
 def select(tree: T, index: Sequence[int] | Tensor) -> T:
     """Return the members at `index`, in its order and as often as they are listed.
@@ -59,25 +56,17 @@ def clone(tree: T, source: Sequence[int] | Tensor, into: Sequence[int] | Tensor)
     >>> clone({"w": torch.tensor([1.0, 2.0, 3.0])}, [2], [0])["w"]
     tensor([3., 2., 3.])
     """
-    origin, target = _index("source", source, tree), _index("into", into, tree)
+    origin, target = _index("source", source, tree), _index("into", into, tree, once=True)
     if len(origin) != len(target):
         raise ValueError(f"source has {len(origin)} members, into {len(target)}")
-    if len(target.unique()) != len(target):
-        raise ValueError(f"into={target.tolist()} names a place twice")
     places = torch.arange(place({"tree": tree}, (0,)).n, device=target.device)
     return select(tree, places.index_copy(0, target, origin))
 
 
 def put(tree: T, some: T, index: Sequence[int] | Tensor) -> T:
     """Return a tree with its members at `index`, each named once, from another tree."""
-    at = _index("index", index, tree)
-    if not torch.compiler.is_compiling() and len(at.unique()) != len(at):
-        raise ValueError(f"index={at.tolist()} names a member twice")
-
-    def replaced(x: Tensor, new: Tensor) -> Tensor:
-        return x.index_copy(0, at.to(x.device), new)
-
-    return pytree.tree_map(replaced, tree, some)
+    at = _index("index", index, tree, once=True)
+    return pytree.tree_map(lambda x, y: x.index_copy(0, at.to(x.device), y), tree, some)
 
 
 @tell_removed
@@ -113,16 +102,11 @@ def perturb(
     tensor([0.1000, 0.2000], dtype=torch.float64)
     """
     check_members(members)
-    at = _index("at", range(len(members)) if at is None else at, members)
+    at = _index("at", range(len(members)) if at is None else at, members, once=True)
     device = at.device
-    if len(at.unique()) != len(at):
-        raise ValueError(f"at={at.tolist()} names a member twice")
     for name, some in factors.items():
         if name not in members.hyper:
-            raise ValueError(
-                f"the population has no hyperparameter {name!r}: it has "
-                f"{list(members.hyper)}"
-            )
+            raise ValueError(f"no hyperparameter {name!r}: allowed are {[*members.hyper]}")
         if not isinstance(some, Sequence) or not some or not all(map(_is_factor, some)):
             raise ValueError(
                 f"Invalid factors: factors[{name!r}]={some!r}: allowed are lists of "
@@ -136,21 +120,21 @@ def perturb(
         picks = torch.randint(len(choices), (len(at),), generator=generator, device=device)
         f = torch.tensor(choices, dtype=x.dtype, device=device)[picks]
         new = old * f
-        if any([word in name for word in _BELOW_ONE]):  # a negative one stands for another
+        if "beta" in name or "momentum" in name:  # a negative one stands for another
             new = torch.where(old < 0.0, new, (1.0 - (1.0 - old) * f).clamp_min(0.0))
         return x.index_copy(0, at, new)
 
-    hyper = dict(members.hyper)
-    for name in factors:
-        hyper[name] = pytree.tree_map(partial(scale, name), hyper[name])
-    return replace(members, hyper=hyper)
+    moved = {k: pytree.tree_map(partial(scale, k), members.hyper[k]) for k in factors}
+    return replace(members, hyper={**members.hyper, **moved})
 
 
 def _is_factor(f: object) -> bool:
     return isinstance(f, numbers.Real) and 0.0 < float(f) < math.inf
 
 
-def _index(name: str, index: Sequence[int] | Tensor, tree: object) -> Tensor:
+def _index(
+    name: str, index: Sequence[int] | Tensor, tree: object, once: bool = False
+) -> Tensor:
     """Convert indices or bools of a tree's members to a checked 1-D tensor of indices."""
     n, device = place({"tree": tree}, (0,)).n, first_tensor(tree).device
     if isinstance(index, str) or not isinstance(index, Iterable):
@@ -171,4 +155,6 @@ def _index(name: str, index: Sequence[int] | Tensor, tree: object) -> Tensor:
     wrong = [i for i in at.tolist() if not 0 <= i < n]
     if wrong:
         raise IndexError(f"{name} has {wrong[0]}: allowed are members 0 to {n - 1}")
+    if once and len(at.unique()) != len(at):
+        raise ValueError(f"{name}={at.tolist()} names a member twice")
     return at.long()

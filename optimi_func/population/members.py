@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import stack_module_state
 from torch.utils import _pytree as pytree
 
-from optimi_func.core.checks import Optimizer, bind, check_optimizer
+from optimi_func.core.checks import Optimizer, bind, check_optimizer, check_whole
 from optimi_func.core.math import scalar_dtype
 from optimi_func.core.rule import InitOptions, PyTree
 from optimi_func.core.torch_private import level_of
@@ -88,8 +88,7 @@ def init(
     (torch.Size([2, 3]), torch.Size([2]), 2)
     """
     check_optimizer(optimizer, hyper)
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise ValueError(f"Invalid number of members: n={n!r}: allowed are integers from 1")
+    check_whole("n", n, 1, none=True)
     params, buffers = _members_of(source, n)
     if not pytree.tree_leaves(params):
         raise ValueError(f"source={source!r} has no parameters to train")
@@ -111,10 +110,8 @@ def _members_of(source: Any, n: int | None) -> tuple[PyTree, dict[str, Tensor]]:
     """Return stacked params and buffers."""
     if isinstance(source, nn.Module):
         if n is None:
-            raise ValueError(
-                f"Invalid number of members: n=None with one {type(source).__name__}: "
-                "give n, or a list of modules"
-            )
+            one = type(source).__name__
+            raise ValueError(f"n=None with one {one}: give n, or a list of modules")
         _check_trainable(source)
         trees: PyTree = (dict(source.named_parameters()), dict(source.named_buffers()))
         return _copies(trees, n)

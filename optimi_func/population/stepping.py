@@ -30,7 +30,8 @@ def vmap_step(
 
     Arguments are positional, because vmap does not batch keyword arguments. Extras of a
     rule or a chain are given by name, with the members along their first axis; 0-d tensors
-    are shared. The function is pure, compiles to one graph, and can be differentiated.
+    are shared. Results have the members along their first axis. The function is pure,
+    compiles to one graph, and can be differentiated.
 
     Args:
         optimizer: A factory such as `adamw`, called with `hyper`; or a value with `init`
@@ -39,9 +40,6 @@ def vmap_step(
             None if all members share it, or a prefix tree of these, as in torch.vmap. In
             hyper, numbers and 0-d tensors are always shared.
         randomness: As in torch.vmap, for transformed optimizers that draw noise.
-
-    Returns:
-        A function whose results have the members along their first axis.
 
     Raises:
         ValueError: At the call: leaves have unequal numbers of members; they are named.
@@ -176,18 +174,15 @@ def evaluate(
     in_axes: PyTree = None,
     randomness: Randomness = "error",
 ) -> T:
-    """Compute a metric of each member, without gradients.
+    """Compute each member's metric without gradients, with the members along a first axis.
 
     Args:
-        metric: `(params, *data)` of one member, or `(params, buffers, *data)` if the
-            population has buffers. Returns a tree of tensors.
+        metric: `(params, *data) -> tree of tensors` of one member, or `(params, buffers,
+            *data)` if the population has buffers.
         members: The population.
         *data: Data that all members share, or with the members along an axis.
         in_axes: As in `loss_and_grad`.
         randomness: As in torch.vmap.
-
-    Returns:
-        The metric's tree, with the members along every first axis.
 
     Raises:
         ValueError: Data has another number of members.
@@ -261,7 +256,7 @@ def call_module(
     buffers: Mapping[str, Tensor],
     *args: object,
 ) -> tuple[PyTree, dict[str, Tensor]]:
-    """Run a module as a function of its parameters and buffers, and return new buffers.
+    """Return the output of a module for these parameters and buffers, and new buffers.
 
     Use it in losses of modules whose buffers change, such as BatchNorm in training mode,
     and return the new buffers as aux. Neither the arguments nor the module are written.
@@ -271,9 +266,6 @@ def call_module(
         params: Parameters of one member, by name.
         buffers: All buffers of the module, by name.
         *args: Inputs of the module.
-
-    Returns:
-        The module's output, and the buffers after the call.
 
     Raises:
         ValueError: A buffer of the module is missing, or the module lacks a parameter or

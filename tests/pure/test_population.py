@@ -686,7 +686,7 @@ TWO = {"a": torch.ones(3, 2), "b": torch.ones(3)}
         ),
         (lambda: population.clone(TWO, [0], [5]), IndexError, "into has 5"),
         (lambda: population.clone(TWO, [0, 1], [2]), ValueError, "source has 2 members"),
-        (lambda: population.clone(TWO, [0, 1], [2, 2]), ValueError, "a place twice"),
+        (lambda: population.clone(TWO, [0, 1], [2, 2]), ValueError, "a member twice"),
         (
             lambda: population.perturb(trained(), factors={"speed": (2.0,)}),
             *(ValueError, "no hyperparameter 'speed'"),

@@ -47,8 +47,7 @@ class Stats:
     def __init__(self, optimizer: BaseOptimizer) -> None:
         if not isinstance(optimizer, BaseOptimizer):
             raise TypeError(
-                f"Stats got {optimizer!r:.80}: allowed are this package's classes, also "
-                "those inside of a wrapper"
+                f"Stats got {optimizer!r:.80}: allowed are this package's classes"
             )
         self.optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
@@ -141,12 +140,10 @@ class Stats:
 
     def _skips(self) -> dict[Tensor, Scalar]:
         """Return how many updates of each parameter were skipped so far."""
-        optimizer = self.optimizer
-        steps = optimizer.skipped_steps
-        steps = steps.clone() if isinstance(steps, Tensor) else steps
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        steps = 0 + self.optimizer.skipped_steps  # which is written in place
+        params = names_of(self.optimizer.param_groups)
         skips: dict[Tensor, Scalar] = dict.fromkeys(params, steps)
-        for release in optimizer.releases:
+        for release in self.optimizer.releases:
             for name, count in release.skipped.items():
                 skips[release.params[name]] += count
         return skips
@@ -208,17 +205,18 @@ class Stats:
         patterns = [] if isinstance(by, str) else list(by)
         if isinstance(by, str) and by not in ("group", "parameter"):
             raise ValueError(f"by={by!r}: allowed are 'group', 'parameter' and patterns")
-        keys, unused = dict[Tensor, str](), {*patterns}
-        for i, group in enumerate(self.optimizer.param_groups):
+        groups, unused = self.optimizer.param_groups, {*patterns}
+        names = names_of(groups)
+        keys = {**names}
+        for i, group in enumerate(groups if by != "parameter" else ()):
             if patterns and "param_names" not in group:
                 raise ValueError(f"by={by!r}: the parameters of group {i} have no names")
-            place = f"{i} {group['rule']}" if "rule" in group else f"{i}"
-            for p, name in zip(group["params"], names_of(i, group)):
-                hits = [x for x in patterns if fnmatchcase(name, x)]
-                unused.difference_update(hits)
-                keys[p] = name if by == "parameter" else place
-                if patterns:
-                    keys[p] = hits[0] if hits else "rest"
+            rule = f" {group['rule']}" if "rule" in group else ""
+            keys |= dict.fromkeys(group["params"], f"{i}{rule}")
+        for p, name in names.items() if patterns else ():
+            hits = [x for x in patterns if fnmatchcase(name, x)]
+            unused.difference_update(hits)
+            keys[p] = hits[0] if hits else "rest"
         if unused:
             raise ValueError(f"by={by!r}: {sorted(unused)} match no parameter")
         return keys

@@ -481,10 +481,7 @@ class Options(TypedDict, total=False):
 
 
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function with `Options` in the place of its `**options`.
-
-    It is called with all of them, and has them in its signature, as `BaseOptimizer` does.
-    """
+    """Return a function that takes and shows `Options` in the place of its `**options`."""
     options = [BaseOptimizer._parameters[name] for name in Options.__annotations__]
     defaults = {x.name: x.default for x in options}
     own = inspect.signature(function)

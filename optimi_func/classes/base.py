@@ -145,7 +145,7 @@ class BaseOptimizer(Fields, Steps):
                 f"{cls.__name__}.factory={cls.factory.__name__} takes {cls.keywords}: "
                 f"allowed are lr first, and fields of the class, which lacks {missing}"
             )
-        signature = cls._signature()
+        signature = inspect.Signature([*cls._parameters.values()], return_annotation=None)
 
         def __init__(self: BaseOptimizer, *args: object, **kwargs: object) -> None:
             take_torchs(kwargs, cls.factory, cls.keywords)
@@ -164,8 +164,7 @@ class BaseOptimizer(Fields, Steps):
     def __init__(self, params: Params, defaults: Group) -> None:
         check_no_module(params)
         self.optimizer_accumulation = False
-        self._take_group(defaults)
-        self._take_transforms(defaults)
+        self._take_options(defaults)
         self.skips_steps = check_skip(defaults.pop("skip_nonfinite", False))
         self.skipped_steps: int | Tensor = 0  # a tensor if capturable
         self.releases = []
@@ -174,12 +173,6 @@ class BaseOptimizer(Fields, Steps):
         super().__init__(params, plain_numbers(defaults))
         self._constructed = True
         self._warn_of_mistakes(0)
-
-    def _clear_caches(self) -> None:
-        """Make new caches; they are not pickled (`_CACHES`)."""
-        self._forget()
-        self._grouped: list[tuple[int, int]] = []
-        self._group_index: dict[Tensor, int] = {}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; options that it does not set are those of the constructor.
@@ -199,7 +192,8 @@ class BaseOptimizer(Fields, Steps):
             normalize_group(group, number_defaults(factory))
             rule = self.rule_of(group)
             check_runs(group, rule)
-            self._check_transforms(group)
+            if "transforms" in group:
+                raise TypeError("transforms of a param group: they are the optimizer's")
             self.extras = {} if rule.extras else self.extras
             for p in group["params"] if rule.refuses or rule.whole else ():
                 check_taken(rule, path_of(group, p), p)
@@ -209,8 +203,7 @@ class BaseOptimizer(Fields, Steps):
                     f"a group with {name}={group[name]!r}: it is computed by each step, "
                     "and allowed is a group without it"
                 )
-            if rule.join is not None:
-                self._publish_running(group)
+            self._publish_running(group)
             if self._constructed:
                 self._warn_of_mistakes(count)
         except Exception:
@@ -360,10 +353,8 @@ class BaseOptimizer(Fields, Steps):
     ) -> dict[Tensor, Part]:
         """Update parameters by the given gradients, each a part or all of a step's.
 
-        Gradient release calls this; `p.grad` is neither read nor written. With write=False
-        only the state moves; with count=True the step ends here, so step counts advance. If
-        a gradient does not fit, nothing is written. What it returns belongs to
-        `finish_step`, at the end of the backward.
+        Gradient release calls this; `p.grad` is neither read nor written. For write, count
+        and the result see `_update`.
         """
         self.check_train_mode("an update")
         self._idle = 2  # gradients need not be in p.grad
@@ -377,11 +368,6 @@ class BaseOptimizer(Fields, Steps):
             gs.append(g)
             its.append(microbatch)
         return self._update(list(works.values()), write, count)
-
-    def check_numbers(self) -> None:
-        """Raise if the next step would refuse a hyperparameter of a group."""
-        for group in self.param_groups:
-            self.bound_of(group, group["params"])
 
     def check_accumulates(self) -> None:
         """Raise if the state of a group cannot accumulate a step's gradient in parts."""
@@ -412,11 +398,10 @@ class BaseOptimizer(Fields, Steps):
         """
         if self.releases:
             raise RuntimeError(
-                "gradient release applies and frees gradients in backward, except in "
-                "handle.paused(): it is too late for a GradScaler to unscale them, or for "
-                "a trainer to clip. For a scaler, call handle.remove() and not paused(). "
-                "Train in bfloat16, which needs no scaler; clip with the handle's "
-                "clip_global_norm, and set the trainer's clipping to 0"
+                "gradient release applies and frees gradients in backward: it is too late "
+                "for a GradScaler to unscale them, or for a trainer to clip. Train in "
+                "bfloat16, which needs no scaler, or call handle.remove(), not paused(); "
+                "clip with the handle's clip_global_norm, and set the trainer's to 0"
             )
         return False
 
@@ -461,8 +446,7 @@ class BaseOptimizer(Fields, Steps):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes for pickle and deepcopy, without caches and hooks."""
-        dropped = (*_CACHES, *_ATTACHED, *_TORCHS_OWN)
-        names = [k for k in self.__dict__ if k not in dropped and k[:11] != "_optimizer_"]
+        names = [k for k in self.__dict__ if k not in _LEFT and k[:11] != "_optimizer_"]
         return {**{k: self.__dict__[k] for k in names}, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -492,10 +476,7 @@ class Options(TypedDict, total=False):
 
 
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function with `Options` in the place of its `**options`.
-
-    It is called with all of them, and has them in its signature, as `BaseOptimizer` does.
-    """
+    """Return a function that takes and shows `Options` in the place of its `**options`."""
     options = [BaseOptimizer._parameters[name] for name in Options.__annotations__]
     defaults = {x.name: x.default for x in options}
     own = inspect.signature(function)
@@ -515,10 +496,10 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
 
 
 _RUNS = {"auto": "compiled if a compiler is found", "kernels": "compiled"}
-_CACHES = (
+# Caches, and what others attach: a scheduler of torch's replaces `step` by a bound wrapper,
+# which cannot be pickled.
+_LEFT = (
     *("_bound", "_plans", "_has_stepped", "_idle", "_grouped", "_group_index"),
-    *("_versions", "holds_averages", "_layouts"),
+    *("_versions", "holds_averages", "_layouts", "releases", "process_group"),
+    *("step", "_zero_grad_profile_name", "_opt_called"),
 )
-_ATTACHED = ("releases", "process_group")
-# A scheduler of torch's replaces `step` by a bound wrapper, which cannot be pickled.
-_TORCHS_OWN = ("step", "_zero_grad_profile_name", "_opt_called")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from optimi_func.classes.groups import Group, path_of
-from optimi_func.core.checks import check_process_group, warn_user
+from optimi_func.core.checks import warn_user
 from optimi_func.core.distributed import (
     all_finite,
     any_distributed,
@@ -34,10 +34,6 @@ class Copies(Checkpoints):
     _has_stepped: bool
     _idle: int  # steps before the first gradient
 
-    def _take_group(self, options: Group) -> None:
-        """Take process_group out of the options."""
-        self.process_group = check_process_group(options.pop("process_group", None))
-
     def _check_group(self) -> None:
         """Raise if there is nothing that a process_group could divide."""
         rules = self.rules() if self.process_group is not None else []
@@ -49,10 +45,7 @@ class Copies(Checkpoints):
             )
 
     def _note_idle(self, params: list[Tensor]) -> None:
-        """Warn at the second step of a distributed run if none has had a gradient yet.
-
-        `params` are those that step.
-        """
+        """Warn at the second step of a distributed run if none of params has stepped."""
         trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         alone = not (distributed.is_available() and distributed.is_initialized())
         if alone or params or any_distributed(trained):

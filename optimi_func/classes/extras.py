@@ -50,10 +50,7 @@ class Given:
 def found_extras(
     optimizer: Any, given: Mapping[str, object], every: bool = False
 ) -> dict[str, dict[Tensor, Tensor]]:
-    """Return extras by name and parameter: those with a gradient, or all that take one.
-
-    Raises TypeError or ValueError if they do not fit.
-    """
+    """Return extras by name and parameter: those with a gradient, or all that take one."""
     groups: list[Group] = optimizer.param_groups
     rules: list[Rule] = list(map(optimizer.rule_of, groups))
     taken = {*chain.from_iterable([rule.extras for rule in rules])}

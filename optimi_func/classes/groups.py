@@ -58,10 +58,7 @@ def plain_numbers(given: dict[str, object]) -> Group:
 def take_torchs(
     given: dict[str, object], factory: object, keywords: Collection[str]
 ) -> None:
-    """Replace options that only torch.optim has, in a call or in a group, by ours.
-
-    `keywords` are those of the factory.
-    """
+    """Replace options that only torch.optim has, in a call or in a group, by ours."""
     names = ("fused", "differentiable", "decoupled_weight_decay")
     theirs = {k: given[k] for k in names if k in given and k not in keywords}
     if not theirs:
@@ -159,10 +156,7 @@ def _as_dtype(x: object) -> object:
 
 
 def check_modes(group: Group) -> None:
-    """Raise for options about how the step runs that exclude each other.
-
-    foreach is turned off with a warning if gradient_release is on.
-    """
+    """Raise for options about how the step runs that exclude each other."""
     for name in (*EXECUTORS, "gradient_release", "capturable"):
         checks.check_flag(name, group[name], none=name in EXECUTORS)
     option = "foreach=True" if group["foreach"] else "compile=False"
@@ -185,8 +179,7 @@ def likely_mistakes(
 ) -> list[str]:
     """Return warnings about probable mistakes in the groups from `first` on.
 
-    Raises ValueError if a storage changes nothing in all groups that ask for it. `bounds`
-    are the groups' pure optimizers.
+    Raises ValueError if a storage changes nothing in all groups that ask for it.
     """
     texts: list[str] = []
     # Checked over all groups, because one of them may have only float32 norms.
@@ -249,10 +242,14 @@ class path_of:
         return f"[{(names[index] if names else index)!r}]"
 
 
-def names_of(i: int, group: Group) -> list[str]:
-    """Return the names of the parameters of group i, or their places if they have none."""
-    places = [f"{i}.{k}" for k in range(len(group["params"]))]
-    return list(map(without_wrappers, group.get("param_names", places)))
+def names_of(groups: list[Group]) -> dict[Tensor, str]:
+    """Return the name of each parameter, or its place if it has none."""
+    names: dict[Tensor, str] = {}
+    for i, group in enumerate(groups):
+        places = [f"{i}.{k}" for k in range(len(group["params"]))]
+        own = map(without_wrappers, group.get("param_names", places))
+        names.update(zip(group["params"], own))
+    return names
 
 
 def executor_of(group: Group) -> Executor:

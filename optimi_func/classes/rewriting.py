@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from optimi_func.classes.copies import Copies, Work
 from optimi_func.classes.extras import with_given
 from optimi_func.classes.groups import Group, names_of, path_of
-from optimi_func.core.checks import check_grad, warn_user
+from optimi_func.core.checks import check_grad, check_process_group, warn_user
 from optimi_func.core.leaf import held_dtype, leaf_step, microbatch_scalars, whole_means
-from optimi_func.core.rule import WHOLE_BATCH, Leaf, Rule, Scalar
+from optimi_func.core.rule import WHOLE_BATCH, Leaf, Scalar
 from optimi_func.core.storage import group_storage, state_in
 from optimi_func.core.torch_private import has_memory
 from optimi_func.execution.counts import write_scalar
@@ -26,7 +26,6 @@ from optimi_func.execution.kernels import kernel_context
 from optimi_func.execution.scalars import scalars_after
 from optimi_func.execution.tensors import flat_leaf
 from optimi_func.pure.functional import FunctionalOptimizer
-from optimi_func.pure.tree import TreeState
 from optimi_func.state.convert import Entry, Match
 from optimi_func.state.entry import ensure_state
 from optimi_func.transforms._trees import keys_of
@@ -55,8 +54,9 @@ class Rewriting(Copies):
     # Names and structure of what a transform keeps.
     _layouts: dict[tuple[int, Tensor | None], tuple[list[str], pytree.TreeSpec]]
 
-    def _take_transforms(self, options: Group) -> None:
-        """Take transforms out of the options. Raise for what they cannot honour."""
+    def _take_options(self, options: Group) -> None:
+        """Take process_group and transforms out of the options, and check them."""
+        self.process_group = check_process_group(options.pop("process_group", None))
         given, self._told = options.pop(KEY, ()), {}
         items = [*given] if isinstance(given, Iterable) else [given]
         for x in items:
@@ -83,11 +83,6 @@ class Rewriting(Copies):
     def _name_of(self, i: int) -> str:
         fn = self.rewriters[i].rewrite
         return f"{KEY}[{i}], {getattr(fn, '__qualname__', fn)}"
-
-    def _check_transforms(self, group: Group) -> None:
-        """Raise for a group with transforms of its own."""
-        if KEY in group:
-            raise TypeError(f"{KEY} of a param group: they are the optimizer's, for all")
 
     def _check_whole(self, whole: bool) -> None:
         if self.rewriters and not whole:
@@ -190,9 +185,7 @@ class Rewriting(Copies):
         self, rows: dict[Tensor, Row], made: dict[Tensor, Entry], writes: list[Write]
     ) -> None:
         """Rewrite the gradients of rows."""
-        groups = [*enumerate(self.param_groups)]
-        every = [p for _, group in groups for p in group["params"]]
-        paths = dict(zip(every, chain.from_iterable([names_of(*x) for x in groups])))
+        paths = names_of(self.param_groups)
         absent = Row(None, next(iter(rows.values())).flag)
 
         def rewrite(
@@ -215,7 +208,7 @@ class Rewriting(Copies):
             for i, transform in enumerate(self.rewriters):
                 if not transform.by_parameter:
                     common = self._common()
-                    rewrite(i, every, common, None, common["step"])
+                    rewrite(i, [*paths], common, None, common["step"])
                     continue
                 turns: dict[object, tuple[list[Tensor], Entry, Tensor]] = {}
                 for p in [p for p, row in rows.items() if row.g is not None]:
@@ -231,10 +224,7 @@ class Rewriting(Copies):
     def _by_leaf(
         self, work: Work, write: bool, count: bool, made: dict[Tensor, Entry]
     ) -> Callable[[], None]:
-        """Compute an update of meta or fake tensors, and return what writes it.
-
-        Programs take such steps to estimate memory.
-        """
+        """Compute an update of meta or fake tensors, and return what writes it."""
         group, params, grads, batches = work
         bound, writes = self.bound_of(group, params, group["capturable"]), list[Write]()
         rule, names = bound.rule, ("step", *bound.rule.running._fields)
@@ -262,18 +252,6 @@ class Rewriting(Copies):
             last = zip(tensors[i], (tensors[i][0] + 1.0, *after[i])) if count else ()
             writes += [(x, y, m.finite) for x, y in last]
         return partial(write_all, writes)
-
-    # Saving and loading.
-
-    def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
-        self.refuse_transforms("functional()")
-        return super()._named_entries(group, rule)
-
-    def _loaded_tree(
-        self, state: TreeState, params: Mapping[str, Tensor]
-    ) -> tuple[dict[Tensor, Entry], list[tuple[Tensor, Tensor]]]:
-        self.refuse_transforms("load_functional()")
-        return super()._loaded_tree(state, params)
 
     def _loaded(
         self, match: Match, keep_dtypes: bool

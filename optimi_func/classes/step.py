@@ -55,12 +55,14 @@ class Steps(Rewriting, Given):
     releases: list[Any]
     skips_steps: bool  # with a gradient that is not finite
 
-    def _forget(self) -> None:
-        """Drop what is kept, which is made again at the next step, but for plans."""
+    def _clear_caches(self) -> None:
+        """Make new caches, but for plans. They are not pickled."""
         self._bound: dict[int, tuple[Any, Any]] = {}
         self._plans: dict[object, ClassPlan] = self.__dict__.get("_plans", {})
         self._has_stepped, self._idle = False, 0
         self._layouts = {}
+        self._grouped: list[tuple[int, int]] = []
+        self._group_index: dict[Tensor, int] = {}
 
     def _factory_of(
         self, group: Group
@@ -75,7 +77,7 @@ class Steps(Rewriting, Given):
         """Return the pure optimizer with a group's present hyperparameters.
 
         It is the same object as before if none has changed. Tensors go through `as_scalar`
-        with params and capturable. Raises ValueError if one is out of its range.
+        with params and capturable.
         """
         factory, keywords = self._factory_of(group)
         inputs = *map(group.__getitem__, keywords), factory
@@ -331,10 +333,7 @@ class Steps(Rewriting, Given):
         fresh: list[Entry],
         device: torch.device | None,
     ) -> tuple[Scalar, ...]:
-        """Return a group's running scalars, on a device or as numbers (None).
-
-        New entries take them over.
-        """
+        """Return a group's running scalars (None: as numbers), which `fresh` take over."""
         names = bound.rule.running._fields
         lead, host = self.lead_of(group) or fresh[0], device is None
         for name, entry in product(names, fresh):

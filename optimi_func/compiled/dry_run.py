@@ -19,11 +19,6 @@ from optimi_func.core import torch_private
 from optimi_func.core.checks import check_loss
 from optimi_func.core.rule import PyTree
 
-# (params, buffers, batch) -> (loss, aux, buffers afterwards); the lists are flat.
-Program = Callable[
-    [list[Tensor], list[Tensor], PyTree], tuple[Tensor, PyTree, list[Tensor]]
-]
-
 
 class DryRun(NamedTuple):
     """The results of a dry run; all but `aux` are indices."""
@@ -35,7 +30,10 @@ class DryRun(NamedTuple):
 
 
 def dry_run(
-    program: Program, params: list[Tensor], buffers: list[Tensor], batch: object
+    program: Callable[..., tuple[Tensor, PyTree, list[Tensor]]],
+    params: list[Tensor],
+    buffers: list[Tensor],
+    batch: object,
 ) -> DryRun:
     """Run a program on fake tensors. Raise if its loss cannot start a backward."""
     mode = torch_private.fake_mode()

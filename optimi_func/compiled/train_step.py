@@ -85,14 +85,13 @@ def train_step(
     float32 (float64 for float64). A call of the step compiles if the batch has a new shape
     or the model a new mode, but never because a hyperparameter has changed.
 
-    With a class (`optimi_func.AdamW(model.parameters(), ...)`) the step is called as
-    `outcome = step(batch)`. It replaces zero_grad, backward, clip_grad_norm_ and
-    optimizer.step(). It leaves the model's parameters and buffers, `optimizer.state` and
-    the step counts where those would have left them. Schedulers, state_dict and
+    With a class (`optimi_func.AdamW(model.parameters(), ...)`) it is called as
+    `outcome = step(batch)`, in the place of zero_grad, backward, clip_grad_norm_ and
+    optimizer.step(), and writes what those would have written. Schedulers, state_dict and
     add_param_group work as usual, and ordinary steps may alternate with these.
 
-    With `optimi_func.adamw(lr=...)`, another pure optimizer or a transform of one, the step
-    is called as `state, outcome = step(state, batch)`, beginning with `step.init()`. The
+    With `optimi_func.adamw(lr=...)`, another pure optimizer or a transform of one, it is
+    called as `state, outcome = step(state, batch)`, beginning with `step.init()`. The
     state is a pytree of tensors that can be saved and loaded. A loaded state does not share
     memory with the module, so the module no longer changes. The step of a transform is
     traced into the graph leaf by leaf, which takes longer to compile.
@@ -121,9 +120,6 @@ def train_step(
         donate: Overwrite the parameters, buffers and optimizer state passed in, and
             return them. False copies them first, at the cost of their memory, so that
             nothing passed in changes. A class takes True alone.
-
-    Returns:
-        The step, to be called with a batch, or with a state and a batch.
 
     Raises:
         ValueError, TypeError: An argument is not supported. It is named, here or at the
@@ -362,10 +358,7 @@ class ClassStep:
         self._params()
 
     def __call__(self, batch: PyTree) -> Outcome:
-        """Take one step with a batch, and return its loss, aux and norm.
-
-        It replaces zero_grad, backward, clip_grad_norm_ and step().
-        """
+        """Take one step with a batch, and return its loss, aux and norm."""
         check_runs_kernels(GRAD_AND_STEP, ())
         optimizer, module = self._optimizer, cast(torch.nn.Module, self._settings.model)
         named = self._params()
@@ -373,7 +366,8 @@ class ClassStep:
             _check_untouched(name, p)
         # Errors inside the graph come too late, after buffers or other groups are written.
         optimizer.check_train_mode("a step")
-        optimizer.check_numbers()
+        for group in optimizer.param_groups:
+            optimizer.bound_of(group, group["params"])  # raises for its numbers
         params, spec = pytree.tree_flatten(named)
         buffers, buffers_spec = pytree.tree_flatten(dict(module.named_buffers()))
         program = Program(module, self._settings.loss_fn, spec, buffers_spec)

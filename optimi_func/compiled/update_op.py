@@ -5,8 +5,7 @@ does not look into a custom operation. It places it where the gradients are read
 parameters have been read for the last time. The operation runs the kernels of ordinary
 steps, which are compiled once.
 
-The graph holds gradients and parameters, but not the optimizer's state, because a forward
-cannot read it.
+The optimizer's state is not in the graph, because a forward cannot read it.
 """
 
 import functools
@@ -37,8 +36,7 @@ def update_(
 ) -> None:
     """Update parameters at this point of the graph, by the update that `running` sets.
 
-    `places` are their indices in the step. `after` is computed first, so that an error in
-    it leaves everything unwritten.
+    `after` is computed first, so that an error in it leaves everything unwritten.
     """
     torch.ops.optimi_func.update_(after, places, grad_scale, grads, params)
 

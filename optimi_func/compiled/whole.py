@@ -43,19 +43,12 @@ class Inputs(NamedTuple):
     batch: PyTree
 
 
-class Outputs(NamedTuple):
-    """The results of a graph."""
-
-    loss: Tensor
-    aux: list[Tensor]  # the leaves of loss_fn's aux
-    norm: Tensor | None
-
-
 class Outcome(NamedTuple):
     """The results of a training step without the new state."""
 
     loss: Tensor  # 0-d; the mean over the parts of the batch
-    aux: PyTree  # the aux that loss_fn returned, or None; stacked over the parts
+    # The aux that loss_fn returned, or None; stacked over the parts. Of a graph its leaves.
+    aux: PyTree
     norm: Tensor | None  # 0-d: of all gradients, before clipping; None without clipping
 
 
@@ -112,11 +105,9 @@ class StepGraph:
     def __init__(
         self, accumulate: int, clip: float | None, update: TracedUpdate | None
     ) -> None:
-        self.accumulate = accumulate
-        self.clip = clip
-        self.update = update
+        self.accumulate, self.clip, self.update = accumulate, clip, update
         self._found: dict[object, DryRun] = {}
-        self._graphs: dict[object, Callable[..., Outputs]] = {}
+        self._graphs: dict[object, Callable[..., Outcome]] = {}
         # The arguments of the running call, for a dry run if its graph is traced again.
         self._now: tuple[Program, Inputs] | None = None
         self._changed: DryRun | None = None
@@ -156,11 +147,11 @@ class StepGraph:
             del self._found[kind]
             raise
         aux = None if dry.aux is None else pytree.tree_unflatten(outputs.aux, dry.aux)
-        return Outcome(outputs.loss, aux, outputs.norm)
+        return outputs._replace(aux=aux)
 
     def _run_parts(
         self, program: Program, dry: DryRun, inputs: Inputs, parts: list[PyTree]
-    ) -> Outputs:
+    ) -> Outcome:
         if self.accumulate == 1:
             return self._run(program, dry, inputs, None, True)
         used_params, mutated_buffers, *_ = dry
@@ -169,7 +160,7 @@ class StepGraph:
         # The buffers are written last, because the last part's graph may fail to compile.
         buffers = [x.clone() for x in inputs.buffers]
         part_inputs = inputs._replace(buffers=buffers)
-        outputs: list[Outputs] = []
+        outputs: list[Outcome] = []
         for i, batch in enumerate(parts):
             part_inputs = part_inputs._replace(batch=batch)
             outputs.append(self._run(program, dry, part_inputs, sums, i + 1 == len(parts)))
@@ -177,7 +168,7 @@ class StepGraph:
             inputs.buffers[j].copy_(buffers[j])
         aux = [torch.stack(xs) for xs in zip(*[x.aux for x in outputs])]
         loss = torch.stack([x.loss for x in outputs]).mean()
-        return Outputs(loss, aux, outputs[-1].norm)
+        return Outcome(loss, aux, outputs[-1].norm)
 
     def _run(
         self,
@@ -186,7 +177,7 @@ class StepGraph:
         inputs: Inputs,
         sums: list[Tensor] | None,
         last: bool,
-    ) -> Outputs:
+    ) -> Outcome:
         key = (program.params, program.buffers, dry, last)
         graph = self._graphs.get(key)
         self._now, self._changed = (program, inputs), None
@@ -213,7 +204,7 @@ class StepGraph:
 
     def _body(
         self, program: Program, dry: DryRun, last: bool
-    ) -> Callable[[Inputs, list[Tensor] | None], Outputs]:
+    ) -> Callable[[Inputs, list[Tensor] | None], Outcome]:
         traced: list[bool] = []
 
         @torch.compiler.assume_constant_result
@@ -230,7 +221,7 @@ class StepGraph:
 
         used_params, mutated_buffers, aliased_aux, _ = dry
 
-        def body(inputs: Inputs, sums: list[Tensor] | None) -> Outputs:
+        def body(inputs: Inputs, sums: list[Tensor] | None) -> Outcome:
             confirm()
             params, buffers, state, opaque_true, batch = inputs
 
@@ -259,7 +250,7 @@ class StepGraph:
                     total.add_(g)
                 grads = sums
             if not last:
-                return Outputs(loss, aux, None)
+                return Outcome(loss, aux, None)
             grad_scale, norm = self._grad_scale(grads)
             if self.update is None:
                 _update(dict(zip(used_params, grads)), params, grad_scale, loss)
@@ -273,7 +264,7 @@ class StepGraph:
                 copies = [_chosen(x, opaque_true) for x in [*new[0], *new[1]]]
                 for old, x in zip([*params, *state], copies):
                     old.copy_(x)
-            return Outputs(loss, aux, norm)
+            return Outcome(loss, aux, norm)
 
         return body
 

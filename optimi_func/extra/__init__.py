@@ -1,4 +1,1 @@
-"""Averages, optimizers around another, and statistics.
-
-Nothing in the package imports these rooms.
-"""
+"""Averages, optimizers around another, and statistics, which nothing else imports."""

@@ -135,17 +135,10 @@ class EMA:
             write_local(p, *to_local([x]))
         reshard([*values])
 
-    def _names(self) -> dict[Tensor, str]:
-        """Return the name, or place, of each parameter."""
-        names: dict[Tensor, str] = {}
-        for i, group in enumerate(self.optimizer.param_groups):
-            names.update(zip(group["params"], names_of(i, group)))
-        return names
-
     @property
     def averages(self) -> dict[str, Tensor]:
         """The averages by name, or place, of the parameter: for `functional_call`."""
-        names = self._names()
+        names = names_of(self.optimizer.param_groups)
         return {names[p]: x for p, x in self._averages.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +152,8 @@ class EMA:
         Raises:
             ValueError: Other names or shapes; nothing is loaded then.
         """
-        names, averages = self._names(), state_dict.get("averages", {})
+        names = names_of(self.optimizer.param_groups)
+        averages = state_dict.get("averages", {})
         shapes = {names[p]: tuple(p.shape) for p in self._averages}
         saved_shapes = {name: tuple(x.shape) for name, x in averages.items()}
         if shapes != saved_shapes or not {"updates", "weight"} <= {*state_dict}:

@@ -38,24 +38,20 @@ class Wrapper(torch.optim.Optimizer):
         self.__setstate__({**state, "_options": (*options,), **options})
         self._check()
 
-    def _check(self) -> None:
-        """Raise for options, and an optimizer, that a step could not honour."""
-        name, inner, rules = type(self).__name__, self.optimizer, list[Rule]()
+    def _check(self) -> list[Rule]:
+        """Raise for what a step could not honour, and return the optimizer's rules."""
+        name, inner = type(self).__name__, self.optimizer
         while isinstance(inner, Wrapper):
             inner = inner.optimizer
         if isinstance(inner, BaseOptimizer):
             inner.check_train_mode(f"{name}.step()")
-            rules = [inner.rule_of(group) for group in inner.param_groups]
             if inner.defaults["gradient_release"]:
                 raise ValueError(
                     f"{name} with gradient_release=True, by which parameters move in "
                     "backward, before step(): allowed is an optimizer without it"
                 )
-        self._check_own(rules)
-
-    def _check_own(self, rules: list[Rule]) -> None:
-        """Raise for options, and rules of the optimizer, that this class refuses."""
-        raise NotImplementedError
+            return inner.rules()
+        return []
 
     def _params(self, closure: Closure | None) -> list[Tensor]:
         """Return all parameters, or none for a step that only makes state."""
@@ -107,8 +103,7 @@ class SAM(Wrapper):
         ValueError: rho is negative; maximize; gradient release.
 
     References:
-        Foret et al., "Sharpness-Aware Minimization for Efficiently Improving
-        Generalization", arXiv:2010.01412; Kwon et al., "ASAM", arXiv:2102.11600.
+        See `optimi_func.transforms.ascent`.
 
     >>> from optimi_func import SGD
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -129,10 +124,12 @@ class SAM(Wrapper):
     ) -> None:
         super().__init__(optimizer, rho=rho, adaptive=adaptive)
 
-    def _check_own(self, rules: list[Rule]) -> None:
+    def _check(self) -> list[Rule]:
+        rules = super()._check()
         check_ascent(self.rho, self.adaptive)
         if any([group.get("maximize") for group in self.param_groups]):
             raise ValueError("SAM with maximize=True: let the loss be its negative")
+        return rules
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, **extras: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -192,16 +189,17 @@ class Lookahead(Wrapper):
     ) -> None:
         super().__init__(optimizer, k=k, alpha=alpha)
 
-    def _check_own(self, rules: list[Rule]) -> None:
+    def _check(self) -> list[Rule]:
         check_whole("k", self.k, 1)
         check_constant("alpha", self.alpha, above=0.0, most=1.0)
-        for rule in rules:
+        for rule in (rules := super()._check()):
             if rule.eval_point:
                 raise ValueError(
                     "Lookahead writes parameters, and the point that "
                     f"{rule.name} evaluates at would not follow: allowed are "
                     "optimizers without train() and eval()"
                 )
+        return rules
 
     def _rest(self, p: Tensor) -> Tensor | None:
         """Return a parameter's compensation, or None."""

@@ -95,6 +95,7 @@ class Checkpoints(Optimizer):
     ]
     init_state: Callable[[], None]
     refuse_transforms: Callable[[str], None]
+    _join_loaded: Callable[[], None]  # completes what was loaded
     holds_averages = False  # within `EMA.applied`
 
     def rule_of(self, group: Group) -> Rule:
@@ -117,9 +118,6 @@ class Checkpoints(Optimizer):
             raise RuntimeError(
                 f"{what} inside of EMA.applied(): leave it, the parameters are averages"
             )
-
-    def _join_loaded(self) -> None:
-        """Complete what was loaded: see `Steps`."""
 
     def state_dict(self) -> StateDict:
         """Return the state by parameter number, and the groups, as torch.optim does."""
@@ -377,6 +375,7 @@ class Checkpoints(Optimizer):
 
     def _named_entries(self, group: Group, rule: Rule) -> dict[str, Entry]:
         """Return the complete entries, by name, of parameters that have or get state."""
+        self.refuse_transforms("functional()")
         how = rule, group_storage(group), group["capturable"]
         return {
             name: ensure_state(self.state, {}, f"[{name!r}]", p, *how)
@@ -395,6 +394,7 @@ class Checkpoints(Optimizer):
 
         Returns the entries, and for each of `params` the parameter and its new value.
         """
+        self.refuse_transforms("load_functional()")
         groups = self.param_groups
         home = {name: (group, p) for group in groups for name, p in named_params(group)}
         entries = convert.from_tree(state)

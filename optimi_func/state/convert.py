@@ -1,7 +1,4 @@
-"""Load state dicts of this package, torch.optim, optimi and bitsandbytes.
-
-Finds the saved entry of each parameter, and converts it to our names and values.
-"""
+"""Find and convert the entries of state dicts: ours, torch's, optimi's, bitsandbytes'."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -101,8 +98,7 @@ def find_entries(
 ) -> Match:
     """Find the saved entry of each parameter, by name if both sides have names.
 
-    Raises ValueError if groups do not fit or, if `strict`, if only one side has a name.
-    `match` is "names", or "order" to ignore names. `keywords` name the hyperparameters.
+    `keywords` name the hyperparameters; for the others see `Checkpoints.load_state_dict`.
     """
     if match not in ("names", "order"):
         raise ValueError(f"match={match!r}: allowed are 'names' and 'order'")
@@ -355,11 +351,7 @@ def as_torchs(
     counterparts: Counterparts,
     state_dict: StateDict,
 ) -> StateDict:
-    """Convert our state dict for torch.optim's class of the same name.
-
-    Raises ValueError for a class or an option that torch does not have. `keywords` are
-    those of our pure optimizer.
-    """
+    """Convert our state dict for torch.optim's class of the same name, or raise."""
     cls = counterparts.in_torch
     if cls is None:
         raise ValueError(f"torch.optim has no {name} that could load this state")
@@ -370,20 +362,16 @@ def as_torchs(
         options = {k: v for k, v in group.items() if k not in ours_alone}
         if options["max_lr"] is None:
             del options["max_lr"]  # some schedules add an option of the same name
-        if lost := [k for k in keywords if k not in group]:
-            name = f"torch.optim.{cls.__name__}"
-            raise ValueError(f"{name} cannot go on with a schedule for {lost[0]}")
-        if group.get("cautious"):
-            raise ValueError(f"torch.optim.{cls.__name__} cannot go on with cautious=True")
+        lost = [f"a schedule for {k}" for k in keywords if k not in group]
+        lost += ["cautious=True"] if group.get("cautious") else []
         kinds = [k for k in _OUR_DECAYS if k in keywords and group[k]]
         if "decoupled_weight_decay" in takes:
             options["decoupled_weight_decay"] = "decouple_wd" in kinds
             kinds = [k for k in kinds if k != "decouple_wd"]
-        if kinds and group["weight_decay"] != 0:
-            raise ValueError(
-                f"torch.optim.{cls.__name__} cannot go on with {kinds[0]}=True and "
-                f"weight_decay={group['weight_decay']}"
-            )
+        if kinds and (decay := group.get("weight_decay", 0)) != 0:
+            lost.append(f"{kinds[0]}=True and weight_decay={decay}")
+        if lost:
+            raise ValueError(f"torch.optim.{cls.__name__} cannot go on with {lost[0]}")
         options |= {"foreach": None, "differentiable": False}
         if "fused" in takes:
             options["fused"] = None
@@ -442,11 +430,7 @@ def checked(rule: Rule, root: str, name: object, p: Tensor, saved: Entry) -> Ent
 
 
 def as_tree(rule: Rule, entries: dict[str, Entry], like: Tensor) -> TreeState:
-    """Copy complete entries, by parameter name, to a pure optimizer's state.
-
-    Raises ValueError if parameters have taken different numbers of steps. The step count is
-    put on the device of `like`.
-    """
+    """Copy complete entries, by name, to a pure state, with its count where `like` is."""
     steps = {name: float(entry["step"]) for name, entry in entries.items()}
     if len(set(steps.values())) > 1:
         raise ValueError(
@@ -475,10 +459,9 @@ def from_tree(state: TreeState) -> dict[str, Entry]:
 def common(
     bounds: list[FunctionalOptimizer], names: list[list[str]]
 ) -> FunctionalOptimizer:
-    """Merge the groups' pure optimizers into one.
+    """Merge the groups' pure optimizers into one, if they differ in lr or weight_decay.
 
-    If groups differ in lr or weight_decay, it becomes a dict by parameter name. Raises
-    ValueError if they differ in another hyperparameter.
+    Either becomes a dict by parameter name then.
     """
     changed: dict[str, object] = {}
     for name in (one.name for one in fields(bounds[0])):

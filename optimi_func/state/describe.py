@@ -1,6 +1,7 @@
 """The tables of `optimizer.describe()`."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +24,7 @@ def describe(
     groups: list[Group],
     rule_of: Callable[[Group], Rule],
 ) -> str:
-    """Return the table of storage and bytes, with a row for each group and one for all.
-
-    A line after it has the dtype of an iteration over matrices.
-    """
+    """Return the table of storage and bytes, and the dtypes of iterations over matrices."""
     rows: list[tuple[str, ...]] = []
     totals = [0, 0, 0, 0]
     for i, group in enumerate(groups):
@@ -48,13 +46,10 @@ def describe(
     ]
     for i, group in enumerate(groups):
         if "ns_dtype" in group:
-            wide = [
-                (p.device, torch.promote_types(p.dtype, torch.float32))
-                for p in group["params"]
-            ]
+            wide = partial(torch.promote_types, torch.float32)
             found = {
-                str(group["ns_dtype"] or iterated_in(*x)).removeprefix("torch.")
-                for x in wide
+                _name(group["ns_dtype"] or iterated_in(p.device, wide(p.dtype)))
+                for p in group["params"]
             }
             lines.append(f"group {i} iterates in {', '.join(sorted(found))} (ns_dtype)")
     return "\n".join(lines)

@@ -45,9 +45,8 @@ def ensure_state(
 ) -> Entry:
     """Return a parameter's entry, checked, completed and converted to a storage.
 
-    Raises ValueError or TypeError if no step could use the parameter or its entry. The
-    result is put into `made`, for `insert_made`, because `states` is not written to.
-    capturable puts the step count and running scalars on p's device.
+    Raises if no step could use the parameter or its entry. The result is put into `made`,
+    for `insert_made`. capturable puts the step count and running scalars on p's device.
     """
     if p in made:
         return made[p]

@@ -50,9 +50,8 @@ def owned(
 ) -> Entry:
     """Copy an entry that is `checked` to p's device and memory order, in a storage.
 
-    keep_dtypes keeps the dtypes of the entry instead of those of fresh state. Raises
-    ValueError if the entry or the storage has codes then. capturable puts the step count
-    and running scalars on p's device.
+    keep_dtypes keeps the dtypes of the entry instead of those of fresh state. capturable
+    puts the step count and running scalars on p's device.
     """
     if keep_dtypes and (storage.coded or has_codes(rule, entry)):
         raise ValueError(

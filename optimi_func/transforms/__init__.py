@@ -5,9 +5,8 @@ state)` a step, so that transforms nest:
 
     apply_if_finite(every_k(chain(clip_global_norm(1.0), adamw(lr=schedule)), 4))
 
-A state is a NamedTuple of tensors, and its last field is the inner optimizer's state. No
-step depends on values of tensors, so that each compiles into one graph, vmaps and
-differentiates.
+A state is a NamedTuple, its last field the inner optimizer's state. No step depends on
+values of tensors, so that each compiles into one graph, vmaps and differentiates.
 """
 
 from functools import partial

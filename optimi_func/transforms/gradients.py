@@ -115,11 +115,11 @@ class GradientTransform:
                 raise ValueError(f"{text} {shown(p)}: allowed are its shape and None")
         # A 0-d gradient or state divided by a number of t would be float64.
         new = [x if g is None or x is None else x.to(g.dtype) for g, x in zip(grads, new)]
-        return new, pytree.tree_map(_cast_like, result[1], state)
 
+        def cast(x: object, old: Tensor) -> object:
+            return x.to(old.dtype) if isinstance(x, Tensor) else x
 
-def _cast_like(x: object, old: Tensor) -> object:
-    return x.to(old.dtype) if isinstance(x, Tensor) else x
+        return new, pytree.tree_map(cast, result[1], state)
 
 
 def _number_at(name: str, number: Number, step: Tensor) -> Scalar:
@@ -243,8 +243,7 @@ def chain(*parts: GradientTransform | PureOptimizer) -> Chain:
 # A chain can be pickled, because these are functions of the module and partials of them.
 
 
-def _no_state(params: PyTree) -> tuple[()]:
-    del params
+def _no_state(_: PyTree) -> tuple[()]:
     return ()
 
 
@@ -268,8 +267,7 @@ def clip_value(limit: Number) -> GradientTransform:
     return GradientTransform(_no_state, _clip_value, numbers, by_parameter=True)
 
 
-def _clip_value(grads: Grads, state: PyTree, step: Tensor, limit: Scalar) -> Rewritten:
-    del step
+def _clip_value(grads: Grads, state: PyTree, _: Tensor, limit: Scalar) -> Rewritten:
 
     def clip(g: Tensor) -> Tensor:
         if g.is_complex():
@@ -303,10 +301,7 @@ def clip_param_norm(max_norm: Number) -> GradientTransform:
     return GradientTransform(_no_state, _clip_param_norm, numbers, by_parameter=True)
 
 
-def _clip_param_norm(
-    grads: Grads, state: PyTree, step: Tensor, max_norm: Scalar
-) -> Rewritten:
-    del step
+def _clip_param_norm(grads: Grads, state: PyTree, _: Tensor, max_norm: Scalar) -> Rewritten:
     return [
         None if g is None else clip_factor(like(max_norm, n := norm(g)), n) * g
         for g in grads
@@ -341,9 +336,8 @@ def clip_global_norm(max_norm: Number) -> GradientTransform:
 
 
 def _clip_global_norm(
-    grads: Grads, state: PyTree, step: Tensor, max_norm: Scalar
+    grads: Grads, state: PyTree, _: Tensor, max_norm: Scalar
 ) -> Rewritten:
-    del step
     norms = [norm(g) for g in grads if g is not None]
     if not norms:
         return grads, state
@@ -373,8 +367,7 @@ def centralize() -> GradientTransform:
     return GradientTransform(_no_state, _centralize, by_parameter=True)
 
 
-def _centralize(grads: Grads, state: PyTree, step: Tensor) -> Rewritten:
-    del step
+def _centralize(grads: Grads, state: PyTree, _: Tensor) -> Rewritten:
     return [
         g if g is None or g.dim() < 2 else g - g.mean([*range(1, g.dim())], keepdim=True)
         for g in grads
@@ -430,8 +423,7 @@ def _init_noise(seed: int | Tensor, params: PyTree) -> NoiseState:
     return NoiseState(start + seed, start)
 
 
-def _add_noise(grads: Grads, state: NoiseState, step: Tensor, std: Scalar) -> Rewritten:
-    del step
+def _add_noise(grads: Grads, state: NoiseState, _: Tensor, std: Scalar) -> Rewritten:
     noisy = [
         None
         if g is None or z is None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optimi_func.core.codes import is_low
-from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, Storage, check_pure
+from optimi_func.core.rule import InitOptions, PureOptimizer, PyTree, check_pure
 from optimi_func.core.storage import keeps_codes, storage_of
 from optimi_func.core.torch_private import serializable
 from optimi_func.pure.functional import FunctionalOptimizer
@@ -97,15 +97,18 @@ class Partition(Transform):
             for i, p in zip(places, tensors)
             if (p.dtype == torch.bfloat16 if storage.param == "exact" else is_low(p.dtype))
         }
-        storages = self._storages(storage, low)
+        moments = list(map(_may_keep_moments, self.optimizers))
         parts: list[PyTree] = []
         for i, optimizer in enumerate(self.optimizers):
-            part_options = options.copy()
+            # A part must not raise for an option that only other parts can use.
+            part_options, part_storage = options.copy(), storage
             if low and i not in low:
-                # A part without low precision must not raise if another part has it.
                 part_options.pop("kahan_sum", None)
+                part_storage = part_storage._replace(param=None)
+            if storage.coded and any(moments) and not moments[i]:
+                part_storage = part_storage._replace(moments=None)
             if options.get("storage") is not None:
-                part_options["storage"] = storages[i]
+                part_options["storage"] = part_storage
             parts.append(optimizer.init(_part(i, places, tensors, spec), **part_options))
         return PartitionState(Places(pytree.tree_unflatten(places, spec)), tuple(parts))
 
@@ -123,7 +126,8 @@ class Partition(Transform):
                 raise TypeError(f"{self._name} got the extra {name!r}: no part takes it")
         trees = Trees.check(params, grads)
         places = match_tree("state", state.places.tree, trees.spec, params)
-        new, states = list(trees.params), list(state.parts)
+        moved: list[PyTree] = []
+        states: list[PyTree] = []
         flat = {
             name: x if isinstance(x, Tensor) else match_tree(name, x, trees.spec, params)
             for name, x in extras.items()
@@ -135,26 +139,22 @@ class Partition(Transform):
                 if (names := taken[i]) is None or name in names:
                     split = isinstance(x, list)
                     more[name] = _part(i, places, x, trees.spec) if split else x
-            own, states[i] = step_of(self._name, optimizer, p, g, states[i], **more)
-            at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(without_none(own))):
-                new[j] = p
-        return (
-            pytree.tree_unflatten(new, trees.spec),
-            PartitionState(state.places, tuple(states)),
-        )
+            p, own = step_of(self._name, optimizer, p, g, state.parts[i], **more)
+            moved.append(p)
+            states.append(own)
+        new = pytree.tree_unflatten(_merged(places, trees.params, moved), trees.spec)
+        return new, PartitionState(state.places, tuple(states))
 
     def eval_params(self, params: PyTree, state: PartitionState) -> PyTree:
         """Return the parts' parameters: see `FunctionalOptimizer.eval_params`."""
         state = self._checked(state)
         tensors, spec = flatten_params(params)
         places = match_tree("state", state.places.tree, spec, params)
-        results = list(tensors)
-        for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts)):
-            point = inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
-            at = [j for j, part in enumerate(places) if part == i]
-            for j, p in zip(at, pytree.tree_leaves(without_none(point))):
-                results[j] = p
+        points = [
+            inner_eval_params(optimizer, _part(i, places, tensors, spec), inner)
+            for i, (optimizer, inner) in enumerate(zip(self.optimizers, state.parts))
+        ]
+        results = _merged(places, tensors, points)
         if all(a is b for a, b in zip(results, tensors)):
             return params
         return pytree.tree_unflatten(results, spec)
@@ -167,19 +167,6 @@ class Partition(Transform):
                 f"{len(self.optimizers)}: make it with this optimizer's init"
             )
         return state
-
-    def _storages(self, storage: Storage, low: set[int]) -> list[Storage]:
-        """Return the storage of each part, without options that only others can use."""
-        moments = list(map(_may_keep_moments, self.optimizers))
-        storages: list[Storage] = []
-        for i in range(len(self.optimizers)):
-            part_storage = storage
-            if low and i not in low:
-                part_storage = part_storage._replace(param=None)
-            if part_storage.coded and any(moments) and not moments[i]:
-                part_storage = part_storage._replace(moments=None)
-            storages.append(part_storage)
-        return storages
 
     def _place(self, params: PyTree, tensors: list[Tensor]) -> list[int]:
         if torch.compiler.is_compiling():
@@ -203,11 +190,7 @@ def place(
     paths: Sequence[str],
     tensors: Sequence[Tensor],
 ) -> list[int]:
-    """Return the part of each parameter, the first that selects it.
-
-    `len(selects)` is the rest. Raises if a parameter is not selected and there is no rest.
-    `name` is that of the caller, for errors.
-    """
+    """Return the part of each parameter, the first that selects it or len(selects)."""
     places: list[int] = []
     for path, p in zip(paths, tensors):
         hits = [i for i, s in enumerate(selects) if _selects(s, path, p)]
@@ -353,3 +336,9 @@ def _part(
 ) -> PyTree:
     part = [x if k == i else Elsewhere() for x, k in zip(leaves, places)]
     return pytree.tree_unflatten(part, spec)
+
+
+def _merged(places: list[int], leaves: list[Tensor], parts: list[PyTree]) -> list[Tensor]:
+    """Return the leaves, each from the tree of its part, if it has one."""
+    queues = [iter(pytree.tree_leaves(without_none(part))) for part in parts]
+    return [x if i < 0 else next(queues[i]) for x, i in zip(leaves, places)]
